@@ -18,7 +18,7 @@ from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
 from .layers.spec import Show, require_steps
 from .naming.subject import Run, Subject
-from .notebook.live import Kept, LiveTrace, keep_tensors
+from .notebook.live import KeptTensors, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
 from .reports.check import CheckReport
@@ -257,7 +257,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._run: Run | None = None
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
-        self._kept: tuple[Kept, ...] = ()
+        self._kept: tuple[KeptTensors, ...] = ()
 
     def __enter__(self) -> recording:
         self._recorder.start(sys._getframe(1))

@@ -19,8 +19,7 @@ from ..naming.subject import Run, Subject
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
 from ..reports.common import Environment, LayerInfo, Stats, Values
-from ..reports.trace import Attention as AttentionReport
-from ..reports.trace import Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
+from ..reports.trace import AttentionReport, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
 
 _UNSAID = "torch names none; its fast path asks for biases"
 """It goes on without a word where there is no in_proj_bias."""
@@ -279,8 +278,8 @@ def _op_lines(run: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
         for stage, tensor in attention.stages.items():
             known.setdefault(tensor.id, (stage, patterns[stage]))
 
-    def operands(tensors: tuple[TensorRef, ...]) -> tuple[Operand, ...]:
-        return tuple(Operand(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
+    def operands(tensors: tuple[TensorRef, ...]) -> tuple[OpTensor, ...]:
+        return tuple(OpTensor(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
 
     def stage_of(op: Op) -> str:
         ids = [tensor.id for tensor in op.outputs if run.recording.producers.get(tensor.id) == op.index]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..naming.canonical import canonical, contents_of, sizes_in
 from ..naming.subject import Run, keep_stages
-from ..reports.trace import Attention, Stage, Trace, attention_names
+from ..reports.trace import AttentionReport, Stage, Trace, attention_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTensors:
     """What can be drawn of an attention when its run is over: nothing where no tensors were kept."""
 
     stages: Mapping[str, Tensor] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Kept:
         return {stage: content for stage, content in every.items() if content is not None}
 
 
-def keep_tensors(run: Run) -> tuple[Kept, ...]:
+def keep_tensors(run: Run) -> tuple[KeptTensors, ...]:
     """Return the tensors of each attention; the run has none of them any longer."""
     turns = [contents_of(run, *named) if named[0].branches else {} for named in run.attentions]
     copies = [{stage: tensor.clone() for stage, tensor in contents.items()} for contents in turns]
@@ -57,14 +57,14 @@ def keep_tensors(run: Run) -> tuple[Kept, ...]:
         {stage: (names.of_stage(stage), sizes_in(attention, names, stage)) for stage in attention.stages}
         for attention, names in run.attentions
     ]
-    return tuple(map(Kept, stages, copies, layouts))
+    return tuple(map(KeptTensors, stages, copies, layouts))
 
 
 @dataclass(frozen=True, repr=False)
 class LiveStage(Stage):
     """A stage of a trace, and its tensor and pictures where tensors were kept."""
 
-    _kept: Kept = field(default=Kept(), compare=False)
+    _kept: KeptTensors = field(default=KeptTensors(), compare=False)
 
     @property
     def tensor(self) -> Tensor:
@@ -141,11 +141,11 @@ class _ByName:
 
 
 @dataclass(frozen=True, repr=False)
-class LiveAttention(Attention):
+class LiveAttention(AttentionReport):
     """An attention of a trace, with each stage by its name: `attention.scores`."""
 
     stages: tuple[LiveStage, ...]
-    _kept: Kept = field(default=Kept(), compare=False)
+    _kept: KeptTensors = field(default=KeptTensors(), compare=False)
 
     query = _ByName()
     key = _ByName()
@@ -179,12 +179,12 @@ class LiveTrace(Trace):
     attentions: tuple[LiveAttention, ...]
 
     @classmethod
-    def of(cls, trace: Trace, kept: Sequence[Kept] = ()) -> LiveTrace:
+    def of(cls, trace: Trace, kept: Sequence[KeptTensors] = ()) -> LiveTrace:
         """Return a trace with what was kept of each of its attentions."""
         attentions = []
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
             tensors = replace(
-                kept[place] if kept else Kept(),
+                kept[place] if kept else KeptTensors(),
                 name=name,
                 num_heads=attention.num_heads,
                 num_kv_heads=attention.num_kv_heads,

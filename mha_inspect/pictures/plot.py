@@ -45,12 +45,12 @@ def to_file(pictures: Sequence[Picture], format: Literal["png", "svg"]) -> bytes
     with matplotlib.rc_context({"svg.hashsalt": "mha-inspect", "svg.fonttype": "none"}):
         sizes = [size_of(picture) for picture in pictures]
         whole = max(width for width, _ in sizes), sum(height for _, height in sizes)
-        made = Figure(figsize=whole, layout="constrained", dpi=150)
-        parts = made.subfigures(len(pictures), 1, squeeze=False, height_ratios=[height for _, height in sizes])
+        figure = Figure(figsize=whole, layout="constrained", dpi=150)
+        parts = figure.subfigures(len(pictures), 1, squeeze=False, height_ratios=[height for _, height in sizes])
         for picture, part in zip(pictures, parts[:, 0], strict=True):
             onto(picture, part)
         file = BytesIO()
-        made.savefig(file, format=format, metadata={"Date": None} if format == "svg" else {"Software": None})
+        figure.savefig(file, format=format, metadata={"Date": None} if format == "svg" else {"Software": None})
     return file.getvalue()
 
 
@@ -68,15 +68,15 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
     wide = 1 if picture.below else min(count, _BESIDE)
     high = -(-count // wide)
     axes = [figure.add_subplot(high, wide, place + 1) for place in range(count)]
-    shown = [_panel(picture, place, one) for place, one in enumerate(axes)]
-    held = picture.range
+    images = [_panel(picture, place, panel) for place, panel in enumerate(axes)]
+    span = picture.range
     label = printable(picture.title)
     if picture.signed:
-        label += f" (from {number(held.least)} to {number(held.most)})"
-    figure.colorbar(shown[-1], ax=axes, label=_plain(label), shrink=min(0.9, 3 / high) if high > 1 else 0.9)
-    told = [text for text, there in (("hatched: masked", held.masked), ("magenta: NaN", held.nan)) if there]
-    told += ["white: inf"] if held.infinite else []
-    figure.supxlabel(_plain("   ".join([*told, *map(printable, picture.notes)])), fontsize="small")
+        label += f" (from {number(span.least)} to {number(span.most)})"
+    figure.colorbar(images[-1], ax=axes, label=_plain(label), shrink=min(0.9, 3 / high) if high > 1 else 0.9)
+    signs = (("hatched: masked", span.masked), ("magenta: NaN", span.nan), ("white: inf", span.infinite))
+    notes = [text for text, count in signs if count] + list(map(printable, picture.notes))
+    figure.supxlabel(_plain("   ".join(notes)), fontsize="small")
     return axes
 
 

@@ -122,17 +122,19 @@ def for_viewer(
         return {name: tensor for name, tensor in stages.items() if batch_row < len(tensor) and tensor.numel()}
 
     def pictures(attention: Attended) -> list[Picture]:
-        fitting = {name: labels if len(labels) in own.shape[-2:] else () for name, own in drawable(attention).items()}
-        return [attention.picture(name, batch_row=batch_row, labels=own, title=name) for name, own in fitting.items()]
+        return [
+            attention.picture(name, batch_row=batch_row, labels=labels if len(labels) in sizes else (), title=name)
+            for name, sizes in ((name, tensor.shape[-2:]) for name, tensor in drawable(attention).items())
+        ]
 
     sizes: dict[str, tuple[int, int]] = {}
-    for one in attended:
-        for name, tensor in drawable(one).items():
+    for item in attended:
+        for name, tensor in drawable(item).items():
             elements, panels = sizes.get(name, (0, 0))
             sizes[name] = elements + tensor[0].numel(), panels + (len(tensor[0]) if tensor.dim() == 4 else 1)
     if not sizes:
         return None
-    named = ((one.name or "attention", pictures(one)) for one in attended)
+    named = ((item.name or "attention", pictures(item)) for item in attended)
     return viewer_data(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
 
 
@@ -222,5 +224,6 @@ def counts_pictures(counts: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Pi
     names = tuple(plural(count, "head") for count, _ in counts)
     attentions = zip(*(pictures for _, pictures in counts), strict=False)
     return tuple(
-        replace(own[0], panels=names, values=np.concatenate([picture.values for picture in own])) for own in attentions
+        replace(first, panels=names, values=np.concatenate([first.values, *(picture.values for picture in rest)]))
+        for first, *rest in attentions
     )

@@ -50,9 +50,9 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         "--focus what each head looks at": report.focus,
         "--time which is faster": report.timing,
     }
-    untold = [way for way, told in ways.items() if told is None]
-    if untold:
-        yield section("what to ask next", Paragraph(f"{'; '.join(untold)}.", "muted"))
+    ways_left = [way for way, answer in ways.items() if answer is None]
+    if ways_left:
+        yield section("what to ask next", Paragraph(f"{'; '.join(ways_left)}.", "muted"))
 
 
 def _reasons(counts: Sequence[HeadCount]) -> tuple[tuple[str, str], ...]:

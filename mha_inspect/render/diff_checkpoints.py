@@ -26,9 +26,9 @@ def _sections(report: CheckpointDiffReport) -> Iterator[Section]:
     yield section("files", facts(("left", _side(report.left)), ("right", _side(report.right))))
     if report.tensors:
         yield section("tensors", _tensors(report.tensors))
-    for where, own in (("left", report.only_left), ("right", report.only_right)):
-        if own:
-            yield section(f"only in the {where}", _only(own))
+    for where, names in (("left", report.only_left), ("right", report.only_right)):
+        if names:
+            yield section(f"only in the {where}", _only(names))
     if report.parts:
         yield section("heads", _parts(report.parts), detail="of attentions in which a tensor is not the same")
     yield section("", *notes(report.notes))
@@ -64,11 +64,11 @@ def _tensors(pairs: Sequence[TensorPair]) -> Table:
     rows = []
     for group in grouped(pairs, kind):
         first = group[0]
-        other = "" if first.name == first.other else times([pair.other for pair in group])
+        right_name = "" if first.name == first.other else times([pair.other for pair in group])
         shapes = _both(text.shape(first.left_shape), text.shape(first.right_shape))
         largest = number(max(pair.max_abs_difference or 0 for pair in group) or None)
         relative = number(max(pair.relative_difference or 0 for pair in group) or None)
-        sides = other, *shapes, *_both(first.left_dtype, first.right_dtype)
+        sides = right_name, *shapes, *_both(first.left_dtype, first.right_dtype)
         rows.append((times([pair.name for pair in group]), *sides, largest, relative, _verdict(first), first.note))
     return table(columns, rows)
 
@@ -83,8 +83,8 @@ def _verdict(pair: TensorPair | PartPair) -> Cell:
 
 
 def _only(names: Iterable[StoredName]) -> Table:
-    groups = grouped(names, lambda own: (alike(own.name), own.shape))
-    rows = [(times([own.name for own in group]), text.shape(group[0].shape)) for group in groups]
+    groups = grouped(names, lambda tensor: (alike(tensor.name), tensor.shape))
+    rows = [(times([tensor.name for tensor in group]), text.shape(group[0].shape)) for group in groups]
     return table([Column("name", tone="strong"), SHAPE], rows)
 
 

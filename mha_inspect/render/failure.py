@@ -15,8 +15,8 @@ def failure_sections(failure: Failure, dtype: str) -> Iterator[Section]:
     if failure.completed:
         yield section("completed before the failure", _completed(failure, dtype))
     if failure.last_ops:
-        told = len(failure.last_ops)
-        detail = "" if told == failure.num_ops else f"the last {told} of {text.count(failure.num_ops)}"
+        shown = len(failure.last_ops)
+        detail = "" if shown == failure.num_ops else f"the last {shown} of {text.count(failure.num_ops)}"
         yield section("operations", _operations(failure), detail=detail)
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:

@@ -59,9 +59,10 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
         yield facts(("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}."))
-    pieces = [("missing", own.name, "", text.shape(own.shape)) for own in like.missing]
-    pieces += [("unexpected", own.name, text.shape(own.shape), "") for own in like.unexpected]
-    pieces += [("wrong shape", own.name, text.shape(own.shape), text.shape(own.expected)) for own in like.wrong_shape]
+    pieces = [("missing", tensor.name, "", text.shape(tensor.shape)) for tensor in like.missing]
+    pieces += [("unexpected", tensor.name, text.shape(tensor.shape), "") for tensor in like.unexpected]
+    for tensor in like.wrong_shape:
+        pieces.append(("wrong shape", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected)))
     if pieces:
         groups = grouped(pieces, lambda piece: (piece[0], alike(piece[1]), *piece[2:]))
         rows = [(group[0][0], times([name for _, name, *_ in group]), *group[0][2:]) for group in groups]
@@ -90,8 +91,8 @@ def _attentions(attentions: Sequence[StoredAttention]) -> Table:
         Column("heads that fit", wrap=24, optional=True),
     ]
     rows = []
-    for group in grouped(attentions, lambda own: (alike(own.module), replace(own, module="", parameters=()))):
-        module, first = times([own.module for own in group]) or "the whole file", group[0]
+    for group in grouped(attentions, lambda a: (alike(a.module), replace(a, module="", parameters=()))):
+        module, first = times([attention.module for attention in group]) or "the whole file", group[0]
         numbers = (size or "?" for size in (first.num_heads, first.num_kv_heads, first.head_dim))
         rows.append((module, *numbers, ", ".join(map(str, first.fits))))
     return table(columns, rows)
@@ -133,7 +134,7 @@ def _bounds(piece: HeadSlice) -> tuple[str, str]:
 def _per_head(parameters: Sequence[Parameter]) -> Section:
     """Return a table with a row a head; of a model, which has several attentions, a row a part, all heads in it."""
     pieces = [(p.name, piece) for p in parameters for piece in p.heads or ()]
-    parts = grouped(pieces, lambda own: (own[0], own[1].part))
+    parts = grouped(pieces, lambda named: (named[0], named[1].part))
     if not parts:
         return section("by head", Paragraph("No parameter has a part that is one head's alone."))
     is_model = len(parts) > len({piece.part for _, piece in pieces})
@@ -171,7 +172,7 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
     (first, (start, stop)), (last, (end, _)) = bounds[0], bounds[-1]
     step = (end - start) // (last - first) if last != first else 0
     begin, width = start - step * first, stop - start
-    if any(own != (begin + step * head, begin + step * head + width) for head, own in bounds):
+    if any(bound != (begin + step * head, begin + step * head + width) for head, bound in bounds):
         return None
     if not step:
         return text.span((begin, begin + width))
@@ -188,12 +189,12 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     for name in dict.fromkeys(name for c in counts for name in c.shapes):
         lines.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))
         slices = [{piece.part: piece for piece in c.first_head.get(name, ())} for c in counts]
-        for part in dict.fromkeys(part for own in slices for part in own):
-            owned = _owned([own.get(part) for own in slices], [c.shapes.get(name, ()) for c in counts])
+        for part in dict.fromkeys(part for parts in slices for part in parts):
+            owned = _owned([parts.get(part) for parts in slices], [c.shapes.get(name, ()) for c in counts])
             lines.append((f"head 0 of {part}", owned))
     columns = [Column("num_heads"), *(Column(str(c.num_heads), "right") for c in counts)]
     tones: list[Tone] = ["strong" if len(set(line)) > 1 else "muted" for _, line in lines]
-    rows = [(name, *(Cell(own, tone) for own in line)) for (name, line), tone in zip(lines, tones, strict=True)]
+    rows = [(name, *(Cell(field, tone) for field in line)) for (name, line), tone in zip(lines, tones, strict=True)]
     return table(columns, rows, split=True)
 
 

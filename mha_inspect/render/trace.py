@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import Attention, Operand, OpLine, Path, Proof, Returned, Stage, Trace
+from ..reports.trace import AttentionReport, OpLine, OpTensor, Path, Proof, Returned, Stage, Trace
 from .failure import failure_sections
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, DTYPE, SHAPE, changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
@@ -84,15 +84,15 @@ def _kind(trace: Trace, number: int) -> object:
 _NAMES = re.compile(r"\([^)]*\)|\S+")
 
 
-def _layout(attention: Attention) -> Iterator[str]:
+def _layout(attention: AttentionReport) -> Iterator[str]:
     """Yield what there is to say, once a page, of axes that share a dimension, and of a layout that turns."""
     sizes = {"heads": attention.num_heads, "head_dim": attention.head_dim}
     patterns = [(stage, _NAMES.findall(stage.axes)) for stage in attention.stages]
     for shared in ("(batch heads)", "(heads head_dim)"):
-        found = next((s.shape[n.index(shared)] for s, n in patterns if shared in n and len(n) == len(s.shape)), None)
-        if found is not None:
+        size = next((s.shape[n.index(shared)] for s, n in patterns if shared in n and len(n) == len(s.shape)), None)
+        if size is not None:
             fast = shared.strip("()").split()[1]
-            product = f"{found // sizes[fast]} × {sizes[fast]} = {found}"
+            product = f"{size // sizes[fast]} × {sizes[fast]} = {size}"
             yield f"{shared} is one axis with both in it, {fast} counting fastest: {product}."
             break
     turned = [stage for stage, names in patterns if _is_sequence_first(names)]
@@ -118,7 +118,7 @@ def _path(path: Path) -> Facts:
     return facts(*(item for item in items if item[1]))
 
 
-def _summary(attentions: tuple[Attention, ...]) -> Table:
+def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
     """Return a table with one row an attention."""
     columns = [
         Column("#", "right", "muted"),
@@ -132,23 +132,23 @@ def _summary(attentions: tuple[Attention, ...]) -> Table:
         Column("notes", wrap=24, into="module", optional=True),
     ]
     rows = []
-    for number, own in enumerate(attentions, 1):
-        heads = f"{own.num_heads} over {own.num_kv_heads}" if own.num_kv_heads != own.num_heads else own.num_heads
-        stages = {stage.name: stage for stage in own.stages}
+    for number, a in enumerate(attentions, 1):
+        heads = f"{a.num_heads} over {a.num_kv_heads}" if a.num_kv_heads != a.num_heads else a.num_heads
+        stages = {stage.name: stage for stage in a.stages}
         scores = stages.get("scores") or stages.get("weights")
         shape, axes = (shape_cell(scores.shape, scores.axes), scores.axes) if scores else ("", "")
-        place, scale = _place(own) or "(the layer itself)", text.scale(own.scale, own.head_dim)
-        rows.append((number, place, ", ".join(own.kind), heads, own.head_dim, shape, axes, scale, " ".join(own.notes)))
+        place, scale = _place(a) or "(the layer itself)", text.scale(a.scale, a.head_dim)
+        rows.append((number, place, ", ".join(a.kind), heads, a.head_dim, shape, axes, scale, " ".join(a.notes)))
     return table(columns, rows)
 
 
-def _place(attention: Attention) -> str:
+def _place(attention: AttentionReport) -> str:
     """Return the module, and which of its attentions where it computes several."""
     call = "" if attention.call is None else f"call {attention.call}"
     return ", ".join(filter(None, (attention.module, call)))
 
 
-def _attention(attention: Attention, title: str, dtype: str, said: Iterable[str]) -> Section:
+def _attention(attention: AttentionReport, title: str, dtype: str, said: Iterable[str]) -> Section:
     """Return the sizes, the table of stages, what was asked for beyond it, and what is `said` of it."""
     sizes = [", ".join(attention.kind)] if attention.kind else []
     sizes.append(f"num_heads {attention.num_heads}")
@@ -200,7 +200,7 @@ def _returns(returned: tuple[Returned, ...], dtype: str) -> Iterator[Block]:
 
 
 def _ops(ops: tuple[OpLine, ...]) -> Table:
-    def written(operands: tuple[Operand, ...]) -> str:
+    def written(operands: tuple[OpTensor, ...]) -> str:
         return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
 
     columns = [

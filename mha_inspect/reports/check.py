@@ -52,7 +52,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class Held:
+class PassedCheck:
     """A check that ran and found nothing."""
 
     check: str
@@ -60,7 +60,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class SkippedCheck:
     """What could not be checked."""
 
     check: str
@@ -80,8 +80,8 @@ class CheckReport(Report):
     findings: tuple[Finding, ...]
     facts: tuple[Fact, ...]
     heads: tuple[Head, ...]
-    held: tuple[Held, ...]
-    left_out: tuple[LeftOut, ...]
+    held: tuple[PassedCheck, ...]
+    left_out: tuple[SkippedCheck, ...]
     runs: int
     """How often the module was run."""
     notes: tuple[str, ...] = ()

@@ -67,7 +67,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Attention:
+class AttentionReport:
     """One attention: scores of queries and keys, weights made of them, and the average of the values."""
 
     module: str
@@ -100,7 +100,7 @@ class Returned:
 
 
 @dataclass(frozen=True)
-class Operand:
+class OpTensor:
     """A tensor that an operation read or wrote."""
 
     id: int
@@ -118,8 +118,8 @@ class OpLine:
     name: str
     module: str
     source: str
-    inputs: tuple[Operand, ...]
-    outputs: tuple[Operand, ...]
+    inputs: tuple[OpTensor, ...]
+    outputs: tuple[OpTensor, ...]
     settings: str
     """Arguments that are not tensors, as text: `-1, False`."""
     memory: Memory
@@ -150,7 +150,7 @@ class Trace(Report):
     environment: Environment
     layer: LayerInfo
     path: Path
-    attentions: tuple[Attention, ...]
+    attentions: tuple[AttentionReport, ...]
     returns: tuple[Returned, ...]
     proof: Proof
     notes: tuple[str, ...] = ()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mha_inspect
-from mha_inspect.reports.trace import Attention
+from mha_inspect.reports.trace import AttentionReport
 
 from .styles import D, E, H
 from .truth import Shown, assert_close, attentions
@@ -245,7 +245,7 @@ def test_a_step_has_one_query() -> None:
     assert_close(attention.canonical("context", "batch query v_head_dim"), (weights[:, None] @ given.double()))
 
 
-def told(module: nn.Module, *given: Tensor) -> Attention:
+def told(module: nn.Module, *given: Tensor) -> AttentionReport:
     (one,) = mha_inspect.trace(module.eval(), *given).attentions
     return one
 

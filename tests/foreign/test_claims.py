@@ -6,18 +6,18 @@ import pytest
 import torch
 
 from mha_inspect import check, params, trace
-from mha_inspect.reports.trace import Attention
+from mha_inspect.reports.trace import AttentionReport
 
 from . import claims
 
 
-def attention(kind: type[torch.nn.Module], length: int = 7) -> Attention:
+def attention(kind: type[torch.nn.Module], length: int = 7) -> AttentionReport:
     torch.manual_seed(0)
     (found,) = trace(kind(), torch.randn(2, length, claims.WIDTH)).attentions
     return found
 
 
-def axes(found: Attention, stage: str) -> str:
+def axes(found: AttentionReport, stage: str) -> str:
     return next(one.axes for one in found.stages if one.name == stage)
 
 

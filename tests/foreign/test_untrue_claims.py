@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mha_inspect
-from mha_inspect.reports.trace import Attention
+from mha_inspect.reports.trace import AttentionReport
 
 from .styles import Base, D, E
 from .truth import assert_close, attentions
@@ -63,7 +63,7 @@ class Opposite(Base):
         return (scores.amax(-1, keepdim=True).expand_as(scores) - scores).softmax(-1) @ v
 
 
-def shown(module: nn.Module) -> list[Attention]:
+def shown(module: nn.Module) -> list[AttentionReport]:
     torch.manual_seed(0)
     return list(mha_inspect.trace(module.eval(), torch.randn(B, N, E)).attentions)
 

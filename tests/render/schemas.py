@@ -21,7 +21,7 @@ NARROWER: dict[tuple[str, str], dict[str, Any]] = {
     ("Stage", "name"): {"enum": list(STAGES)},
     ("StageRow", "name"): {"enum": list(STAGES)},
     ("ReachedStage", "name"): {"enum": [*STAGES, ""]},
-    ("Attention", "kind"): {"items": {"enum": ["self", "cross", "causal", "grouped"]}},
+    ("AttentionReport", "kind"): {"items": {"enum": ["self", "cross", "causal", "grouped"]}},
     ("Cause", "name"): {"enum": list(CAUSES)},
     ("HeadCount", "first_differing_stage"): {"enum": [*STAGES, None]},
     ("DiffReport", "first_differing_stage"): {"enum": [*STAGES, None]},

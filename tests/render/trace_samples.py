@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 
 from mha_inspect.reports.common import Environment, LayerInfo, Stats, Values
-from mha_inspect.reports.trace import Attention, Operand, OpLine, OpRef, Path, Proof, Returned, Stage, Trace
+from mha_inspect.reports.trace import AttentionReport, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
 
 ENVIRONMENT = Environment(torch="2.13.0", device="cpu", dtype="float32", seed=0)
 
@@ -110,7 +110,7 @@ STAGES = (
     ),
 )
 
-ATTENTION = Attention(module="", num_heads=2, num_kv_heads=2, head_dim=256, scale=0.0625, stages=STAGES)
+ATTENTION = AttentionReport(module="", num_heads=2, num_kv_heads=2, head_dim=256, scale=0.0625, stages=STAGES)
 
 RETURNS = (
     Returned("output", (1, 12, 512), "batch query embed", "float32"),
@@ -147,8 +147,8 @@ def _with_more(stage: Stage) -> Stage:
     return replace(stage, stats=stats, values=VALUES if stage.name == "scores" else None)
 
 
-def _operand(number: int, *shape: int, axes: str = "") -> Operand:
-    return Operand(number, shape, "float32", axes)
+def _operand(number: int, *shape: int, axes: str = "") -> OpTensor:
+    return OpTensor(number, shape, "float32", axes)
 
 
 _OPS = (

@@ -10,7 +10,7 @@ from torch import nn
 from ...errors import InputError
 from ...naming.stage_facts import unlike_dot
 from ...naming.subject import Subject
-from ...reports.check import CheckReport, Finding, Held, LeftOut
+from ...reports.check import CheckReport, Finding, PassedCheck, SkippedCheck
 from ...text import plural
 from ..run_report import environment_of, layer_of
 from .behaviour import batch, causal, inputs, mixing, repeat, scale, training, window
@@ -28,7 +28,7 @@ from .runner import RaisedError, Runner
 from .softmax import lone_softmaxes, masking, softmax
 from .weights import UnreadFinding, parameters
 
-_RUNS: dict[str, Callable[[Bench], Iterator[Finding | LeftOut] | Iterator[Finding]]] = {
+_RUNS: dict[str, Callable[[Bench], Iterator[Finding | SkippedCheck] | Iterator[Finding]]] = {
     run.__name__: run
     for run in (
         *(inputs, heads, softmax, masking, finite, grouped, rotary, batch, mixing, parameters, repeat),
@@ -76,14 +76,14 @@ def check(
     bench = Bench(runner, runner.subject, intent, once=evidence_only)
     for argument in filter(None, (intent.padding, intent.cache)):
         bench.given.require(argument)
-    results: list[Finding | Held | LeftOut] = []
+    results: list[Finding | PassedCheck | SkippedCheck] = []
     again = not evidence_only and not bench.on_meta
     with runner.changed_by(nn.Module.eval):
         if not bench.recorded.attentions:
             results += lone_softmaxes(bench)
             if not results:
                 raise InputError(_nothing(bench))
-            results += [LeftOut(name, "no attention is found around this softmax") for name in names]
+            results += [SkippedCheck(name, "no attention is found around this softmax") for name in names]
             names = ()
         for name in (name for name in names if name in _NEED_NUMBERS):
             results += _results(bench, name)
@@ -102,33 +102,33 @@ def check(
         findings=_causes([result for result in results if isinstance(result, Finding)]),
         facts=facts,
         heads=hanging,
-        held=tuple(result for result in results if isinstance(result, Held)),
-        left_out=tuple(result for result in results if isinstance(result, LeftOut)),
+        held=tuple(result for result in results if isinstance(result, PassedCheck)),
+        left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(bench.recorded)),
     )
 
 
-def _results(bench: Bench, name: str) -> list[Finding | Held | LeftOut]:
+def _results(bench: Bench, name: str) -> list[Finding | PassedCheck | SkippedCheck]:
     """Make one check, and return what it found; else that it held, or why it was left out."""
     if bench.on_meta and name not in _NEED_NO_NUMBERS:
-        return [LeftOut(name, "the module is on meta, and this needs numbers: use --device cpu")]
+        return [SkippedCheck(name, "the module is on meta, and this needs numbers: use --device cpu")]
     if bench.once and name in _NEED_RUNS:
-        return [LeftOut(name, "needs more runs than one")]
+        return [SkippedCheck(name, "needs more runs than one")]
     bench.runner.tick(name)
-    results: list[Finding | Held | LeftOut] = []
+    results: list[Finding | PassedCheck | SkippedCheck] = []
     is_made = True
     try:
         for result in _RUNS[name](bench):
             results.append(result)
     except (NotPossibleError, RaisedError) as error:
         raised = "the forward raises under a changed input: " if isinstance(error, RaisedError) else ""
-        results.append(LeftOut(name, raised + " ".join(str(error).split())))
+        results.append(SkippedCheck(name, raised + " ".join(str(error).split())))
         is_made = False
     findings = [result for result in results if isinstance(result, Finding)]
     bench.failed |= {finding.check for finding in findings if finding.sure}
     if is_made and not findings:
-        results.insert(0, Held(name, _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]))
+        results.insert(0, PassedCheck(name, _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]))
     return results
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...reports.check import Finding, LeftOut
+from ...reports.check import Finding, SkippedCheck
 from .bench import LOOSE, Bench
 from .masks import Masked, mask_faults, masked_runs, padded_source
 from .outputs import NotPossibleError, difference
@@ -17,7 +17,7 @@ from .runner import RaisedError
 from .sources import Source
 
 
-def padding(bench: Bench) -> Iterator[Finding | LeftOut]:
+def padding(bench: Bench) -> Iterator[Finding | SkippedCheck]:
     """Yield where padding moves real outputs, or its mask means the opposite of what was declared."""
     findings = list(mask_faults(bench))
     yield from findings
@@ -63,7 +63,7 @@ class _Padded:
     def _finding(self, sentence: str, evidence: str, fix: str = "") -> Finding:
         return Finding("padding", sentence, evidence, source=self._bench.mask_line, fix=fix)
 
-    def fault(self) -> Finding | LeftOut | None:
+    def fault(self) -> Finding | SkippedCheck | None:
         """Return what is wrong, or why its length could not be checked; None where nothing is."""
         bench, name, means = self._bench, self._name, self._bench.intent.padding_true
         ends = f"the {'last' if self._side == 'right' else 'first'} {len(self._pads)} tokens of row 0 were padded"
@@ -83,13 +83,13 @@ class _Padded:
             )
         return self._of_length(self._base[real])
 
-    def _of_length(self, before: Tensor) -> Finding | LeftOut | None:
+    def _of_length(self, before: Tensor) -> Finding | SkippedCheck | None:
         """Return what is wrong where row 0 gives something else without its padding."""
         bench, count = self._bench, len(self._pads)
         try:
             short = self._cropped()
         except RaisedError as error:
-            return LeftOut("padding", f"its length: the forward does not take the row without it ({error})")
+            return SkippedCheck("padding", f"its length: the forward does not take the row without it ({error})")
         apart = float(difference(short[bench.base_row(slice(None))], before).max())
         if apart <= LOOSE * bench.limit:
             return None

@@ -10,7 +10,7 @@ import torch
 
 from ...graph.attention import Attention
 from ...record.ops import Op, Recording, TensorRef
-from ...reports.check import Finding, LeftOut
+from ...reports.check import Finding, SkippedCheck
 from ...text import shortened, spans
 from .bench import Bench, each_kind, kinds
 from .gradients import gradients_of, weight_of
@@ -89,7 +89,7 @@ class Living:
         return unread
 
 
-def parameters(bench: Bench) -> Iterator[Finding | LeftOut]:
+def parameters(bench: Bench) -> Iterator[Finding | SkippedCheck]:
     """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
     if not bench.recorded.recording.outputs:
         raise NotPossibleError("the forward returns no tensor, and nothing is known to hang on its parameters")
@@ -100,7 +100,7 @@ def parameters(bench: Bench) -> Iterator[Finding | LeftOut]:
         yield from _unused(living, attention)
         yield from _unread_features(bench, living, attention)
     if bench.on_meta:
-        yield LeftOut("parameters", "on meta nothing tells whether each gets a gradient: use --device cpu")
+        yield SkippedCheck("parameters", "on meta nothing tells whether each gets a gradient: use --device cpu")
     else:
         yield from _without_gradient(bench, living)
 
