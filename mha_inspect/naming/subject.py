@@ -20,8 +20,7 @@ from ..graph.dataflow import Graph
 from ..graph.find import attentions_of
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from ..record.ops import Recording
-from ..record.replay import uncollected
-from ..record.storage import Stages, unshared
+from ..record.tensors import Stages, uncollected, unshared
 from ..record.xray import XRay
 from .axes import AxisNames
 from .wider import named_after

@@ -1,14 +1,10 @@
-"""The steps of torch's fused kernels whose inside cannot be watched.
-
-Such a kernel is computed once more beside its result, by the functions here, in operations that are recorded: `do` runs
-each of them. What it does that no steps follow is named, with the reason why it is not opened.
-"""
+"""What an attention kernel was asked for, and its steps: the one computation that stands for every such kernel."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -17,7 +13,6 @@ import torch
 from torch import Tensor
 
 from .schema import about
-from .sketch import Sketch
 
 _A = torch.ops.aten
 Do = Callable[..., Any]
@@ -28,13 +23,15 @@ class NotOpenedError(Exception):
     """A kernel does something that no steps here follow; the message is the reason."""
 
 
-@dataclass(eq=False)
-class Attention:
+@dataclass(frozen=True, eq=False)
+class Asked:
     """What an attention kernel was asked for: `... heads query head_dim`, `... heads key head_dim`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
+    device: torch.device
+    """Where they are, also where tensors on meta stand for them."""
     bias: Tensor | None = None
     causal: bool = False
     from_end: bool = False
@@ -61,170 +58,155 @@ class Attention:
         aligned = self.from_end or self.starts is not None or max(self.window) >= 0
         return self.causal and not aligned and self.few is None
 
-    def distances(self, queries: Tensor) -> tuple[Tensor, Tensor]:
-        """How far each key lies behind these queries' own places, and whether both are of one sequence: `query key`."""
-        count = self.query.shape[-2] if self.few is None else self.few[1]
-        keys = torch.arange(self.key.shape[-2], device=queries.device)
-        if self.starts is None:
-            own = queries + (len(keys) - count if self.from_end else 0)
-            return own[:, None] - keys, torch.ones((), dtype=torch.bool, device=queries.device)
-        first, second = (start.to(queries.device).long() for start in self.starts)
-        row, other = (torch.searchsorted(s[1:], at, right=True) for s, at in ((first, queries), (second, keys)))
-        # Aligned at the end, the last query of a sequence has the place of its last key.
-        shift = second.diff() - first.diff() if self.from_end else torch.zeros_like(first[1:])
-        own = queries - first[row] + shift[row]
-        return own[:, None] - (keys - second[other]), row[:, None] == other
+    def heads_first(self, do: Do) -> Asked:
+        """Return the same with heads before rows, where they come after them."""
+        query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
+        return replace(self, query=query, key=key, value=value)
 
-    def allowed(self, queries: Tensor) -> Tensor | None:
-        """Which keys these queries may look at, biases aside: `query key`; None where it is all of them."""
-        if not self.causal and self.starts is None and max(self.window) < 0:
-            return None
-        distance, found = self.distances(queries)
-        before, after = self.window
-        found = found & (distance >= 0) if self.causal else found.expand(distance.shape)
-        found = found & (distance <= before) if before >= 0 else found
-        return found & (distance >= -after) if after >= 0 else found
+    def without_batch(self, do: Do) -> Asked:
+        """Return the same without a batch of one."""
+        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
+        batched = {name: tensor for name, tensor in given.items() if tensor is not None and tensor.dim() > 3}
+        return replace(self, **{name: do(_A.squeeze.dim, tensor, 0) for name, tensor in batched.items()})
 
-    def added(self, queries: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """What is added to the scores of these queries, biases aside: `query key`, or with heads before."""
-        parts: list[Tensor] = []
-        if self.slopes is not None:
-            parts.append(-self.slopes[..., None, None].to(dtype) * self.distances(queries)[0].abs())
-        allowed = self.allowed(queries)
-        if allowed is not None:
-            parts.append(
-                torch.zeros(allowed.shape, dtype=dtype, device=queries.device).masked_fill(~allowed, -torch.inf)
-            )
-        return sum(parts[1:], parts[0]) if parts else None
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Asked:
+        """Return the same with something made of each tensor in its place."""
+        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
+        starts = None if self.starts is None else (change(self.starts[0]), change(self.starts[1]))
+        changed: dict[str, Any] = {name: tensor if tensor is None else change(tensor) for name, tensor in given.items()}
+        return replace(self, starts=starts, **changed)
 
-    def _but(self, **changes: Any) -> Attention:
-        """The same with other values: `replace`, in a quarter of the time, as each kernel that runs asks for it."""
-        made = object.__new__(Attention)
-        made.__dict__.update(self.__dict__, **changes)
-        return made
-
-    def of_head(self, place: tuple[int, ...], queries: range) -> Attention:
-        """The same of one head and these queries alone."""
-        rows: tuple[Any, ...] = (*place, slice(queries.start, queries.stop, queries.step))
-        group = self.query.shape[-3] // self.key.shape[-3] if self.query.dim() > 2 else 1
-        shared = (*place[:-1], place[-1] // group) if place else place
-        bias, slopes = self.bias, self.slopes
+    def of_head(self, head: tuple[int, ...], queries: range) -> Asked:
+        """Return the same of one head and these queries alone."""
+        rows: tuple[Any, ...] = (*head, slice(queries.start, queries.stop, queries.step))
+        group = self.query.shape[-3] // self.key.shape[-3] if head else 1
+        shared = (*head[:-1], head[-1] // group) if head else head
+        shape, bias, slopes = self.query.shape[:-2], self.bias, self.slopes
         if bias is not None:
-            shape = self.query.shape[:-2]
-            bias = bias.expand(*shape, *bias.shape[-2:])[rows if bias.shape[-2] > 1 else place][None]
-        if slopes is not None:
-            slopes = slopes.expand(self.query.shape[:-2])[place][None]
-        return self._but(
+            bias = bias.expand(*shape, *bias.shape[-2:])[rows if bias.shape[-2] > 1 else head][None]
+        return replace(
+            self,
             query=self.query[rows][None],
             key=self.key[shared][None],
             value=self.value[shared][None],
             bias=bias,
-            slopes=slopes,
+            slopes=None if slopes is None else slopes.expand(shape)[head][None],
             few=(queries, self.query.shape[-2]),
         )
 
-    def with_tensors(self, change: Callable[[Tensor], Any]) -> Attention:
-        """The same with something made of each tensor in its place."""
-        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
-        made: dict[str, Any] = {name: tensor if tensor is None else change(tensor) for name, tensor in given.items()}
-        starts = None if self.starts is None else (change(self.starts[0]), change(self.starts[1]))
-        return self._but(starts=starts, **made)
+    def allowed(self, rows: Tensor) -> Tensor | None:
+        """Return which keys these queries may look at, biases aside: `query key`; None where it is all of them."""
+        if not self.causal and self.starts is None and max(self.window) < 0:
+            return None
+        distance, allowed = self._distances(rows)
+        before, after = self.window
+        allowed = allowed & (distance >= 0) if self.causal else allowed.expand(distance.shape)
+        allowed = allowed & (distance <= before) if before >= 0 else allowed
+        return allowed & (distance >= -after) if after >= 0 else allowed
 
-    def heads_first(self, do: Do) -> Attention:
-        """The same with heads before rows, where they come after them."""
-        query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
-        return self._but(query=query, key=key, value=value)
+    def added(self, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """Return what is added to the scores of these queries, biases aside: `query key`, or with heads before."""
+        allowed = self.allowed(rows)
+        mask = None if allowed is None else _filled(run, allowed, dtype, self.device)
+        if self.slopes is None:
+            return mask
+        off = -self.slopes[..., None, None].to(dtype) * self._distances(rows)[0].abs()
+        return off if mask is None else off + mask
 
-    def without_batch(self, do: Do) -> Attention:
-        """The same without a batch of one."""
-        return self.with_tensors(lambda own: own if len(own.shape) < 4 else do(_A.squeeze.dim, own, 0))
+    def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return how far each key lies behind these queries' own places, and whether both are of one sequence."""
+        count = self.query.shape[-2] if self.few is None else self.few[1]
+        keys = torch.arange(self.key.shape[-2], device=rows.device)
+        if self.starts is None:
+            places = rows + (len(keys) - count if self.from_end else 0)
+            return places[:, None] - keys, torch.ones((), dtype=torch.bool, device=rows.device)
+        first, second = (start.to(rows.device).long() for start in self.starts)
+        row, other = (torch.searchsorted(s[1:], at, right=True) for s, at in ((first, rows), (second, keys)))
+        # Aligned at the end, the last query of a sequence has the place of its last key.
+        shift = second.diff() - first.diff() if self.from_end else torch.zeros_like(first[1:])
+        places = rows - first[row] + shift[row]
+        return places[:, None] - (keys - second[other]), row[:, None] == other
+
+
+def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Asked, bool]:
+    """Return what an attention kernel was asked for, its operands as given, and whether heads stand after rows.
+
+    Every kernel is read by the names in its schema. Raises `NotOpenedError` for what the steps do not follow.
+    """
+    given = bound(func, args, kwargs)
+    if func._overloadname == "quantized":
+        raise NotOpenedError("its operands are quantized")
+    for name in ("seqused_k", "seqlen_k", "block_table", "dropout_mask"):
+        if given.get(name) is not None:
+            raise NotOpenedError(f"it is given {name}")
+    if isinstance(given.get("window_size"), int) and given["window_size"] > 0:
+        raise NotOpenedError("it is given window_size")
+    query, key, value = (given[name] if name in given else given[name[0]] for name in ("query", "key", "value"))
+    if any(tensor.is_nested for tensor in (query, key, value)):
+        raise NotOpenedError("its rows have different lengths (nested tensors)")
+    first, second = (
+        next(
+            (given[f"{start}_{side}"] for start in ("cum_seq", "cu_seqlens", "cu_seq") if f"{start}_{side}" in given),
+            None,
+        )
+        for side in "qk"
+    )
+    name, kind = about(func).name, given.get("custom_mask_type", 0)
+    is_flat = not name.startswith(("aten._scaled", "aten._triton"))
+    rows_first = is_flat and (first is not None or "cudnn" not in name)
+    window = given.get("window_size")
+    if not isinstance(window, (list, tuple)):
+        window = (-1 if given.get(end) is None else given[end] for end in ("window_size_left", "window_size_right"))
+    before, after = map(int, window)
+    return Asked(
+        query,
+        key,
+        value,
+        query.device,
+        bias=next((given[n] for n in ("attn_mask", "attn_bias", "bias") if isinstance(given.get(n), Tensor)), None),
+        causal=bool(given.get("is_causal")) or kind in (1, 2),
+        from_end=kind == 2 or (rows_first and kind == 0),
+        window=(before, after),
+        starts=None if first is None else (first, first if second is None else second),
+        slopes=given.get("alibi_slopes"),
+        scale=1 / math.sqrt(query.shape[-1]) if given.get("scale") is None else float(given["scale"]),
+        dropout=float(given.get("dropout_p", 0.0)),
+    ), rows_first
 
 
 def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of an operation by their names in its schema, defaults included."""
+    """Return the arguments of an operation by their names in its schema, defaults included."""
     names, defaults = _signature(func)
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 @cache
 def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """The names of an operation's arguments, and their defaults."""
+    """Return the names of an operation's arguments, and their defaults."""
     named = func._schema.arguments
     defaults = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
     return tuple(argument.name for argument in named), defaults
-
-
-def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Attention, bool]:
-    """What an attention kernel was asked for, its operands as they were given, and whether heads stand after rows.
-
-    Raises `NotOpenedError` where it was asked for something that the steps do not follow.
-    """
-    got = bound(func, args, kwargs)
-    if func._overloadname == "quantized":
-        raise NotOpenedError("its operands are quantized")
-    for name in ("seqused_k", "seqlen_k", "block_table", "dropout_mask"):
-        if got.get(name) is not None:
-            raise NotOpenedError(f"it is given {name}")
-    name = about(func).name
-    starts = [
-        next(
-            (got[f"{start}_{side}"] for start in ("cum_seq", "cu_seqlens", "cu_seq") if f"{start}_{side}" in got), None
-        )
-        for side in "qk"
-    ]
-    rows_first = not name.startswith(("aten._scaled", "aten._triton")) and (
-        starts[0] is not None or "cudnn" not in name
-    )
-    query, key, value = (got[name] if name in got else got[name[0]] for name in ("query", "key", "value"))
-    if any(tensor.is_nested for tensor in (query, key, value)):
-        raise NotOpenedError("its rows have different lengths (nested tensors)")
-    kind = got.get("custom_mask_type", 0)
-    window = _window(got)
-    if isinstance(got.get("window_size"), int) and got["window_size"] > 0:
-        raise NotOpenedError("it is given window_size")
-    return Attention(
-        query,
-        key,
-        value,
-        bias=next((got[n] for n in ("attn_mask", "attn_bias", "bias") if isinstance(got.get(n), Tensor)), None),
-        causal=bool(got.get("is_causal")) or kind in (1, 2),
-        from_end=kind == 2 or (rows_first and kind == 0),
-        window=window,
-        starts=None if starts[0] is None else (starts[0], starts[0] if starts[1] is None else starts[1]),
-        slopes=got.get("alibi_slopes"),
-        scale=1 / math.sqrt(query.shape[-1]) if got.get("scale") is None else float(got["scale"]),
-        dropout=float(got.get("dropout_p", 0.0)),
-    ), rows_first
-
-
-def _window(got: Mapping[str, Any]) -> tuple[int, int]:
-    given = got.get("window_size")
-    if isinstance(given, (list, tuple)):
-        return int(given[0]), int(given[1])
-    left, right = got.get("window_size_left"), got.get("window_size_right")
-    return -1 if left is None else int(left), -1 if right is None else int(right)
 
 
 # -- the steps --------------------------------------------------------------------------------------------------------
 
 
 def run(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation without recording it: the `do` of a proof."""
+    """Run a step without recording it."""
     return func(*args, **kwargs)
 
 
-def attention(do: Do, asked: Attention, finer: torch.dtype | None = None) -> Tensor:
-    """softmax(q·kᵀ·scale + bias)·v, step by step; numbers of half precision are added up in float32, as kernels do.
+def attention(do: Do, asked: Asked, finer: torch.dtype | None = None, *, described: bool = False) -> Tensor:
+    """Return softmax(q·kᵀ·scale + bias)·v, step by step; half precision is added up in float32, as kernels do.
 
-    With `finer` it is computed in that dtype.
+    With `finer` it is computed in that dtype; `described` steps have shapes alone.
     """
     query, key, value = asked.query, asked.key, asked.value
     dtype = finer or (torch.float32 if query.dtype in (torch.half, torch.bfloat16) else query.dtype)
-    heads, own = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
-    bias = _bias(do, asked, dtype)
+    heads, kv_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
+    bias = _bias(do, asked, dtype, described)
     query = do(_A.mul.Scalar, _in_dtype(do, query, dtype), asked.scale)
-    key = _in_dtype(do, key, dtype)
-    key = key if heads == own else _repeated(do, key, heads // own)
+    key = _repeated(do, _in_dtype(do, key, dtype), heads // kv_heads)
     scores = _product(do, query, do(_A.transpose.int, key, -2, -1))
     del query, key  # a long sequence's keys in float64 are freed before its values are there
     if bias is None:
@@ -235,101 +217,82 @@ def attention(do: Do, asked: Attention, finer: torch.dtype | None = None) -> Ten
         whole = asked.is_plainly_causal and asked.bias is None
         weights = do(_A._softmax.default, scores, -1, False) if whole else do(_A._safe_softmax.default, scores, -1)
     del scores, bias
-    value = _in_dtype(do, value, dtype)
-    value = value if heads == own else _repeated(do, value, heads // own)
-    return _product(do, weights, value)
+    product: Tensor = _product(do, weights, _repeated(do, _in_dtype(do, value, dtype), heads // kv_heads))
+    return product
 
 
-def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    cast: Tensor = tensor if tensor.dtype == dtype else do(_A._to_copy.default, tensor, dtype=dtype)
-    return cast
+def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Any:
+    return tensor if tensor.dtype == dtype else do(_A._to_copy.default, tensor, dtype=dtype)
 
 
-def _bias(do: Do, asked: Attention, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores, the lower triangle of a causal mask made in steps of its own."""
-    bias = asked.bias
-    if bias is not None and bias.dtype == torch.bool:
-        bias = _filled(do, bias, dtype)
-    elif bias is not None and bias.dtype != dtype:
-        bias = do(_A._to_copy.default, bias, dtype=dtype)
-    device = asked.query.device
+def _bias(do: Do, asked: Asked, dtype: torch.dtype, described: bool) -> Any:
+    """Return what is added to the scores, the lower triangle of a causal mask made in steps of its own."""
+    bias = None if asked.bias is None else _filled(do, asked.bias, dtype, asked.device)
+    shape, device = asked.scores_shape[-2:], asked.device
     if asked.is_plainly_causal:
-        whole = do(_A.ones.default, list(asked.scores_shape[-2:]), dtype=torch.bool, device=device)
-        causal = _filled(do, do(_A.tril.default, whole), dtype)
-        bias = causal if bias is None else do(_A.add.Tensor, bias, causal)
+        triangle = do(_A.tril.default, do(_A.ones.default, list(shape), dtype=torch.bool, device=device))
+        added = _filled(do, triangle, dtype, device)
     elif asked.causal or asked.slopes is not None or asked.starts is not None or max(asked.window) >= 0:
-        added: Any
-        if isinstance(asked.query, Sketch):
-            added = Sketch.new(asked.scores_shape[-2:], dtype, device)
-        elif device.type == "meta":
-            added = torch.empty(asked.scores_shape[-2:], dtype=dtype, device=device)
+        if described or device.type == "meta":
+            added = torch.empty(shape, dtype=dtype, device="meta")
         else:
-            queries = range(asked.query.shape[-2]) if asked.few is None else asked.few[0]
-            rows = torch.arange(queries.start, queries.stop, queries.step, device=device)
-            added = asked.added(rows, dtype)
-        bias = added if bias is None else do(_A.add.Tensor, bias, added)
-    return bias
+            queries = range(shape[0]) if asked.few is None else asked.few[0]
+            added = asked.added(torch.arange(queries.start, queries.stop, queries.step, device=device), dtype)
+    else:
+        return bias
+    return added if bias is None else do(_A.add.Tensor, bias, added)
 
 
-def _filled(do: Do, allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Zero where a query may look, and minus infinity elsewhere."""
-    zero, barred = (
-        do(_A.scalar_tensor.default, number, dtype=dtype, device=allowed.device) for number in (0.0, -torch.inf)
-    )
-    made: Tensor = do(_A.where.self, allowed, zero, barred)
-    return made
+def _filled(do: Do, mask: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+    """Return a mask to be added: of booleans zero where a query may look, and minus infinity elsewhere."""
+    if mask.dtype != torch.bool:
+        return _in_dtype(do, mask, dtype)
+    zero, barred = (do(_A.scalar_tensor.default, n, dtype=dtype, device=device) for n in (0.0, -torch.inf))
+    return do(_A.where.self, mask, zero, barred)
 
 
-def _repeated(do: Do, tensor: Tensor, times: int) -> Tensor:
+def _repeated(do: Do, tensor: Tensor, times: int) -> Any:
     """`... kv_heads key head_dim -> ... (kv_heads group) key head_dim`."""
+    if times == 1:
+        return tensor
     shape = tensor.shape
     wide = do(_A.expand.default, do(_A.unsqueeze.default, tensor, -3), [*shape[:-2], times, *shape[-2:]])
     copied = do(_A.clone.default, wide, memory_format=torch.contiguous_format)
-    made: Tensor = do(_A._unsafe_view.default, copied, [*shape[:-3], shape[-3] * times, *shape[-2:]])
-    return made
+    return do(_A._unsafe_view.default, copied, [*shape[:-3], shape[-3] * times, *shape[-2:]])
 
 
-def _product(do: Do, left: Tensor, right: Tensor) -> Tensor:
-    """A product of matrices as torch makes it: one `bmm` over all that stands before them."""
+def _product(do: Do, left: Tensor, right: Tensor) -> Any:
+    """Return a product of matrices as torch makes it: one `bmm` over all that stands before them."""
     lead = max(tuple(left.shape[:-2]), tuple(right.shape[:-2]))
-    made = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
+    product = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
     shape = [*lead, left.shape[-2], right.shape[-1]]
-    found: Tensor = made if list(made.shape) == shape else do(_A._unsafe_view.default, made, shape)
-    return found
+    return product if list(product.shape) == shape else do(_A._unsafe_view.default, product, shape)
 
 
-def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """With everything before the matrices in one dimension, copied where strides do not allow a view of that."""
+def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Any:
+    """Return it with everything before the matrices in one dimension, copied where strides do not allow that view."""
     if tuple(tensor.shape[:-2]) != lead:
         tensor = do(_A.expand.default, tensor, [*lead, *tensor.shape[-2:]])
     if len(lead) == 1:
         return tensor
     shape = [math.prod(lead), *tensor.shape[-2:]]
-    if _can_view(tensor, len(lead)):
-        viewed: Tensor = do(_A.view.default, tensor, shape)
-        return viewed
-    copied = do(_A.clone.default, tensor, memory_format=torch.contiguous_format)
-    made: Tensor = do(_A._unsafe_view.default, copied, shape)
-    return made
+    places = [(n, s) for n, s in zip(lead, tensor.stride(), strict=False) if n != 1]
+    if all(outer == n * inner for (_, outer), (n, inner) in pairwise(places)):  # they run over memory as one
+        return do(_A.view.default, tensor, shape)
+    return do(_A._unsafe_view.default, do(_A.clone.default, tensor, memory_format=torch.contiguous_format), shape)
 
 
-def _can_view(tensor: Tensor, lead: int) -> bool:
-    """Whether the first dimensions run over memory as one."""
-    places = [(n, s) for n, s in zip(tensor.shape[:lead], tensor.stride()[:lead], strict=True) if n != 1]
-    return all(outer == n * inner for (_, outer), (n, inner) in pairwise(places))
-
-
-def split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
+def _split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
     """`batch query (qkv heads head_dim)` to three of `batch heads query head_dim`, the queries scaled."""
-    whole = do(_A.add.Tensor, qkv, bias)
     batch, rows, width = qkv.shape
-    parts = do(_A.split.Tensor, whole, width // 3, -1)
-    by_head = [do(_A.view.default, part, [batch, rows, heads, width // 3 // heads]) for part in parts]
+    head_dim = width // 3 // heads
+    parts = do(_A.split.Tensor, do(_A.add.Tensor, qkv, bias), width // 3, -1)
+    by_head = [do(_A.view.default, part, [batch, rows, heads, head_dim]) for part in parts]
     query, key, value = (do(_A.transpose.int, part, 1, 2) for part in by_head)
-    return do(_A.mul.Scalar, query, 1 / math.sqrt(width // 3 // heads)), key, value
+    return do(_A.mul.Scalar, query, 1 / math.sqrt(head_dim)), key, value
 
 
-def masked_softmax(
+def _masked_softmax(
     do: Do, scores: Tensor, mask: Tensor, dim: int | None = None, mask_type: int | None = None
 ) -> tuple[Tensor, ...]:
     """The softmax of `batch heads query key`; `mask` is `query key` (type 0), `batch key` (1), or as the scores (2)."""
@@ -339,7 +302,7 @@ def masked_softmax(
     return (do(_A._softmax.default, masked, -1 if dim is None else dim, False),)
 
 
-def adding_product(
+def _adding_product(
     do: Do, added: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: float = 1
 ) -> tuple[Tensor, ...]:
     """`baddbmm` and `addmm`: beta · added + alpha · left · right."""
@@ -349,40 +312,69 @@ def adding_product(
     return (do(_A.add.Tensor, product, added),)
 
 
-@dataclass(frozen=True)
-class Part:
-    """A leaf that is a part of an attention."""
-
-    steps: Callable[..., tuple[Tensor, ...]]
-    few: Callable[..., tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]]
-    """From its arguments to those of a few rows, and how to take these rows out of what comes of all."""
+FEW = 4
 
 
-def _few_projected(qkv: Tensor, bias: Tensor, heads: int) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
-    return (qkv[:1, :_FEW], bias, heads), lambda by_head: by_head[:1, :, :_FEW]
+def _few(tensor: Tensor, rank: int) -> Tensor:
+    """Return the first of what a tensor of this rank counts first; all of it where it is broadcast along that."""
+    return tensor[:FEW] if tensor.dim() == rank else tensor
 
 
-def _few_scores(
-    scores: Tensor, mask: Tensor, dim: int | None = None, mask_type: int | None = None
-) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
-    own = mask[:_FEW] if mask_type == 0 else mask[:1] if mask_type == 1 else mask[:1, :, :_FEW]
-    return (scores[:1, :, :_FEW], own, dim, mask_type), lambda weights: weights[:1, :, :_FEW]
-
-
-def _few_sums(
-    added: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: float = 1
-) -> tuple[tuple[Any, ...], Callable[[Tensor], Tensor]]:
-    def few(tensor: Tensor) -> Tensor:
-        rows = tensor[..., :_FEW, :] if tensor.dim() > 1 and tensor.shape[-2] > 1 else tensor
-        return rows[:1] if rows.dim() == 3 else rows
-
-    return (few(added), few(left), right[:1] if right.dim() == 3 else right, beta, alpha), few
-
-
-_FEW = 4
-PARTS: dict[str, Part] = {
-    "aten._transform_bias_rescale_qkv.default": Part(split_qkv, _few_projected),
-    "aten._masked_softmax.default": Part(masked_softmax, _few_scores),
-    "aten.baddbmm.default": Part(adding_product, _few_sums),
-    "aten.addmm.default": Part(adding_product, _few_sums),
+Steps = Callable[..., tuple[Tensor, ...]]
+PARTS: dict[str, tuple[Steps, Callable[..., tuple[Any, ...]]]] = {
+    "aten._transform_bias_rescale_qkv.default": (_split_qkv, lambda qkv, bias, heads: (qkv[:FEW], bias, heads)),
+    "aten._masked_softmax.default": (
+        _masked_softmax,
+        lambda scores, mask, dim=None, kind=None: (scores[:FEW], mask if kind == 0 else mask[:FEW], dim, kind),
+    ),
+    "aten.baddbmm.default": (
+        _adding_product,
+        lambda added, left, right, *rest: (_few(added, 3), left[:FEW], right[:FEW], *rest),
+    ),
+    "aten.addmm.default": (
+        _adding_product,
+        lambda added, left, right, *rest: (_few(added, 2), left[:FEW], right, *rest),
+    ),
 }
+"""A leaf that is a part of an attention: its steps; and from its arguments to those of the first few of its result."""
+
+
+# -- steps without numbers --------------------------------------------------------------------------------------------
+
+_VIEWS = {
+    op: op
+    for op in (
+        _A.transpose.int,
+        _A.expand.default,
+        _A.unsqueeze.default,
+        _A.squeeze.dim,
+        _A.view.default,
+        _A.split.Tensor,
+    )
+} | {_A._unsafe_view.default: _A.view.default}
+_PRODUCTS = frozenset({_A.bmm.default, _A.mm.default})
+_IN_ORDER = frozenset({_A._softmax.default, _A._safe_softmax.default, _A.clone.default, _A.tril.default})
+
+
+def described(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a step would give: views as they are, and of what would be computed a tensor on meta.
+
+    torch's own operations on meta import symbolic shapes first, a second; views, and what is empty, do not.
+    """
+    if func in _VIEWS:
+        return _VIEWS[func](*args, **kwargs)
+    if func in (_A.ones.default, _A.scalar_tensor.default):
+        return torch.empty(args[0] if func is _A.ones.default else (), dtype=kwargs["dtype"], device="meta")
+    first, *others = [arg for arg in args if isinstance(arg, Tensor)]
+    if func in _PRODUCTS:
+        return torch.empty((*first.shape[:-1], others[0].shape[-1]), dtype=first.dtype, device="meta")
+    rank = max(tensor.dim() for tensor in (first, *others))
+    wide = [(1,) * (rank - tensor.dim()) + tuple(tensor.shape) for tensor in (first, *others)]
+    shape = tuple(map(max, zip(*wide, strict=True)))
+    dtype = kwargs.get("dtype") or next((t.dtype for t in (first, *others) if t.dtype != torch.bool), first.dtype)
+    if func in _IN_ORDER or shape != first.shape or 0 in first.stride():
+        return torch.empty(shape, dtype=dtype, device="meta")
+    # Element by element: the dimensions keep the order that they have in memory.
+    order = sorted(range(rank), key=lambda place: (first.stride(place), first.shape[place]), reverse=True)
+    empty = torch.empty([shape[place] for place in order], dtype=dtype, device="meta")
+    return empty.permute([order.index(place) for place in range(rank)])

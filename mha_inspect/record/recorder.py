@@ -9,31 +9,30 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import count
+from itertools import count, groupby
 from threading import get_ident
 from types import FrameType
 from typing import Any
 from weakref import ref
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from ..errors import RecordingError
 from ..text import plural
 from .arguments import tensors_in
-from .ops import RESULT, Kind, Named, Recording, TensorRef
-from .replay import Replay, uncollected
+from .ops import RESULT, Kind, Named, Op, Recording, TensorRef
 from .schema import About, about
-from .sight import WEIGHS, sight_of
-from .site import ATTENTION_FORWARD, RUNNING, Block, ModuleCall, Site, put_on, take_off
-from .storage import Hold, Kept, Looker, Outside, hold_whole
+from .sight import Sight, sight_of
+from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off, users_line
+from .tensors import Hold, Tensors
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
-_NUMBERS, _MARKS = count(), count(2)
-_LARGEST = 1 << 24
-"""Elements up to which what came from outside is held on to."""
+_VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
+"""They give their tensor another shape, and write nothing."""
+_NUMBERS = count()
 
 
 class _Mark:
@@ -60,13 +59,11 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, root: nn.Module | None = None, *, keep: bool | Hold = False) -> None:
         super().__init__()
-        self._entries: list[Any] = []
-        """Entries of operations; names with what is known under them; what tells entries when it is called."""
-        self._replay = Replay()
-        self._outside: list[Outside] = []
-        """What came from outside, but parameters and named inputs; a module that makes a mask may hold it anyhow."""
-        self._kept = Kept(hold_whole if keep is True else keep) if keep else None
-        self._write_down = Looker(self._kept).write_down
+        self._keeps = bool(keep)
+        self._tensors = Tensors(keep)
+        self._ops: list[Op] = []
+        self._numbered: list[Op] = []
+        """Operations by the number under which the tensors know them: steps of kernels are put in afterwards."""
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
@@ -74,18 +71,30 @@ class Recorder(TorchDispatchMode):
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
         self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
-        self._last_site: Site = []
-        self._mark = 1
         self._key = f".recorder {next(_NUMBERS)}"
         """The name of the mark in the frame of each call of a module."""
-        self._calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
+        self._module_calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
         """Calls of modules by the addresses of their frames, each with its mark: it holds while that lives."""
-        self._block: Block | None = None
-        """None while it is not on."""
+        self._site: Site = []
+        """Where Python stood at the last operation."""
+        self._place = "", ""
+        """The line and the module of that."""
+        self._call = -1
+        """Number of the call that the last operation came out of."""
+        self._new_call = True
+        """Whether the next operation comes out of another call, though Python may stand where it stood."""
+        self._one_call = False
+        """Whether all that runs now comes out of one call."""
+        self._whole: set[int] = set()
+        """Numbers of calls that are one each, also where the same operations come over and over."""
+        self._frame: FrameType | None = None
+        """The frame that it was entered in: whatever called that one asked for no operation. None at the end."""
+        self._block: object | None = None
+        """What tells this block from others in `RUNNING`; None while it is not on."""
         self._thread: int | None = None
         """The thread that entered it last."""
-        self._asked: tuple[Block, ...] | None = None
-        """The blocks in which all that runs was found to be asked for by the code that it is entered around."""
+        self._asked: tuple[object, ...] | None = None
+        """The blocks in which all that runs was found to belong to this one."""
         self._asking: FrameType | None = None
         """The frame that asked for what is running, where that is not the one that torch came from: a composite
         operation that is taken apart, a kernel that is opened."""
@@ -107,16 +116,13 @@ class Recorder(TorchDispatchMode):
         """
         if self._block is not None:
             raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
-        running = RUNNING.get()
-        self._block, self._thread = Block(frame, running), get_ident()
-        RUNNING.set((*running, self._block))
+        self._frame, self._block, self._thread = frame, object(), get_ident()
+        RUNNING.set((*RUNNING.get(), self._block))
         put_on(self)
 
     def __exit__(self, *exc: Any) -> None:
         """Stop to record. Raises `RecordingError` in a thread that did not enter it; nothing more is recorded then."""
-        block, self._asked = self._block, None
-        if block is not None:
-            block.frame = None
+        block, self._frame, self._asked = self._block, None, None
         if block is None or self._thread != get_ident():
             raise RecordingError(
                 "this recording was not entered in the thread that leaves it: torch records by thread. "
@@ -128,122 +134,89 @@ class Recorder(TorchDispatchMode):
 
     def _learn(self, root: nn.Module) -> None:
         """Note the paths of modules, and the names of parameters and buffers."""
-        parameters: dict[int, tuple[str, torch.Tensor]] = {}
-        buffers: dict[int, tuple[str, torch.Tensor]] = {}
+        parameters: dict[int, tuple[str, Tensor]] = {}
+        buffers: dict[int, tuple[str, Tensor]] = {}
         for path, module in root.named_modules():
             if self._path(module) is None:
                 self._paths[id(module)] = ref(module), path
                 if _is_compiled(module):
                     self._compiled.append(path)
             start = f"{path}." if path else ""
-            for found, own in ((parameters, module._parameters), (buffers, module._buffers)):
-                for name, tensor in own.items():
-                    if tensor is not None and id(tensor) not in found and not nn.parameter.is_lazy(tensor):
-                        found[id(tensor)] = start + name, tensor
-        self._entries.append((self._parameters, self._named(parameters.values())))
-        self._entries.append((self._buffers, self._named(buffers.values(), self._outside)))
+            for names, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, tensor in tensors.items():
+                    if tensor is not None and id(tensor) not in names and not nn.parameter.is_lazy(tensor):
+                        names[id(tensor)] = start + name, tensor
+        self._parameters += self._named(parameters.values())
+        self._buffers += self._named(buffers.values(), are_constants=True)
 
-    def _named(self, named: Iterable[tuple[str, torch.Tensor]], outside: list[Outside] | None = None) -> list[Any]:
-        """Return a look for each tensor, with its name."""
-        pairs = [*named]
-        looks = self._write_down([tensor for _, tensor in pairs], outside)
-        return [(name, look) for (name, _), look in zip(pairs, looks, strict=True)]
+    def _named(self, named: Iterable[tuple[str, Tensor]], *, are_constants: bool = False) -> list[Named]:
+        return [Named(name, self._tensors.read(tensor, named=not are_constants)) for name, tensor in named]
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors among the arguments."""
-        self._entries.append((self._inputs, self._named(tensors_in(arguments))))
+        self._inputs += self._named(tensors_in(arguments))
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
-        replay = self._catch_up()
-        outputs = tuple(replay.named(self._named(tensors_in(returned))))
+        outputs = tuple(self._named(tensors_in(returned)))
+        self._tell_turns_apart()
+        for index, op in enumerate(self._ops):
+            op.index = index
+        tensors = self._tensors
         return Recording(
-            ops=replay.ops(),
+            ops=tuple(self._ops),
             inputs=tuple(self._inputs),
             parameters=tuple(self._parameters),
             buffers=tuple(self._buffers),
-            scalars=replay.scalars,
+            scalars=tensors.scalars,
             outputs=outputs,
-            producers=replay.producers,
+            producers={tensor: self._numbered[number].index for tensor, number in tensors.producers.items()},
             fast_path_refusals=tuple(self._refusals.values()),
             notes=_of_compiled(self._compiled),
-            constants=self._constants(replay),
-            values=replay.release(),
-            sights=replay.sights,
+            constants=tensors.constants(),
+            values=tensors.release(),
+            sights=tensors.sights,
         )
-
-    def _constants(self, replay: Replay) -> dict[int, torch.Tensor]:
-        """Return what came from outside, was not written since and is still there, by the numbers of the tensors."""
-        found = {}
-        for look, weak, version in self._outside:
-            tensor = weak()
-            if tensor is not None and tensor._version == version and tensor.numel() <= _LARGEST:
-                found[replay.read(look).id] = tensor.detach()
-        return found
-
-    def _catch_up(self) -> Replay:
-        """Work out what was written down since the last time."""
-        replay, entries = self._replay, self._entries
-        self._entries = []
-        with uncollected():
-            for entry in entries:
-                if isinstance(entry[0], About):
-                    replay.add(entry)
-                elif isinstance(entry[0], list):
-                    entry[0].extend(replay.named(entry[1]))
-                else:
-                    for told in entry[0]():
-                        replay.add(told)
-        return replay
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operation and write it down."""
         running = RUNNING.get()
-        if running is not self._asked and not self._is_asked(running, sys._getframe(1)):
-            return func(*args, **kwargs) if kwargs else func(*args)
+        kwargs = kwargs or {}
+        if running is not self._asked and not self._belongs(running):
+            return func(*args, **kwargs)
         known = self._known.get(id(func))
         if known is None:
             known = self._known[id(func)] = about(func)
         if known.fused or self._inside:
-            answer = self._look_into(known, func, args, kwargs or {}, sys._getframe(1))
+            answer = self._look_into(known, func, args, kwargs, sys._getframe(1))
             if answer is not NotImplemented:
                 return answer
         if known.composite and torch.is_inference_mode_enabled():
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
-            return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
-        # What is done here is done at each operation: no more than what would be gone later. `Replay` does the rest.
-        write_down, outside = self._write_down, self._outside
-        values = (*args, *kwargs.values()) if kwargs else args
-        if known.written:
-            given = write_down(values, outside)
-            written = self._about_to_write(known, args, kwargs or {})
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            (made,), left = write_down((result,), None, result), write_down(written)
-        else:
-            result = func(*args, **kwargs) if kwargs else func(*args)
-            given, left = write_down((*values, result), outside, result), None
-            made = given.pop()
-        if known.base_name in WEIGHS:
-            made = self._with_sight(known, made, args, result)
-        entries = self._entries
-        place = len(entries)  # a module that is seen for the first time is told of after its first operation
-        site = self._site(self._asking or sys._getframe(1))
-        names = tuple(kwargs) if kwargs else ()
-        entries.insert(place, (known, given, names, made, left, site, self._mark, None, self._kernel))
+            return self._take_apart(func, args, kwargs, sys._getframe(1))
+        inputs: list[TensorRef] = []
+        plain = self._tensors.plain
+        plain_args = tuple([plain(value, inputs) for value in args])
+        plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()} if kwargs else {}
+        written = self._about_to_write(known, args, kwargs) if known.written else None
+        result = func(*args, **kwargs)
+        self._stand(self._asking or sys._getframe(1))
+        op = self._add(known, plain_args, plain_kwargs, inputs, result, written)
+        if known.weighs:
+            self._note_sight(op, known, args, result)
         return result
 
-    def _is_asked(self, running: tuple[Block, ...], frame: FrameType) -> bool:
-        """Return whether what a frame asks for belongs to the code that this is entered around."""
-        block = self._block
-        if block is None or block.frame is None or (block not in running and get_ident() == self._thread):
-            return False  # after the end; another task
-        if block.is_generator and len(running) > 1:
-            return block.asks(frame, running)  # or another generator's
-        if block in running:  # and no thread that works for this one
+    def _belongs(self, running: tuple[object, ...]) -> bool:
+        """Return whether what runs belongs to the code that this is entered around: not after its end, and no task's
+        that takes turns with it."""
+        if self._frame is None:
+            return False
+        if self._block in running:
             self._asked = running
-        return True
+            return True
+        return get_ident() != self._thread  # one that works for this one
 
     def _log(
         self,
@@ -253,29 +226,86 @@ class Recorder(TorchDispatchMode):
         result: Any,
         *,
         kind: Kind | None = None,
-        written: Sequence[torch.Tensor] | None = None,
-    ) -> None:
+        written: Sequence[Tensor] | None = None,
+    ) -> Op:
         """Write down an operation that has run already, under the name that `known` has.
 
         With `kind` given, what came out may lie in memory that was known before; `written` is what it wrote into.
         """
-        *given, made = self._write_down((*args, *kwargs.values(), result), self._outside, result)
-        left = None if written is None else self._write_down(written)
-        if known.base_name in WEIGHS:
-            made = self._with_sight(known, made, args, result)
-        entries, place = self._entries, len(self._entries)
-        site = self._site(self._asking or sys._getframe(1))
-        entries.insert(place, (known, given, tuple(kwargs), made, left, site, self._mark, kind, self._kernel))
+        self._stand(self._asking or sys._getframe(1))
+        return self._note(known, args, kwargs, result, kind=kind, written=written)
 
-    def _with_sight(self, known: About, made: Any, args: Sequence[Any], result: Any) -> Any:
-        """Return the look at weights with what is noted of who sees whom in them."""
-        if not isinstance(made, tuple):
-            return made
-        dim = args[1] if known.base_name.endswith("softmax") else None
-        with self._beside(), suppress(Exception):  # whatever tensors of other kinds may raise
-            sight = sight_of(args[0], result, dim)
-            return (*made, *(None,) * (7 - len(made)), sight)
-        return made
+    def _note(
+        self,
+        known: About,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        *,
+        kind: Kind | None = None,
+        written: Sequence[Tensor] | None = None,
+        sight: Sight | None = None,
+    ) -> Op:
+        """Do the same, where Python is known to stand; `sight` is who sees whom where it makes weights."""
+        inputs: list[TensorRef] = []
+        plain = self._tensors.plain
+        plain_args = tuple([plain(value, inputs) for value in args])
+        plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()}
+        op = self._add(known, plain_args, plain_kwargs, inputs, result, written, kind)
+        if known.weighs:
+            self._note_sight(op, known, args, result, sight)
+        return op
+
+    def _add(
+        self,
+        known: About,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[TensorRef],
+        result: Any,
+        written: Sequence[Tensor] | None,
+        kind: Kind | None = None,
+    ) -> Op:
+        """Add an operation to the recording: its arguments as plain data, what it returned, and what it wrote into."""
+        write, number = self._tensors.write, len(self._numbered)
+        given = {tensor.storage: tensor for tensor in inputs}
+        in_place, told = written is not None, kind is not None
+        results = [result] if isinstance(result, Tensor) else [tensor for _, tensor in tensors_in(result)]
+        outputs = [write(tensor, number, given, in_place, told) for tensor in results]
+        if written is not None:
+            left = [write(tensor, number, given, True, told) for tensor in written]
+            outputs = outputs or left
+        if kind is None:
+            kind = "copy" if known.copies else "compute"
+            if outputs and outputs[0].storage in given and all(output.storage in given for output in outputs):
+                kind = "view" if written is None or known.base_name in _VIEWS_IN_PLACE else "write"
+        read = tuple(inputs)
+        source, module = self._place
+        op = Op(
+            len(self._ops),
+            known.name,
+            args,
+            kwargs,
+            args if read == args else read,  # one tuple where it may be: there are many
+            tuple(outputs),
+            kind,
+            known.pointwise,
+            source,
+            module,
+            self._call,
+            self._kernel,
+        )
+        self._ops.append(op)
+        self._numbered.append(op)
+        return op
+
+    def _note_sight(self, op: Op, known: About, args: Sequence[Any], result: Any, sight: Sight | None = None) -> None:
+        """Note who sees whom in weights, where there are numbers to tell."""
+        if sight is None and isinstance(result, Tensor):
+            with self._beside(), suppress(Exception):  # whatever tensors of other kinds may raise
+                sight = sight_of(args[0], result, args[1] if known.base_name.endswith("softmax") else None)
+        if sight is not None:
+            self._tensors.sights[op.output.id] = sight
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -289,21 +319,6 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Run what hides several steps in a way of its own; `NotImplemented` where it is recorded as any other."""
         return NotImplemented
-
-    def _new_call(self) -> None:
-        """Give what follows a call number of its own, though Python may stand where it stood; not in `_one_call`."""
-        if self._mark > 0:
-            self._mark = next(_MARKS)
-
-    @contextmanager
-    def _one_call(self) -> Iterator[None]:
-        """Give all that runs in the body one call number, also where the same operations come over and over."""
-        outer = self._mark
-        self._mark = outer if outer < 0 else -next(_MARKS)
-        try:
-            yield
-        finally:
-            self._mark = outer if outer < 0 else next(_MARKS)
 
     def _take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
         """Run a composite operation as what it consists of, all of it asked for by the one who asked for the whole."""
@@ -322,43 +337,58 @@ class Recorder(TorchDispatchMode):
             torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded)
             self._asking = asking
 
-    def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
         """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
         places = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
         written = [tensor for _, tensor in tensors_in(places)]
-        if self._kept is not None:
-            for look in self._write_down(written):
-                self._kept.copy(look)
+        if self._keeps:
+            for tensor in written:
+                self._tensors.copy_kept(tensor)
         return written
 
-    def _site(self, frame: FrameType | None) -> Site:
-        """Return where Python stands: the same list as last time where it stands there still."""
-        block, calls = self._block, self._calls
-        boundary = None if block is None else block.frame
+    @contextmanager
+    def _in_one_call(self, *, new: bool = True) -> Iterator[None]:
+        """Give all that runs in the body one call number: a new one, or that of the operation before it."""
+        outer = self._one_call
+        if not outer:
+            self._call += new
+            self._whole.add(self._call)
+        self._one_call = True
+        try:
+            yield
+        finally:
+            self._one_call, self._new_call = outer, new
+
+    # -- where Python stands ------------------------------------------------------------------------------------------
+
+    def _stand(self, frame: FrameType | None) -> None:
+        """Note where Python stands, and which call that is: the same as long as it stands there still."""
+        site, attention = self._site_of(frame)
+        if site != self._site:
+            self._site, self._place, self._new_call = site, place_of_site(site), True
+            if attention is not None:
+                names = attention.f_locals
+                self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
+        if self._new_call and not self._one_call:
+            self._call += 1
+        self._new_call = False
+
+    def _site_of(self, frame: FrameType | None) -> tuple[Site, FrameType | None]:
+        """Return where a frame stands, and the frame of multi-head attention's forward, if that is beneath it."""
         site: Site = []
         attention = None
-        while frame is not None and frame is not boundary:
+        while frame is not None and frame is not self._frame:
             code = frame.f_code
             site += code, frame.f_lasti
             if code is _MODULE_CALL:
-                noted = calls.get(id(frame))
-                # The note lives as long as the call: while it does, no other frame has its address.
-                call = noted[1] if noted is not None and noted[0]() is not None else self._begin(frame)
-                site.append(call)
-                if attention is not None and call.refused_at != attention.f_lasti:
-                    call.refused_at = attention.f_lasti
-                    self._ask_for_refusal(attention)
-                attention = None
+                noted = self._module_calls.get(id(frame))
+                # The mark lives as long as the call: while it does, no other frame has its address.
+                site.append(noted[1] if noted is not None and noted[0]() is not None else self._begin(frame))
                 break
             if code is ATTENTION_FORWARD:
                 attention = frame
             frame = frame.f_back
-        if attention is not None:  # called as a function, not as a module
-            self._ask_for_refusal(attention)
-        if site == self._last_site:
-            return self._last_site
-        self._last_site = site
-        return site
+        return site, attention
 
     def _begin(self, frame: FrameType) -> ModuleCall:
         """Note the call of a module, and leave a mark among the names in its frame, which goes with them.
@@ -375,22 +405,14 @@ class Recorder(TorchDispatchMode):
             if path is None:  # one that is part of no other
                 path = ""
                 self._paths[id(module)] = ref(module), path
-        last = self._last_site
-        above = self._site(frame.f_back)
-        self._last_site = last
         mark = names[self._key] = _Mark()
-        call = ModuleCall(path, above)
-        self._calls[id(frame)] = ref(mark), call
+        call = ModuleCall(path, users_line(self._site_of(frame.f_back)[0]))
+        self._module_calls[id(frame)] = ref(mark), call
         return call
 
-    def _ask_for_refusal(self, frame: FrameType) -> None:
-        """Note why multi-head attention takes no fast path, in torch's own words."""
-        names = frame.f_locals
-        self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
-
-    def identify(self, tensor: torch.Tensor) -> TensorRef:
+    def identify(self, tensor: Tensor) -> TensorRef:
         """Return what the recording calls this tensor."""
-        return self._catch_up().read(self._write_down((tensor,))[0])
+        return self._tensors.read(tensor)
 
     def path_of(self, module: object) -> str:
         """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""
@@ -403,13 +425,36 @@ class Recorder(TorchDispatchMode):
 
     def _outermost(self, frame: FrameType | None) -> nn.Module:
         """Return the module whose call, of those that are running, began first."""
-        found, block = None, self._block
-        while frame is not None and (block is None or frame is not block.frame):
-            found = frame if frame.f_code is _MODULE_CALL else found
+        outermost = frame
+        while frame is not None and frame is not self._frame:
+            outermost = frame if frame.f_code is _MODULE_CALL else outermost
             frame = frame.f_back
-        assert found is not None
-        module: nn.Module = found.f_locals["self"]
+        assert outermost is not None
+        module: nn.Module = outermost.f_locals["self"]
         return module
+
+    def _tell_turns_apart(self) -> None:
+        """Give each turn of `for w in ws: x = w @ x` a call number of its own.
+
+        A call is told by where Python stands, and there it stands in every turn. What gives the turns away is that the
+        same operations come over and over. The first turn keeps the number.
+        """
+        for call, group in groupby(self._ops, key=lambda op: op.call):
+            ops = list(group)
+            if call not in self._whole and len(ops) > 1:
+                size = _period([op.name for op in ops])
+                for place in range(size, len(ops)):
+                    self._call += place % size == 0
+                    ops[place].call = self._call
+                self._whole.update(op.call for op in ops)
+        self._new_call = True
+
+
+def _period(names: Sequence[str]) -> int:
+    """Return the length of what is repeated from the first to the last name; all of it where nothing is."""
+    whole = len(names)
+    lengths = (size for size in range(1, whole // 2 + 1) if whole % size == 0)
+    return next((size for size in lengths if names[size:] == names[:-size]), whole)
 
 
 def _is_compiled(module: nn.Module) -> bool:

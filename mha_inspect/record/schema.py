@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from .catalog import Fused, Way, fused
+from .catalog import Fused, Way, does, fused
 
+_WEIGHS = frozenset({"_softmax", "_safe_softmax", "exp", "sigmoid"})
 _UNTAGGED = frozenset({"leaky_relu", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "leaky_relu_", "selu_"})
 """Activations that torch 2.10 does not say to be pointwise."""
 
@@ -26,6 +27,9 @@ class About:
     written: tuple[tuple[int, str], ...]
     """Place and name of each argument that it writes into."""
     fused: Fused | None = None
+    copies: bool = False
+    weighs: bool = False
+    """Whether scores become weights by it."""
 
     @property
     def way(self) -> Way | None:
@@ -67,4 +71,6 @@ def about(func: Any) -> About:
             if argument.alias_info is not None and argument.alias_info.is_write
         ),
         fused=fused(name),
+        copies=does(base_name, "copies"),
+        weighs=base_name in _WEIGHS,
     )

@@ -15,10 +15,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .kernels import Attention
+    from .kernels import Asked
 
-WEIGHS = frozenset({"_softmax", "_safe_softmax", "exp", "sigmoid"})
-"""Operations by which scores become weights."""
 MASKED_BELOW = -1e4
 """A row of which every score is at most this has no key left, whatever weights its softmax gives."""
 _SPREAD = 80.0
@@ -71,13 +69,12 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
     return _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim, blind)
 
 
-def sight_of_kernel(asked: Attention) -> Sight | None:
+def sight_of_kernel(asked: Asked) -> Sight | None:
     """Return who sees whom in the weights of a fused kernel, read off what it was asked for."""
     shape = asked.scores_shape
-    rows = torch.arange(shape[-2], device=asked.query.device)
-    if asked.query.is_meta or shape[-2] * shape[-1] > _LARGEST:
+    if asked.device.type == "meta" or shape[-2] * shape[-1] > _LARGEST:
         return None
-    allowed = asked.allowed(rows)
+    allowed = asked.allowed(torch.arange(shape[-2], device=asked.device))
     if asked.bias is not None and asked.bias.numel():
         open_ = asked.bias if asked.bias.dtype == torch.bool else asked.bias > MASKED_BELOW
         allowed = open_ if allowed is None else allowed & open_

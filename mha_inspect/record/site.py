@@ -1,7 +1,4 @@
-"""Where Python stands when an operation is asked for: noted while it runs, told as lines and modules afterwards.
-
-And whether that is in the code that a recorder is entered around: what other threads, tasks and generators run is not.
-"""
+"""Where Python stands when an operation is asked for, as lines and modules; and the modes that are on."""
 
 from __future__ import annotations
 
@@ -10,8 +7,7 @@ import sys
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from inspect import CO_GENERATOR
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,7 +15,7 @@ from torch import nn
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-RUNNING: ContextVar[tuple[Block, ...]] = ContextVar("blocks that were entered", default=())
+RUNNING: ContextVar[tuple[object, ...]] = ContextVar("blocks that were entered", default=())
 """torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
 
 
@@ -35,7 +31,7 @@ def put_on(mode: TorchDispatchMode) -> None:
 def take_off(mode: TorchDispatchMode) -> None:
     """Take a mode off, also from under others; nothing where it is not on.
 
-    Tasks and generators that take turns leave their blocks in any order, and torch would take off whatever is on top.
+    Tasks that take turns leave their blocks in any order, and torch would take off whatever is on top.
     """
     stack = dispatch._get_current_dispatch_mode_stack()
     places = [place for place, other in enumerate(stack) if other is mode]
@@ -46,37 +42,6 @@ def take_off(mode: TorchDispatchMode) -> None:
         dispatch._pop_mode()
     for other in above:
         dispatch._push_mode(other)
-
-
-class Block:
-    """The code that a recorder was entered around."""
-
-    __slots__ = ("frame", "is_generator", "within")
-
-    def __init__(self, frame: FrameType, running: tuple[Block, ...]) -> None:
-        self.frame: FrameType | None = frame
-        """The frame that it stands in: whatever called that one did not ask for the operations. None at the end."""
-        self.is_generator = bool(frame.f_code.co_flags & CO_GENERATOR)
-        self.within = _around(frame, running)
-        """The blocks that it was entered in."""
-
-    def asks(self, frame: FrameType | None, running: tuple[Block, ...]) -> bool:
-        """Return whether what a frame asks for belongs to this block.
-
-        A generator that has stood still in its block is recorded with whoever goes on, as somebody's context manager
-        is; but not where that is a block of its own that this one was not entered in, as another generator's.
-        """
-        around = _around(frame, running)
-        return self in around or all(block in self.within for block in around)
-
-
-def _around(frame: FrameType | None, blocks: tuple[Block, ...]) -> tuple[Block, ...]:
-    """Return the blocks whose frames are beneath a frame, or are it."""
-    frames = set()
-    while frame is not None:
-        frames.add(frame)
-        frame = frame.f_back
-    return tuple(block for block in blocks if block.frame in frames)
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -159,27 +124,27 @@ def line_at(code: CodeType, instruction: int) -> Line:
     return known[0]
 
 
-Site = list[Any]
-"""Code and instruction of each frame from the innermost to the first call of a module, that one included, then its
-`ModuleCall`; up to the boundary where no module is being called. One list stands for one place in one call."""
-
-
+@dataclass(frozen=True, eq=False)
 class ModuleCall:
     """One call of a module that is or was running."""
 
-    __slots__ = ("above", "path", "refused_at")
-
-    def __init__(self, path: str, above: Site) -> None:
-        self.path = path
-        self.above = above
-        """Where it was called from."""
-        self.refused_at = -1
-        """Where torch's multi-head attention stood when it was last asked why it takes no fast path."""
+    path: str
+    source: str
+    """The line of the user's that it was called from, directly or further up; empty where there is none."""
 
 
-def is_in_script(site: Site) -> bool:
-    """Return whether no Python runs inside the innermost call of a module: what is called there was compiled."""
-    return len(site) == 3 and isinstance(site[-1], ModuleCall)
+Site = list[Any]
+"""Code and instruction of each frame from the innermost to the first call of a module, that one included, then its
+`ModuleCall`; up to the boundary where no module is being called."""
+
+
+def users_line(site: Site) -> str:
+    """Return the innermost line that is not torch's; empty where there is none."""
+    for place in range(0, len(site) - 1, 2):
+        line = line_at(site[place], site[place + 1])
+        if line.text and not line.library:
+            return line.text
+    return site[-1].source if site and type(site[-1]) is ModuleCall else ""
 
 
 def place_of_site(site: Site) -> tuple[str, str]:
@@ -187,18 +152,8 @@ def place_of_site(site: Site) -> tuple[str, str]:
 
     The line is the innermost that is not torch's; one of torch where there is none, empty where there is neither.
     """
-    path = site[-1].path if site and isinstance(site[-1], ModuleCall) else ""
-    library = ""
-    above: Site | None = site
-    while above is not None:
-        inner, above = above, None
-        for place in range(0, len(inner) - 1, 2):
-            line = line_at(inner[place], inner[place + 1])
-            if not line.library:
-                if line.text:
-                    return line.text, path
-            elif not library:
-                library = line.text
-        if inner and isinstance(inner[-1], ModuleCall):
-            above = inner[-1].above
-    return library, path
+    path = site[-1].path if site and type(site[-1]) is ModuleCall else ""
+    if line := users_line(site):
+        return line, path
+    lines = (line_at(site[place], site[place + 1]).text for place in range(0, len(site) - 1, 2))
+    return next(filter(None, lines), ""), path

@@ -6,8 +6,9 @@ computes what it computes without it, bit for bit, gradients and random numbers 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -21,21 +22,21 @@ from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, Fused, fused
-from .kernel_proof import Check, Shelf, check_part, few_rows
-from .kernels import PARTS, Attention, Do, NotOpenedError, attention, bound, read_attention, run
+from .kernels import FEW, PARTS, Asked, Do, NotOpenedError, attention, bound, described, read_attention
+from .kernels import run as compute
 from .ops import Kernel, Op, Recording
 from .recorder import LINK, Recorder
-from .replay import Entry
-from .rounding import max_difference
+from .rounding import STEP, Rounding, max_difference, rounding_error
 from .schema import About, about
 from .sight import Sight, sight_of, sight_of_kernel
 from .site import put_on, take_off
-from .sketch import Sketch, sketched
-from .storage import Hold
+from .tensors import Hold, Shelf
 
-_Key = torch._C.DispatchKey
+_A, _Key = torch.ops.aten, torch._C.DispatchKey
 BUDGET = 1 << 30
 """Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
+_COPIED = 1 << 20
+"""Bytes of keys and values that are copied to be looked at when the run is over; more are looked at right away."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,23 @@ class _Call:
         return self.func(*self.args, **self.kwargs)
 
 
+@dataclass(frozen=True)
+class _Later:
+    """A kernel whose steps are described when the run is over, and that is one operation until then."""
+
+    op: Op
+    number: int
+    """Under which the tensors know it."""
+    place: int
+    """Of the kernel in the recording."""
+    steps: Callable[[], Sequence[Tensor]]
+    """Describes the steps, and returns what comes last of them. It holds no tensor of the run."""
+    sight: Callable[[], Sight | None]
+    """Returns who sees whom in the weights."""
+    check: Callable[[], Rounding] | None
+    """Returns how far the steps are from what the kernel gave; None where that is known, or cannot be."""
+
+
 class XRay(Recorder):
     """The recorder that opens fused kernels."""
 
@@ -59,42 +77,45 @@ class XRay(Recorder):
         super().__init__(root, keep=keep)
         self._budget = budget
         self._kernels: list[Kernel] = []
-        self._shelf = Shelf()
         self._within: int | None = None
         """Place of the kernel that runs now."""
-        self._whole = False
+        self._composite = False
         """Whether a composite operation inside a kernel is being taken apart: all of it is one call."""
+        self._later: list[_Later] = []
+        self._shelf = Shelf()
+        self._sight: Sight | None = None
+        """Who sees whom in the weights of steps that have no numbers."""
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
+        with self._beside():
+            self._describe_kernels()
         recording = super().finish(returned)
-        if not self._kernels:
-            return recording
-        ways = [fused(kernel.op) for kernel in self._kernels]
-        watched = {place for place, known in enumerate(ways) if known is not None and known.way == "reopen"}
-        calls = _calls_of([op for op in recording.ops if op.kernel in watched])
-        ops = tuple([replace(op, call=calls[op.index]) if op.index in calls else op for op in recording.ops])
-        return replace(recording, ops=ops, kernels=tuple(self._kernels))
+        watched = {
+            at for at, kernel in enumerate(self._kernels) if (known := fused(kernel.op)) and known.way == "reopen"
+        }
+        _join_products([op for op in recording.ops if op.kernel in watched] if watched else [])
+        return replace(recording, kernels=tuple(self._kernels))
 
     def _look_into(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        asking, whole = self._asking, self._whole
+        asking, composite = self._asking, self._composite
         self._asking = asking or frame
         try:
             if known.fused and (known.way != "adding" or _adds_scores(args, kwargs)):
                 return self._open(known.fused, _Call(known, func, args, kwargs))
             if not self._inside:
                 return NotImplemented
-            if not whole:
+            if not composite:
                 # Inside a kernel Python stands still: what tells calls apart is that C++ makes them one by one.
-                self._new_call()
+                self._new_call = True
             if known.composite:
-                self._whole = True
+                self._composite = True
                 return self._take_apart(func, args, kwargs, frame)
             return self._run_out(known, func, args, kwargs) if known.name.endswith("out") else NotImplemented
         finally:
-            self._asking, self._whole = asking, whole
+            self._asking, self._composite = asking, composite
 
     @contextmanager
     def _watching(self) -> Iterator[None]:
@@ -107,21 +128,20 @@ class XRay(Recorder):
             take_off(self)
             self._inside = was
 
-    # -- the three ways -----------------------------------------------------------------------------------------------
+    # -- the two ways -------------------------------------------------------------------------------------------------
 
     def _open(self, hiding: Fused, call: _Call) -> Any:
         place, was = len(self._kernels), (self._within, self._kernel, self._inside)
-        told = partial(Kernel, call.known.name, hiding.title, hiding.hides, within=self._within)
-        self._kernels.append(told(opened=False, note="it raised"))
+        kernel = partial(Kernel, call.known.name, hiding.title, hiding.hides, within=self._within)
+        self._kernels.append(kernel(opened=False, note="it raised"))
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
-        self._new_call()
+        self._new_call = True
         try:
             result, changes = self._reopen(call) if hiding.way == "reopen" else self._rebuild(call)
         finally:
             self._within, self._kernel, self._inside = was
-            self._new_call()
-        self._kernels[place] = told(**changes)
+        self._kernels[place] = kernel(**changes)
         return result
 
     def _reopen(self, call: _Call) -> tuple[Any, dict[str, Any]]:
@@ -140,119 +160,195 @@ class XRay(Recorder):
                 return result, {"opened": False, "note": f"torch has no code of it for {tensors[0].device.type}"}
             code = partial(call.func._op_dk, key)
         with self._watching():
-            return code(*call.args, **call.kwargs), {}
+            result = code(*call.args, **call.kwargs)
+        self._new_call = True
+        return result, {}
 
     def _rebuild(self, call: _Call) -> tuple[Any, dict[str, Any]]:
         """Run a leaf, and beside it its steps. Where these fail it is recorded as the one operation that it is."""
+        unbatched = self._has_put_on_a_batch()
         result = call.run()
-        start = len(self._entries), len(self._kernels)
+        start = len(self._ops), len(self._kernels)
         try:
             with self._beside():
                 if call.known.way == "reopen":
                     return result, self._pad(call, result)
-                steps = self._attend if call.known.way == "attention" else self._take_part
-                with self._one_call():
-                    return result, steps(call, result)
+                with self._in_one_call(new=not unbatched):
+                    if call.known.way == "attention":
+                        return result, self._attend(call, result, unbatched)
+                    return result, self._take_part(call, result)
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
             reason = _reason(error)
-        self._rewind(start)
+        del self._ops[start[0] :], self._kernels[start[1] :]
         self._log(call.known, call.args, call.kwargs, result)
         return result, {"opened": False, "note": reason}
 
-    def _attend(self, call: _Call, result: Any) -> dict[str, Any]:
+    def _attend(self, call: _Call, result: Any, unbatched: bool) -> dict[str, Any]:
         """Compute an attention step by step beside its kernel."""
         asked, rows_first = read_attention(call.func, call.args, call.kwargs)
         given = result[0] if isinstance(result, tuple) else result
-        shapes_only = 4 * prod(asked.scores_shape) > self._budget and not given.is_meta
-        runs = self._runs_steps(given, shapes_only)
-        whole = asked.heads_first(run) if rows_first else asked
-        dtype = given.dtype
-        unbatched = self._has_put_on_a_batch()
+        shapes_only, runs = self._way_of_steps(given, 4 * prod(asked.scores_shape))
 
-        def steps(do: Do, own: Attention) -> list[Any]:
-            own = own.heads_first(do) if rows_first else own
-            made = attention(do, own.without_batch(do) if unbatched else own)
-            if made.dtype != dtype:
-                made = do(torch.ops.aten._to_copy.default, made, dtype=dtype)
-            made = do(torch.ops.aten.unsqueeze.default, made, 0) if unbatched else made
-            return [do(torch.ops.aten.transpose.int, made, -3, -2) if rows_first else made]
+        def laid_out(do: Do, asked: Asked) -> Asked:
+            asked = asked.heads_first(do) if rows_first else asked
+            return asked.without_batch(do) if unbatched else asked
+
+        def steps(do: Do, asked: Asked) -> list[Tensor]:
+            made = attention(do, laid_out(do, asked), described=not runs)
+            made = made if made.dtype == given.dtype else do(_A._to_copy.default, made, dtype=given.dtype)
+            made = do(_A.unsqueeze.default, made, 0) if unbatched else made
+            return [do(_A.transpose.int, made, -3, -2) if rows_first else made]
 
         changes: dict[str, Any] = {"shapes_only": shapes_only}
-        made = None
-        if runs:
-            (made,) = steps(self._step, asked)
-            self._link(call, made, result)
-        check: Check | None = None
+        made = self._run_steps(call, result, partial(steps, asked=asked)) if runs else None
+        check: Callable[[], Rounding] | None = None
         if asked.dropout > 0:
             changes |= {"drops": True, "note": "it draws its dropout itself, and its steps drop nothing: not compared"}
         elif _is_comparable(given):
-            if rows_first:
-                given, made = given.transpose(-3, -2), None if made is None else made.transpose(-3, -2)
-            try:
-                check = few_rows(whole, given, made, len(self._kernels), self._shelf)
-            except Exception as error:
-                changes["note"] = _not_compared(error)
-        if not runs:
-            sight = None
-            with suppress(Exception):  # whatever its masks may raise: the run goes on
-                sight = sight_of_kernel(whole.without_batch(run) if unbatched else whole)
-            self._tell_later(call, result, partial(steps, own=asked.with_tensors(self._sketch)), check, sight)
-        elif check is not None:
-            changes |= _checked(check)
+            whole = asked.heads_first(compute) if rows_first else asked
+            pair = [given, *(made or [])]
+            pair = [tensor.transpose(-3, -2) for tensor in pair] if rows_first else pair
+            check = few_rows(whole, *pair, turn=len(self._kernels), shelf=self._shelf)
+        if runs:
+            return changes | (_checked(check) if check is not None else {})
+        stand_in = self._stand_in(call, result)
+        there = asked.with_tensors(stand_in)
+        at_once = asked.bias is not None or asked.starts is not None
+        seen = sight_of_kernel(laid_out(compute, asked)) if at_once else None
+
+        def sight() -> Sight | None:
+            return seen if at_once else sight_of_kernel(laid_out(compute, there))
+
+        self._describe_later(partial(steps, asked=there), sight, check)
         return changes
 
     def _has_put_on_a_batch(self) -> bool:
-        """Return whether the call to this kernel itself made a batch of one of what has none, as newer torches do."""
-        site = self._site(self._asking)
-        last = self._entries[-3:]
-        return len(last) == 3 and all(
-            isinstance(entry[0], About) and entry[0].base_name == "unsqueeze" and entry[5] is site for entry in last
+        """Return whether the call to a kernel itself made a batch of one of what has none, as newer torches do."""
+        last = self._ops[-3:]
+        return (
+            len(last) == 3
+            and all(op.base_name == "unsqueeze" and op.call == self._call for op in last)
+            and self._site_of(self._asking)[0] == self._site
         )
 
     def _take_part(self, call: _Call, result: Any) -> dict[str, Any]:
         """Compute a part of an attention step by step beside its kernel."""
-        part = PARTS.get(call.known.name)
-        if part is None:
+        if call.known.name not in PARTS:
             raise NotOpenedError("no steps are known of it")
         if any(tensor.is_nested for _, tensor in tensors_in(call.args)):
             raise NotOpenedError("its rows have different lengths (nested tensors)")
+        steps, few = PARTS[call.known.name]
         given = result if isinstance(result, tuple) else (result,)
-        shapes_only = 4 * given[0].numel() > self._budget and not given[0].is_meta
-        made = None
-        if self._runs_steps(given[0], shapes_only):
-            made = part.steps(self._step, *call.args, **call.kwargs)
-            for one, other in zip(made, given, strict=True):
-                self._link(call, one, other)
+        shapes_only, runs = self._way_of_steps(given[0], 4 * given[0].numel())
+        if runs:
+            made = self._run_steps(call, result, lambda do: steps(do, *call.args, **call.kwargs))
         else:
-            own = [self._sketch(arg) if isinstance(arg, Tensor) else arg for arg in call.args]
-            kwargs = call.kwargs  # the call itself would hold its tensors until then
-            sight = None
-            if call.known.base_name == "_masked_softmax":
-                sight = sight_of(None, result, -1 if len(call.args) < 3 or call.args[2] is None else call.args[2])
-            self._tell_later(call, result, lambda do: part.steps(do, *own, **kwargs), sight=sight)
-        check = partial(check_part, part, call.args, call.kwargs, given, made)
-        return {"shapes_only": shapes_only} | (_checked(check) if _is_comparable(given[0]) else {})
+            made, kwargs = None, call.kwargs  # the call itself would hold its tensors until then
+            seen = sight_of(None, result, -1) if call.known.base_name == "_masked_softmax" else None
+            stand_in = self._stand_in(call, result)
+            there = [stand_in(arg) if isinstance(arg, Tensor) else arg for arg in call.args]
+            self._describe_later(lambda do: steps(do, *there, **kwargs), lambda: seen)
+        if not _is_comparable(given[0]):
+            return {"shapes_only": shapes_only}
+
+        def check() -> Rounding:
+            args = few(*call.args)
+
+            def computed(dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+                return steps(compute, *(_cast(arg, dtype) for arg in args), **call.kwargs)
+
+            rows = computed()
+            pairs = zip(given, made, strict=True) if made else zip((t[:FEW] for t in given), rows, strict=True)
+            return _beside_rounding(max(max_difference(*pair) for pair in pairs), rows, computed)
+
+        return {"shapes_only": shapes_only} | _checked(check)
 
     def _pad(self, call: _Call, result: Any) -> dict[str, Any]:
         """Open the fast path on padded rows and a mask, beside it on rows of different lengths."""
-        got = bound(call.func, call.args, call.kwargs)
-        rows = got["query"]
+        given = bound(call.func, call.args, call.kwargs)
+        rows = given["query"]
         lengths = rows._nested_tensor_size()[:, 0].to(rows.device)
-        padded = self._step(torch.ops.aten.to_padded_tensor.default, rows, 0.0)
-        barred = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths[:, None]
-        got |= {"query": padded, "key": padded, "value": padded, "mask": barred, "mask_type": 1}
+        padded = self._step(_A.to_padded_tensor.default, rows, 0.0)
+        masked = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths[:, None]
+        given |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
         key = _code_for(call.func, padded.device.type.upper())
         if key is None:
             raise NotOpenedError(f"torch has no code of it for {padded.device.type}")
         with self._watching():
-            made = call.func._op_dk(key, *(got[argument.name] for argument in call.func._schema.arguments))[0]
-        self._new_call()
+            made = call.func._op_dk(key, *(given[argument.name] for argument in call.func._schema.arguments))[0]
+        self._new_call = True
         self._link(call, made, result)
-        told = [(one[: len(row)], row) for one, row in zip(made, result[0].unbind(), strict=True)]
-        apart = max((max_difference(one, row) for one, row in told), default=0.0)
+        pairs = [(one[: len(row)], row) for one, row in zip(made, result[0].unbind(), strict=True)]
+        apart = max((max_difference(one, row) for one, row in pairs), default=0.0)
         return {"note": f"it ran on rows of different lengths, its steps on padded ones, {apart:.1e} apart"}
 
     # -- what goes into the recording ---------------------------------------------------------------------------------
+
+    def _way_of_steps(self, given: Tensor, size: int) -> tuple[bool, bool]:
+        """Return whether steps are too large for numbers, and whether they are run.
+
+        They are described alone where nobody keeps what comes of them, or it is too much.
+        """
+        shapes_only = size > self._budget and not given.is_meta
+        return shapes_only, (self._keeps and not shapes_only) or given.is_meta
+
+    def _run_steps(self, call: _Call, result: Any, steps: Callable[[Do], Sequence[Tensor]]) -> Sequence[Tensor]:
+        """Run the steps of a kernel, and lead from what comes last to what the kernel itself has made."""
+        made = steps(self._step)
+        for last, output in zip(made, [result] if len(made) == 1 else result, strict=True):
+            self._link(call, last, output)
+        return made
+
+    def _stand_in(self, call: _Call, result: Any) -> Callable[[Tensor], Tensor]:
+        """Write a kernel down as one operation, and return what gives the tensors that stand for what it was given."""
+        self._log(call.known, call.args, call.kwargs, result)
+        return self._tensors.stand_in
+
+    def _describe_later(
+        self,
+        steps: Callable[[Do], Sequence[Tensor]],
+        sight: Callable[[], Sight | None],
+        check: Callable[[], Rounding] | None = None,
+    ) -> None:
+        """Note that the kernel that was written down last is to be described in steps when the run is over."""
+        number, place = len(self._numbered) - 1, len(self._kernels) - 1
+        self._later.append(_Later(self._ops[-1], number, place, partial(steps, self._describe), sight, check))
+
+    def _describe_kernels(self) -> None:
+        """Put the steps of kernels in the place of those that are one operation until now."""
+        later, self._later = self._later, []
+        state = self._call, self._place, self._kernel
+        for kernel in reversed(later):  # so that places before it stay
+            whole = kernel.op
+            ops, self._ops = self._ops, []
+            self._call, self._place, self._kernel = whole.call, (whole.source, whole.module), whole.kernel
+            self._sight, self._tensors.described = kernel.sight(), True
+            try:
+                made = kernel.steps()
+                for last, outputs in zip(made, [whole.outputs] if len(made) == 1 else zip(whole.outputs), strict=True):
+                    read = (self._tensors.read(last),)
+                    link = replace(
+                        whole,
+                        name=LINK.name,
+                        args=read,
+                        kwargs={"kernel": whole.name},
+                        inputs=read,
+                        outputs=tuple(outputs),
+                        kind="copy",
+                    )
+                    self._tensors.producers.update((output.id, len(self._numbered)) for output in outputs)
+                    self._ops.append(link)
+                    self._numbered.append(link)
+                self._numbered[kernel.number] = link
+                ops[whole.index : whole.index + 1] = self._ops
+            except Exception as error:  # whatever may be asked of a step
+                self._kernels[kernel.place] = replace(self._kernels[kernel.place], opened=False, note=_reason(error))
+            else:
+                if kernel.check is not None:
+                    changes = _checked(kernel.check)
+                    self._kernels[kernel.place] = replace(self._kernels[kernel.place], **changes)
+            self._ops, self._tensors.described = ops, False
+        self._call, self._place, self._kernel = state
 
     def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step and write it down."""
@@ -260,60 +356,11 @@ class XRay(Recorder):
         self._log(about(func), args, kwargs, result)
         return result
 
-    def _runs_steps(self, given: Tensor, shapes_only: bool) -> bool:
-        """Whether steps are run; they are described alone where nobody keeps what comes of them, or it is too much."""
-        return (self._kept is not None and not shapes_only) or given.is_meta
-
-    def _tell_later(
-        self,
-        call: _Call,
-        result: Any,
-        steps: Callable[[Do], Sequence[Any]],
-        check: Check | None = None,
-        sight: Sight | None = None,
-    ) -> None:
-        """Note that a kernel is to be told in steps when the run is over; none of these holds a tensor of the run."""
-        place = len(self._entries)
-        self._log(call.known, call.args, call.kwargs, result)
-        told = partial(self._tell, self._entries[place], steps, check, len(self._kernels) - 1, sight)
-        self._entries[place] = (told,)
-
-    def _tell(
-        self,
-        whole: Entry,
-        steps: Callable[[Do], Sequence[Any]],
-        check: Check | None,
-        place: int,
-        sight: Sight | None,
-    ) -> list[Entry]:
-        """Return the steps of a kernel; where they fail, the one operation that it is."""
-        told: list[Entry] = []
-
-        def describe(func: Any, *args: Any, **kwargs: Any) -> Any:
-            result = sketched(func, *args, **kwargs)
-            looks = [one.look for one in (result if isinstance(result, list) else [result])]
-            values = (*args, *kwargs.values())
-            given = [value.look if isinstance(value, Sketch) else self._write_down((value,))[0] for value in values]
-            if sight is not None and about(func).base_name.endswith("softmax"):
-                looks = [(*looks[0], None, None, sight)]
-            told.append((about(func), given, tuple(kwargs), looks, None, *whole[5:7], None, whole[8]))
-            return result
-
-        try:
-            made = steps(describe)
-        except Exception as error:  # whatever may be asked of a step
-            self._kernels[place] = replace(self._kernels[place], opened=False, note=_reason(error))
-            return [whole]
-        results = [whole[3]] if len(made) == 1 else whole[3]
-        for one, given in zip(made, results, strict=True):
-            told.append((LINK, [one.look, whole[0].name], ("kernel",), given, None, *whole[5:7], "copy", whole[8]))
-        if check is not None:
-            with self._beside():
-                self._kernels[place] = replace(self._kernels[place], **_checked(check))
-        return told
-
-    def _sketch(self, tensor: Tensor) -> Sketch:
-        return Sketch.of(tensor, self._write_down((tensor,))[0])
+    def _describe(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Write down one step without running it."""
+        result = described(func, *args, **kwargs)
+        self._note(about(func), args, kwargs, result, sight=self._sight)
+        return result
 
     def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
@@ -328,27 +375,108 @@ class XRay(Recorder):
         """Lead from the last step to what the kernel itself has made."""
         self._log(LINK, (made,), {"kernel": call.known.name}, result, kind="copy")
 
-    def _rewind(self, start: tuple[int, int]) -> None:
-        """Forget the operations that were recorded since, and the kernels."""
-        mark, kernels = start
-        self._entries[mark:] = [entry for entry in self._entries[mark:] if isinstance(entry[0], list)]
-        del self._kernels[kernels:]
+
+# -- a kernel beside its steps ----------------------------------------------------------------------------------------
 
 
-def _calls_of(ops: list[Op]) -> dict[int, int]:
-    """The call of each view that C++ made for a product, and of the one that it made of its result: the product's."""
-    calls: dict[int, int] = {}
+def few_rows(
+    asked: Asked, given: Tensor, made: Tensor | None = None, *, turn: int, shelf: Shelf
+) -> Callable[[], Rounding]:
+    """Return what compares a kernel's result with its steps', `... heads query head_dim`, beside measured rounding.
+
+    Rounding is measured against float64, in a few rows of one head, the one where the two are farthest apart among
+    them. Without `made` (steps that are described alone) these rows are compared, of another head at each `turn`. What
+    is returned may then be called when the run is over: it holds no tensor of the run.
+    """
+    count = given.shape[-2]
+    *head, row = (*_place(turn % prod(given.shape[:-2]), given.shape[:-2]), count - 1)
+    if made is not None:
+        apart = (given - made).abs().masked_fill(given == made, 0.0).nan_to_num(nan=math.inf)
+        apart = apart.masked_fill(given.isnan() & made.isnan(), 0.0)
+        *head, row, _ = _place(int(apart.argmax()), apart.shape)
+    step = max(1, count // FEW)
+    queries = range(row % step, count, step)
+    few, rows = asked.of_head(tuple(head), queries), given[tuple(head)][queries.start :: step]
+    if made is not None:
+        difference = max_difference(given, made)
+        return lambda: _judged(few, rows, difference)
+    if 2 * few.key.numel() * few.key.element_size() > _COPIED:
+        rounding = _judged(few, rows)
+        return lambda: rounding
+    # A closure for each tensor stands in its place until it is wanted.
+    copied, result = few.with_tensors(shelf.put), shelf.put(rows)  # type: ignore[arg-type]
+    return lambda: _judged(copied.with_tensors(lambda get: get()), result())  # type: ignore[operator]
+
+
+def _judged(few: Asked, given: Tensor, difference: float | None = None) -> Rounding:
+    """Judge a difference, by default that of these rows from what a kernel gave for them."""
+
+    def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (attention(compute, few, dtype),)
+
+    # Computed anew also where the steps were run: where these are wrong, their error is no rounding.
+    steps = computed(torch.float64 if given.dtype == torch.float64 else torch.float32)[0].to(given.dtype)
+    difference = max_difference(given, steps[0]) if difference is None else difference
+    return _beside_rounding(difference, (steps,), computed)
+
+
+def _beside_rounding(
+    difference: float, steps: tuple[Tensor, ...], computed: Callable[[torch.dtype], tuple[Tensor, ...]]
+) -> Rounding:
+    """Judge a difference beside the rounding of `steps`, which `computed` gives in another dtype."""
+    exact = computed(torch.float64)
+    if steps[0].dtype == torch.float64:
+        return Rounding.of(difference, max(map(rounding_error, computed(torch.float32), exact)) * STEP)
+    return Rounding.of(difference, max(map(_error, steps, exact)))
+
+
+def _error(output: Tensor, exact: Tensor) -> float:
+    """Return the largest rounding error, which to store the largest number alone may make half a step."""
+    largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
+    return max(rounding_error(output, exact), float(largest) * torch.finfo(output.dtype).eps / 2)
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if dtype and isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _place(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the indices of an element by its number."""
+    place = []
+    for size in reversed(shape):
+        number, at = divmod(number, size)
+        place.append(at)
+    return tuple(reversed(place))
+
+
+def _checked(check: Callable[[], Rounding]) -> dict[str, Any]:
+    """Return the check of a kernel, or why there is none."""
+    try:
+        return {"check": check()}
+    except Exception as error:  # as on devices without float64: what was opened is opened
+        return {"note": f"not compared: {first_line(error)}"}
+
+
+def _is_comparable(given: Tensor) -> bool:
+    """Return whether there are numbers to compare."""
+    return not given.is_meta and type(given) in (Tensor, nn.Parameter) and given.numel() > 0
+
+
+# -- what kernels are -------------------------------------------------------------------------------------------------
+
+
+def _join_products(ops: list[Op]) -> None:
+    """Count each view that C++ made for a product, and the one that it made of its result, as of the product's call."""
     for place, op in enumerate(ops):
         if op.base_name != "bmm":
             continue
         before = place - 1
         while before >= 0 and ops[before].kind == "view":
-            calls[ops[before].index] = op.call
+            ops[before].call = op.call
             before -= 1
         after = ops[place + 1] if place + 1 < len(ops) else None
         if after is not None and after.base_name == "view" and after.inputs[0].id == op.output.id:
-            calls[after.index] = op.call
-    return calls
+            after.call = op.call
 
 
 def _code_for(func: Any, name: str) -> Any:
@@ -359,7 +487,7 @@ def _code_for(func: Any, name: str) -> Any:
 
 
 def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether `baddbmm` or `addmm` may add a mask to a product that is scores, and no bias to one with a weight.
+    """Return whether `baddbmm` or `addmm` may add a mask to a product that is scores, and no bias to one with a weight.
 
     A learned query or key is a parameter too, and so is a learned bias of the scores: both together look like a layer.
     So does one number for each column of a single matrix, whose weight and bias may be given as plain tensors.
@@ -373,29 +501,12 @@ def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Whether this is a parameter, or a view of one."""
+    """Return whether this is a parameter, or a view of one."""
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _reason(error: Exception) -> str:
-    """Why a kernel is not opened."""
+    """Return why a kernel is not opened."""
     if isinstance(error, NotOpenedError):
         return str(error)
     return "no room" if is_out_of_memory(error) else first_line(error)
-
-
-def _is_comparable(given: Tensor) -> bool:
-    """Whether there are numbers to compare."""
-    return not given.is_meta and type(given) in (Tensor, nn.Parameter) and given.numel() > 0
-
-
-def _checked(check: Check) -> dict[str, Any]:
-    """The check of a kernel, or why there is none."""
-    try:
-        return {"check": check()}
-    except Exception as error:  # as on devices without float64: what was opened is opened
-        return {"note": _not_compared(error)}
-
-
-def _not_compared(error: Exception) -> str:
-    return f"not compared: {first_line(error)}"

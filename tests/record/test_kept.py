@@ -12,7 +12,7 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.layers.spec import Show
-from mha_inspect.record.storage import unshared
+from mha_inspect.record.tensors import unshared
 
 
 class Caching(nn.Module):

@@ -100,22 +100,6 @@ def test_blocks_that_are_left_in_the_order_in_which_they_were_entered(second: Ca
     assert (other.seen if isinstance(other, Other) else names(other)) == ["ones", "exp"]
 
 
-def test_generators_that_take_turns_are_kept_apart_and_leave_no_mode_on() -> None:
-    def steps(function: Callable[[torch.Tensor], torch.Tensor], found: list[Recorder]) -> Iterator[torch.Tensor]:
-        with Recorder() as recorder:
-            found.append(recorder)
-            x = torch.ones(3)
-            for _ in range(3):
-                yield (x := function(x))
-
-    found: list[Recorder] = []
-    one, two = steps(torch.exp, found), steps(torch.sin, found)
-    for step in (one, two, two, one, two, one):
-        next(step)
-    assert next(one, None) is next(two, None) is None
-    assert [names(recorder) for recorder in found] == [["ones", *["exp"] * 3], ["ones", *["sin"] * 3]]
-
-
 def test_a_block_in_somebodys_context_manager_inside_of_another_block_is_recorded_in_both() -> None:
     @contextmanager
     def mine() -> Iterator[Recorder]:
@@ -298,11 +282,11 @@ def test_calls_can_be_told_apart_and_held_together_by_whoever_knows() -> None:
     class Marking(Recorder):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.sin.default:
-                self._new_call()
+                self._new_call = True
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     recorder = Marking()
-    with recorder, recorder._one_call():
+    with recorder, recorder._in_one_call():
         x = torch.ones(3).exp().exp().sin().exp()
     with recorder:
         x.sin().cos().sin()
