@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -35,6 +36,12 @@ def load(name: str) -> ModuleType:
 HAND, TORCH, OWN = load("by_hand"), load("with_torch"), load("own_errors")
 
 
+def make(file: ModuleType, name: str) -> nn.Module:
+    """Return a module whose forward is the method of that name."""
+    kind = type(name, (file.Mistakes,), {"forward": getattr(file.Mistakes, name)})
+    return kind(**file.SETTINGS.get(name, {}))
+
+
 def floats(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
@@ -57,77 +64,77 @@ def failure_of(module: nn.Module, *args: Any, **kwargs: Any) -> Failure:
     return caught.value.trace.failure
 
 
-def line_of(cls: type, mark: str) -> str:
-    """`by_hand.py:32`: the only line of a class that bears a mark."""
-    lines, first = inspect.getsourcelines(cls)
+def line_of(code: Callable[..., Any], mark: str) -> str:
+    """`by_hand.py:32`: the only line of a function or class that bears a mark."""
+    lines, first = inspect.getsourcelines(code)
     (place,) = (place for place, line in enumerate(lines) if mark in line)
-    return f"{Path(inspect.getfile(cls)).name}:{first + place}"
+    return f"{Path(inspect.getfile(code)).name}:{first + place}"
 
 
 BY_HAND: list[tuple[str, str, tuple[Any, ...]]] = [
-    ("KeyNotTransposed", "heads_not_transposed", (X,)),
-    ("QueryNotTransposed", "heads_not_transposed", (X,)),
-    ("ValueNotTransposed", "heads_not_transposed", (X,)),
-    ("NoneTransposed", "heads_not_transposed", (X,)),
-    ("ValueNotTransposedInSdpa", "heads_not_transposed", (X,)),
-    ("EinsumNotTransposed", "heads_not_transposed", (X,)),
-    ("TransposedTwice", "heads_not_transposed", (X,)),
-    ("NoKeyTranspose", "key_not_transposed", (X,)),
-    ("KeyDotT", "key_not_transposed", (X,)),
-    ("KeySwapsWrongDims", "key_not_transposed", (X,)),
-    ("SingleHeadNoTranspose", "key_not_transposed", (X,)),
-    ("SequenceFirst", "key_not_transposed", (floats(7, 2, 24),)),
-    ("PackedNotTransposed", "key_not_transposed", (X,)),
-    ("KeyNotSplit", "heads_not_split", (X,)),
-    ("FewerKeyHeads", "heads_not_repeated", (floats(2, 7, 20),)),
-    ("CrossBatch", "batch_differs", (X, floats(5, 11, 24))),
-    ("ValueOfOtherLength", "lengths_differ", (X, MEMORY)),
-    ("HeadDimDiffers", "head_dim_differs", (X,)),
-    ("HeadsDoNotDivide", "heads_do_not_divide", (floats(2, 7, 32),)),
-    ("HeadsDoNotDivideRest", "heads_do_not_divide", (X,)),
-    ("HeadsUnflatten", "heads_do_not_divide", (X,)),
-    ("WrongHeadDim", "wrong_head_dim", (X,)),
-    ("ConcatNotContiguous", "not_contiguous", (X,)),
-    ("ConcatForgotten", "heads_not_joined", (X,)),
-    ("ConcatNotFlattened", "heads_not_joined", (X,)),
-    ("WrongWidth", "wrong_width", (floats(2, 7, 23),)),
-    ("WrongWidth", "features_not_last", (floats(2, 24, 7),)),
-    ("WrongWidth", "mixed_dtypes", (X.double(),)),
-    ("TransposedWeight", "weight_not_transposed", (X,)),
-    ("TokenIds", "mixed_dtypes", (ints(2, 24),)),
-    ("HalfKeys", "mixed_dtypes", (X,)),
-    ("HalfProduct", "mixed_dtypes", (X,)),
-    ("MaskElsewhere", "mixed_devices", (X,)),
-    ("Masked", "mask_rank", (X, bools(2, 7))),
-    ("Masked", "mask_rank", (X, bools(2, 7, 7))),
-    ("Masked", "mask_rank", (X, bools(6, 7, 7))),
-    ("Masked", "mask_size", (X, bools(13, 13))),
-    ("Masked", "mask_size", (X, bools(1, 1, 5, 5))),
-    ("Masked", "batch_and_sequence_swapped", (floats(7, 2, 24), bools(7, 7))),
-    ("AddedMask", "mask_transposed", (X, MEMORY, floats(11, 7))),
-    ("AddedMask", "mask_rank", (X, MEMORY, floats(2, 11))),
-    ("IntegerMask", "mask_dtype", (X, ints(7, 7))),
-    ("SdpaMask", "mask_rank", (X, bools(2, 7))),
-    ("SdpaMask", "mask_size", (X, bools(13, 13))),
-    ("SdpaMask", "mask_dtype", (X, ints(7, 7))),
-    ("HeadsStacked", "heads_not_joined", (X,)),
-    ("BatchOfTheQuery", "batch_differs", (X, floats(5, 11, 24))),
-    ("HeadsByEinops", "heads_do_not_divide", (X,)),
+    ("key_not_transposed", "heads_not_transposed", (X,)),
+    ("query_not_transposed", "heads_not_transposed", (X,)),
+    ("value_not_transposed", "heads_not_transposed", (X,)),
+    ("none_transposed", "heads_not_transposed", (X,)),
+    ("value_not_transposed_in_sdpa", "heads_not_transposed", (X,)),
+    ("einsum_not_transposed", "heads_not_transposed", (X,)),
+    ("transposed_twice", "heads_not_transposed", (X,)),
+    ("no_key_transpose", "key_not_transposed", (X,)),
+    ("key_dot_t", "key_not_transposed", (X,)),
+    ("key_swaps_wrong_dims", "key_not_transposed", (X,)),
+    ("single_head_no_transpose", "key_not_transposed", (X,)),
+    ("sequence_first", "key_not_transposed", (floats(7, 2, 24),)),
+    ("packed_not_transposed", "key_not_transposed", (X,)),
+    ("key_not_split", "heads_not_split", (X,)),
+    ("fewer_key_heads", "heads_not_repeated", (floats(2, 7, 20),)),
+    ("cross_batch", "batch_differs", (X, floats(5, 11, 24))),
+    ("value_of_other_length", "lengths_differ", (X, MEMORY)),
+    ("head_dim_differs", "head_dim_differs", (X,)),
+    ("heads_do_not_divide", "heads_do_not_divide", (floats(2, 7, 32),)),
+    ("heads_do_not_divide_rest", "heads_do_not_divide", (X,)),
+    ("heads_unflatten", "heads_do_not_divide", (X,)),
+    ("wrong_head_dim", "wrong_head_dim", (X,)),
+    ("concat_not_contiguous", "not_contiguous", (X,)),
+    ("concat_forgotten", "heads_not_joined", (X,)),
+    ("concat_not_flattened", "heads_not_joined", (X,)),
+    ("wrong_width", "wrong_width", (floats(2, 7, 23),)),
+    ("wrong_width", "features_not_last", (floats(2, 24, 7),)),
+    ("wrong_width", "mixed_dtypes", (X.double(),)),
+    ("transposed_weight", "weight_not_transposed", (X,)),
+    ("token_ids", "mixed_dtypes", (ints(2, 24),)),
+    ("half_keys", "mixed_dtypes", (X,)),
+    ("half_product", "mixed_dtypes", (X,)),
+    ("mask_elsewhere", "mixed_devices", (X,)),
+    ("masked", "mask_rank", (X, bools(2, 7))),
+    ("masked", "mask_rank", (X, bools(2, 7, 7))),
+    ("masked", "mask_rank", (X, bools(6, 7, 7))),
+    ("masked", "mask_size", (X, bools(13, 13))),
+    ("masked", "mask_size", (X, bools(1, 1, 5, 5))),
+    ("masked", "batch_and_sequence_swapped", (floats(7, 2, 24), bools(7, 7))),
+    ("added_mask", "mask_transposed", (X, MEMORY, floats(11, 7))),
+    ("added_mask", "mask_rank", (X, MEMORY, floats(2, 11))),
+    ("integer_mask", "mask_dtype", (X, ints(7, 7))),
+    ("sdpa_mask", "mask_rank", (X, bools(2, 7))),
+    ("sdpa_mask", "mask_size", (X, bools(13, 13))),
+    ("sdpa_mask", "mask_dtype", (X, ints(7, 7))),
+    ("heads_stacked", "heads_not_joined", (X,)),
+    ("batch_of_the_query", "batch_differs", (X, floats(5, 11, 24))),
+    ("heads_by_einops", "heads_do_not_divide", (X,)),
 ]
 
 
 @pytest.mark.parametrize(("name", "cause", "args"), BY_HAND, ids=lambda value: value if isinstance(value, str) else "")
 def test_a_mistake_by_hand_is_named_at_its_line(name: str, cause: str, args: tuple[Any, ...]):
-    cls = getattr(HAND, name)
-    failure = failure_of(cls(), *args)
+    forward = getattr(HAND.Mistakes, name)
+    failure = failure_of(make(HAND, name), *args)
     assert failure.cause is not None
     assert failure.cause.name == cause
     assert cause in CAUSES
-    assert failure.source.endswith(line_of(cls, "# fails"))
+    assert failure.source.endswith(line_of(forward, "# fails"))
     assert failure.line.endswith("# fails")
     for mark, words in (("# split here", "split but not transposed"), ("# back here", "transposed back")):
-        if mark in inspect.getsource(cls):
-            assert f"{line_of(cls, mark)})" in failure.cause.explanation
+        if mark in inspect.getsource(forward):
+            assert f"{line_of(forward, mark)})" in failure.cause.explanation
             assert words in failure.cause.explanation
 
 
@@ -135,7 +142,7 @@ def test_a_mistake_by_hand_is_named_at_its_line(name: str, cause: str, args: tup
 def test_a_batch_of_one_is_named_as_one_of_three(name: str):
     found = []
     for batch in (1, 3):
-        failure = failure_of(getattr(HAND, name)(), floats(batch, 7, 24))
+        failure = failure_of(make(HAND, name), floats(batch, 7, 24))
         assert failure.cause is not None
         axes = [(stage.name, stage.variable, stage.axes) for stage in failure.completed]
         told = (failure.clash, failure.cause.explanation, axes, [operand.axes for operand in failure.operands])
@@ -220,47 +227,46 @@ def test_the_fix_of_a_mask_is_one_that_torch_takes_for_what_was_meant(masks: dic
 
 
 OTHERS: list[tuple[str, tuple[Any, ...]]] = [
-    ("OwnCheck", (X,)),
-    ("OwnAssert", (X,)),
-    ("Vocabulary", (torch.tensor([[1, 99]]),)),
-    ("Missing", (X,)),
-    ("Attribute", (X,)),
-    ("TupleIndex", (X,)),
-    ("Positions", (X,)),
-    ("Joined", (X, floats(3, 5, 24))),
-    ("Convolved", (X,)),
-    ("Recovered", (X,)),
-    ("WrongAxis", (X,)),
-    ("Residual", (X,)),
-    ("Reused", (X,)),
-    ("ContextAndMore", (X,)),
-    ("NoBatch", (floats(7, 24),)),
+    ("own_check", (X,)),
+    ("own_assert", (X,)),
+    ("vocabulary", (torch.tensor([[1, 99]]),)),
+    ("missing", (X,)),
+    ("attribute", (X,)),
+    ("tuple_index", (X,)),
+    ("positions", (X,)),
+    ("joined", (X, floats(3, 5, 24))),
+    ("convolved", (X,)),
+    ("recovered", (X,)),
+    ("wrong_axis", (X,)),
+    ("residual", (X,)),
+    ("reused", (X,)),
+    ("context_and_more", (X,)),
+    ("no_batch", (floats(7, 24),)),
 ]
 
 
 @pytest.mark.parametrize(("name", "args"), OTHERS, ids=lambda value: value if isinstance(value, str) else "")
 def test_any_other_error_gets_facts_and_no_guess(name: str, args: tuple[Any, ...]):
-    cls = getattr(OWN, name)
-    module = cls()
+    module = make(OWN, name)
     with pytest.raises(Exception) as plain:  # noqa: PT011 - the plain run is the oracle
         module(*args)
     failure = failure_of(module, *args)
     assert failure.cause is None
     assert failure.error == type(plain.value).__name__
     assert failure.message.splitlines()[0] == str(plain.value).splitlines()[0]
-    assert failure.source.endswith(line_of(cls, "# fails"))
+    assert failure.source.endswith(line_of(getattr(OWN.Mistakes, name), "# fails"))
 
 
 def test_operands_have_the_names_of_the_users_line():
-    def names(cls: type, *args: Any) -> list[str]:
-        return [operand.name for operand in failure_of(cls(), *args).operands]
+    def names(file: ModuleType, name: str, *args: Any) -> list[str]:
+        return [operand.name for operand in failure_of(make(file, name), *args).operands]
 
-    assert names(OWN.OwnAssert, X) == ["q"]
-    assert names(OWN.NoBatch, floats(7, 24)) == ["x"]
-    assert names(HAND.KeyNotTransposed, X) == ["q", "k.transpose(-2, -1)"]
-    assert names(HAND.QueryNotTransposed, X) == ["query", "key.transpose(2, 3)"]
-    assert names(HAND.ConcatNotContiguous, X) == ["context.transpose(1, 2)"]
-    assert names(HAND.Masked, X, bools(2, 7)) == ["scores", "mask.eq(0)"]
-    assert names(HAND.AddedMask, X, MEMORY, floats(11, 7)) == ["scores", "mask"]
-    assert names(HAND.WrongWidth, floats(2, 7, 23)) == ["x", "q_proj.weight", "q_proj.bias"]
-    assert names(HAND.SdpaMask, X, bools(2, 7)) == ["q", "k", "v", "attention_mask"]
+    assert names(OWN, "own_assert", X) == ["q"]
+    assert names(OWN, "no_batch", floats(7, 24)) == ["x"]
+    assert names(HAND, "key_not_transposed", X) == ["q", "k.transpose(-2, -1)"]
+    assert names(HAND, "query_not_transposed", X) == ["query", "key.transpose(2, 3)"]
+    assert names(HAND, "concat_not_contiguous", X) == ["context.transpose(1, 2)"]
+    assert names(HAND, "masked", X, bools(2, 7)) == ["scores", "mask.eq(0)"]
+    assert names(HAND, "added_mask", X, MEMORY, floats(11, 7)) == ["scores", "mask"]
+    assert names(HAND, "wrong_width", floats(2, 7, 23)) == ["x", "q_proj.weight", "q_proj.bias"]
+    assert names(HAND, "sdpa_mask", X, bools(2, 7)) == ["q", "k", "v", "attention_mask"]
