@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .styles import E
+from .styles import E, H
 
 B, N, A, V, K = 7, 11, 19, 17, 5
 
@@ -22,11 +22,6 @@ class Two(nn.Module):
 # -- gates: a position weighs its own features -------------------------------------------------------------------------
 
 
-class GatedLinear(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(self.a(x)) * self.b(x)
-
-
 class SqueezeAndExcite(Two):
     def __init__(self) -> None:
         super().__init__(second=A, to=A)
@@ -34,19 +29,6 @@ class SqueezeAndExcite(Two):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.einsum("bne,be->bn", x, self.c(self.b(self.a(x.mean(1)).relu())).sigmoid())
-
-
-class FiLM(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bna,ba->bn", self.a(x).relu(), self.b(x.mean(1)).sigmoid())
-
-
-class PairGate(Two):
-    """Two features of one position are compared with each other, and pooled."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.a(x), self.b(x)
-        return ((a * b).sum(-1, keepdim=True).sigmoid() * x).sum(1)
 
 
 class AlignedStreams(Two):
@@ -61,18 +43,6 @@ class AlignedStreams(Two):
         return (weights.mT @ x)[:, 0]
 
 
-class SpatialGate(nn.Module):
-    """gMLP."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.places = nn.Linear(E, 2 * A), nn.LayerNorm(A), nn.Linear(N, N)
-
-    def forward(self, x: Tensor) -> Tensor:
-        u, v = F.gelu(self.a(x)).chunk(2, -1)
-        return u * self.places(self.norm(v).mT).mT
-
-
 # -- pools, masks and places: there is no query ------------------------------------------------------------------------
 
 
@@ -84,15 +54,6 @@ class SigmoidPool(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = self.score(x).sigmoid()
         return (weights / weights.sum(1, keepdim=True)).mT @ self.v(x)
-
-
-class ConvolvedRegions(SigmoidPool):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv1d(E, K, 3, padding=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x.mT).relu() @ self.v(x)
 
 
 class Sampled(nn.Module):
@@ -114,16 +75,6 @@ class Sorted(Sampled):
         return (-(numbers.sort(1).values - numbers.mT).abs()).softmax(-1) @ x
 
 
-class Interpolated(nn.Module):
-    """What the nearest points have, by one over the distance."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        apart, nearest = torch.cdist(x[..., :3], x[:, :4, :3]).topk(3, largest=False)
-        weights = 1 / (apart + 1e-6)
-        picked = x.gather(1, nearest.flatten(1)[..., None].expand(-1, -1, E)).unflatten(1, (N, 3))
-        return ((weights / weights.sum(-1, keepdim=True))[..., None] * picked).sum(2)
-
-
 # -- experts and codes: what is weighed are parts of the module --------------------------------------------------------
 
 
@@ -140,39 +91,6 @@ class SigmoidExperts(nn.Module):
         return torch.einsum("bnk,bnkv->bnv", self.weights(x), torch.einsum("bne,kev->bnkv", x, self.experts))
 
 
-class TopExperts(SigmoidExperts):
-    def weights(self, x: Tensor) -> Tensor:
-        every = self.gate(x).sigmoid()
-        weights, chosen = every.topk(2, -1)
-        return torch.zeros_like(every).scatter(-1, chosen, weights / weights.sum(-1, keepdim=True))
-
-
-class CosineExperts(SigmoidExperts):
-    def weights(self, x: Tensor) -> Tensor:
-        return (F.normalize(x, dim=-1) @ F.normalize(self.gate.weight, dim=-1).mT).sigmoid()
-
-
-class ExpertChoice(SigmoidExperts):
-    """Experts choose tokens."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.gate(x).mT.sigmoid().topk(4, -1)
-        chosen = F.one_hot(chosen, x.shape[1]).to(x.dtype)
-        made = torch.einsum("bkce,kev->bkcv", torch.einsum("bkcn,bne->bkce", chosen, x), self.experts)
-        return torch.einsum("bkcn,bkcv->bnv", chosen * weights[..., None], made)
-
-
-class SoftTree(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.leaves = nn.Linear(E, 3), nn.Parameter(torch.randn(4, V))
-
-    def forward(self, x: Tensor) -> Tensor:
-        root, left, right = self.a(x).sigmoid().split(1, -1)
-        ends = [root * left, root * (1 - left), (1 - root) * right, (1 - root) * (1 - right)]
-        return torch.cat(ends, -1) @ self.leaves
-
-
 class TiedAutoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -187,34 +105,7 @@ class RadialBasis(TiedAutoencoder):
         return (-torch.cdist(x, self.codes.expand(len(x), -1, -1)).square() / E).exp() @ self.codes
 
 
-class SigmoidCapsules(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.votes = nn.Parameter(torch.randn(K, N, E, 3) * 0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        votes = torch.einsum("bne,knev->bknv", x, self.votes)
-        agreed = torch.zeros(votes.shape[:3])
-        for _ in range(2):
-            made = torch.einsum("bkn,bknv->bkv", agreed.sigmoid(), votes).tanh()
-            agreed = agreed + torch.einsum("bknv,bkv->bkn", votes, made)
-        return made
-
-
-# -- recurrences, scans and convolutions -------------------------------------------------------------------------------
-
-
-class LongShortTerm(Two):
-    def __init__(self) -> None:
-        super().__init__(second=A, to=4 * A)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = cell = torch.zeros(len(x), A)
-        for token in x.unbind(1):
-            i, f, g, o = (self.a(token) + self.b(hidden)).chunk(4, -1)
-            cell = f.sigmoid() * cell + i.sigmoid() * g.tanh()
-            hidden = o.sigmoid() * cell.tanh()
-        return hidden
+# -- recurrences and scans ---------------------------------------------------------------------------------------------
 
 
 class Decays(Two):
@@ -235,48 +126,6 @@ class StateSpace(Two):
     def forward(self, x: Tensor) -> Tensor:
         sums = -F.softplus(self.step(x)).cumsum(1)
         return (self.a(x) @ self.b(x).mT * (sums - sums.mT).exp().tril()) @ self.v(x)
-
-
-class SelectiveScan(StateSpace):
-    def forward(self, x: Tensor) -> Tensor:
-        decay, given, v = (-F.softplus(self.step(x))).exp(), self.a(x), F.silu(self.v(x))
-        state, made = torch.zeros(len(x), V, K), []
-        for at in range(x.shape[1]):
-            state = decay[:, at, None] * state + v[:, at, :, None] * given[:, at, None]
-            made.append((state @ self.b(x)[:, at, :, None])[..., 0])
-        return torch.stack(made, 1)
-
-
-class DynamicConvolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernel, self.v = nn.Linear(E, 3), nn.Linear(E, A)
-
-    def forward(self, x: Tensor) -> Tensor:
-        windows = F.pad(self.v(x), (0, 0, 1, 1)).unfold(1, 3, 1)
-        return torch.einsum("bnk,bnak->bna", self.kernel(x).sigmoid(), windows)
-
-
-class LongConvolution(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.implicit = nn.Sequential(nn.Linear(1, A), nn.ReLU(), nn.Linear(A, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        at = torch.arange(float(N))
-        return self.implicit((at[:, None] - at)[..., None])[..., 0].sigmoid() @ x
-
-
-class Stack(Two):
-    """What is pushed and popped by a softmax."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        stack = torch.zeros(len(x), 4, A)
-        for token in x.unbind(1):
-            push, pop = self.a(token)[:, :2].softmax(-1)[..., None, None].unbind(1)
-            pushed = torch.cat([self.b(token)[:, None], stack[:, :-1]], 1)
-            stack = push * pushed + pop * torch.cat([stack[:, 1:], torch.zeros_like(stack[:, :1])], 1)
-        return stack[:, 0]
 
 
 class Written(Two):
@@ -308,30 +157,6 @@ class Crosses(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         made = torch.einsum("kij,bije->bke", self.w, torch.einsum("bie,bje->bije", x, x)).relu()
         return torch.einsum("bke,bie->bki", made, x)
-
-
-class Dots(Two):
-    """Scores of pairs go on as features."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.c = nn.Linear(N, V)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c((self.a(x) @ self.b(x).mT).relu())
-
-
-class Contrasts(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        alike = F.normalize(self.a(x), dim=-1) @ F.normalize(self.b(x), dim=-1).mT
-        return -F.logsigmoid((10 * alike - 5) * (2 * torch.eye(N) - 1)).sum(-1).mean()
-
-
-class KernelDiscrepancy(Two):
-    def forward(self, x: Tensor) -> Tensor:
-        a, b = self.a(x), self.b(x)
-        same, other = (-torch.cdist(a, a).square()).exp(), (-torch.cdist(a, b).square()).exp()
-        return same.mean((1, 2)) - 2 * other.mean((1, 2))
 
 
 class KernelRegression(Two):
@@ -384,10 +209,258 @@ class InnerModel(Two):
         return (k @ (k.mT @ v / N)).relu() @ (v.mT @ k / N)
 
 
+# -- one learned scorer, clusters and capsules ------------------------------------------------------------------------
+
+
+class PoolByProduct(nn.Module):
+    """One learned scorer over one input: there is no query."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.score = nn.Linear(E, A), nn.Linear(E, A), nn.Linear(A, 1)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.a(x).tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.bmm(self.score(self.hidden(x)).softmax(1).mT, x)
+
+
+class PoolLessMean(PoolByProduct):
+    """The mean of the positions is taken off them by a norm."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return (x - x.mean(1, keepdim=True)).relu()
+
+
+class PoolAtATime(PoolByProduct):
+    """Time is added to every position and nothing is bent: it is the same number for all, and no weight hangs on it."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return self.a(x) + self.b(x[:, :1])
+
+
+class Experts(nn.Module):
+    """A router that sees something else too: what it weighs are outputs of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.gate = nn.Linear(E, A), nn.Linear(E, A), nn.Linear(A, H)
+        self.experts = nn.Parameter(torch.randn(H, E, V))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate((self.a(x) + self.b(x[:, :1])).tanh()).softmax(-1)
+        return torch.einsum("bnh,bnhv->bnv", weights, torch.einsum("bne,hev->bnhv", x, self.experts))
+
+
+class Codes(nn.Module):
+    """Distances to codes that are learned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(13, E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (-(x[:, :, None] - self.codes).square().sum(-1)).softmax(-1) @ self.codes
+
+
+class Residuals(Codes):
+    """VLAD: what is averaged are the differences themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = x[:, :, None] - self.codes
+        return ((-apart.square().sum(-1)).softmax(-1)[..., None] * apart).sum(1)
+
+
+class Clusters(nn.Module):
+    """k-means: clusters average what was compared with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centres = x[:, :3]
+        for _ in range(2):
+            nearest = (-(x[:, :, None] - centres[:, None]).square().sum(-1)).softmax(-1)
+            centres = nearest.mT @ x / nearest.sum(1)[..., None]
+        return centres
+
+
+class Capsules(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.votes = nn.Parameter(torch.randn(H, E, 5) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = torch.einsum("bne,hed->bhnd", x, self.votes)
+        agreed = torch.zeros(votes.shape[:3])
+        for _ in range(2):
+            made = (agreed.softmax(1)[..., None] * votes).sum(2).tanh()
+            agreed = agreed + (votes * made[:, :, None]).sum(-1)
+        return made
+
+
+class Masks(nn.Module):
+    """What segments: each query has a mask and votes for classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.classes, self.pixels = nn.Parameter(torch.randn(5, E)), nn.Linear(E, A), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = self.queries + x.mean(1, keepdim=True)
+        masks = (queries @ self.pixels(x).mT).sigmoid()
+        return torch.einsum("bqc,bqn->bcn", self.classes(queries).softmax(-1)[..., :-1], masks)
+
+
+class PooledGraph(nn.Module):
+    """Edges by a sigmoid between clusters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.clusters = nn.Linear(E, A), nn.Linear(E, A), nn.Linear(E, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges, clusters = (self.a(x) @ self.b(x).mT).sigmoid(), self.clusters(x).softmax(-1)
+        return clusters.mT @ edges @ clusters
+
+
+class PoolAtABentTime(PoolAtATime):
+    """Bent after it is added, what is given once is a query, and the pool an attention."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return super().hidden(x).tanh()
+
+
+# -- softmaxes that assign ---------------------------------------------------------------------------------------------
+
+
+class GraphPooled(nn.Module):
+    """DiffPool: nodes of a graph are assigned to clusters by what their neighbours say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.assign = nn.Linear(E, E), nn.Linear(E, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = torch.ones(x.shape[0], x.shape[1], x.shape[1]).tril() + x.mean()
+        assigned = (near @ self.assign(x)).softmax(-1)
+        return assigned.transpose(1, 2) @ (near @ self.embed(x))
+
+
+class Dispatch(nn.Module):
+    """Soft mixture of experts: learned slots average the tokens as they are, and tokens average what comes out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = nn.Parameter(torch.randn(E, 5, 3))
+        self.experts = nn.ModuleList(nn.Linear(E, E) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = torch.einsum("btd,des->btes", x, self.slots)
+        given = torch.einsum("btes,btd->besd", logits.softmax(1), x)
+        made = torch.stack([expert(given[:, at]) for at, expert in enumerate(self.experts)], 1).flatten(1, 2)
+        return torch.einsum("btn,bnd->btd", logits.flatten(2).softmax(-1), made)
+
+
+class Router(nn.Module):
+    """A mixture of experts: a token's weights are those of the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(E, 5), nn.ModuleList(nn.Linear(E, E) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = torch.stack([expert(x) for expert in self.experts], -2)
+        return torch.einsum("bte,bted->btd", self.gate(x).softmax(-1), made)
+
+
+class RoutedCapsules(nn.Module):
+    """Dynamic routing by agreement: a capsule shares itself out among those above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above = nn.Parameter(torch.randn(1, N, 5, 8, E) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = (self.above @ x[:, :, None, :, None]).squeeze(-1)
+        agreed = torch.zeros(votes.shape[:3])
+        for _ in range(3):
+            made = F.normalize((agreed.softmax(2)[..., None] * votes).sum(1), dim=-1)
+            agreed = agreed + (votes * made[:, None]).sum(-1)
+        return made
+
+
+class DynamicDispatch(Dispatch):
+    """The same with slots that are made of the tokens: what one product says hands out, and hands back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.own = nn.Linear(E, 15 * E), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.made(x.mean(1)).unflatten(-1, (15, E))
+        logits = torch.einsum("btd,bsd->bts", self.own(x), slots)
+        given = torch.einsum("bts,btd->bsd", logits.softmax(1), x)
+        made = torch.stack([expert(given[:, at * 3 : at * 3 + 3]) for at, expert in enumerate(self.experts)], 1)
+        return torch.einsum("bts,bsd->btd", logits.softmax(-1), made.flatten(1, 2))
+
+
+class SoftmaxClusters(nn.Module):
+    """Soft k-means: features are shared out among centres, each of which is what it got on average."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        centres = x[:, :3]
+        for _ in range(2):
+            shared = (x @ centres.mT).softmax(-1)
+            centres = shared.mT @ x / shared.sum(1)[..., None]
+        return centres
+
+
+class Inverted(nn.Module):
+    """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(E, E), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (self.q(x) @ self.k(x).mT).softmax(-1)
+        guess = weights.mT / weights.sum(-2).max()
+        return guess @ (2 * torch.eye(x.shape[1]) - weights @ guess)
+
+
 NEAR = [
-    *(GatedLinear, SqueezeAndExcite, FiLM, PairGate, AlignedStreams, SpatialGate),
-    *(SigmoidPool, ConvolvedRegions, Sampled, Sorted, Interpolated),
-    *(SigmoidExperts, TopExperts, CosineExperts, ExpertChoice, SoftTree, TiedAutoencoder, RadialBasis, SigmoidCapsules),
-    *(LongShortTerm, Decays, StateSpace, SelectiveScan, DynamicConvolution, LongConvolution, Stack, Written),
-    *(Crosses, Dots, Contrasts, KernelDiscrepancy, KernelRegression, LearnedGraph, Relations, Hyper, InnerModel),
+    SqueezeAndExcite,
+    AlignedStreams,
+    SigmoidPool,
+    Sampled,
+    Sorted,
+    SigmoidExperts,
+    TiedAutoencoder,
+    RadialBasis,
+    Decays,
+    StateSpace,
+    Written,
+    Crosses,
+    KernelRegression,
+    LearnedGraph,
+    Relations,
+    Hyper,
+    InnerModel,
+    PoolByProduct,
+    PoolLessMean,
+    PoolAtATime,
+    Experts,
+    Codes,
+    Residuals,
+    Clusters,
+    Capsules,
+    Masks,
+    PooledGraph,
+    GraphPooled,
+    Dispatch,
+    Router,
+    RoutedCapsules,
+    DynamicDispatch,
+    SoftmaxClusters,
+    Inverted,
 ]
