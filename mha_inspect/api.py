@@ -17,7 +17,6 @@ from .answers.check.intent import Intent
 from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
 from .layers.spec import Show, require_steps
-from .naming.subject import Run, Subject
 from .notebook.live import KeptTensors, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
@@ -27,6 +26,8 @@ from .reports.compare_heads import CompareHeadsReport
 from .reports.diff import DiffReport
 from .reports.failure import Failure
 from .reports.params import ParamsReport
+from .running.run import Run
+from .running.subject import Subject
 from .text import shown
 
 
@@ -284,7 +285,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
     def _seen(self) -> Run:
         """What ran, worked out when it is asked for: a training step need not wait for that."""
         if self._run is None:
-            self._run = Run(self._recorder.finish(), None)
+            self._run = Run(self._recorder.finish())
         return self._run
 
     @property

@@ -13,9 +13,9 @@ from .answers.diff import diff
 from .answers.side import Side
 from .api import require_module, trace
 from .naming.stages import STAGES
-from .naming.subject import Subject
 from .notebook.live import LiveAttention
 from .reports.diff import StageRow
+from .running.subject import Subject
 from .text import did_you_mean
 
 

@@ -17,8 +17,8 @@ from mha_inspect.cli.options import Options
 from mha_inspect.cli.sides import AskedSide, LayerSide, layer_side, require_alike
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
-from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.trace import Trace
+from mha_inspect.running.subject import Subject
 
 
 @dataclass(frozen=True)

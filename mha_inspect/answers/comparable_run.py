@@ -16,11 +16,12 @@ from ..measure.stage_difference import stage_noise
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
 from ..naming.stages import CANONICAL_AXES
-from ..naming.subject import Run, Subject
 from ..naming.visibility import Rows, visibility
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
+from ..running.run import Run
+from ..running.subject import Subject
 from ..text import first_line
 from .run_report import drops_at_random, environment_of
 

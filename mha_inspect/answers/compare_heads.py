@@ -19,10 +19,11 @@ from ..measure.weights import weights_of
 from ..naming.canonical import is_by_turn
 from ..naming.stage_facts import StageFacts, unlike_dot
 from ..naming.stages import STAGES
-from ..naming.subject import Run, Subject
 from ..record.rounding import distances, judge
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
+from ..running.run import Run
+from ..running.subject import Subject
 from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun
 from .comparison import ComparedStage, Comparison, overall

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..errors import InputError, is_out_of_memory
 from ..layers.spec import require_steps
 from ..measure.weights import PARTS, Weights, weights_of
-from ..naming.subject import Subject
 from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import beside, distances, judge, max_difference, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
+from ..running.subject import Subject
 from ..text import first_line, percent, plural
 from .comparable_run import ComparableRun, in_dtype, run_in_dtype
 from .comparison import overall

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..naming.canonical import content_of
-from ..naming.subject import Run
 from ..naming.visibility import Rows, visibility
+from ..running.run import Run
 
 
 def fate_of(weights: Tensor | None, rows: Rows) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..naming.subject import Run, State, Subject
 from ..record.arguments import tensors_in
+from ..running.run import Run
+from ..running.state import State
+from ..running.subject import Subject
 
 
 def nan_note(subject: Subject, before: State, run: Run, *, kept: bool) -> tuple[str, ...]:

@@ -20,8 +20,9 @@ from ..layers.spec import AttentionSpec, InputSpec, Show, evaluate, symbols
 from ..measure.statistics import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
-from ..naming.subject import Run, Subject
 from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport
+from ..running.run import Run
+from ..running.subject import Subject
 from ..text import first_few, listed
 from .run_report import environment_of, layer_of
 

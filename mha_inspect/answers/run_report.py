@@ -15,11 +15,12 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
 from ..naming.stage_facts import StageFacts, without_dot
 from ..naming.stages import STAGES
-from ..naming.subject import Run, Subject
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
 from ..reports.common import Environment, LayerInfo, Stats, Values
 from ..reports.trace import AttentionReport, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
+from ..running.run import Run
+from ..running.subject import Subject
 
 _UNSAID = "torch names none; its fast path asks for biases"
 """It goes on without a word where there is no in_proj_bias."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ..measure.weights import Weights, weights_of
-from ..naming.subject import Subject
 from ..naming.visibility import Rows
 from ..record.arguments import first_tensor
 from ..reports.diff import DiffSide, SideName, StageSide
+from ..running.subject import Subject
 from .comparable_run import ComparableRun
 from .run_report import environment_of, is_hidden, layer_of, maker_of, path_of
 

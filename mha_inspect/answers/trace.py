@@ -8,11 +8,12 @@ import torch
 
 from ..layers.spec import Show
 from ..naming.kind import kinds_of, mask_notes
-from ..naming.subject import Run, State, Subject
-from ..naming.subject import run as record
 from ..reports.common import Environment, LayerInfo
 from ..reports.failure import Failure
 from ..reports.trace import Trace
+from ..running.run import Run, run_and_record
+from ..running.state import State
+from ..running.subject import Subject
 from .masked_queries import blind_attention, masked_note
 from .nan import nan_note, once_more
 from .run_report import environment_of, layer_of, report
@@ -73,7 +74,7 @@ def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> tuple[
 
 def _run(subject: Subject, show: Show, keep: bool, before: State) -> Run:
     """Return the run. Raises `ForwardError` where the forward raises."""
-    run = record(subject.module, subject.args, subject.kwargs, keep=keep)
+    run = run_and_record(subject.module, subject.args, subject.kwargs, keep=keep)
     if run.error is None:
         return run
     from .failure.report import forward_error

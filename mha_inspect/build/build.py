@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
-from ..naming.subject import seed_everything
 from ..record.arguments import cast_tensors
+from ..running.state import seed_everything
 from ..text import a_kind, shown
 from .arguments import Arguments, FlagConfig, MissingSettingError, bind, signature_of
 from .device import resolve

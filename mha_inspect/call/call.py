@@ -13,7 +13,7 @@ from torch import nn
 
 from ..build.importing import in_one_line
 from ..errors import ExitCode, MhaInspectError, is_out_of_memory
-from ..naming.subject import Subject
+from ..running.subject import Subject
 
 
 @dataclass(frozen=True)

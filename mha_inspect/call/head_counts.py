@@ -17,8 +17,8 @@ from ..layers.building import blank
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings, settings_in, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
-from ..naming.subject import Subject
 from ..record.arguments import copy_module
+from ..running.subject import Subject
 from ..text import a_kind, did_you_mean
 from .load import layer_called, load_layer, require_memory_of_layer
 

@@ -20,7 +20,7 @@ from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
 from ..layers import torch_mha
 from ..layers.spec import AttentionSpec, InputSpec
-from ..naming.subject import Subject
+from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call
 from .drawing import Plan, generator_of

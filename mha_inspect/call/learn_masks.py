@@ -16,7 +16,8 @@ from ..build.vocabulary import plain
 from ..errors import SpecError
 from ..layers.spec import InputSpec
 from ..naming.canonical import content_of
-from ..naming.subject import Run, Subject
+from ..running.run import Run
+from ..running.subject import Subject
 from .forward import Forward
 from .masks import causal_mask, padding_mask
 

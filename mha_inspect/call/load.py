@@ -16,7 +16,7 @@ from ..files.memory import require_memory
 from ..layers.catalog import find_layer
 from ..layers.settings import check_settings
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
-from ..naming.subject import Subject
+from ..running.subject import Subject
 from .call import Call, TargetFailedError, explaining
 from .inputs import Asked, make_call
 from .triple import Triple

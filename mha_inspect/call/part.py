@@ -14,8 +14,8 @@ from ..build.arguments import signature_of
 from ..build.target import Target
 from ..build.vocabulary import Kind, kind_of
 from ..errors import InputError, SpecError
-from ..naming.subject import Subject
 from ..record.arguments import described, parts_of, tensors_in, with_copies, with_parts
+from ..running.subject import Subject
 from ..text import did_you_mean, first_few, shown
 from .call import Call
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..errors import is_out_of_memory
-from ..naming.subject import Subject
 from ..record.arguments import changed
+from ..running.subject import Subject
 
 
 @dataclass(frozen=True)

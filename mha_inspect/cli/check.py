@@ -12,7 +12,7 @@ from .options import NUMBERS, TARGET, Options, command, option, size
 from .output import give, prepare, write
 
 if TYPE_CHECKING:
-    from ..naming.subject import Subject
+    from ..running.subject import Subject
 
 PANEL = "Check"
 INTENT = "What is meant"

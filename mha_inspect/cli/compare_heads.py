@@ -17,8 +17,8 @@ from .picture import Drawn, keep_weights, require_drawable
 
 if TYPE_CHECKING:
     from ..call.call import Call
-    from ..naming.subject import Subject
     from ..pictures.grid import Picture
+    from ..running.subject import Subject
 
 PANEL = "Comparison"
 USUAL = (1, 2, 4, 8, 16)

@@ -18,8 +18,8 @@ from .output import give, prepare
 from .picture import Drawn, require_drawable
 
 if TYPE_CHECKING:
-    from ..naming.subject import Subject
     from ..reports.params import ParamsReport
+    from ..running.subject import Subject
 
 PANEL = "Params"
 
@@ -164,7 +164,7 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
 
         from ..answers.params import params
         from ..call.load import subject_of
-        from ..naming.subject import Subject
+        from ..running.subject import Subject
 
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
         targets = [subject.load_target(text, one) for one in each]

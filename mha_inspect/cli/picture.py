@@ -18,9 +18,9 @@ from .options import Options, require_numbers
 
 if TYPE_CHECKING:
     from ..answers.comparable_run import ComparableRun
-    from ..naming.subject import Run
     from ..pictures.grid import Picture
     from ..reports.trace import Trace
+    from ..running.run import Run
 
 _DRAWN = (".png", ".svg", ".html")
 _MOST_TOKENS = 1 << 20

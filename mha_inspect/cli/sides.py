@@ -16,8 +16,8 @@ from .options import DTYPES, Options
 
 if TYPE_CHECKING:
     from ..call.triple import Triple
-    from ..naming.subject import Subject
     from ..reports.diff import SideName
+    from ..running.subject import Subject
 
 _NAMES = [name.name for spec in (AttentionSpec, InputSpec, RunSpec) for name in fields(spec)]
 SETTINGS = {name: Options.__annotations__["train" if name == "training" else name] for name in _NAMES}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..build.target import Target
     from ..call.call import Call
     from ..call.inputs import Asked
-    from ..naming.subject import Subject
+    from ..running.subject import Subject
 
 _SEEDS = range(0, 2**64)
 

@@ -14,8 +14,8 @@ from .output import give, prepare
 from .picture import Wanted, check_text, draw, wanted, with_text
 
 if TYPE_CHECKING:
-    from ..naming.subject import Run
     from ..reports.trace import Trace
+    from ..running.run import Run
 
 PANEL, PICTURE = "Trace", "Picture"
 _ITSELF = "The only one is in the layer itself: leave --module out."

@@ -10,10 +10,10 @@ from einops import EinopsError, rearrange
 
 from ..graph.attention import Attention
 from .axes import AxisNames
+from .named_run import NamedRun
 from .pattern import dims_of
 from .sizes import POSITIONS, WITHIN, at_size
 from .stages import CANONICAL_AXES
-from .subject import Run
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class NamedAxes:
     """Axes of each returned tensor, in order."""
 
 
-def own_axes(seen: Run) -> NamedAxes:
+def own_axes(seen: NamedRun) -> NamedAxes:
     """Name the axes of a run from that run alone, and from the wider one that it may have beside it."""
     stages = tuple({stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions)
     returned = tuple(
@@ -39,12 +39,12 @@ def own_axes(seen: Run) -> NamedAxes:
     return NamedAxes(stages, returned)
 
 
-def _ranks(seen: Run) -> list[tuple[str, int]]:
+def _ranks(seen: NamedRun) -> list[tuple[str, int]]:
     """What a run returned: names, and numbers of dimensions."""
     return [(named.name, len(named.tensor.shape)) for named in seen.recording.outputs]
 
 
-def contents_of(seen: Run, found: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
+def contents_of(seen: NamedRun, found: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
     """The stages of an attention in canonical axes, the turns of a loop over heads side by side.
 
     Those of which an axis has no name are left out. The run must have been recorded with its tensors kept.
@@ -53,7 +53,7 @@ def contents_of(seen: Run, found: Attention, names: AxisNames) -> dict[str, torc
     return {stage: content for stage, content in contents.items() if content is not None}
 
 
-def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
+def content_of(seen: NamedRun, found: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
     """Return one stage in canonical axes, the turns of a loop over heads side by side.
 
     None as `canonical` does, and where it was never made, its kernel having too many scores to make them.
@@ -70,7 +70,7 @@ def content_of(seen: Run, found: Attention, names: AxisNames, stage: str) -> tor
     return torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
 
 
-def returned_content(seen: Run, value: torch.Tensor) -> torch.Tensor | None:
+def returned_content(seen: NamedRun, value: torch.Tensor) -> torch.Tensor | None:
     """Return what a run like this one returned first as `batch query embed`; None where its axes are not known."""
     pattern = next(iter(own_axes(seen).returned), "")
     if not seen.attentions or (len(pattern.split()) != value.dim() and "(" not in pattern):

@@ -14,7 +14,7 @@ from ..graph.attention import Attention
 from ..graph.dataflow import inside
 from ..record.catalog import axes_rule
 from ..record.ops import TensorRef
-from .subject import Run
+from .named_run import NamedRun
 from .visibility import is_causal_attention, masks_of
 
 _LARGEST = 1 << 24
@@ -23,7 +23,7 @@ _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
 
-def kinds_of(seen: Run) -> list[tuple[str, ...]]:
+def kinds_of(seen: NamedRun) -> list[tuple[str, ...]]:
     """Return the kind of each attention of a run, in order."""
     kinds = []
     for found, names in seen.attentions:
@@ -33,7 +33,7 @@ def kinds_of(seen: Run) -> list[tuple[str, ...]]:
     return kinds
 
 
-def mask_notes(seen: Run, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
+def mask_notes(seen: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     """Return a line where a mask of 0 and 1, one of the `leaves` or of a kept run, is added to the scores."""
     for found, _ in seen.attentions:
         for op in found.masks:
@@ -50,7 +50,7 @@ def mask_notes(seen: Run, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     return ()
 
 
-def _source(seen: Run, found: Attention) -> str:
+def _source(seen: NamedRun, found: Attention) -> str:
     """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
     stages, before = found.stages, seen.graph.before_moves
     query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
@@ -65,7 +65,7 @@ def _source(seen: Run, found: Attention) -> str:
     return "cross" if made and all(given) and given[0] != given[1] else ""
 
 
-def _within(seen: Run, found: Attention, side: TensorRef) -> set[int]:
+def _within(seen: NamedRun, found: Attention, side: TensorRef) -> set[int]:
     """Return the ids of what a query or a key is made of inside the attention's own module, position by position.
 
     Norms, projections down to something narrower, and what makes fewer positions, may stand before what is called its

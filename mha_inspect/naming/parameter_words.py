@@ -9,9 +9,9 @@ import torch
 
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
+from .named_run import NamedRun
 from .parameters import axes_of, dimension_of, indices_of, outside_of, runs_of, slices_of
 from .parts import SIDES, Part, PartFinder, parts_of
-from .subject import Run
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
@@ -52,7 +52,7 @@ class _Held:
     parts: list[Part] = field(default_factory=list)
 
 
-def roles_of(run: Run) -> dict[str, ParameterRole]:
+def roles_of(run: NamedRun) -> dict[str, ParameterRole]:
     """Return the role of each parameter, by name.
 
     A parameter that is no part of an attention has the operation that reads it first for a role.
@@ -76,7 +76,7 @@ def _merged(roles: list[ParameterRole]) -> ParameterRole:
 class _OfAttention:
     """Says what the parameters of one attention are for."""
 
-    def __init__(self, run: Run, finder: PartFinder, parts: list[Part], readers: dict[str, list[Op]]) -> None:
+    def __init__(self, run: NamedRun, finder: PartFinder, parts: list[Part], readers: dict[str, list[Op]]) -> None:
         self._run, self._finder, self._parts, self._readers = run, finder, parts, readers
         self._graph, self._found, self._names = run.graph, finder.attention, finder.names
 
@@ -331,7 +331,7 @@ def _listed(kind: str, letters: Iterable[str]) -> str:
     return ", ".join(f"{kind}_{letter}" for letter in letters)
 
 
-def _readers(run: Run) -> dict[str, list[Op]]:
+def _readers(run: NamedRun) -> dict[str, list[Op]]:
     """For each parameter, the operations that read it, moved or cast at most, first to last."""
     recording, graph = run.recording, run.graph
     found: dict[str, list[Op]] = {named.name: [] for named in recording.parameters}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..graph.places import coordinates_in
 from ..reports.params import HeadSlice
+from .named_run import NamedRun
 from .parts import Part, parts_of
-from .subject import Run
 
 _PACKED = {"qkv": "qkv", "kv": "kv", "qk": "qk"}
 """What the axis is called that counts the parts in one parameter."""
@@ -98,7 +98,7 @@ class Projection:
         return View(self.shape, tuple((part, module.get_parameter(part.parameter.name)) for part in self.parts))
 
 
-def projections(run: Run) -> tuple[Projection, ...]:
+def projections(run: NamedRun) -> tuple[Projection, ...]:
     """Return every matrix and bias of every attention of a run that parameters hold, with where each head's part is.
 
     Nothing is run again; the tensors of the run need not have been kept. A side that has no projection has none here.

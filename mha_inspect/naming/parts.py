@@ -21,8 +21,8 @@ from ..graph.places import Elements, broadcast, coordinates, coordinates_of, ori
 from ..graph.rules import reduced_places
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
+from .named_run import NamedRun
 from .roles import Roles
-from .subject import Run
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """What a part is called after, and the projection of which it is."""
@@ -109,7 +109,7 @@ class _Heads:
 class PartFinder:
     """Finds what the parameters hold of one attention."""
 
-    def __init__(self, run: Run, attention: Attention, names: AxisNames) -> None:
+    def __init__(self, run: NamedRun, attention: Attention, names: AxisNames) -> None:
         self.attention, self.names = attention, names
         self._graph, self._recording = run.graph, run.recording
         self._turns = attention.branches or (attention,)
@@ -570,7 +570,7 @@ def _grid(atoms: Iterable[Axis], steps: Mapping[Axis, int]) -> Tensor:
     return at
 
 
-def parts_of(run: Run) -> list[tuple[PartFinder, list[Part]]]:
+def parts_of(run: NamedRun) -> list[tuple[PartFinder, list[Part]]]:
     """Return what the parameters hold of each attention of a run."""
     finders = [PartFinder(run, attention, names) for attention, names in run.attentions]
     return [(finder, finder.parts()) for finder in finders]

@@ -10,8 +10,8 @@ from ..graph.attention import Attention
 from ..graph.dataflow import Graph, made_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Memory
+from .named_run import NamedRun
 from .pattern import dims_of, rearrangement
-from .subject import Run
 
 _INPUTS = ("query", "key", "value")
 _BEFORE: dict[str, tuple[str, ...]] = {
@@ -264,7 +264,7 @@ def weighed_text(graph: Graph, found: Attention) -> str:
     return masked_text("masked_scores" if "masked_scores" in found.stages else "scores", steps)
 
 
-def unlike_dot(seen: Run) -> tuple[str, ...]:
+def unlike_dot(seen: NamedRun) -> tuple[str, ...]:
     """Return a line for each way in which the scores of a run are no dot products."""
     return tuple(dict.fromkeys(filter(None, (without_dot(found) for found, _ in seen.attentions))))
 

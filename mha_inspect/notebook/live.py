@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from ..naming.canonical import canonical, contents_of, sizes_in
-from ..naming.subject import Run, keep_stages
 from ..reports.trace import AttentionReport, Stage, Trace, attention_names
+from ..running.run import Run, keep_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
-from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.params import Parameter, ParamsReport
+from mha_inspect.running.subject import Subject
 
 from ..built import built_layer
 from ..foreign import styles

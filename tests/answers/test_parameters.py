@@ -20,8 +20,8 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers import torch_mha
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, RunSpec, Show
-from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.params import ParamsReport
+from mha_inspect.running.subject import Subject
 from mha_inspect.text import byte_size
 
 from ..foreign.truth import cut

@@ -9,7 +9,7 @@ from torch import nn
 
 from mha_inspect import compare_heads
 from mha_inspect.answers.learning import few_threads
-from mha_inspect.naming.subject import Subject
+from mha_inspect.running.subject import Subject
 
 
 class Slow(nn.Module):

@@ -12,7 +12,7 @@ from torch import nn
 from mha_inspect.answers.params import params
 from mha_inspect.graph.find import find_attentions
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.naming.subject import Subject
+from mha_inspect.running.subject import Subject
 from tests.recorded import record_opened
 
 from .truth import Shown, assert_close, assert_true, attentions, cut

@@ -17,7 +17,7 @@ from mha_inspect.call.part import layer_inputs
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.naming.subject import Subject
+from mha_inspect.running.subject import Subject
 
 BATCH, QUERY, KEY, HEADS, HEAD_DIM, KDIM, VDIM = 2, 7, 5, 3, 11, 13, 17
 

@@ -12,7 +12,7 @@ from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.measure.weights import Weights, carry, draw, weights_of
 from mha_inspect.naming.parameters import projections
-from mha_inspect.naming.subject import Subject
+from mha_inspect.running.subject import Subject
 
 from ..built import Layer, built_layer
 from ..foreign import styles, unusual

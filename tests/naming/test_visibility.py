@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mha_inspect.naming.subject import Subject
 from mha_inspect.naming.visibility import Visibility, is_causal, sees, visibility
+from mha_inspect.running.subject import Subject
 
 from ..built import trace_module
 

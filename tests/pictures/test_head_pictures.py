@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.params import params
-from mha_inspect.naming.subject import Subject
 from mha_inspect.pictures.grid import RAMP
 from mha_inspect.pictures.stages import norms_picture
+from mha_inspect.running.subject import Subject
 
 
 def norms_of_torch(layer: nn.MultiheadAttention) -> dict[str, list[float]]:

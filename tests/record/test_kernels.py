@@ -16,7 +16,7 @@ from mha_inspect.answers.run_report import path_of
 from mha_inspect.call.load import load_layer
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.naming.subject import Run
+from mha_inspect.running.run import Run
 
 from ..built import trace_layer, trace_module
 from ..recorded import record, record_opened
@@ -201,7 +201,7 @@ def test_a_fast_path_that_is_left_without_a_word_is_said_to_be(bias: bool) -> No
     layer = nn.MultiheadAttention(6, 2, bias=bias, batch_first=True).eval()
     x = torch.randn(2, 5, 6, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        seen = Run(*record_opened(layer, x, x, x))
+        seen = Run(record_opened(layer, x, x, x)[0])
     took_it = any("_native_multi_head_attention" in kernel.op for kernel in seen.recording.kernels)
     assert took_it is bias
     assert seen.recording.fast_path_refusals == ("",)

@@ -16,11 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
-from mha_inspect.naming.subject import Run
 from mha_inspect.record import kernels
 from mha_inspect.record.catalog import fused
 from mha_inspect.record.ops import Kernel, Recording, TensorRef
 from mha_inspect.record.xray import XRay
+from mha_inspect.running.run import Run
 
 from ..recorded import record_opened
 from ..torch_math import torch_math
@@ -38,7 +38,7 @@ def opened(function: Callable[..., Any], *args: Any, budget: int = 1 << 30, keep
     recorder.take_inputs({str(place): arg for place, arg in enumerate(args)})
     with recorder:
         returned = function(*args)
-    return Run(recorder.finish(returned), returned), recorder
+    return Run(recorder.finish(returned), returned=returned), recorder
 
 
 def stage(run: Run, name: str, place: int = 0) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.naming.subject import Subject
+from mha_inspect.running.subject import Subject
 
 
 class Counts(nn.Module):

@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import mha_inspect.naming.subject
+import mha_inspect
+import mha_inspect.running.subject
 from mha_inspect.answers.trace import traced
 from mha_inspect.layers.spec import InputSpec, Show
-from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.trace import Trace
+from mha_inspect.running.subject import Subject
 
 from ..call.test_target_inputs import call, target
 from ..foreign import styles, unusual
@@ -37,7 +38,12 @@ def given(style: type, batch: int) -> Tensor:
 
 
 def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
-    own = Subject(module, (x,), {}, without_ones=None if wide is None else lambda other: Subject(other, (wide,), {}))
+    def without_ones(other: nn.Module) -> Subject:
+        if wide is None:
+            raise RuntimeError("it is not to run again")
+        return Subject(other, (wide,), {})
+
+    own = Subject(module, (x,), {}, without_ones=without_ones)
     with torch.no_grad():
         return traced(own, Show(**show), keep=show.get("stats", False))[0]
 
@@ -109,7 +115,7 @@ def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
 
 
 def test_a_large_run_is_not_made_twice(monkeypatch):
-    monkeypatch.setattr(mha_inspect.naming.subject, "_SMALL", 1 << 9)
+    monkeypatch.setattr(mha_inspect.running.subject, "_SMALL", 1 << 9)
     ran: list[int] = []
 
     def without_ones(module: nn.Module, batch: int, length: int) -> Subject:
@@ -175,3 +181,51 @@ def test_diff_names_one_sequence_as_it_names_three(invoke, side):
             (row["name"], row[name]["axes"]) for row in three["stages"] if row[name]
         ]
     assert [row["verdict"] for row in one["stages"]] == [row["verdict"] for row in three["stages"]]
+
+
+def axes_in_library(module: nn.Module, *args: Tensor) -> list[dict[str, str]]:
+    with torch.no_grad():
+        report = mha_inspect.trace(module, *args)
+    return [{stage.name: stage.axes for stage in attention.stages} for attention in report.attentions]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_the_library_names_a_batch_of_one_as_the_command_does(batch_first: bool) -> None:
+    layer = nn.MultiheadAttention(32, 4, batch_first=batch_first).eval()
+    one, three = (torch.randn(*((batch, 7) if batch_first else (7, batch)), 32) for batch in (1, 3))
+    (found,) = axes_in_library(layer, one, one, one)
+    assert found == axes_in_library(layer, three, three, three)[0]
+    assert found["query"] == ("batch query embed" if batch_first else "query batch embed")
+    assert found["scores"].split()[-2:] == ["query", "key"]
+    assert "batch" in found["scores"]
+
+
+def test_the_library_names_a_batch_of_one_beside_a_mask() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(12, 36)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            q, k, v = (part.unflatten(-1, (3, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+            return ((q @ k.mT + mask).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    (found,) = axes_in_library(Masked(), torch.randn(1, 5, 12), torch.zeros(1, 1, 5, 5))
+    assert (found["query"], found["scores"]) == ("batch query embed", "batch heads query key")
+
+
+def test_what_a_run_may_change_is_not_run_a_second_time() -> None:
+    class Cache:
+        """Anything that no copy may stand for."""
+
+        calls = 0
+
+    class Cached(nn.Module):
+        def forward(self, x: Tensor, cache: Cache) -> Tensor:
+            cache.calls += 1
+            return (x @ x.mT).softmax(-1) @ x
+
+    cache = Cache()
+    with torch.no_grad():
+        mha_inspect.trace(Cached(), torch.randn(1, 5, 12), cache)
+    assert cache.calls == 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect.errors import InputError
-from mha_inspect.naming.subject import Subject
+from mha_inspect.running.subject import Subject
 
 
 class Attention(nn.Module):

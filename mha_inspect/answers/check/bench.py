@@ -12,9 +12,11 @@ from torch import Tensor
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
-from ...naming.subject import Run, Subject
+from ...naming.named_run import NamedRun
 from ...record.arguments import tensors_in
 from ...reports.check import Finding
+from ...running.run import Run
+from ...running.subject import Subject
 from .intent import Intent
 from .outputs import NotPossibleError, difference, outputs_of
 from .runner import Call, RaisedError, Runner
@@ -58,7 +60,7 @@ class Bench:
     """A module under test with its arguments and what it is meant to do."""
 
     def __init__(
-        self, runner: Runner, subject: Subject, intent: Intent, *, once: bool = False, wider: Run | None = None
+        self, runner: Runner, subject: Subject, intent: Intent, *, once: bool = False, wider: NamedRun | None = None
     ) -> None:
         self.runner, self.subject, self.intent = runner, subject, intent
         self.module = subject.module

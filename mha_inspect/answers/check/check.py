@@ -9,8 +9,8 @@ from torch import nn
 
 from ...errors import InputError
 from ...naming.stage_facts import unlike_dot
-from ...naming.subject import Subject
 from ...reports.check import CheckReport, Finding, PassedCheck, SkippedCheck
+from ...running.subject import Subject
 from ...text import plural
 from ..run_report import environment_of, layer_of
 from .behaviour import batch, causal, inputs, mixing, repeat, scale, training, window

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...errors import MhaInspectError
-from ...naming.subject import Subject
 from ...reports.check import Finding
+from ...running.subject import Subject
 from ..comparable_run import ComparableRun
 from ..comparison import ComparedStage, Comparison
 from .bench import LOOSE, Bench

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import nn
 
-from ...naming.subject import Run, Subject
+from ...running.run import Run
+from ...running.subject import Subject
 from ...text import message_of
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

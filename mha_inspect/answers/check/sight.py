@@ -11,9 +11,9 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
-from ...naming.subject import Run
 from ...naming.visibility import sees
 from ...reports.check import Finding
+from ...running.run import Run
 
 _HEAVY = 1e-3
 """A weight above this moves what it is multiplied with by more than rounding."""

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from ...call.layout import batch_axis_in_words
 from ...errors import InputError
-from ...naming.subject import Subject
 from ...record.arguments import with_copies
+from ...running.subject import Subject
 from ...text import did_you_mean, shown
 from .intent import Intent
 

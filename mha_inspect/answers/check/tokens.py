@@ -19,8 +19,9 @@ from ...graph.dataflow import made_of
 from ...graph.evaluate import run_again
 from ...graph.products import Product
 from ...naming.axes import AxisNames
-from ...naming.subject import Run, Subject
 from ...record.ops import Op, Recording, TensorRef
+from ...running.run import Run
+from ...running.subject import Subject
 
 Row = tuple[int, int]
 """Group (what the product counts as batch: sequences and heads) and row in it."""

@@ -14,8 +14,8 @@ from ...files.stored import StoredTensor
 from ...files.tensors import read_stored
 from ...naming.parameter_words import roles_of
 from ...naming.parameters import Projection, View, projections
-from ...naming.subject import Run
 from ...reports.params import LikeModule, StoredAttention, StoredName, WrongShape
+from ...running.run import Run
 from ...text import shown
 from .heads import Numbers
 from .known import Known

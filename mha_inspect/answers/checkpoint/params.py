@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...layers.spec import Show
-    from ...naming.subject import Subject
+    from ...running.subject import Subject
     from .heads import Numbers
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
@@ -126,7 +126,7 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) 
     """Return what the run of a module tells, where it has arguments; else what names tell, and whether it fits."""
     import torch
 
-    from ...naming.subject import Subject
+    from ...running.subject import Subject
     from .like import held_against
 
     own = like if isinstance(like, Subject) else Subject(like, (), {})

@@ -16,8 +16,8 @@ from ...graph.products import Product
 from ...graph.projections import projections_behind, with_projections
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
-from ...naming.subject import Run
 from ...record.ops import Op, TensorRef
+from ...running.run import Run
 from .operand import ATTENTION, LAYERS, SDPA, Operand
 from .partial_axes import PartialAxes, Side, axes_of
 

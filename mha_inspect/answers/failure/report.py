@@ -12,12 +12,14 @@ from dataclasses import replace
 
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
 from ...layers.spec import Show
-from ...naming.subject import Run, State, Subject, run
 from ...record.arguments import with_copies
 from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
 from ...reports.failure import Cause, FailedOperand, Failure, ReachedOp, ReachedStage
 from ...reports.trace import Proof
+from ...running.run import Run, run_and_record
+from ...running.state import State
+from ...running.subject import Subject
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
 from .call import Call, CallWatch, call_of_layer, dispatched, operands_of
@@ -110,7 +112,7 @@ def _watched(subject: Subject, error: Exception, before: State) -> tuple[Failure
     """Run it once more with every call of torch watched, and describe how that ended; None where it ends otherwise."""
     watch = CallWatch()
     with subject.replaying(before), watch:
-        attempt = run(subject.module, *with_copies((subject.args, subject.kwargs)))
+        attempt = run_and_record(subject.module, *with_copies((subject.args, subject.kwargs)))
     if type(attempt.error) is not type(error) or attempt.recorder is None:
         return None
     assert attempt.error is not None
@@ -136,7 +138,7 @@ def describe_failure(
     assert site is not None
     try:
         call = call_of_layer(error, in_block=in_block) or (watch and watch.take(error)) or dispatched(error)
-        failure, completed = _describe(error, Run(recording, None), site, recorder, call)
+        failure, completed = _describe(error, Run(recording), site, recorder, call)
         note = _UNTOLD if call is None and watch is None and not site.raises else ""
         return replace(failure, note=note), completed
     finally:

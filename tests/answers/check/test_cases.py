@@ -7,8 +7,8 @@ import torch
 
 from mha_inspect.answers.check.check import check
 from mha_inspect.answers.check.intent import Intent
-from mha_inspect.naming.subject import Subject
 from mha_inspect.reports.check import CheckReport
+from mha_inspect.running.subject import Subject
 
 from .cases import CASES, Case
 

@@ -20,8 +20,8 @@ from mha_inspect.errors import InputError, MhaInspectError, SpecError, UnsafeFil
 from mha_inspect.files.content import content_of
 from mha_inspect.files.tensors import read_tensors
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
-from mha_inspect.naming.subject import Subject
 from mha_inspect.render import to_text
+from mha_inspect.running.subject import Subject
 
 from ...checkpoints import saved
 

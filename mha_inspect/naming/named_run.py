@@ -1,20 +1,48 @@
-"""Name what a run shows as in a wider one of the same forward.
+"""A recording with its attentions, and the names of their axes.
 
-A dimension of size one leaves no trace in a view: what it is shows where it has another size.
+A dimension of size one leaves no trace in a view: what it is shows in a wider run of the same forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from ..graph.attention import Attention
+from ..graph.dataflow import Graph
+from ..graph.find import attentions_of
+from ..record.ops import Recording
+from ..record.tensors import uncollected
 from .axes import AxisNames
 from .sizes import at_size
 
 Named = tuple[Attention, AxisNames]
 
 
-def named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
+@dataclass(frozen=True)
+class NamedRun:
+    """A recorded run, and the attentions in it."""
+
+    recording: Recording
+    wider: NamedRun | None = None
+    """A run of the same forward in which no size is one: names of axes are taken from it."""
+
+    @cached_property
+    def graph(self) -> Graph:
+        """The dataflow."""
+        with uncollected():
+            return Graph(self.recording)
+
+    @cached_property
+    def attentions(self) -> tuple[Named, ...]:
+        """Every attention with the names of its axes."""
+        with uncollected():
+            found = tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
+        return found if self.wider is None else _named_after(found, self.wider.attentions)
+
+
+def _named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
     """The attentions of a run with the names of those of another, where these are the same ones."""
     if len(own) != len(others) or not all(map(_is_same, own, others)):
         return tuple(own)

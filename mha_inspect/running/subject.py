@@ -1,13 +1,13 @@
-"""A module and its arguments, and what is seen when it runs."""
+"""A module and its arguments, ready to run."""
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,82 +15,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..graph.attention import Attention
-from ..graph.dataflow import Graph
-from ..graph.find import attentions_of
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from ..record.ops import Recording
-from ..record.tensors import Stages, uncollected, unshared
-from ..record.xray import XRay
-from .axes import AxisNames
-from .wider import named_after
+from .run import Run, run_and_record
+from .state import State, held_by, seed_everything
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
-
-
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
-
-
-@dataclass(frozen=True)
-class State:
-    """What a run may change, at one moment: generators, buffers, modes, and what modules hold by name."""
-
-    cpu: torch.Tensor
-    gpus: dict[int, torch.Tensor]
-    contents: list[tuple[torch.Tensor, torch.Tensor]]
-    """Each buffer with a copy of its content."""
-    held: list[tuple[Any, Any]]
-    """What each module holds, with a copy of it; one that is scripted holds its own out of reach."""
-    modes: list[tuple[nn.Module, bool]]
-    """Whether each module is in training mode."""
-
-    def restore(self) -> None:
-        """Put everything back to this moment."""
-        torch.set_rng_state(self.cpu)
-        for gpu, numbers in self.gpus.items():
-            torch.cuda.set_rng_state(numbers, gpu)
-        with torch.no_grad():
-            for buffer, content in self.contents:
-                buffer.copy_(content)
-        for names, held in self.held:
-            _put_back(names, held)
-        for part, mode in self.modes:
-            if part.training != mode:
-                part.training = mode
-
-
-def _held_by(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield what a module holds by name, and each list or dict of its own that a run may add to, with a copy of it."""
-    yield vars(module), dict(vars(module))
-    yield module._buffers, dict(module._buffers)
-    for name, value in vars(module).items():
-        if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE:
-            yield value, copy.copy(value)
-
-
-def _put_back(now: Any, before: Any) -> None:
-    """Make a list, dict or set what it was. One that is so is not touched: another thread may be reading it."""
-    if isinstance(now, dict):
-        for name in [name for name in now if name not in before]:
-            del now[name]
-        now.update({name: value for name, value in before.items() if name not in now or now[name] is not value})
-    elif isinstance(now, list) and [*map(id, now)] != [*map(id, before)]:
-        now[:] = before
-    elif isinstance(now, set) and {*map(id, now)} != {*map(id, before)}:
-        now.clear()
-        now.update(before)
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-
-
-def seed_everything(seed: int) -> None:
-    """Seed every generator that a module may draw from: torch's, Python's and numpy's."""
-    # For a device that may yet come torch would write down the stack each time: a tenth of what a check takes.
-    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
 
 
 @dataclass(frozen=True)
@@ -117,7 +49,7 @@ class Subject:
     without_ones: Callable[[nn.Module], Subject] | None = field(default=None, kw_only=True, compare=False)
     """Makes the same forward of a copy of the module with arguments in which no size is one.
 
-    None where there is no such forward, or nobody knows how to call it.
+    None where nobody knows how: then what was given is repeated where it has a size of one.
     """
 
     instead: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True, repr=False)
@@ -145,7 +77,7 @@ class Subject:
     def recorded(self, *, keep: bool = False) -> Run:
         """Run it once and record it, its fused kernels opened; with `keep` the tensors are kept."""
         with self.settings():
-            seen = run(self.module, self.args, self.kwargs, keep=keep)
+            seen = run_and_record(self.module, self.args, self.kwargs, keep=keep)
         if seen.error is None:
             return seen
         try:
@@ -175,24 +107,59 @@ class Subject:
                 seed_everything(self.seed)
             yield
 
-    def wider_run(self, seen: Run) -> Run | None:
+    def wider_run(self, run: Run) -> Run | None:
         """Run it with no size one, beside an opened run in which one is; None where it cannot be, or costs much.
 
         It is run with a copy of the module that shares its parameters, and leaves no trace. One that fails is none.
         """
-        if self.without_ones is None:
-            return None
+        if self.without_ones is not None:
+            return self._run_wider(run, self.without_ones)
+        for places in self._places_of_one() if run.attentions else ():
+            wider = self._run_wider(run, partial(self._repeated, places))
+            if wider is not None:
+                return wider
+        return None
+
+    def _run_wider(self, run: Run, make: Callable[[nn.Module], Subject]) -> Run | None:
+        """Run what `make` makes of a copy of the module; None where that fails, or costs much."""
         parameters = list(self.module.parameters())
         costs_nothing = bool(parameters) and parameters[0].is_meta
         try:
-            other = self.without_ones(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
-            computed = sum(op.output.nbytes for op in seen.recording.ops if op.kind == "compute")
+            other = make(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
+            computed = sum(op.output.nbytes for op in run.recording.ops if op.kind == "compute")
             if _elements(other) > _elements(self) and not costs_nothing and computed > _SMALL:
                 return None
             with other.replaying(other.state()):
-                return Run(other.recorded().recording, None)
+                return Run(other.recorded().recording)
         except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
             return None
+
+    def _places_of_one(self) -> list[tuple[int, ...]]:
+        """Return which of the first two dimensions of the arguments to enlarge: all that have a size of one, then each.
+
+        Empty where there is anything among the arguments that a run may change and no copy can stand for.
+        """
+        held: list[Any] = []
+        changed((self.args, self.kwargs), held.append)
+        if not all(isinstance(value, (torch.Tensor, *_PLAIN)) or value in ((), [], {}) for value in held):
+            return []
+        shapes = [value.shape for value in held if isinstance(value, torch.Tensor) and value.dim() in (2, 3)]
+        places = [place for place in (0, 1) if any(shape[place] == 1 for shape in shapes)]
+        return [tuple(places), *((place,) for place in places if len(places) > 1)] if places else []
+
+    def _repeated(self, places: tuple[int, ...], module: nn.Module) -> Subject:
+        """Return this call of a module with arguments that stand side by side where their size is one."""
+
+        def repeated(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            for place in places:
+                if value.dim() > max(place, 1) and value.shape[place] == 1:
+                    value = value.repeat_interleave(2 + place, place)
+            return value.detach().clone()
+
+        args, kwargs = changed((self.args, self.kwargs), repeated)
+        return replace(self, module=module, args=args, kwargs=kwargs)
 
     def copied(self, dtype: torch.dtype) -> Subject:
         """Return it in another dtype: a copy of the module and of the arguments, without gradients.
@@ -218,7 +185,7 @@ class Subject:
 
         instead = {id(parameter): off(parameter) for parameter in self.module.parameters()}
         args, kwargs = changed((self.args, self.kwargs), off)
-        return replace(self, instead=instead, args=args, kwargs=kwargs, without_ones=None)
+        return replace(self, instead=instead, args=args, kwargs=kwargs)
 
     def fresh(self) -> Subject:
         """Return it with what a run may change in copies of its own, and with the same parameters.
@@ -257,7 +224,7 @@ class Subject:
                 held
                 for part in self.module.modules()
                 if not isinstance(part, torch.jit.ScriptModule)
-                for held in _held_by(part)
+                for held in held_by(part)
             ],
             [(part, part.training) for part in self.module.modules()],
         )
@@ -297,54 +264,3 @@ def _fresh(value: Any) -> Any:
 def _elements(own: Subject) -> int:
     """Elements of the arguments."""
     return sum({id(tensor): tensor.numel() for _, tensor in tensors_in((own.args, own.kwargs))}.values())
-
-
-@dataclass(frozen=True)
-class Run:
-    """A recorded run, and the attentions in it."""
-
-    recording: Recording
-    returned: Any = None
-    wider: Run | None = None
-    """A run of the same forward in which no size is one: names of axes are taken from it."""
-    error: Exception | None = None
-    """What it raised; None where it returned."""
-    recorder: XRay | None = None
-    """What recorded a run that raised, to be asked what any tensor of it is."""
-
-    @cached_property
-    def graph(self) -> Graph:
-        """The dataflow."""
-        with uncollected():
-            return Graph(self.recording)
-
-    @cached_property
-    def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
-        """Every attention with the names of its axes."""
-        with uncollected():
-            own = tuple((found, AxisNames(found, self.graph.dimensions)) for found in attentions_of(self.graph))
-        return own if self.wider is None else named_after(own, self.wider.attentions)
-
-
-def run(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = False) -> Run:
-    """Run `module(*args, **kwargs)` once and record it, as far as it comes; with `keep` every tensor is kept.
-
-    An exception that is no `Exception` (an interrupt) passes through.
-    """
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
-    recorder.take_inputs(argument_names(module, args, kwargs))
-    try:
-        with recorder:
-            returned = module(*args, **kwargs)
-    except Exception as error:
-        # Not kept in a variable of this frame: the error's traceback holds the frame.
-        return Run(recorder.finish(), error=error, recorder=recorder)
-    return Run(recorder.finish(returned), returned)
-
-
-def keep_stages(recording: Recording, attentions: Sequence[tuple[Attention, AxisNames]]) -> Stages:
-    """Return the tensors of each attention's stages, in memory of their own. The recording keeps none any longer."""
-    values = recording.values
-    stages = tuple({stage: values[tensor.id] for stage, tensor in found.stages.items()} for found, _ in attentions)
-    values.clear()
-    return unshared(stages)

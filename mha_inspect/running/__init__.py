@@ -1,0 +1,1 @@
+"""A module and its arguments, run and recorded."""
