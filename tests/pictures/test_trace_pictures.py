@@ -77,7 +77,6 @@ def test_chosen_heads_and_labels(invoke, tmp_path):
 
 
 def test_several_attentions(invoke, tmp_path):
-    line = ("trace", "torch.nn:TransformerEncoder", "--set", "num_layers=3")
     file = tmp_path / "two.py"
     file.write_text(
         "from torch import nn\n"
@@ -130,17 +129,11 @@ def test_a_row_that_a_page_has_not_is_an_error_where_there_is_something_to_show(
     assert invoke(*line, "--batch", "2").code == 0
 
 
-def test_a_choice_without_a_picture(invoke):
+def test_choices_of_heads_and_tokens(invoke):
     assert "Add --picture weights." in invoke("trace", "--head", "1").err
-
-
-def test_lists_of_heads():
     assert heads_of("0,3-5, 4") == (0, 3, 4, 5)
     with pytest.raises(SpecError):
         heads_of("")
-
-
-def test_one_token():
     assert tokens_of("the") == ("the",)
 
 

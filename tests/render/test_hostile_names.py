@@ -94,29 +94,14 @@ def test_colour_adds_only_its_own_escapes(name):
 
 
 @pytest.mark.parametrize("name", HOSTILE.values(), ids=HOSTILE.keys())
-def test_json_gives_back_the_very_name(name):
-    assert json.loads(to_text(trace_of(name), "json"))["attentions"][0]["module"] == name
-
-
-@pytest.mark.parametrize("name", ["[red]x[/red]", "[/] [bold", ":smile:", "[link=file:///x]y[/link]"])
-def test_markup_is_shown_and_not_interpreted(name):
-    assert name in to_text(trace_of(name), "plain")
-    assert name in to_text(trace_of(name), "table", width=200)
-    page = to_text(trace_of(name), "html")
+def test_json_gives_back_the_very_name_and_a_page_shows_it(name):
+    trace = trace_of(name)
+    assert json.loads(to_text(trace, "json"))["attentions"][0]["module"] == name
+    assert printable(name) in to_text(trace, "plain")
+    page = to_text(trace, "html")
+    assert "<script" not in page
     body = ElementTree.fromstring(page[page.index("<body>") : page.index("</body>") + 7])
-    assert name in "".join(body.itertext())
-
-
-def test_html_is_escaped():
-    text = to_text(trace_of(HOSTILE["html"]), "html")
-    assert "<script" not in text
-    assert "&lt;script&gt;" in text
-
-
-def test_one_name_stays_on_one_line():
-    lines = to_text(trace_of("first\nsecond"), "plain").split("\n")
-    assert "layer first\\nsecond" not in lines
-    assert any("first\\x0asecond" in line for line in lines)
+    assert printable(name) in "".join(body.itertext())
 
 
 def test_a_name_of_any_length_takes_little_room_and_keeps_both_ends():

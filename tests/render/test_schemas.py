@@ -59,33 +59,6 @@ def test_json_follows_its_schema(name):
     assert data["schema_version"] == 1
 
 
-# The keys that issue 2 promises, written out again so that schema and report cannot drift together.
-PROMISED = {
-    "trace": {
-        "": "schema_version command environment layer path attentions returns ops proof",
-        "environment": "torch device dtype seed",
-        "layer": "name spec",
-        "path": "plain reason opened",
-        "attentions.0": "module num_heads num_kv_heads head_dim scale stages",
-        "attentions.0.stages.9": "name shape axes formula dtype nbytes flops opened op stats values",
-        "attentions.0.stages.9.op": "index name source",
-        "returns.0": "name shape axes",
-        "proof": "max_abs_difference noise_floor agrees",
-    },
-    "params": {
-        "": "schema_version command parameters total",
-        "parameters.0": "name shape axes dtype numel nbytes role heads",
-        "total": "numel nbytes formula",
-    },
-    "compare-heads": {
-        "": "schema_version command baseline counts verdict",
-        "counts.1": "num_heads head_dim numel same_parameters output_shape max_abs_difference relative_difference "
-        "noise_floor times_noise verdict first_differing_stage reason",
-        "gradients": "loss counts answer",
-        "training": "steps optimizer task counts answer",
-        "focus": "counts answer",
-    },
-}
 FULL = {
     "trace": FULL_TRACE,
     "params": FULL_PARAMS,
@@ -105,13 +78,6 @@ def at(data: Any, path: str) -> Any:
     for step in filter(None, path.split(".")):
         data = data[int(step) if step.isdigit() else step]
     return data
-
-
-@pytest.mark.parametrize("command", PROMISED)
-def test_promised_keys_are_there(command):
-    data = data_of(FULL[command])
-    for path, keys in PROMISED[command].items():
-        assert set(keys.split()) <= set(at(data, path)), path
 
 
 def objects(data: Any, path: str = "") -> Iterator[str]:
@@ -166,7 +132,7 @@ def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
         (MASKED_DIFF, "output.times_noise", "inf"),
         (LAYERS, "layers.0.formula", 4),
         (CHECKPOINT_DIFF, "tensors.0.verdict", "same"),
-        (CHECKPOINT_DIFF, "parts.0.order", [-1]),
+        (CHECKPOINT_DIFF, "parts.0.differences", [None]),
     ],
 )
 def test_a_wrong_value_is_noticed(report, path, wrong):
@@ -187,20 +153,14 @@ def test_what_was_not_asked_for_is_left_out_and_what_is_not_known_is_null():
 
 
 def test_numbers_that_json_has_not_are_strings():
-    stats = Stats(math.nan, math.inf, -math.inf, 0.5, 1, 2, 3)
+    stats = Stats(math.nan, math.inf, -math.inf, 0.1 + 0.2, 1, 2, 3)
     values = Values("", [[math.nan, 1.5], [-math.inf, math.inf], [True, 7]])
     stage = replace(STAGES[9], stats=stats, values=values)
     data = data_of(replace(TRACE, attentions=(replace(ATTENTION, stages=(stage,)),)))
     validator("trace").validate(data)
     found = data["attentions"][0]["stages"][0]
-    assert [found["stats"][key] for key in ("mean", "std", "min", "max")] == ["NaN", "Infinity", "-Infinity", 0.5]
+    assert [found["stats"][key] for key in ("mean", "std", "min", "max")] == ["NaN", "Infinity", "-Infinity", 0.1 + 0.2]
     assert found["values"]["data"] == [["NaN", 1.5], ["-Infinity", "Infinity"], [True, 7]]
-
-
-def test_floats_keep_every_digit():
-    assert (
-        data_of(replace(TRACE, proof=replace(TRACE.proof, noise_floor=0.1 + 0.2)))["proof"]["noise_floor"] == 0.1 + 0.2
-    )
 
 
 def test_what_is_no_plain_data_is_refused():

@@ -29,87 +29,39 @@ def layer(num_heads: int = 2, **settings: object) -> LayerInfo:
     return LayerInfo("torch", {**spec, **settings})
 
 
-def _stage(name, shape, axes, formula, memory, op=None, flops=0, opened=True):
-    ref = None if op is None else OpRef(op[0], op[1], f"torch/nn/functional.py:{op[2]}")
-    return Stage(
-        name=name,
-        shape=shape,
-        axes=axes,
-        formula=formula,
-        dtype="float32",
-        nbytes=4 * math.prod(shape),
-        flops=flops,
-        memory=memory,
-        opened=opened and op is not None,
-        op=ref,
-    )
-
-
-_PROJECTED = "query batch (heads head_dim)"
-_KEYS_PROJECTED = "key batch (heads head_dim)"
-_SPLIT = "(batch heads) query head_dim"
-_KEYS_SPLIT = "(batch heads) key head_dim"
 _BIG = 2 * 12 * 512 * 512
 _SMALL = 2 * 2 * 12 * 12 * 256
+_STAGES = """
+query   | 1 12 512 | batch query embed | input | input
+key     | 1 12 512 | batch key embed | input, the same as query | input
+value   | 1 12 512 | batch key embed | input, the same as query | input
+q_proj  | 12 1 512 | query batch (heads head_dim) | query · W_qᵀ + b_q | view | 10 aten.select.int 6401
+k_proj  | 12 1 512 | key batch (heads head_dim) | key · W_kᵀ + b_k | view | 11 aten.select.int 6401
+v_proj  | 12 1 512 | key batch (heads head_dim) | value · W_vᵀ + b_v | view | 12 aten.select.int 6401
+q_heads | 2 12 256 | (batch heads) query head_dim | q_proj split into 2 heads of 256 | view | 14 aten.transpose.int 6470
+k_heads | 2 12 256 | (batch heads) key head_dim | k_proj split into 2 heads of 256 | view | 16 aten.transpose.int 6472
+v_heads | 2 12 256 | (batch heads) key head_dim | v_proj split into 2 heads of 256 | view | 18 aten.transpose.int 6476
+scores  | 2 12 12  | (batch heads) query key | q_heads · k_headsᵀ / √256 | new | 21 aten.bmm.default 6531
+weights | 2 12 12  | (batch heads) query key | softmax(scores) | new | 22 aten._softmax.default 6532
+context | 2 12 256 | (batch heads) query head_dim | weights · v_heads | new | 23 aten.bmm.default 6536
+concat  | 12 512   | (query batch) (heads head_dim) | context, heads side by side | copy | 26 aten.clone.default 6539
+output  | 1 12 512 | batch query embed | concat · W_oᵀ + b_o | view | 32 aten.transpose.int 6541
+"""
+_FLOPS = dict.fromkeys(("q_proj", "k_proj", "v_proj", "output"), _BIG) | dict.fromkeys(("scores", "context"), _SMALL)
 
-STAGES = (
-    _stage("query", (1, 12, 512), "batch query embed", "input", "input"),
-    _stage("key", (1, 12, 512), "batch key embed", "input, the same as query", "input"),
-    _stage("value", (1, 12, 512), "batch key embed", "input, the same as query", "input"),
-    _stage("q_proj", (12, 1, 512), _PROJECTED, "query · W_qᵀ + b_q", "view", (10, "aten.select.int", 6401), _BIG),
-    _stage("k_proj", (12, 1, 512), _KEYS_PROJECTED, "key · W_kᵀ + b_k", "view", (11, "aten.select.int", 6401), _BIG),
-    _stage("v_proj", (12, 1, 512), _KEYS_PROJECTED, "value · W_vᵀ + b_v", "view", (12, "aten.select.int", 6401), _BIG),
-    _stage(
-        "q_heads", (2, 12, 256), _SPLIT, "q_proj split into 2 heads of 256", "view", (14, "aten.transpose.int", 6470)
-    ),
-    _stage(
-        "k_heads",
-        (2, 12, 256),
-        _KEYS_SPLIT,
-        "k_proj split into 2 heads of 256",
-        "view",
-        (16, "aten.transpose.int", 6472),
-    ),
-    _stage(
-        "v_heads",
-        (2, 12, 256),
-        _KEYS_SPLIT,
-        "v_proj split into 2 heads of 256",
-        "view",
-        (18, "aten.transpose.int", 6476),
-    ),
-    _stage(
-        "scores",
-        (2, 12, 12),
-        "(batch heads) query key",
-        "q_heads · k_headsᵀ / √256",
-        "new",
-        (21, "aten.bmm.default", 6531),
-        _SMALL,
-    ),
-    _stage(
-        "weights", (2, 12, 12), "(batch heads) query key", "softmax(scores)", "new", (22, "aten._softmax.default", 6532)
-    ),
-    _stage("context", (2, 12, 256), _SPLIT, "weights · v_heads", "new", (23, "aten.bmm.default", 6536), _SMALL),
-    _stage(
-        "concat",
-        (12, 512),
-        "(query batch) (heads head_dim)",
-        "context, heads side by side",
-        "copy",
-        (26, "aten._unsafe_view.default", 6539),
-    ),
-    _stage(
-        "output",
-        (1, 12, 512),
-        "batch query embed",
-        "concat · W_oᵀ + b_o",
-        "view",
-        (32, "aten.transpose.int", 6541),
-        _BIG,
-    ),
-)
 
+def _stage(line: str) -> Stage:
+    name, sizes, axes, formula, memory, *op = (part.strip() for part in line.split("|"))
+    shape = tuple(map(int, sizes.split()))
+    ref = None
+    if op:
+        index, operation, source = op[0].split()
+        ref = OpRef(int(index), operation, f"torch/nn/functional.py:{source}")
+    sized = (shape, axes, formula, "float32", 4 * math.prod(shape), _FLOPS.get(name, 0))
+    return Stage(name, *sized, memory, ref is not None, ref)  # type: ignore[arg-type]
+
+
+STAGES = tuple(map(_stage, _STAGES.strip().splitlines()))
 ATTENTION = AttentionReport(module="", num_heads=2, num_kv_heads=2, head_dim=256, scale=0.0625, stages=STAGES)
 
 RETURNS = (
@@ -147,68 +99,33 @@ def _with_more(stage: Stage) -> Stage:
     return replace(stage, stats=stats, values=VALUES if stage.name == "scores" else None)
 
 
-def _operand(number: int, *shape: int, axes: str = "") -> OpTensor:
+def _op(index: int, name: str, line: int, *tensors: tuple[OpTensor, ...], **more: str) -> OpLine:
+    source = f"torch/nn/functional.py:{line}"
+    settings, memory, stage = more.get("settings", ""), more.get("memory", "new"), more.get("stage", "")
+    return OpLine(index, f"aten.{name}", "", source, *tensors, settings, memory, stage)  # type: ignore[arg-type]
+
+
+def _tensor(number: int, *shape: int, axes: str = "") -> OpTensor:
     return OpTensor(number, shape, "float32", axes)
 
 
+_QUERY = (_tensor(0, 1, 12, 512, axes="batch query embed"),), (_tensor(1, 12, 1, 512, axes="query batch embed"),)
+_PACKED = (_tensor(4, 1536), _tensor(2, 12, 512), _tensor(6, 512, 1536)), (_tensor(7, 12, 1536),)
+_BY_HEAD = (
+    (_tensor(18, 12, 2, 256, axes="query (batch heads) head_dim"),),
+    (_tensor(19, 2, 12, 256, axes="(batch heads) query head_dim"),),
+)
+_PRODUCT = (_tensor(24, 2, 12, 256), _tensor(25, 2, 256, 12)), (_tensor(26, 2, 12, 12, axes="(batch heads) query key"),)
+_CLONED = (_tensor(29, 12, 2, 256),), (_tensor(30, 12, 2, 256),)
 _OPS = (
-    OpLine(
-        0,
-        "aten.transpose.int",
-        "",
-        "torch/nn/modules/activation.py:1464",
-        (_operand(0, 1, 12, 512, axes="batch query embed"),),
-        (_operand(1, 12, 1, 512, axes="query batch embed"),),
-        "1, 0",
-        "view",
-        "",
-    ),
-    OpLine(
-        3,
-        "aten.addmm.default",
-        "",
-        "torch/nn/functional.py:5904",
-        (_operand(4, 1536), _operand(2, 12, 512), _operand(6, 512, 1536)),
-        (_operand(7, 12, 1536),),
-        "",
-        "new",
-        "",
-    ),
-    OpLine(
-        14,
-        "aten.transpose.int",
-        "",
-        "torch/nn/functional.py:6470",
-        (_operand(18, 12, 2, 256, axes="query (batch heads) head_dim"),),
-        (_operand(19, 2, 12, 256, axes="(batch heads) query head_dim"),),
-        "0, 1",
-        "view",
-        "q_heads",
-    ),
-    OpLine(
-        21,
-        "aten.bmm.default",
-        "",
-        "torch/nn/functional.py:6531",
-        (_operand(24, 2, 12, 256), _operand(25, 2, 256, 12)),
-        (_operand(26, 2, 12, 12, axes="(batch heads) query key"),),
-        "",
-        "new",
-        "scores",
-    ),
-    OpLine(
-        25,
-        "aten.clone.default",
-        "",
-        "torch/nn/functional.py:6539",
-        (_operand(29, 12, 2, 256),),
-        (_operand(30, 12, 2, 256),),
-        "memory_format=contiguous",
-        "copy",
-        "",
-    ),
+    _op(0, "transpose.int", 6464, *_QUERY, settings="1, 0", memory="view"),
+    _op(3, "addmm.default", 5904, *_PACKED),
+    _op(14, "transpose.int", 6470, *_BY_HEAD, settings="0, 1", memory="view", stage="q_heads"),
+    _op(21, "bmm.default", 6531, *_PRODUCT, stage="scores"),
+    _op(25, "clone.default", 6539, *_CLONED, settings="memory_format=contiguous", memory="copy"),
 )
 
+_MASKED = replace(STAGES[9], name="masked_scores", formula="scores + mask", dtype="bfloat16", flops=0)
 FULL_TRACE = replace(
     TRACE,
     path=Path(
@@ -220,16 +137,7 @@ FULL_TRACE = replace(
     attentions=(
         replace(
             ATTENTION,
-            stages=tuple(
-                map(
-                    _with_more,
-                    (
-                        *STAGES[:10],
-                        replace(STAGES[9], name="masked_scores", formula="scores + mask", dtype="bfloat16", flops=0),
-                        *STAGES[10:],
-                    ),
-                )
-            ),
+            stages=tuple(map(_with_more, (*STAGES[:10], _MASKED, *STAGES[10:]))),
             notes=("The scale is applied to q_heads before the product: scores are not scaled again.",),
         ),
     ),
@@ -239,44 +147,31 @@ FULL_TRACE = replace(
     proof=Proof(0.0312, 2.43e-07, False, "fully masked rows are left out"),
 )
 
+_LONG = (
+    replace(STAGES[6], shape=(512, 131072, 128), nbytes=34359738368),
+    replace(STAGES[9], shape=(512, 131072, 131072), nbytes=35184372088832, flops=2251799813685248),
+)
 META_TRACE = replace(
     TRACE,
     environment=replace(ENVIRONMENT, device="meta", seed=None),
-    attentions=(
-        replace(
-            ATTENTION,
-            num_heads=128,
-            num_kv_heads=8,
-            head_dim=128,
-            scale=128**-0.5,
-            stages=(
-                replace(STAGES[6], shape=(512, 131072, 128), nbytes=34359738368),
-                replace(STAGES[9], shape=(512, 131072, 131072), nbytes=35184372088832, flops=2251799813685248),
-            ),
-        ),
-    ),
+    attentions=(replace(ATTENTION, num_heads=128, num_kv_heads=8, head_dim=128, scale=128**-0.5, stages=_LONG),),
     returns=(),
     proof=Proof(None, None, None, "there are no numbers on device meta"),
 )
 
+_SMALL_STAGES = (
+    replace(STAGES[6], shape=(3, 11, 7, 29), axes="batch heads query head_dim"),
+    replace(STAGES[9], shape=(3, 11, 7, 7), axes="batch heads query key", formula="q_heads · k_headsᵀ / √29"),
+    replace(STAGES[10], shape=(3, 11, 7, 7), axes="batch heads query key"),
+)
+_IN_MODEL = replace(ATTENTION, num_heads=11, num_kv_heads=11, head_dim=29, scale=29**-0.5, stages=_SMALL_STAGES)
 MODEL_TRACE = replace(
     TRACE,
     layer=LayerInfo("BertModel", {}),
     attentions=tuple(
         replace(
-            ATTENTION,
+            _IN_MODEL,
             module=f"encoder.layer.{number}.attention.self",
-            num_heads=11,
-            num_kv_heads=11,
-            head_dim=29,
-            scale=29**-0.5,
-            stages=(
-                replace(STAGES[6], shape=(3, 11, 7, 29), axes="batch heads query head_dim"),
-                replace(
-                    STAGES[9], shape=(3, 11, 7, 7), axes="batch heads query key", formula="q_heads · k_headsᵀ / √29"
-                ),
-                replace(STAGES[10], shape=(3, 11, 7, 7), axes="batch heads query key"),
-            ),
             notes=() if number else ("Relative positions are added to the scores.",),
         )
         for number in range(3)
