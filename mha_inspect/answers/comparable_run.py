@@ -144,16 +144,21 @@ class ComparableRun:
     def _copied(self, dtype: torch.dtype) -> Subject:
         return self.subject.copied(dtype)
 
+    def _ran(self, copied: Subject) -> ComparableRun:
+        """Run a copy; in eval mode where it would draw other elements."""
+        copy = ComparableRun(copied, self)
+        if self.drops:
+            copied.module.eval()
+        _ = copy.run
+        return copy
+
     def _in(self, dtype: torch.dtype) -> ComparableRun:
-        """Run a copy in another dtype; in eval mode where it would draw other elements in it.
+        """Run a copy in another dtype.
 
         Where there is none, or it does not run, itself with every number off by half a last digit.
         """
         try:
-            copy = ComparableRun(in_dtype(self.label, self._copied, dtype), self)
-            if self.drops:
-                copy.subject.module.eval()
-            run_in_dtype(self.label, dtype, lambda: copy.run)
+            copy = measured_in(self.label, self._copied, dtype, self._ran)
         except InputError:
             if self.drops:
                 raise
@@ -191,18 +196,16 @@ def _steps(run: Run) -> list[tuple[str, ...]]:
     return [(op.name, *(str(t.id) for t in (*op.inputs, *op.outputs))) for op in run.recording.ops]
 
 
-def in_dtype(label: str, copied: Callable[[torch.dtype], Subject], dtype: torch.dtype) -> Subject:
-    """Return a copy in another dtype. Raises `InputError` where it cannot be copied."""
+def measured_in(
+    label: str, copied: Callable[[torch.dtype], Subject], dtype: torch.dtype, measure: Callable[[Subject], T]
+) -> T:
+    """Return what is measured of a copy in another dtype. Raises `InputError` where it cannot be copied or run."""
     try:
-        return copied(dtype)
+        copy = copied(dtype)
     except (RuntimeError, TypeError) as error:
         raise _refused(error, label, "copied, and to measure rounding a copy is run in another dtype") from None
-
-
-def run_in_dtype(label: str, dtype: torch.dtype, run: Callable[[], T]) -> T:
-    """Return what a run of a copy in another dtype gives. Raises `InputError` where that cannot be."""
     try:
-        return run()
+        return measure(copy)
     except Exception as error:
         name = str(dtype).removeprefix("torch.")
         why = " What it makes in its forward has a dtype of its own." if isinstance(error, RuntimeError) else ""

@@ -315,10 +315,10 @@ def _answer(counts: Sequence[HeadTime]) -> str:
     totals = {sum(stage.flops for stage in count.flops) for count in counts}
     given = "are as many operations for every head count" if len(totals) == 1 else "change with the head count"
     apart = [count for count in others if count.low_ms > base.high_ms or count.high_ms < base.low_ms]
-    one = plural(base.num_heads, "head")
+    heads = plural(base.num_heads, "head")
     if not apart:
-        return f"The products {given}, and no head count's time is apart from that of {one} by more than the spread."
+        return f"The products {given}, and no head count's time is apart from that of {heads} by more than the spread."
     furthest = max(apart, key=lambda count: abs(log(count.median_ms / base.median_ms)))
     ratio = furthest.median_ms / base.median_ms
     took = f"{times(ratio)} times as long as" if ratio > 1 else f"{percent(ratio)} of the time of"
-    return f"The products {given}; {plural(furthest.num_heads, 'head')} took {took} {one}."
+    return f"The products {given}; {plural(furthest.num_heads, 'head')} took {took} {heads}."

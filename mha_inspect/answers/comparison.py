@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Generic, TypeVar
 
 from einops import repeat
 from torch import Tensor
@@ -19,6 +20,7 @@ from .comparable_run import ComparableRun
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query without keys has no result that rounding could be measured against."""
 _OF_SHARED_HEADS = ("k_proj", "v_proj")
+R = TypeVar("R", bound=ComparableRun)
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,12 +37,10 @@ class ComparedStage:
     """None where a side is missing."""
 
 
-class Comparison:
+class Comparison(Generic[R]):
     """Two runs, compared stage by stage in canonical axes, and by what they return."""
 
-    def __init__(
-        self, left: ComparableRun, right: ComparableRun, measured: Sequence[ComparableRun] | None = None
-    ) -> None:
+    def __init__(self, left: R, right: R, measured: Sequence[R] | None = None) -> None:
         """Take two runs; `measured` are those whose rounding error, the larger one, is the noise floor: both."""
         self.left, self.right = left, right
         self._measured = (left, right) if measured is None else measured

@@ -54,11 +54,9 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
     return replace(report, notes=noted, answer=(*answer(report, shared), *_masked(comparison)))
 
 
-def _stages(comparison: Comparison, place: int, *, several: bool) -> list[StageRow]:
+def _stages(comparison: Comparison[Side], place: int, *, several: bool) -> list[StageRow]:
     """Return the rows of the attentions in one place."""
     left, right = comparison.left, comparison.right
-    assert isinstance(left, Side)
-    assert isinstance(right, Side)
     rows = []
     for stage in comparison.rows(place):
         ours, theirs = left.stage(place, stage.name), right.stage(place, stage.name)
@@ -99,7 +97,7 @@ def _why_not_compared(
     return stage_note(stage.name, *((side.label, set(side.attentions[stage.place][0].stages)) for side in sides))
 
 
-def _masked(comparison: Comparison) -> tuple[str, ...]:
+def _masked(comparison: Comparison[Side]) -> tuple[str, ...]:
     """Return a sentence of the queries that see no key, in the first attention that has any."""
     place = next((place for place, rows in enumerate(comparison.masked) if rows), None)
     if place is None:

@@ -51,8 +51,8 @@ def notes(report: DiffReport, drop: tuple[bool, bool], counts: Sequence[int]) ->
 
 def answer(report: DiffReport, shared: Shared) -> tuple[str, ...]:
     """Return the answer: whether both compute the same, and what makes or does not make the difference."""
-    one, other = report.left.label, report.right.label
-    names = (f"the left {one}", f"the right {other}") if one == other else (one, other)
+    left, right = report.left.label, report.right.label
+    names = (f"the left {left}", f"the right {right}") if left == right else (left, right)
     given = "weights of its own on each side"
     if shared.are_carried:
         whole = report.weights.whole or shared.are_drawn
@@ -61,7 +61,7 @@ def answer(report: DiffReport, shared: Shared) -> tuple[str, ...]:
 
 
 def _whether(report: DiffReport, names: tuple[str, str], given: str) -> str:
-    """Whether both compute the same, in a sentence; `given` says what both were given."""
+    """Return whether both compute the same, in a sentence; `given` says what both were given."""
     left, right = names
     output, floor = report.output, f"the rounding of {report.noise.dtype}"
     if report.verdict == "same":
@@ -100,21 +100,21 @@ def _why(report: DiffReport, shared: Shared, names: tuple[str, str]) -> Iterator
 
 
 def _accuracy(report: DiffReport, names: tuple[str, str]) -> Iterator[str]:
-    """What a kernel or a dtype costs, where one layer has different ones on the two sides."""
-    one, other = report.left, report.right
-    dtypes = one.environment.dtype != other.environment.dtype
-    kernels = one.path.plain != other.path.plain
-    if one.layer.name != other.layer.name or not (dtypes or kernels) or report.verdict == "differs":
-        return
-    what = [f"dtype ({one.environment.dtype}, {other.environment.dtype})"] if dtypes else []
-    what += [f"kernel ({_short(one.path.plain)}, {_short(other.path.plain)})"] if kernels else []
-    told = [
+    """Yield what a kernel or a dtype costs, where one layer has different ones on the two sides."""
+    sides = (report.left, report.right)
+    dtypes, kernels, layers = (
+        list(dict.fromkeys(values))
+        for values in zip(*((s.environment.dtype, s.path.plain, s.layer.name) for s in sides), strict=True)
+    )
+    what = [f"dtype ({', '.join(dtypes)})"] if len(dtypes) > 1 else []
+    what += [f"kernel ({', '.join(map(_short, kernels))})"] if len(kernels) > 1 else []
+    costs = [
         f"{name} is off the result in float64 by at most {small(side.rounding_error)}"
-        for name, side in zip(names, (one, other), strict=True)
+        for name, side in zip(names, sides, strict=True)
         if side.rounding_error is not None and side.measured_against == "float64"
     ]
-    if told:
-        yield f"What the {' and '.join(what)} costs in accuracy: {', and '.join(told)}."
+    if what and costs and len(layers) == 1 and report.verdict != "differs":
+        yield f"What the {' and '.join(what)} costs in accuracy: {', and '.join(costs)}."
 
 
 def _short(kernel: str) -> str:

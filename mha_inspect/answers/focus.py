@@ -46,7 +46,7 @@ def focus_of_run(run: ComparableRun) -> list[HeadsFocus]:
 
 
 def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
-    """What the heads look at, averaged over the queries whose weights are numbers in every head.
+    """Return what the heads look at, averaged over the queries whose weights are numbers in every head.
 
     The divergence is the generalised Jensen-Shannon divergence of all heads with equal shares,
     H(mean of heads) - mean of H(head) (Lin, 1991, "Divergence measures based on the Shannon entropy", section 4).
@@ -84,26 +84,26 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
 
 
 def _strongest(weights: Tensor, choosing: Tensor) -> tuple[Strongest, ...]:
-    """The pairs with the largest weights of `batch query key`, over the sequences in which a query has a choice."""
+    """Return the pairs with the largest weights of `batch query key`, where a query has a choice."""
     number = choosing.sum(dim=0).double()
     mean = weights.where(choosing[..., None], 0.0).sum(dim=0) / number[:, None].clamp(min=1)
-    found = mean.flatten().topk(min(_STRONGEST, mean.numel()))
+    strongest = mean.flatten().topk(min(_STRONGEST, mean.numel()))
     keys = mean.shape[1]
-    pairs = zip(found.values.tolist(), found.indices.tolist(), strict=True)
+    pairs = zip(strongest.values.tolist(), strongest.indices.tolist(), strict=True)
     return tuple(Strongest(place // keys, place % keys, weight) for weight, place in pairs if weight > 0)
 
 
 def _alike(rows: Sequence[Tensor], entropies: Sequence[Tensor], known: Tensor) -> list[Alike]:
-    """Every two heads, those first that are most alike."""
-    found = []
+    """Return every two heads, those first that are most alike."""
+    pairs = []
     for left, right in combinations(range(len(rows)), 2):
         apart = entropy_of((rows[left] + rows[right])[known] / 2) - (entropies[left] + entropies[right]) / 2
-        found.append(Alike(left, right, max(0.0, _mean(apart))))
-    return sorted(found, key=lambda pair: pair.divergence)
+        pairs.append(Alike(left, right, max(0.0, _mean(apart))))
+    return sorted(pairs, key=lambda pair: pair.divergence)
 
 
 def entropy_of(weights: Tensor) -> Tensor:
-    """-Σ w ln w over the last dimension, in nats, a weight of 0 counting nothing: `... key -> ...`."""
+    """Return -Σ w ln w over the last dimension, in nats, a weight of 0 counting nothing: `... key -> ...`."""
     entropy: Tensor = torch.special.entr(weights).sum(dim=-1)
     return entropy
 
@@ -117,7 +117,7 @@ def _keys(number: str) -> str:
 
 
 def _answer(counts: Sequence[HeadsFocus]) -> str:
-    """What the most heads look at, beside the fewest."""
+    """Say what the most heads look at, beside the fewest."""
     few, many = (choose(count.num_heads for count in counts) for choose in (min, max))
     fewest, most = ([count for count in counts if count.num_heads == number] for number in (few, many))
     effective = [head.effective_keys for count in most for head in count.by_head]

@@ -81,7 +81,7 @@ def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried) -> t
 
 
 def _same(stages: Sequence[str]) -> str:
-    """`q_proj, k_proj, v_proj and the split hold the same numbers`."""
+    """Return `q_proj, k_proj, v_proj and the split hold the same numbers`."""
     named = [stage for stage in stages if stage not in _HEADS]
     if set(_HEADS) <= set(stages):
         named.insert(sum(stage in _PROJECTIONS for stage in named), "the split")
@@ -90,25 +90,25 @@ def _same(stages: Sequence[str]) -> str:
     return f"{listed(named)} {'hold' if len(named) > 1 else 'holds'} the same numbers"
 
 
-def _how(base: HeadCount, own: HeadCount, walk: Walk, carried: Carried) -> tuple[str, str]:
+def _how(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried) -> tuple[str, str]:
     """Return how a stage differs: the sizes of this head count, where it is them, and the rest."""
     if walk.first in ("scores", "masked_scores"):
-        return _sums(own), f" instead of {_sums(base)}"
+        return _sums(count), f" instead of {_sums(base)}"
     if not carried.same:
         # The change of the weights that the stage is made with, or the first that there is.
         letter = (walk.first or "")[:1]
         change = next((change for change in carried.changes if change.part[2:] == letter), carried.changes[0])
         return "", f"{change.sentence}{f', so it is {walk.note}' if walk.note else ''}"
-    split = f"{plural(own.num_heads, 'head')} of {plural(own.head_dim, 'feature')}"
+    split = f"{plural(count.num_heads, 'head')} of {plural(count.head_dim, 'feature')}"
     instead = f" instead of {base.num_heads} of {base.head_dim}"
     if walk.turned and walk.first in _HEADS:
         return f"positions turn the features within {split}", instead
     return ("", walk.note) if walk.note else (split, instead)
 
 
-def _sums(own: HeadCount) -> str:
-    each = " each" if own.num_heads > 1 else ""
-    return f"{plural(own.num_heads, 'sum')} over {plural(own.head_dim, 'feature')}{each}"
+def _sums(count: HeadCount) -> str:
+    each = " each" if count.num_heads > 1 else ""
+    return f"{plural(count.num_heads, 'sum')} over {plural(count.head_dim, 'feature')}{each}"
 
 
 def _how_it_ends(walk: Walk, count: HeadCount) -> str:
@@ -124,7 +124,7 @@ def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: 
     if all_nan:
         about_output = "It cannot be told from this input: the output is NaN throughout, for every head count."
     else:
-        about_output = _about_output(counts, all(one.same for one in carried))
+        about_output = _about_output(counts, all(weights.same for weights in carried))
     return about_output, _about_parameters(counts, carried)
 
 
@@ -158,18 +158,18 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
 
 
 def _about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) -> str:
-    changed = [(count, one) for count, one in zip(counts, carried, strict=True) if not one.same]
+    changed = [(count, weights) for count, weights in zip(counts, carried, strict=True) if not weights.same]
     if not changed:
         return (
             f"The parameters are the same {counts[0].numel:,} numbers for every head count; only which of them belong "
             "to which head changes."
         )
-    count, one = changed[0]
+    count, weights = changed[0]
     numbers = listed([f"{c.numel:,} with {plural(c.num_heads, 'head')}" for c in counts])
-    same = f"; {listed(one.went)} {'are' if len(one.went) > 1 else 'is'} the same" if one.went else ""
+    same = f"; {listed(weights.went)} {'are' if len(weights.went) > 1 else 'is'} the same" if weights.went else ""
     return (
         f"The weights cannot be the same, for the head count changes the parameters ({numbers}): with "
-        f"{plural(count.num_heads, 'head')} {', '.join(change.sentence for change in one.changes[:3])}{same}."
+        f"{plural(count.num_heads, 'head')} {', '.join(change.sentence for change in weights.changes[:3])}{same}."
     )
 
 

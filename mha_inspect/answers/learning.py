@@ -20,7 +20,7 @@ from ..record.rounding import beside, distances, judge, max_difference, rounding
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..running.subject import Subject
 from ..text import first_line, percent, plural
-from .comparable_run import ComparableRun, in_dtype, run_in_dtype
+from .comparable_run import ComparableRun, measured_in
 from .comparison import overall
 from .run_report import environment_of
 
@@ -80,9 +80,11 @@ class Learner:
             what = "gradients" if measure is gradient_of else "training"
             raise InputError(f"{what} would be NaN: {self.nan}. Leave each query a key, or leave this out.")
         measured, dtype, label = measure(self), self.beside[0], self.subject.name
-        copied = in_dtype(label, self.subject.copied, dtype)
-        other = replace(self, subject=copied, dtype=f" in {str(dtype).removeprefix('torch.')}")
-        return measured, run_in_dtype(label, dtype, lambda: measure(other))
+        suffix = f" in {str(dtype).removeprefix('torch.')}"
+        beside = measured_in(
+            label, self.subject.copied, dtype, lambda copy: measure(replace(self, subject=copy, dtype=suffix))
+        )
+        return measured, beside
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
         """Return its weights by part; `numbers`, by the parameter's name, stand for what the parameters hold."""

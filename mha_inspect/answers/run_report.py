@@ -152,8 +152,11 @@ def _of_rows(run: Run) -> tuple[str, ...]:
     """Return what is not seen of rows that are recorded as one buffer: those of kernels that are opened are padded."""
     missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
     nested = missed and any("nested" in op.base_name for op in run.recording.ops)
-    said = "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: "
-    return (f"{said}pad them, and pass a mask, to see it.",) if nested else ()
+    sentence = (
+        "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: pad "
+        "them, and pass a mask, to see it."
+    )
+    return (sentence,) if nested else ()
 
 
 class _Content:

@@ -66,15 +66,15 @@ class Side(ComparableRun):
         """Return how this side has a stage; None where it does not."""
         if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
             return None
-        found, names = self.attentions[place]
-        tensor = found.stages[stage]
+        attention, names = self.attentions[place]
+        tensor = attention.stages[stage]
         return StageSide(
             shape=tensor.shape,
             axes=names.of_stage(stage),
             dtype=tensor.dtype,
             opened=is_hidden(self.run, stage, tensor),
             op=maker_of(self.run, tensor),
-            count=len(found.branches) if found.branches and stage not in _OF_ALL_HEADS else 1,
+            count=len(attention.branches) if attention.branches and stage not in _OF_ALL_HEADS else 1,
         )
 
     def report(self, rows: Rows) -> DiffSide:
@@ -100,7 +100,7 @@ def _written(value: object) -> str:
 
 
 def _plain(value: object) -> object:
-    """A setting as JSON carries it."""
+    """Return a setting as JSON carries it."""
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
@@ -110,14 +110,14 @@ def sizes_of(side: Side) -> dict[str, Any]:
     """Return those sizes of a side's first attention that show when it runs, by the names of `AttentionSpec`."""
     if not side.attentions:
         return {}
-    found, names = side.attentions[0]
+    attention, names = side.attentions[0]
     sizes: dict[str, Any] = {
         "num_heads": names.num_heads,
         "num_kv_heads": names.num_kv_heads,
         "head_dim": names.head_dim,
     }
-    if "query" in found.stages:
-        sizes["embed_dim"] = found.stages["query"].shape[-1]
-    if found.projections:
-        sizes["bias"] = any(map(side.run.graph.has_bias, found.projections.values()))
+    if "query" in attention.stages:
+        sizes["embed_dim"] = attention.stages["query"].shape[-1]
+    if attention.projections:
+        sizes["bias"] = any(map(side.run.graph.has_bias, attention.projections.values()))
     return sizes
