@@ -89,6 +89,7 @@ def compare_heads(
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
     """
     baseline = HeadRun(*counted[0])
+    masked = baseline.masked_queries(0)
     rows: list[HeadCount] = []
     carried: list[Carried] = []
     learners: list[Learner] = []
@@ -113,12 +114,12 @@ def compare_heads(
         if see is not None:
             see(num_heads, run)
         flops.append(flops_of(run.run) if time else ())
-        fates[fate_of(run.content(0, "weights"), run.masked_queries(0))] = None
+        if masked:
+            fates[fate_of(run.content(0, "weights"), masked)] = None
         all_nan = all_nan and bool(run.returned.isnan().all())
         if run is not baseline:
             run.forget()
     learners = in_the_same_parts(learners)
-    masked = baseline.masked_queries(0)
 
     def look_after(learner: Learner) -> None:
         if focus:

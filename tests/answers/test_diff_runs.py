@@ -179,15 +179,3 @@ def test_weights_of_other_sizes_are_said_to_be_so(x, turned):
     assert report.weights.sentence.endswith(", as far as they fit.")
     assert report.weights.left_out[0].startswith("W_k and W_v ")
     assert "[22, 7] in LowRank" in report.weights.left_out[0]
-
-
-def test_a_bias_that_only_one_has_is_zero_in_the_other(x):
-    """The oracle: torch's layer without biases, with the same matrices."""
-    own, other = Own(Counter(), bias=False).eval(), Torch(Counter()).eval()
-    report = mha_inspect.diff(own, other, x, same_weights=True)
-    assert (report.verdict, report.weights.whole) == ("same", True)
-    plain = nn.MultiheadAttention(DIM, HEADS, bias=False, batch_first=True).eval()
-    with torch.no_grad():
-        plain.in_proj_weight.copy_(torch.cat([own.q.weight, own.k.weight, own.v.weight]))
-        plain.out_proj.weight.copy_(own.o.weight)
-        torch.testing.assert_close(own(x), plain(x, x, x)[0])

@@ -65,30 +65,6 @@ def test_keys_that_the_layer_appends_have_no_position():
     assert head.effective_keys == pytest.approx(2)
 
 
-@pytest.mark.parametrize("layer", ["torch", "per-head", "bert", "wide"])
-def test_the_report_measures_the_weights_that_the_layer_computes(layer):
-    report = compare_heads((1, 3), embed_dim=30, batch=2, seq_len=7, causal=True, layer=layer, focus=True)
-    one, three = report.focus.counts
-    assert [len(one.by_head), len(three.by_head)] == [1, 3]
-    assert [head.head for head in three.by_head] == [0, 1, 2]
-    # Query i of a causal mask sees i + 1 keys.
-    assert all(1 < head.effective_keys < 4 for head in three.by_head)
-    assert 0 < three.divergence < math.log(3)
-
-
-def test_the_report_is_that_of_torchs_own_weights():
-    from mha_inspect.call.load import load_layer
-    from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-
-    report = compare_heads((1, 5), embed_dim=30, batch=2, seq_len=7, focus=True)
-    run = RunSpec(average_weights=False)
-    forward = load_layer(AttentionSpec(embed_dim=30, num_heads=5), InputSpec(batch=2, seq_len=7), run)
-    with torch.no_grad():
-        weights = forward.module(*forward.args, **forward.kwargs)[1].double()
-    entropy = -(weights * weights.log()).sum(-1).mean(dim=(0, 2))
-    assert [head.entropy for head in report.focus.counts[1].by_head] == pytest.approx(entropy.tolist(), rel=1e-6)
-
-
 def test_one_key_is_spoken_of_as_one():
     report = compare_heads((1, 3), embed_dim=30, seq_len=7, key_len=1, focus=True)
     assert report.focus.answer.startswith("Of 3 heads each looks at 1 key in effect, ")
