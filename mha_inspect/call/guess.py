@@ -149,27 +149,27 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
         if not second:
             listed = ", ".join(forward.parameters)
             raise SpecError(f"--key-len has nothing to set: {forward.label} takes one sequence ({listed}).")
-        others = [name for name in second if forward.kind(name) == "other"][:1] or second
-        names += [name for name in others if name not in names and name not in given]
+        source = [name for name in second if forward.kind(name) == "other"][:1] or second
+        names += [name for name in source if name not in names and name not in given]
     return names
 
 
 def guessed(
-    sizes: Sizes, names: Sequence[str], others: Collection[str], run: Callable[[Mapping[str, Plan], bool], Probed]
+    sizes: Sizes, names: Sequence[str], given: Collection[str], run: Callable[[Mapping[str, Plan], bool], Probed]
 ) -> dict[str, Plan]:
     """Return plans for arguments, by what the forward does with them: in one run, or in more where it raises.
 
     Args:
         sizes: what the target says.
         names: of the arguments.
-        others: those that are given.
+        given: other arguments, which are there.
         run: runs the forward with plans, to the end where that is asked for.
 
     Raises `InputError` where it needs something that nothing tells.
     """
     forward = sizes.forward
     # An argument of an unknown name that stands behind others may be left out, or is one that somebody must give.
-    behind = [name for name in names if name != next(iter(forward.parameters), name) and (len(names) > 1 or others)]
+    behind = [name for name in names if name != next(iter(forward.parameters), name) and (len(names) > 1 or given)]
     extra = [name for name in behind if forward.kind(name) in ("unknown", "lengths")]
     tried: list[tuple[int, dict[str, Plan], Probed]] = []
     for attempt in _attempts(sizes, names, extra):
@@ -229,8 +229,8 @@ def several(forward: Forward, target: Target, name: str) -> str:
 def function_of(target: Target, arguments: Mapping[str, Plan | None]) -> str:
     """Return the three lines of a function that returns a module and its arguments, filled in as far as is known."""
     passed = ", ".join(f"{name}={value!r}" for name, value in target.passed.items())
-    made = target.made_from.rpartition(":")[2]
-    is_plain = made.isidentifier() and all(name.isidentifier() for name in target.passed)
+    function = target.made_from.rpartition(":")[2]
+    is_plain = function.isidentifier() and all(name.isidentifier() for name in target.passed)
     values = ", ".join(f"{name}={'...' if plan is None else plan.code}" for name, plan in arguments.items())
-    module = f"{made}({passed})" if is_plain and not target.made_from.startswith("hf:") else "..."
+    module = f"{function}({passed})" if is_plain and not target.made_from.startswith("hf:") else "..."
     return f"def attention():\n    module = {module}\n    return module, (), dict({values})"

@@ -205,11 +205,12 @@ def _as_configured(recipe: _Recipe, names: list[str]) -> _Recipe:
     def of(names: list[str]) -> _Recipe:
         return replace(recipe, plans={**plans_of(module, names, free, recipe.asked.inputs.seq_len), **shaped})
 
-    others = beside(of(names).plans, free)
-    if not others or of(names).probe((), whole=True).error is None:
-        return of(names)
-    both = of([*names, *others])
-    return both if both.probe((), whole=True).error is None else of(names)
+    alone = of(names)
+    more = beside(alone.plans, free)
+    if not more or alone.probe((), whole=True).error is None:
+        return alone
+    both = of([*names, *more])
+    return both if both.probe((), whole=True).error is None else alone
 
 
 def _with_guesses(recipe: _Recipe, sizes: Sizes, names: list[str]) -> _Recipe:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from einops import rearrange
@@ -16,7 +16,6 @@ from ..build.vocabulary import plain
 from ..errors import SpecError
 from ..layers.spec import InputSpec
 from ..naming.canonical import content_of
-from ..running.run import Run
 from ..running.subject import Subject
 from .forward import Forward
 from .masks import causal_mask, padding_mask
@@ -199,17 +198,15 @@ def _any_does(after: Sequence[Tensor], before: Sequence[Tensor], masked: Tensor)
 
 def _weights(subject: Subject) -> list[Tensor]:
     """Return the weights of each attention in a run, `batch heads query key`; none where it raises."""
+    contents = []
     with suppress(Exception):  # whatever somebody's code may raise for a mask that it does not take
         with subject.apart() as fresh:
             run = fresh.recorded(keep=True)
-        contents = [_content(run, *one) for one in run.attentions if "weights" in one[0].stages]
-        return [content.detach() for content in contents if content is not None and content.dim() == 4]
-    return []
-
-
-def _content(run: Run, attention: Any, names: Any) -> Tensor | None:
-    weights = attention.stages["weights"]
-    for op in attention.weights_path:  # a mask that is multiplied comes after the softmax
-        weights = op.output if op.output.shape == weights.shape else weights
-    attention = replace(attention, stages={**attention.stages, "weights": weights})
-    return content_of(run, attention, names, "weights")
+        for attention, names in run.attentions:
+            weights = attention.stages.get("weights")
+            for op in attention.weights_path if weights else ():  # a mask that is multiplied comes after the softmax
+                weights = op.output if op.output.shape == weights.shape else weights
+            if weights:
+                masked = replace(attention, stages={**attention.stages, "weights": weights})
+                contents.append(content_of(run, masked, names, "weights"))
+    return [content.detach() for content in contents if content is not None and content.dim() == 4]

@@ -216,20 +216,20 @@ def masks_of(
         return {}, ()
     if is_torchs(forward.module) and tensors:
         return _of_torchs(forward, inputs, tensors, names), ()
-    made: dict[str, Any] = {}
+    masks: dict[str, Any] = {}
     if inputs.attn_mask is not None and of_scores is not None:
         mask = read_tensor(inputs.attn_mask).to(forward.device)
-        made[of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
+        masks[of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
         flags.remove("--attn-mask")
     if inputs.causal and switches:
-        made[switches[0]] = True
+        masks[switches[0]] = True
         flags.remove("--causal")
     # Where the causal mask is to be learned too, both may have to go into one argument.
     if flags == ["--padding"] and is_hugging_face(forward.module) and "attentionmask" in names:
         padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
         assert padded is not None
-        return {**made, names["attentionmask"]: (~padded).long()}, ()
-    return made, tuple(flags)
+        return {**masks, names["attentionmask"]: (~padded).long()}, ()
+    return masks, tuple(flags)
 
 
 def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
@@ -259,5 +259,5 @@ def _of_torchs(
     if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates two kinds
         padded = torch.zeros_like(padded, dtype=scores.dtype).masked_fill_(padded, float("-inf"))
     of_scores = next((names[word] for word in _OF_SCORES if word in names), "")
-    made = {of_scores: scores, **{names[word]: padded for word in _OF_KEYS if word in names}}
-    return {name: mask for name, mask in made.items() if mask is not None}
+    masks = {of_scores: scores, **{names[word]: padded for word in _OF_KEYS if word in names}}
+    return {name: mask for name, mask in masks.items() if mask is not None}

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from ..build.arguments import signature_of
 from ..build.target import Target
-from ..build.vocabulary import Kind, kind_of
+from ..build.vocabulary import Kind
 from ..errors import InputError, SpecError
 from ..record.arguments import described, parts_of, tensors_in, with_copies, with_parts
 from ..running.subject import Subject
 from ..text import did_you_mean, first_few, shown
 from .call import Call
+from .forward import Forward
 
 _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
     "query": ("query", "hidden", "unknown"),
@@ -49,14 +50,9 @@ def named_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
 
 def tensors_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]]:
     """Return the tensors of a call by path, with what each is by its name: arguments, then what those hold."""
-    parameters = signature_of(module.forward)
-    tensors = tensors_in(named_arguments(module, call))
-    kinds = {}
-    for path, tensor in sorted(tensors, key=lambda pair: "." in pair[0]):
-        name = path.rpartition(".")[2]
-        unknown = Parameter(name if name.isidentifier() else "x", Parameter.KEYWORD_ONLY)
-        kinds[path] = kind_of(parameters.get(path, unknown)), tensor
-    return kinds
+    forward = Forward.of(module, type(module).__name__)
+    tensors = sorted(tensors_in(named_arguments(module, call)), key=lambda pair: "." in pair[0])
+    return {path: (forward.kind(path.rpartition(".")[2]), tensor) for path, tensor in tensors}
 
 
 def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str) -> Call:

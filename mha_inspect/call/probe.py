@@ -119,8 +119,8 @@ class _Watch(TorchFunctionMode):
             widths = [args[3]] * 3
             if kwargs.get("use_separate_proj_weight", False):
                 widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
-            told = [self._tell(tensor, Evidence("width", width)) for tensor, width in zip(args, widths, strict=False)]
-            return func(*told, *args[3:], **kwargs)
+            fit = [self._tell(tensor, Evidence("width", width)) for tensor, width in zip(args, widths, strict=False)]
+            return func(*fit, *args[3:], **kwargs)
         other = next((value for value in tensors if value is not ours), None)
         evidence = self._evidence(name, args, kwargs, ours, other)
         if evidence is not None:
