@@ -203,10 +203,10 @@ def _weights(subject: Subject) -> list[Tensor]:
         with subject.apart() as fresh:
             run = fresh.recorded(keep=True)
         for attention, names in run.attentions:
-            weights = attention.stages.get("weights")
-            for op in attention.weights_path if weights else ():  # a mask that is multiplied comes after the softmax
+            if (weights := attention.stages.get("weights")) is None:
+                continue
+            for op in attention.weights_path:  # a mask that is multiplied comes after the softmax
                 weights = op.output if op.output.shape == weights.shape else weights
-            if weights:
-                masked = replace(attention, stages={**attention.stages, "weights": weights})
-                contents.append(content_of(run, masked, names, "weights"))
+            masked = replace(attention, stages={**attention.stages, "weights": weights})
+            contents.append(content_of(run, masked, names, "weights"))
     return [content.detach() for content in contents if content is not None and content.dim() == 4]
