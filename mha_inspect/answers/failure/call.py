@@ -47,6 +47,11 @@ class Call:
         return (self.name.split(".")[1] if self.name.startswith("aten.") else self.name.rpartition(".")[2]).strip("_")
 
     @property
+    def batch_first(self) -> bool:
+        """Whether it takes the batch first."""
+        return bool(getattr(self.layer, "batch_first", True))
+
+    @property
     def settings(self) -> tuple[Any, ...]:
         """The arguments by place that are no tensors."""
         return tuple(value for value in self.args if not isinstance(value, torch.Tensor))

@@ -18,6 +18,7 @@ from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...record.ops import Op, TensorRef
 from ...running.run import Run
+from .call import Call
 from .operand import ATTENTION, LAYERS, SDPA, Operand
 from .partial_axes import PartialAxes, Side, axes_of
 
@@ -94,16 +95,16 @@ class Reached:
             yield tensor
 
 
-def reach(seen: Run, base: str, operands: Sequence[Operand], *, batch_first: bool = True) -> Reached:
+def reach(run: Run, call: Call | None, operands: Sequence[Operand]) -> Reached:
     """Find the stages of the attention that a failing call belongs to.
 
     Args:
-        seen: the run as far as it came.
-        base: name of the call, without namespace and underscores.
-        operands: what it was given; empty where nothing is known of it.
-        batch_first: whether it takes its batch first.
+        run: as far as it came.
+        call: None where nothing is known of it.
+        operands: what it was given.
     """
-    graph, attentions = seen.graph, seen.attentions
+    graph, attentions, base = run.graph, run.attentions, "" if call is None else call.base
+    batch_first = call is None or call.batch_first
     first = [operand.tensor for operand in operands if _is_activation(base, operand)]
     contexts = [last.value_product.op.output.id for last, _ in attentions[-1:] if "output" not in last.projections]
     if contexts and (not operands or any(_is_made_of(graph, operand.tensor, *contexts) for operand in operands)):

@@ -29,30 +29,13 @@ from .reached import Reached, reach
 from .scene import Scene, clash
 from .site import Site, site_of
 
-CAUSES: dict[str, str] = {
-    "mixed_devices": "tensors of several devices in one call",
-    "mask_dtype": "a mask of integers",
-    "mixed_dtypes": "tensors of several dtypes in one call",
-    "heads_not_joined": "heads not put side by side behind the sequence",
-    "weight_not_transposed": "a weight matrix that is the wrong way round",
-    "features_not_last": "features in another dimension than the last",
-    "wrong_width": "a width that the layer does not take",
-    "batch_and_sequence_swapped": "sequence first where batch first is expected, or the other way round",
-    "batch_differs": "queries and keys of different batch sizes",
-    "lengths_differ": "as many values as keys are needed, and there are not",
-    "mask_rank": "a mask that lacks a dimension",
-    "heads_not_transposed": "divided into heads, and left behind the sequence",
-    "mask_transposed": "a mask with queries and keys swapped",
-    "mask_size": "a mask of other lengths",
-    "heads_not_split": "one operand is divided into heads and the other is not",
-    "key_not_transposed": "the keys' features and positions are not swapped for the product",
-    "heads_not_repeated": "fewer key heads than query heads, not repeated",
-    "head_dim_differs": "queries and keys with heads of different widths",
-    "not_contiguous": "a view of what a transpose has left scattered in memory",
-    "heads_do_not_divide": "a width that the heads do not divide",
-    "wrong_head_dim": "heads times head_dim is not the width",
-}
-"""Name of each cause, and what it is in a phrase."""
+CAUSES = (
+    *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),
+    *("wrong_width", "batch_and_sequence_swapped", "batch_differs", "lengths_differ", "mask_rank"),
+    *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
+    *("heads_not_repeated", "head_dim_differs", "not_contiguous", "heads_do_not_divide", "wrong_head_dim"),
+)
+"""Name of each cause."""
 _JUDGES: tuple[Callable[[Scene], Cause | None], ...] = (
     *(devices, mask_dtype, dtypes, widths, sequences_of_layers, masks_of_layers, masks_over_scores, not_split),
     *(keys_not_transposed, heads_not_transposed, two_sizes, views, einops_sizes),
@@ -145,23 +128,12 @@ def describe_failure(
         del site, call, error, watch  # they hold tensors, and the error's traceback leads to this frame
 
 
-def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, call: Call | None) -> tuple[Failure, int]:
+def _describe(error: Exception, run: Run, site: Site, recorder: Recorder, call: Call | None) -> tuple[Failure, int]:
     variables = {recorder.identify(value).id: name for name, value in reversed(site.variables)}
-    operands = tuple(operands_of(call, site, recorder, seen.recording, variables))
-    layer = None if call is None else call.layer
-    batch_first = bool(getattr(layer, "batch_first", True))
-    reached = reach(seen, "" if call is None else call.base, () if call is None else operands, batch_first=batch_first)
-    scene = Scene(
-        error=type(error).__name__,
-        message=_message(error),
-        base="" if call is None else call.base,
-        operands=tuple(map(reached.named, operands, range(1, len(operands) + 1))),
-        reached=reached,
-        batch_first=batch_first,
-        settings=() if call is None else call.settings,
-        layer=layer,
-        variables=variables,
-    )
+    operands = tuple(operands_of(call, site, recorder, run.recording, variables))
+    reached = reach(run, call, () if call is None else operands)
+    named = tuple(map(reached.named, operands, range(1, len(operands) + 1)))
+    scene = Scene(type(error).__name__, _message(error), call, named, reached, variables)
     failure = Failure(
         error=scene.error,
         message=scene.message,
@@ -170,14 +142,14 @@ def _describe(error: Exception, seen: Run, site: Site, recorder: Recorder, call:
         module=recorder.path_of(site.module),
         source=site.source,
         line=site.line,
-        operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in scene.operands),
+        operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in named),
         clash="" if call is None else clash(scene),
         cause=find_cause(scene) if call is not None or scene.error == "EinopsError" else None,
-        completed=tuple(_completed(scene.reached, scene.variables)),
-        last_ops=_last_of(seen.recording.ops),
-        num_ops=len(seen.recording.ops),
+        completed=tuple(_completed(reached, variables)),
+        last_ops=_last_of(run.recording.ops),
+        num_ops=len(run.recording.ops),
     )
-    return failure, scene.reached.completed
+    return failure, reached.completed
 
 
 def _operation(error: BaseException) -> str:

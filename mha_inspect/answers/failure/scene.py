@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from torch import nn
 
 from ... import text
+from .call import Call
 from .operand import LAYERS, SDPA, Operand
 from .reached import PRODUCTS, Reached
 
@@ -25,33 +26,35 @@ class Scene:
 
     error: str
     message: str
-    base: str
-    """Name of the call without namespace and underscores: `matmul`."""
+    call: Call | None
     operands: tuple[Operand, ...]
     reached: Reached
-    variables: dict[int, str] = field(default_factory=dict)
+    variables: dict[int, str]
     """TensorRef id to what the user's code calls it."""
-    settings: tuple[Any, ...] = ()
-    """The arguments by place that are not tensors."""
-    layer: nn.Module | None = None
-    """The attention of torch's, or the transformer, that the error came out of."""
-    batch_first: bool = True
-    """Whether that takes the batch first."""
 
     @property
-    def _attention(self) -> nn.MultiheadAttention | None:
-        return self.layer if isinstance(self.layer, nn.MultiheadAttention) else None
+    def base(self) -> str:
+        """Name of the call without namespace and underscores: `matmul`; empty without a call."""
+        return "" if self.call is None else self.call.base
+
+    @property
+    def batch_first(self) -> bool:
+        """Whether the call takes the batch first."""
+        return self.call is None or self.call.batch_first
 
     @property
     def num_heads(self) -> int:
         """Heads of torch's attention; 0 for any other call."""
-        return 0 if self._attention is None else self._attention.num_heads
+        layer = None if self.call is None else self.call.layer
+        return layer.num_heads if isinstance(layer, nn.MultiheadAttention) else 0
 
     @property
     def widths(self) -> dict[str, int]:
         """What torch's attention takes as query, key and value; empty for any other call."""
-        own = self._attention
-        return {} if own is None else {"query": own.embed_dim, "key": own.kdim, "value": own.vdim}
+        layer = None if self.call is None else self.call.layer
+        if not isinstance(layer, nn.MultiheadAttention):
+            return {}
+        return {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
 
     def given(self, *roles: str) -> Operand | None:
         """Return the operand that has one of these roles; None where none has."""
@@ -101,7 +104,7 @@ class Scene:
     @property
     def sizes_of_view(self) -> tuple[int, ...]:
         """What a view was asked to make; empty where that is not known."""
-        flat = tuple(_numbers_in(self.settings))
+        flat = tuple(_numbers_in(() if self.call is None else self.call.settings))
         if self.base == "unflatten" and flat and self.operands:
             shape = self.operands[0].shape
             place = flat[0] % max(len(shape), 1)
