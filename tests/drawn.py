@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import InputSpec, RunSpec
 from mha_inspect.naming.canonical import NamedAxes, own_axes
 from mha_inspect.running.run import Run
@@ -49,7 +48,7 @@ class Setting:
 
     def build(self) -> Layer:
         """The forward pass, with biases that are not zero."""
-        spec = spec_for(LAYERS[self.layer], **self.spec)
+        spec = LAYERS[self.layer].spec(**self.spec)
         forward = built_layer(spec, InputSpec(**self.inputs), RunSpec(**self.run), self.layer)
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():

@@ -19,7 +19,7 @@ FILES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix("__init__").rstrip("."): path
     for path in ROOT.rglob("*.py")
 }
-"""Module below the package, to its file: `layers.torch_mha`; the package itself is empty."""
+"""Module below the package, to its file: `layers.catalog`; the package itself is empty."""
 
 BEFORE_TORCH = (
     "errors",
@@ -27,7 +27,6 @@ BEFORE_TORCH = (
     "record.ops",
     "naming.stages",
     "layers.catalog",
-    "layers.settings",
     "__main__",
     "",
 )
@@ -90,9 +89,9 @@ def inside(module: str, *places: str) -> bool:
 
 def test_the_sources_are_read_right() -> None:
     assert {"record.ops"} <= own("record.recorder")
-    assert own("layers.catalog") == {"errors", "text", "layers.building"}  # the spec is for types only
+    assert own("layers.catalog") == {"errors", "text", "layers.spec"}
     assert "torch" in imports("record.recorder", at_import=True)
-    assert "layers.building" not in own("layers.catalog", at_import=True)
+    assert "layers.spec" not in own("layers.catalog", at_import=True)
     assert "torch" in imports("files.memory")
     assert "torch" not in imports("files.memory", at_import=True)
 

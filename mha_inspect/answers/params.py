@@ -14,9 +14,8 @@ from ..build.target import Target
 from ..call.call import explaining
 from ..call.inputs import Asked, make_call
 from ..errors import InputError
-from ..layers import torch_mha
-from ..layers.catalog import find_layer
-from ..layers.spec import AttentionSpec, InputSpec, Show, evaluate, symbols
+from ..layers.catalog import evaluate, find_layer
+from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.statistics import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
@@ -120,7 +119,7 @@ def _roles(module: nn.Module, run: Run | None) -> Roles:
 
 def _of_torchs_layer(module: nn.MultiheadAttention) -> Roles:
     """Read off a run of torch's own layer, whose arguments are known; nothing in a dtype that none is drawn in."""
-    if _dtype(module.out_proj.weight) != torch_mha.spec_of(module).dtype:
+    if _dtype(module.out_proj.weight) != spec_of(module).dtype:
         return {}
     return dict(roles_of(_recorded(make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module))))
 
@@ -130,11 +129,11 @@ def _formula(subject: Subject) -> tuple[str, int | None]:
     if subject.layer:
         kind, spec = find_layer(subject.layer), AttentionSpec(**subject.made_with)
     elif type(subject.module) is nn.MultiheadAttention:
-        kind, spec = find_layer("torch"), torch_mha.spec_of(subject.module)
+        kind, spec = find_layer("torch"), spec_of(subject.module)
     else:
         return "", None
     text = kind.formula(spec)
-    return text, evaluate(text, symbols(spec))
+    return text, evaluate(text, spec)
 
 
 def _parameters(

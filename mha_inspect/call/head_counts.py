@@ -13,9 +13,7 @@ from torch import nn
 from ..build.device import resolve
 from ..build.vocabulary import flag_of
 from ..errors import SpecError
-from ..layers.building import blank
 from ..layers.catalog import find_layer
-from ..layers.settings import check_settings, settings_in, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..record.arguments import copy_module
 from ..running.subject import Subject
@@ -43,9 +41,12 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
     for name in settings:
         if name not in known:
             raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
-    spec = spec_for(find_layer(layer), num_heads=heads[0], **settings_in(AttentionSpec, settings))
-    inputs, run = InputSpec(**settings_in(InputSpec, settings)), RunSpec(**settings_in(RunSpec, settings))
-    return layers_with_heads(spec, heads, inputs, run, layer)
+    of_spec, of_inputs, of_run = (
+        {name: value for name, value in settings.items() if name in spec.__dataclass_fields__}
+        for spec in (AttentionSpec, InputSpec, RunSpec)
+    )
+    spec = find_layer(layer).spec(num_heads=heads[0], **of_spec)
+    return layers_with_heads(spec, heads, InputSpec(**of_inputs), RunSpec(**of_run), layer)
 
 
 def layers_with_heads(
@@ -66,9 +67,8 @@ def layers_with_heads(
         DeviceError: the device is not there, or cannot run spec.dtype.
         DoesNotFitError: it needs more memory than there is.
     """
-    spec = find_layer(layer).own(spec)
     specs = [replace(spec, num_heads=count) for count in dict.fromkeys(counts)]
-    check_settings(find_layer(layer), specs[0], inputs, run)
+    find_layer(layer).check(specs[0], inputs, run)
     if resolve(run.device, spec.dtype).type == "meta":
         raise SpecError(
             "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
@@ -84,10 +84,9 @@ def layers_with_heads(
 def _like(base: nn.Module, spec: AttentionSpec, layer: str, run: RunSpec) -> nn.Module:
     """Return a layer, without numbers where the baseline's parameters fit into it."""
     kind = find_layer(layer)
-    with blank():
-        module = kind.build(spec, run.device)
-    shapes, of_base = ({name: t.shape for name, t in m.state_dict().items()} for m in (module, base))
-    return module if shapes == of_base else kind.build(spec, run.device)
+    empty = kind.build(spec, "meta")
+    shapes, of_base = ({name: t.shape for name, t in m.state_dict().items()} for m in (empty, base))
+    return empty.to_empty(device=run.device) if shapes == of_base else kind.build(spec, run.device)
 
 
 def modules_with_heads(

@@ -18,8 +18,7 @@ from ..build.values import InputShape
 from ..build.vocabulary import Flags, Kind, dashed, flag_of
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
-from ..layers import torch_mha
-from ..layers.spec import AttentionSpec, InputSpec
+from ..layers.spec import AttentionSpec, InputSpec, spec_of
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call
@@ -164,7 +163,7 @@ class _Recipe:
 def _recipe(target: Target, asked: Asked) -> _Recipe:
     """Find out how to call a forward. Raises as `make_call`."""
     module, inputs = target.module, asked.inputs
-    spec = target.spec or (torch_mha.spec_of(module) if type(module) is nn.MultiheadAttention else None)
+    spec = target.spec or (spec_of(module) if type(module) is nn.MultiheadAttention else None)
     forward = Forward.of(module, target.name)
     sizes = Sizes(target, forward, spec, inputs.unbatched)
     shapes = forward.named(asked.shapes, "--input-shape")

@@ -14,7 +14,6 @@ from ..build.vocabulary import Flags
 from ..errors import InputError
 from ..files.memory import require_memory
 from ..layers.catalog import find_layer
-from ..layers.settings import check_settings
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..running.subject import Subject
 from .call import Call, TargetFailedError, explaining
@@ -34,8 +33,7 @@ def load_layer(
         DoesNotFitError: its parameters and inputs alone take more memory than is free.
     """
     kind = find_layer(layer)
-    spec = kind.own(spec)
-    check_settings(kind, spec, inputs, run)
+    kind.check(spec, inputs, run)
     resolve(run.device, spec.dtype)
     require_memory_of_layer(spec, inputs, run)
     return layer_called(kind.build(spec, run.device), spec, inputs, run, layer, given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..errors import ExitCode
-from ..layers.catalog import LAYERS
+from ..layers.catalog import LAYERS, LETTERS, OPTIONAL
 from .options import OUTPUTS, Options, command
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ def layers(options: Options) -> ExitCode:
 
 def list_layers() -> LayersReport:
     """Every layer of the catalog, in its order; only the letters that some formula has."""
-    from ..layers.settings import OPTIONAL
-    from ..layers.spec import LETTERS
     from ..reports.layers import LayersReport, ListedLayer
 
     formulas = "".join(kind.parameter_formula for kind in LAYERS.values())

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import SpecError
-from ..layers.catalog import LayerKind
-from ..layers.settings import OPTIONAL, check_settings
+from ..layers.catalog import OPTIONAL, LayerKind
 from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
 from ..text import did_you_mean, shown
 from . import subject
@@ -162,7 +161,7 @@ def layer_side(options: Options, asked: AskedSide, kind: LayerKind, other: Layer
         inputs, run = subject.inputs(own), subject.run(own)
     except SpecError as error:
         raise SpecError(f"{asked.name} side: {error}" if names else str(error)) from None
-    check_settings(kind, spec, inputs, run)
+    kind.check(spec, inputs, run)
     values = {name: getattr(part, name) for part in (spec, inputs, run) for name in part.__dataclass_fields__}
     return LayerSide(asked.name, kind, spec, inputs, run, {name: values[name] for name in names}, tuple(unheard))
 

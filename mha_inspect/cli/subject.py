@@ -13,7 +13,6 @@ from ..build.vocabulary import Flags, dashed, flag_of
 from ..errors import SpecError, is_out_of_memory
 from ..files.memory import limited_to_what_is_free
 from ..layers.catalog import LAYERS
-from ..layers.settings import check_settings, spec_for
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
 from ..text import first_few, shown
@@ -53,7 +52,7 @@ def single_head_count(options: Options, command: str) -> int:
 def attention(options: Options, num_heads: int) -> AttentionSpec:
     """Return the layer asked for, with this head count. Raises `SpecError` when its sizes contradict each other."""
     own = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train, "seed": seed(options)}
-    return spec_for(LAYERS[options.layer], **own)
+    return LAYERS[options.layer].spec(**own)
 
 
 def _same(spec: type, options: Options) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def check_layer(options: Options, counts: Sequence[int]) -> None:
     Raises `SpecError` where its sizes contradict each other, or it has no use for a setting.
     """
     for count in counts:
-        check_settings(LAYERS[options.layer], attention(options, count), inputs(options), run(options))
+        LAYERS[options.layer].check(attention(options, count), inputs(options), run(options))
 
 
 def check_target(

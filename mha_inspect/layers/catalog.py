@@ -1,4 +1,4 @@
-"""The attention layers that can be built by name.
+"""The attention layers that can be built by name: a class, what it takes, its formula, and where the style comes from.
 
 This table imports no torch: it serves `--help`, completion and "did you mean". A layer's code is imported when it is
 built.
@@ -6,11 +6,12 @@ built.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SpecError
 from ..text import did_you_mean
@@ -18,7 +19,7 @@ from ..text import did_you_mean
 if TYPE_CHECKING:
     from torch import nn
 
-    from .spec import AttentionSpec
+    from .spec import AttentionSpec, InputSpec, RunSpec
 
 MaskStyle = Literal["boolean", "additive", "lowest", "ones"]
 """How a layer takes its one mask.
@@ -27,8 +28,28 @@ MaskStyle = Literal["boolean", "additive", "lowest", "ones"]
 dtype, `ones` where a query may not look, to be multiplied by -1e9.
 """
 
+OPTIONAL = {
+    "num_kv_heads": "it has one key and value head for every head",
+    "head_dim": "its heads have embed_dim / num_heads features",
+    "rope": "it knows nothing of positions",
+    "kdim": "its keys are as wide as its queries",
+    "vdim": "its values are as wide as its queries",
+    "add_bias_kv": "it appends nothing to the sequence",
+    "add_zero_attn": "it appends nothing to the sequence",
+    "dropout": "it drops no weights",
+    "batch_first": "its inputs are batch first",
+    "unbatched": "its inputs have a batch",
+    "need_weights": "it always returns its weights",
+}
+"""The settings that some layers have no use for, and why."""
+_USUAL = {"num_kv_heads": "num_heads", "kdim": "embed_dim", "vdim": "embed_dim"}
+"""Sizes that are as if nobody had given them where they are another one."""
 
-@dataclass(frozen=True)
+LETTERS = {"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim", "K": "kdim", "V": "vdim"}
+"""What stands for what in a formula."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """One way to write attention."""
 
@@ -36,22 +57,22 @@ class LayerKind:
     """Name on the command line."""
     summary: str
     """One line: how it is written."""
-    weights: str
-    """Closed formula of the number of weights; `layers.spec.symbols` says what its letters are."""
-    biases: str
+    weights: str = "4E²"
+    """Closed formula of the number of weights, in `LETTERS`; factors stand side by side."""
+    biases: str = "4E"
     """That of the number of biases."""
     split: str
     """How the heads are split, as an einops pattern or a phrase."""
     origin: str
     """Where this style comes from."""
     maker: str
-    """Module under mha_inspect.layers, and what in it builds the layer as torch would draw it: `wide.WideAttention`."""
+    """What builds the layer as torch would draw it: `.wide:WideAttention`, in a module beside this one."""
     arguments: str
     """What that takes, in order, by the names of the spec."""
     masks: MaskStyle | None = "boolean"
     """None: as torch's layer takes them."""
     takes: frozenset[str] = frozenset()
-    """Those of `mha_inspect.layers.settings.OPTIONAL` that it has a use for; it takes every other setting."""
+    """Those of `OPTIONAL` that it has a use for; it takes every other setting."""
     whole_heads: bool = False
     """Whether a head has embed_dim features where no head_dim is given, and not embed_dim / num_heads of them."""
 
@@ -59,10 +80,6 @@ class LayerKind:
     def parameter_formula(self) -> str:
         """Closed formula of the number of parameters, as the layer is by default."""
         return f"{self.weights} + {self.biases}"
-
-    def own(self, spec: AttentionSpec) -> AttentionSpec:
-        """Return a spec that was made without knowing of the layer with the defaults that are the layer's own."""
-        return replace(spec, head_dim=spec.embed_dim) if self.whole_heads and not spec.head_dim_given else spec
 
     def formula(self, spec: AttentionSpec) -> str:
         """Return the closed formula of the number of parameters of a layer with these sizes.
@@ -78,18 +95,66 @@ class LayerKind:
             weights, biases = "4EHD", biases and "3HD + E"
         return " + ".join(filter(None, (weights, biases)))
 
+    def spec(self, **settings: Any) -> AttentionSpec:
+        """Return `AttentionSpec(**settings)` with the defaults that are the layer's own.
+
+        Where a head is as wide as the embedding by default, no head count needs to divide it.
+
+        Raises `SpecError` when the settings contradict each other.
+        """
+        from .spec import AttentionSpec
+
+        if self.whole_heads and settings.get("head_dim") is None:
+            settings["head_dim"] = settings.get("embed_dim", AttentionSpec.embed_dim)
+        return AttentionSpec(**settings)
+
+    def check(self, *parts: AttentionSpec | InputSpec | RunSpec) -> None:
+        """Refuse a setting that the layer has no use for, rather than leave it unheard.
+
+        Raises `SpecError`, which says which layers have it.
+        """
+        from .spec import DerivedInt
+
+        for name, why in OPTIONAL.items():
+            (part,) = (part for part in parts if name in part.__dataclass_fields__)
+            value, default = getattr(part, name), part.__dataclass_fields__[name].default
+            usual = (default, getattr(part, _USUAL[name])) if name in _USUAL else (default,)
+            if name in self.takes or value in usual or isinstance(value, DerivedInt):
+                continue
+            takers = ", ".join(kind.name for kind in LAYERS.values() if name in kind.takes)
+            raise SpecError(
+                f"layer {self.name} has no use for {name} {str(value).lower()}: {why}. Layers that have: {takers}."
+            )
+
     def build(self, spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         """Import the layer's code (this imports torch) and build it: in spec.dtype, in training or eval mode as asked.
 
-        Its parameters are drawn from spec.seed on the CPU and then moved, so that they are the same on every device; on
-        `meta` they have shapes and no content.
+        Its parameters are drawn from spec.seed in float32 on the CPU and then cast and moved, so that every device and
+        dtype has the same numbers, rounded; on `meta` they have shapes and no content. The global generators and
+        default dtype stay as they were.
         """
-        from .building import build_seeded
+        import torch
 
-        module, _, name = self.maker.partition(".")
-        make: Callable[..., nn.Module] = getattr(import_module(f"{__package__}.{module}"), name)
-        arguments = attrgetter(*self.arguments.split())(self.own(spec))
-        return build_seeded(lambda: make(*arguments), spec, device)
+        module, _, name = self.maker.partition(":")
+        make: Callable[..., nn.Module] = getattr(import_module(module, __package__), name)
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            with torch.device("meta" if device == "meta" else "cpu"), torch.random.fork_rng(devices=[]):
+                # Not `torch.manual_seed`: it would seed the other devices too, and nothing would put those back.
+                # Generators take 64 bits; any whole number is folded into them.
+                torch.default_generator.manual_seed(spec.seed % 2**64)
+                layer = make(*attrgetter(*self.arguments.split())(spec))
+        finally:
+            torch.set_default_dtype(before)
+        return layer.to(device=device, dtype=getattr(torch, spec.dtype)).train(spec.training)
+
+
+def evaluate(formula: str, spec: AttentionSpec) -> int:
+    """Return what a formula like `2E² + E(K + V) + 4E` gives for a layer of these sizes."""
+    sizes = (spec.embed_dim, spec.num_heads, spec.kv_heads, int(spec.head_dim), spec.key_width, spec.value_width)
+    text = re.sub(r"(?<=[\dA-Z)²])(?=[A-Z(])", "*", formula).replace("²", "**2")
+    return int(eval(text, {"__builtins__": {}}, dict(zip(LETTERS, sizes, strict=True))))
 
 
 LAYERS: dict[str, LayerKind] = {
@@ -98,11 +163,9 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="torch",
             summary="torch.nn.MultiheadAttention: one packed projection, heads folded into the batch",
-            weights="4E²",
-            biases="4E",
             split="query batch (heads head_dim) -> (batch heads) query head_dim",
             origin="PyTorch",
-            maker="torch_mha.MultiheadAttention",
+            maker="torch.nn:MultiheadAttention",
             arguments="embed_dim num_heads dropout bias add_bias_kv add_zero_attn kdim vdim batch_first",
             masks=None,
             takes=frozenset(
@@ -112,22 +175,18 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="split-heads",
             summary="wq, wk, wv and a dense; view and permute into heads; the mask added as mask * -1e9",
-            weights="4E²",
-            biases="4E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim",
             origin="TensorFlow's transformer tutorial",
-            maker="split_heads.SplitHeadsAttention",
+            maker=".split_heads:SplitHeadsAttention",
             arguments="embed_dim num_heads bias",
             masks="ones",
         ),
         LayerKind(
             name="fold-heads",
             summary="lazy Linears for inputs of any width; einops folds the heads into the batch for one bmm",
-            weights="4E²",
-            biases="4E",
             split="batch seq (heads head_dim) -> (batch heads) seq head_dim",
             origin="Dive into Deep Learning, with einops",
-            maker="fold_heads.make",
+            maker=".fold_heads:make",
             arguments="embed_dim num_heads key_width value_width dropout bias",
             takes=frozenset({"kdim", "vdim", "dropout"}),
         ),
@@ -138,7 +197,7 @@ LAYERS: dict[str, LayerKind] = {
             biases="3E",
             split="... seq (heads head_dim) -> ... heads seq head_dim",
             origin="BERT, BertSelfAttention in Hugging Face transformers",
-            maker="bert.BertSelfAttention",
+            maker=".bert:BertSelfAttention",
             arguments="embed_dim num_heads dropout bias",
             masks="lowest",
             takes=frozenset({"dropout", "unbatched", "need_weights"}),
@@ -146,11 +205,9 @@ LAYERS: dict[str, LayerKind] = {
         LayerKind(
             name="per-head",
             summary="the paper's formula read literally: W_q, W_k, W_v of its own for each head, a loop, Concat, W_o",
-            weights="4E²",
-            biases="4E",
             split="nothing is split: a matrix (head_dim embed) for each head",
             origin="Attention Is All You Need, section 3.2.2",
-            maker="per_head.PerHeadAttention",
+            maker=".per_head:PerHeadAttention",
             arguments="embed_dim num_heads kdim vdim bias",
             takes=frozenset({"kdim", "vdim", "unbatched", "need_weights"}),
         ),
@@ -161,7 +218,7 @@ LAYERS: dict[str, LayerKind] = {
             biases="HD + 2GD + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, key and value heads repeated",
             origin="LLaMA",
-            maker="grouped_query.GroupedQueryAttention",
+            maker=".grouped_query:GroupedQueryAttention",
             arguments="embed_dim num_heads kv_heads head_dim rope dropout bias",
             masks="additive",
             takes=frozenset({"num_kv_heads", "head_dim", "rope", "dropout", "need_weights"}),
@@ -173,7 +230,7 @@ LAYERS: dict[str, LayerKind] = {
             biases="4E",
             split="batch seq (heads head_dim) -> heads batch seq head_dim, of the input itself",
             origin="articles that say the input is split; Peter Bloem's narrow self-attention",
-            maker="narrow.NarrowAttention",
+            maker=".narrow:NarrowAttention",
             arguments="embed_dim num_heads bias",
             takes=frozenset({"unbatched", "need_weights"}),
         ),
@@ -184,7 +241,7 @@ LAYERS: dict[str, LayerKind] = {
             biases="3HE + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, with head_dim = embed_dim",
             origin="Peter Bloem's wide self-attention",
-            maker="wide.WideAttention",
+            maker=".wide:WideAttention",
             arguments="embed_dim num_heads head_dim bias",
             takes=frozenset({"head_dim", "need_weights"}),
             whole_heads=True,

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import nn
 
-from .building import mask_of_head
+from .per_head import mask_of_head
 
 
 class NarrowAttention(nn.Module):

@@ -7,8 +7,6 @@ import math
 import torch
 from torch import nn
 
-from .building import mask_of_head
-
 
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
@@ -23,6 +21,13 @@ def attention(
         scores = scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     weights = scores.softmax(dim=-1)
     return weights @ v, weights
+
+
+def mask_of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
+    """The part of a merged mask that one head sees: `query key` or `batch query key`."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    return mask.select(-3, head if mask.size(-3) > 1 else 0)
 
 
 class PerHeadAttention(nn.Module):

@@ -1,17 +1,18 @@
-"""What is asked for, as plain data: the layer's sizes and settings, its inputs, and how it is run; formulas of these.
+"""What is asked for, as plain data: the layer's sizes and settings, its inputs, and how it is run.
 
 Nothing here imports torch, so that a contradiction among flags is answered at once.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SpecError
+
+if TYPE_CHECKING:
+    from torch.nn import MultiheadAttention
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
 DTYPES: tuple[DtypeName, ...] = ("float32", "float64", "bfloat16", "float16")
@@ -238,26 +239,14 @@ class Show:
         return (f"{asked}: device meta has shapes and no numbers to show.",) if asked and device == "meta" else ()
 
 
-LETTERS = {"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim", "K": "kdim", "V": "vdim"}
-"""What stands for what in a formula."""
-
-
-def symbols(spec: AttentionSpec) -> dict[str, int]:
-    """The letters of a formula, with what they are in a layer."""
-    sizes = (spec.embed_dim, spec.num_heads, spec.kv_heads, int(spec.head_dim), spec.key_width, spec.value_width)
-    return dict(zip(LETTERS, sizes, strict=True))
-
-
-def evaluate(formula: str, values: Mapping[str, int]) -> int:
-    """What a formula like `2E² + E(K + V) + 4E` gives. Factors stand side by side or with `·` between them.
-
-    Raises `ValueError` for what is not such a formula, and for a letter that has no value.
-    """
-    if not re.fullmatch(r"[\dA-Z²³()+\-·\s]*", formula):
-        raise ValueError(f"{formula!r} has characters that are not part of a formula")
-    text = re.sub(r"(?<=[\dA-Z)²³])(?=[A-Z(])", "*", formula)
-    text = text.replace("²", "**2").replace("³", "**3").replace("·", "*")
-    try:
-        return int(eval(text, {"__builtins__": {}}, dict(values)))  # of letters, digits and signs alone
-    except (SyntaxError, NameError) as error:
-        raise ValueError(f"{formula!r} is no formula of {', '.join(values)}: {error}") from None
+def spec_of(module: MultiheadAttention) -> AttentionSpec:
+    """Return the spec of torch's own layer; a dtype that no layer is built in is float32, a dropout of 1 is 0."""
+    dtype = str(module.out_proj.weight.dtype).removeprefix("torch.")
+    same = ("embed_dim", "num_heads", "kdim", "vdim", "add_zero_attn", "batch_first", "training")
+    return AttentionSpec(
+        **{name: getattr(module, name) for name in same},
+        bias=module.in_proj_bias is not None,
+        add_bias_kv=module.bias_k is not None,
+        dropout=module.dropout if module.dropout < 1 else 0.0,
+        dtype=dtype if dtype in DTYPES else "float32",
+    )

@@ -11,7 +11,7 @@ import torch
 
 from mha_inspect import compare_heads
 from mha_inspect.errors import MhaInspectError, SpecError
-from mha_inspect.layers import torch_mha
+from mha_inspect.layers.catalog import LayerKind
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
 from ..built import built_layer
@@ -31,15 +31,15 @@ def by_hand(heads: int, dtype: torch.dtype = torch.float32, **inputs) -> torch.T
 
 def changed_layer(monkeypatch: pytest.MonkeyPatch, change) -> None:
     """Every torch layer is changed after it was drawn."""
-    make = torch_mha.MultiheadAttention
+    honest = LayerKind.build
 
-    def changed(*sizes):
-        module = make(*sizes)
+    def build(*args):
+        module = honest(*args)
         with torch.no_grad():
             change(module)
         return module
 
-    monkeypatch.setattr(torch_mha, "MultiheadAttention", changed)
+    monkeypatch.setattr(LayerKind, "build", build)
 
 
 def test_differences_are_those_of_torchs_layer_run_by_hand():

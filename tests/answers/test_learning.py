@@ -11,7 +11,6 @@ from mha_inspect.answers.compare_heads import HeadRun, carry
 from mha_inspect.answers.learning import Learner, gradient_of
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.record.rounding import same_bits
 
@@ -22,7 +21,7 @@ SIZES = {"embed_dim": EMBED, "batch": 3, "seq_len": 7}
 
 
 def forward_of(heads: int, layer: str = "torch", dtype: str = "float32", **inputs):
-    spec = spec_for(LAYERS[layer], embed_dim=EMBED, num_heads=heads, dtype=dtype)
+    spec = LAYERS[layer].spec(embed_dim=EMBED, num_heads=heads, dtype=dtype)
     return built_layer(spec, InputSpec(**{"batch": 3, "seq_len": 7, **inputs}), RunSpec(), layer)
 
 

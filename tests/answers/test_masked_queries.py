@@ -12,7 +12,6 @@ import mha_inspect
 from mha_inspect.answers.masked_queries import fate_of
 from mha_inspect.call.load import load_layer
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
 from ..built import trace_layer
@@ -36,7 +35,7 @@ def sentence(count: str, query: int, row: int, fate: str) -> str:
 def test_what_becomes_of_them_is_what_comes_out(layer: str, training: bool, asked: dict[str, bool]) -> None:
     if "need_weights" in asked and "need_weights" not in LAYERS[layer].takes:
         pytest.skip("the layer has no such argument")
-    spec, run = spec_for(LAYERS[layer], **SIZES, training=training), RunSpec(**asked)
+    spec, run = LAYERS[layer].spec(**SIZES, training=training), RunSpec(**asked)
     forward = load_layer(spec, PADDED, run, layer)
     weights = read_weights(forward.module)
     with torch.set_grad_enabled(run.grad):

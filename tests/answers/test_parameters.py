@@ -17,8 +17,7 @@ from mha_inspect.answers.params import INPUTS
 from mha_inspect.answers.params import params as report_of
 from mha_inspect.call.load import load_layer
 from mha_inspect.errors import InputError, SpecError
-from mha_inspect.layers import torch_mha
-from mha_inspect.layers.catalog import LAYERS
+from mha_inspect.layers.catalog import LAYERS, LayerKind
 from mha_inspect.layers.spec import AttentionSpec, RunSpec, Show
 from mha_inspect.reports.params import ParamsReport
 from mha_inspect.running.subject import Subject
@@ -221,10 +220,10 @@ def test_head_counts_side_by_side_change_nothing_but_the_slices() -> None:
 
 
 def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = torch_mha.MultiheadAttention
+    honest = LayerKind.build
 
-    def other(*sizes: Any) -> nn.MultiheadAttention:
-        module = honest(*sizes)
+    def other(*args: Any) -> nn.Module:
+        module = honest(*args)
         if module.num_heads == 2:
             with torch.no_grad():
                 module.in_proj_weight[35, 11] += 1e-6
@@ -232,7 +231,7 @@ def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> 
             module.out_proj.bias = nn.Parameter(torch.zeros(1))
         return module
 
-    monkeypatch.setattr(torch_mha, "MultiheadAttention", other)
+    monkeypatch.setattr(LayerKind, "build", other)
     changes = report(num_heads=(1, 2, 4)).changes
     assert "Nothing" not in changes
     assert "From 1 to 2 heads the parameters change: other values in in_proj_weight." in changes

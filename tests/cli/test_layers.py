@@ -7,8 +7,8 @@ import json
 import jsonschema
 import pytest
 
-from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.spec import LETTERS, AttentionSpec, symbols
+from mha_inspect.layers.catalog import LAYERS, LETTERS, evaluate
+from mha_inspect.layers.spec import AttentionSpec
 from mha_inspect.schemas import load_schema
 
 
@@ -31,7 +31,8 @@ def test_every_letter_of_a_formula_is_explained(invoke):
     assert set(letters) == used
     spec = AttentionSpec(embed_dim=22, num_heads=2, kdim=3, vdim=5)
     values = {"num_kv_heads": 2, "embed_dim": 22, "num_heads": 2, "head_dim": 11, "kdim": 3, "vdim": 5}
-    assert symbols(spec) == {letter: values[name] for letter, name in LETTERS.items()}
+    assert [evaluate(letter, spec) for letter in LETTERS] == [values[name] for name in LETTERS.values()]
+    assert evaluate("2E² + E(K + V) + 4E", spec) == 2 * 22**2 + 22 * 8 + 88
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -15,7 +15,6 @@ from mha_inspect.call.inputs import Triple
 from mha_inspect.call.load import layer_called
 from mha_inspect.call.part import layer_inputs
 from mha_inspect.layers.catalog import find_layer
-from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.running.subject import Subject
 
@@ -42,7 +41,7 @@ class Bench:
 
     def spec(self, name: str = "torch", **settings: Any) -> AttentionSpec:
         settings = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS, "dtype": "float64", **settings}
-        return spec_for(find_layer(name), **settings)
+        return find_layer(name).spec(**settings)
 
     def build(self, name: str, **settings: Any) -> nn.Module:
         return find_layer(name).build(self.spec(name, **settings))

@@ -14,8 +14,9 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from mha_inspect.layers import bert, fold_heads, grouped_query, narrow, per_head, split_heads, torch_mha, wide
+from mha_inspect.layers import bert, fold_heads, grouped_query, narrow, per_head, split_heads, wide
 from mha_inspect.layers.spec import AttentionSpec
+from mha_inspect.layers.spec import spec_of as layers_spec_of
 from mha_inspect.reports.params import HeadSlice
 
 Bounds = tuple[int, int]
@@ -324,7 +325,7 @@ ROLES = {
 """By the name of the layer, what makes a table of roles of a spec."""
 
 _SPECS: dict[type, tuple[str, Any]] = {
-    nn.MultiheadAttention: ("torch", torch_mha.spec_of),
+    nn.MultiheadAttention: ("torch", layers_spec_of),
     split_heads.SplitHeadsAttention: ("split-heads", _spec_of_split_heads),
     fold_heads.FoldHeadsAttention: ("fold-heads", _spec_of_fold_heads),
     bert.BertSelfAttention: ("bert", _spec_of_bert),

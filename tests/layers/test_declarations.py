@@ -11,10 +11,9 @@ from torch.nn.parameter import is_lazy
 
 from mha_inspect.call.load import layer_called, load_layer
 from mha_inspect.errors import SpecError
-from mha_inspect.layers.catalog import LAYERS, find_layer
+from mha_inspect.layers.catalog import LAYERS, OPTIONAL, evaluate, find_layer
 from mha_inspect.layers.fold_heads import FoldHeadsAttention
-from mha_inspect.layers.settings import OPTIONAL, check_settings, spec_for
-from mha_inspect.layers.spec import InputSpec, RunSpec, evaluate, symbols
+from mha_inspect.layers.spec import InputSpec, RunSpec
 
 from .declared import ROLES, spec_of
 
@@ -47,7 +46,7 @@ def each_that_takes():
 def test_the_formula_gives_the_count_and_the_roles_cover_every_element(bench, name, sizes):
     kind, spec = find_layer(name), bench.spec(name, **sizes)
     layer = bench.build(name, **sizes)
-    assert evaluate(kind.formula(spec), symbols(spec)) == sum(parameter.numel() for parameter in layer.parameters())
+    assert evaluate(kind.formula(spec), spec) == sum(parameter.numel() for parameter in layer.parameters())
     roles = ROLES[name](spec)
     for parameter_name, parameter in layer.named_parameters():
         role, seen = roles[parameter_name], torch.zeros(parameter.shape, dtype=torch.int)
@@ -72,7 +71,7 @@ def test_a_width_of_its_own_has_a_name_of_its_own(bench, name, linear):
 
 def test_the_catalogs_formula_is_the_one_of_the_default_layer():
     for kind in LAYERS.values():
-        assert kind.formula(spec_for(kind, embed_dim=33, num_heads=3)) == kind.parameter_formula
+        assert kind.formula(kind.spec(embed_dim=33, num_heads=3)) == kind.parameter_formula
 
 
 def test_lazy_linears_are_written_and_none_is_left(bench):
@@ -129,17 +128,17 @@ ASKED = {
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_setting_is_taken_or_refused_with_those_that_take_it(name, setting):
     kind = find_layer(name)
-    spec = spec_for(kind, embed_dim=32, num_heads=4, **ASKED[setting])
+    spec = kind.spec(embed_dim=32, num_heads=4, **ASKED[setting])
     inputs, run = InputSpec(unbatched=setting == "unbatched"), RunSpec(need_weights=setting != "need_weights")
     if setting in kind.takes or (name == "wide" and setting == "head_dim"):
-        check_settings(kind, spec, inputs, run)
+        kind.check(spec, inputs, run)
         return
     takers = [other.name for other in LAYERS.values() if setting in other.takes]
     assert takers
     with pytest.raises(
         SpecError, match=f"layer {name} has no use for {setting} .*Layers that have: {', '.join(takers)}"
     ):
-        check_settings(kind, spec, inputs, run)
+        kind.check(spec, inputs, run)
 
 
 @pytest.mark.parametrize(
@@ -167,16 +166,16 @@ def test_what_is_taken_is_heard(bench, name, setting):
 @pytest.mark.parametrize("name", LAYERS)
 def test_the_defaults_are_for_every_layer(name):
     kind = find_layer(name)
-    check_settings(kind, spec_for(kind, kdim=512, num_kv_heads=8), InputSpec(causal=True, padding=(2,)), RunSpec())
+    kind.check(kind.spec(kdim=512, num_kv_heads=8), InputSpec(causal=True, padding=(2,)), RunSpec())
 
 
 def test_wide_has_the_whole_embedding_in_every_head():
-    assert spec_for(find_layer("wide"), embed_dim=10, num_heads=3).head_dim == 10
-    assert spec_for(find_layer("wide"), num_heads=3, head_dim=7).head_dim == 7
+    assert find_layer("wide").spec(embed_dim=10, num_heads=3).head_dim == 10
+    assert find_layer("wide").spec(num_heads=3, head_dim=7).head_dim == 7
     with pytest.raises(SpecError, match="embed_dim 0 is not a size"):
-        spec_for(find_layer("wide"), embed_dim=0)
+        find_layer("wide").spec(embed_dim=0)
 
 
 def test_settings_are_checked_without_torch():
-    code = "import sys, mha_inspect.layers.settings; sys.exit('torch' in sys.modules)"
+    code = "import sys, mha_inspect.layers.catalog; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

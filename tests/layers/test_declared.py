@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from mha_inspect.layers.catalog import LAYERS, find_layer
-from mha_inspect.layers.settings import spec_for
 
 from .conftest import HEAD_DIM, HEADS
 from .declared import load_weights, read_weights
@@ -43,7 +42,7 @@ def build(name: str, heads: int, head_dim: int, kv_heads: int | None = None, **m
         sizes["head_dim"] = head_dim
     if "num_kv_heads" in kind.takes:
         sizes["num_kv_heads"] = kv_heads
-    return kind.build(spec_for(kind, **sizes))
+    return kind.build(kind.spec(**sizes))
 
 
 FULL = ["torch", "split-heads", "fold-heads", "per-head", "grouped-query", "wide"]

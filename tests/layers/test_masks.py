@@ -9,7 +9,7 @@ import torch
 
 from mha_inspect.call.masks import merged
 from mha_inspect.errors import InputError
-from mha_inspect.layers.building import mask_of_head
+from mha_inspect.layers.per_head import mask_of_head
 
 from .conftest import BATCH, HEADS, KEY, QUERY
 from .declared import canonical_weights, load_weights

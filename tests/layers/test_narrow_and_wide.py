@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mha_inspect.layers.catalog import find_layer
-from mha_inspect.layers.spec import AttentionSpec
 
 from .conftest import BATCH, HEAD_DIM, HEADS, KEY, QUERY
 
@@ -105,7 +104,7 @@ def test_a_head_of_narrow_sees_its_slice_and_no_other(bench):
 
 
 def test_wide_is_as_wide_as_the_embedding_when_no_head_dim_was_given():
-    layer = find_layer("wide").build(AttentionSpec(embed_dim=10, num_heads=2))
+    layer = find_layer("wide").build(find_layer("wide").spec(embed_dim=10, num_heads=2))
     assert layer.toqueries.weight.shape == (20, 10)
 
 

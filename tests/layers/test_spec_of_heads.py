@@ -6,14 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from mha_inspect.answers.diff import diff
-from mha_inspect.call.head_counts import layers_with_heads
 from mha_inspect.errors import SpecError
-from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.settings import spec_for
-from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
-
-from ..built import trace_layer, two_layers
+from mha_inspect.layers.spec import AttentionSpec, plain_fields
 
 
 def test_a_derived_head_dim_follows_a_new_head_count():
@@ -57,25 +51,6 @@ def test_a_given_head_dim_needs_no_division():
 def test_contradictions_are_named(settings, message):
     with pytest.raises(SpecError, match=f"(?i){message}"):
         AttentionSpec(**settings)
-
-
-@pytest.mark.parametrize("layer", LAYERS)
-def test_a_spec_that_was_made_without_the_layer_is_that_of_the_layer(layer):
-    """As `AttentionSpec(...)` comes from a caller of the library, who does not know the layer's own defaults."""
-    plain = AttentionSpec(embed_dim=30, num_heads=5)
-    own = spec_for(LAYERS[layer], embed_dim=30, num_heads=5)
-    masked, run = InputSpec(batch=3, seq_len=7, padding=(0, 7, 2)), RunSpec()
-    assert trace_layer(plain, masked, run, layer=layer) == trace_layer(own, masked, run, layer=layer)
-    assert diff(*two_layers(layer, layer, plain, masked, run)).verdict == "same"
-
-
-def test_so_it_is_for_several_head_counts():
-    """No head count of `wide` needs to divide embed_dim."""
-    plain, own = AttentionSpec(embed_dim=15, num_heads=5), spec_for(LAYERS["wide"], embed_dim=15, num_heads=5)
-    made = (
-        [one.made_with for _, one in layers_with_heads(s, (1, 2), InputSpec(), RunSpec(), "wide")] for s in (plain, own)
-    )
-    assert next(made) == next(made)
 
 
 def test_json_has_the_resolved_head_dim():

@@ -18,7 +18,6 @@ from mha_inspect import Intent
 from mha_inspect.call.load import load_layer
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.settings import spec_for
 from mha_inspect.layers.spec import InputSpec, RunSpec
 from mha_inspect.record.arguments import first_tensor
 from mha_inspect.testing import assert_attention_is_right
@@ -183,7 +182,7 @@ OUT = re.compile(r"^(W_o|out_proj|o_proj|dense|unifyheads)\.weight$")
 def test_every_layout_tells_what_hangs_on_each_head(layer: str, batch_first: bool) -> None:
     """The columns of a head in W_o hold all that it gives: with zeros there, the plain module says what is missing."""
     settings: dict[str, Any] = {} if batch_first else {"batch_first": False}
-    spec = spec_for(LAYERS[layer], embed_dim=12, num_heads=3, **settings)
+    spec = LAYERS[layer].spec(embed_dim=12, num_heads=3, **settings)
     own = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
     (w_o,) = (parameter for name, parameter in own.module.named_parameters() if OUT.search(name))
     told_by_columns(own.module, w_o, 3, own.args, own.kwargs)
