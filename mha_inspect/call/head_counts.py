@@ -9,6 +9,7 @@ from operator import index
 from typing import Any
 
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from ..build.device import resolve
 from ..build.vocabulary import flag_of
@@ -84,9 +85,23 @@ def layers_with_heads(
 def _like(base: nn.Module, spec: AttentionSpec, layer: str, run: RunSpec) -> nn.Module:
     """Return a layer, without numbers where the baseline's parameters fit into it."""
     kind = find_layer(layer)
-    empty = kind.build(spec, "meta")
-    shapes, of_base = ({name: t.shape for name, t in m.state_dict().items()} for m in (empty, base))
-    return empty.to_empty(device=run.device) if shapes == of_base else kind.build(spec, run.device)
+    with _Undrawn():
+        module = kind.build(spec, run.device)
+    shapes, of_base = ({name: t.shape for name, t in m.state_dict().items()} for m in (module, base))
+    return module if shapes == of_base else kind.build(spec, run.device)
+
+
+class _Undrawn(TorchFunctionMode):
+    """Draw nothing inside the block: parameters that are built there hold whatever their memory held."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run a function of torch, unless it would fill a tensor with random numbers."""
+        kwargs = kwargs or {}
+        if func.__name__ in ("uniform_", "normal_", "kaiming_uniform_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
 
 
 def modules_with_heads(
