@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -68,7 +67,7 @@ class ComparableRun:
                     f"{self.label} returns {list(returned[0].shape)}, in which there is no number to compare: give it "
                     "inputs without a dimension of zero."
                 )
-            return replace(run, wider=self.subject.wider_run(run) if self._like is None else self._like.run.wider)
+            return run.beside(self.subject.wider_run(run) if self._like is None else self._like.run.wider)
 
     def forget(self) -> None:
         """Let go of what was run: the weights are others now, or nobody asks any more."""

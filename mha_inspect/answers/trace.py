@@ -38,7 +38,7 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     with subject.settings():
         before = subject.state()
         run = _run(subject, show, keep, before)
-        run = replace(run, wider=subject.wider_run(run))
+        run = run.beside(subject.wider_run(run))
         trace = report(
             run,
             show,
@@ -69,7 +69,7 @@ def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> tuple[
     if blind is None:
         return nan_note(subject, before, run, kept=keep)
     again = run if keep else once_more(subject, before)
-    return (masked_note(*blind, None if again is None else replace(again, wider=run.wider)),)
+    return (masked_note(*blind, None if again is None else again.beside(run.wider)),)
 
 
 def _run(subject: Subject, show: Show, keep: bool, before: State) -> Run:

@@ -6,8 +6,12 @@ A dimension of size one leaves no trace in a view: what it is shows in a wider r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
@@ -37,9 +41,19 @@ class NamedRun:
     @cached_property
     def attentions(self) -> tuple[Named, ...]:
         """Every attention with the names of its axes."""
+        return self._alone if self.wider is None else _named_after(self._alone, self.wider.attentions)
+
+    @cached_property
+    def _alone(self) -> tuple[Named, ...]:
+        """The attentions with the names that this run alone tells."""
         with uncollected():
-            found = tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
-        return found if self.wider is None else _named_after(found, self.wider.attentions)
+            return tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
+
+    def beside(self, wider: NamedRun | None) -> Self:
+        """Return this run with a wider one beside it, and with what is known of it already."""
+        run = replace(self, wider=wider)
+        vars(run).update({name: vars(self)[name] for name in ("graph", "_alone") if name in vars(self)})
+        return run
 
 
 def _named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:

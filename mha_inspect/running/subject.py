@@ -114,11 +114,11 @@ class Subject:
         """
         if self.without_ones is not None:
             return self._run_wider(run, self.without_ones)
-        for places in self._places_of_one() if run.attentions else ():
-            wider = self._run_wider(run, partial(self._repeated, places))
-            if wider is not None:
-                return wider
-        return None
+        places = self._places_of_one()
+        if not places or not run.attentions:
+            return None
+        tries = (self._run_wider(run, partial(self._repeated, each)) for each in places)
+        return next(filter(None, tries), None)
 
     def _run_wider(self, run: Run, make: Callable[[nn.Module], Subject]) -> Run | None:
         """Run what `make` makes of a copy of the module; None where that fails, or costs much."""
