@@ -30,7 +30,7 @@ class PictureAxis:
     """What stands at each place, such as a token; empty where places are numbered. Cleaned as it enters."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "labels", tuple(map(printable, self.labels)))
+        vars(self).update(name=printable(self.name), labels=tuple(map(printable, self.labels)))
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """Heat maps on one scale."""
+    """Heat maps on one scale. Its texts are cleaned as they enter."""
 
     title: str
     panels: tuple[str, ...]
@@ -60,6 +60,10 @@ class Picture:
     notes: tuple[str, ...] = ()
     below: bool = False
     """Whether panels stand below each other, to be compared column by column, and never side by side."""
+
+    def __post_init__(self) -> None:
+        panels, notes = tuple(map(printable, self.panels)), tuple(map(printable, self.notes))
+        vars(self).update(title=printable(self.title), panels=panels, notes=notes)
 
     @property
     def shape(self) -> tuple[int, int, int]:

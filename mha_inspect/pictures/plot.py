@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ..errors import InputError
-from ..text import printable
 from .grid import Picture, PictureAxis, hex_table
 from .terminal import number
 
@@ -70,12 +69,12 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
     axes = [figure.add_subplot(high, wide, place + 1) for place in range(count)]
     images = [_panel(picture, place, panel) for place, panel in enumerate(axes)]
     span = picture.range
-    label = printable(picture.title)
+    label = picture.title
     if picture.signed:
         label += f" (from {number(span.least)} to {number(span.most)})"
     figure.colorbar(images[-1], ax=axes, label=_plain(label), shrink=min(0.9, 3 / high) if high > 1 else 0.9)
     signs = (("hatched: masked", span.masked), ("magenta: NaN", span.nan), ("white: inf", span.infinite))
-    notes = [text for text, count in signs if count] + list(map(printable, picture.notes))
+    notes = [text for text, count in signs if count] + list(picture.notes)
     figure.supxlabel(_plain("   ".join(notes)), fontsize="small")
     return axes
 
@@ -109,7 +108,7 @@ def _panel(picture: Picture, place: int, axes: Axes) -> Any:
                 cmap=ListedColormap([colour]),
                 aspect=axes.get_aspect(),
             )
-    axes.set_title(_plain(printable(picture.panels[place])), fontsize="medium")
+    axes.set_title(_plain(picture.panels[place]), fontsize="medium")
     axes.set_xlabel(_plain(picture.columns.name))
     axes.set_ylabel(_plain(picture.rows.name))
     _ticks(axes.xaxis, picture.columns, columns, 90)

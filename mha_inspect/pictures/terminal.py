@@ -10,7 +10,7 @@ from itertools import zip_longest
 import numpy as np
 
 from ..render.layout import pieces
-from ..text import cells, fitting, plural, printable
+from ..text import cells, fitting, plural
 from .grid import RAMP, SPECIAL, Depth, Floats, Picture, PictureAxis, codes, reduced, steps
 
 WIDTH = 80
@@ -56,7 +56,7 @@ class _Drawing:
         rows, columns = picture.rows, picture.columns
         ticks = [len(str(picture.shape[1] - 1)), *(min(cells(label), WIDEST_LABEL) for label in rows.labels)]
         self.gutter = max(*ticks, cells(rows.name) + 2, cells(columns.name) + 2) + 1
-        self.widest_name = max(cells(printable(name)) for name in picture.panels)
+        self.widest_name = max(map(cells, picture.panels))
 
     @cached_property
     def zoom(self) -> int:
@@ -114,7 +114,7 @@ class _Drawing:
             padded = (part + " " * (across - cells(_ESCAPE.sub("", part))) for part in parts)
             return " " * (self.gutter - 1 - cells(left)) + left + " " + (" " * GAP).join(padded)
 
-        lines = [line(f"{rows.name} ↓", (_cut(printable(name), across) for name in names))]
+        lines = [line(f"{rows.name} ↓", (_cut(name, across) for name in names))]
         bodies = [self.panel(panel) for panel in panels]
         for number, parts in enumerate(zip(*bodies, strict=True)):
             row = number if self.is_tall else 2 * number
@@ -166,7 +166,7 @@ class _Drawing:
         """Return what the colours stand for, and what else there is to say."""
         picture, span = self.picture, self.picture.range
         low, high = picture.scale
-        title, is_inked = printable(picture.title), self.depth != "none"
+        title, is_inked = picture.title, self.depth != "none"
         if span.nan + span.infinite + span.masked == picture.values.size:
             parts = [f"{title}: no element is a finite number"]
         elif low == high:
@@ -198,7 +198,7 @@ class _Drawing:
                 lines[-1] += f"   {part}"
             else:
                 lines.append(part)
-        return [*lines, *(line for note in notes for line in pieces(printable(note), self.width))]
+        return [*lines, *(line for note in notes for line in pieces(note, self.width))]
 
     def bar(self, room: int) -> str:
         """Return the steps of the map from first to last, fewer of them where there is less room."""

@@ -81,19 +81,19 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
     signs += [["nan", f"NaN ({whole.nan:,})"]] if whole.nan else []
     signs += [["inf", f"inf ({whole.infinite:,})"]] if whole.infinite else []
     return {
-        "stage": printable(picture.title),
-        "axes": [printable(picture.rows.name), printable(picture.columns.name)],
+        "stage": picture.title,
+        "axes": [picture.rows.name, picture.columns.name],
         "size": [rows, columns],
         "cells": [values.shape[1], values.shape[2]],
         "block": list(block),
         "bits": how.bits,
         "signed": picture.signed,
         "scale": list(picture.scale),
-        "heads": [printable(name) for name in picture.panels],
+        "heads": list(picture.panels),
         "low": [panel.least for panel in ranges],
         "high": [panel.most for panel in ranges],
         "signs": signs,
-        "notes": [*notes, *map(printable, picture.notes)],
+        "notes": [*notes, *picture.notes],
         "data": base64.b64encode(codes.tobytes()).decode(),
     }
 

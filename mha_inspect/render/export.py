@@ -40,37 +40,18 @@ class Destination:
         Raises `ExportError` for an unknown suffix, a folder that is not there or takes no files, and a target that is
         itself a folder.
         """
-        try:
-            return cls._of(asked)
-        except OSError as error:  # a name that is too long, a working folder that is gone
-            said = error.strerror or type(error).__name__
-            raise ExportError(f"{_name(asked)} cannot be written: {said}. Name another place.") from None
-
-    @classmethod
-    def _of(cls, asked: Path) -> Destination:
-        name = _name(asked)
         format = FORMAT_OF_SUFFIX.get(asked.suffix.lower())
         if format is None:
             ending = f"ends in {printable(asked.suffix, 20)}" if asked.suffix else "has no ending"
-            raise ExportError(
-                f"{name} {ending}: the ending says how it is written. Use one of {', '.join(FORMAT_OF_SUFFIX)}."
-            )
-        real = Path(os.path.realpath(asked))
-        if real.is_symlink():
-            raise ExportError(f"{name} is a link that leads to itself. Name another place.")
-        folder = real.parent
-        if not folder.is_dir():
-            what = "is not a folder" if folder.exists() else "is not there"
-            raise ExportError(
-                f"{name} cannot be written: the folder {_name(folder)} {what}. Make it first, or name another."
-            )
-        if real.is_dir():
-            raise ExportError(
-                f"{name} is a folder: name a file in it, as in {_name(asked / ('report' + asked.suffix))}."
-            )
-        place = real if real.exists() else folder
-        if not os.access(place, os.W_OK):
-            raise ExportError(f"{name} cannot be written: you may not write to {_name(place)}. Name another place.")
+            suffixes = ", ".join(FORMAT_OF_SUFFIX)
+            raise ExportError(f"{_name(asked)} {ending}: the ending says how it is written. Use one of {suffixes}.")
+        try:
+            real = Path(os.path.realpath(asked))
+            fault = _fault(asked, real)
+        except OSError as error:  # a name that is too long, a working folder that is gone
+            fault = f"cannot be written: {error.strerror or type(error).__name__}. Name another place."
+        if fault:
+            raise ExportError(f"{_name(asked)} {fault}")
         return cls(asked, real, format)
 
     def write(self, content: str | bytes) -> None:
@@ -102,12 +83,12 @@ class Destination:
         temporary = str(self.real.parent / f".mha-inspect-{os.urandom(8).hex()}.tmp")
         unfinished.add(temporary)
         try:
-            descriptor, named = self._open(temporary)
+            descriptor, has_name = _open(self.real.parent, temporary)
             with open(descriptor, "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-                if not named:
+                if not has_name:
                     # The folder is of no use to a whole path; without one Python links the link, and not the file.
                     os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor)
             if before is not None:
@@ -122,16 +103,32 @@ class Destination:
         finally:
             unfinished.discard(temporary)
 
-    def _open(self, temporary: str) -> tuple[int, bool]:
-        """Open a new file, and say whether it has a name: one without leaves nothing behind, whatever ends us.
 
-        Made by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
-        """
-        if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # a file system that has none without a name
-                return os.open(self.real.parent, os.O_WRONLY | os.O_TMPFILE, 0o666), False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-        return os.open(temporary, flags, 0o666), True
+def _fault(asked: Path, real: Path) -> str:
+    """Return what keeps a file from being written, and what to do; empty where nothing does."""
+    folder = real.parent
+    place = real if real.exists() else folder
+    if real.is_symlink():
+        return "is a link that leads to itself. Name another place."
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "is not there"
+        return f"cannot be written: the folder {_name(folder)} {what}. Make it first, or name another."
+    if real.is_dir():
+        return f"is a folder: name a file in it, as in {_name(asked / ('report' + asked.suffix))}."
+    if not os.access(place, os.W_OK):
+        return f"cannot be written: you may not write to {_name(place)}. Name another place."
+    return ""
+
+
+def _open(folder: Path, temporary: str) -> tuple[int, bool]:
+    """Open a new file, and say whether it has a name: one without leaves nothing behind, whatever ends us.
+
+    Made by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
+    """
+    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # a file system that has none without a name
+            return os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o666), False
+    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), True
 
 
 def _name(path: Path) -> str:
