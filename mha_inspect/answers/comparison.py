@@ -70,8 +70,8 @@ class Comparison(Generic[R]):
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
 
         def floor() -> float:
-            likes = {id(self.left): theirs, id(self.right): ours}
-            return max(run.floor(place, stage, likes[id(run)], rows) for run in self._measured)
+            likes = ((self.left, theirs), (self.right, ours))
+            return max(run.floor(place, stage, like, rows) for run, like in likes if run in self._measured)
 
         difference = compare_stage(stage, ours, theirs, floor)
         if difference.compared != CANONICAL_AXES[stage]:
@@ -80,24 +80,24 @@ class Comparison(Generic[R]):
 
     def _in_query_heads(self, place: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, str]:
         """Return keys or values of both with one for every head, and which are shared; as they are where none fits."""
-        sides = {"left": self.left, "right": self.right}
-        names = [side.attentions[place][1] for side in sides.values()]
-        (ours, *counts), (theirs, *others) = (
-            _repeated(content, of) for content, of in zip((left, right), names, strict=True)
-        )
+        names = [side.attentions[place][1] for side in (self.left, self.right)]
+        (ours, of_left), (theirs, of_right) = map(_repeated, (left, right), names)
         if ours.shape != theirs.shape:
             return left, right, ""
-        shared = zip(sides, names, (*counts, *others), strict=True)
-        note = " and ".join(
+        shared = zip(("left", "right"), names, (of_left, of_right), strict=True)
+        notes = [
             f"each key/value head on the {side}, of {of.num_kv_heads}, stands for {each}"
             for side, of, each in shared
             if each > 1
-        )
-        return ours, theirs, note
+        ]
+        return ours, theirs, " and ".join(notes)
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare what both return; the rounding error is measured without these queries."""
-        floor = lambda: max(run.output_floor(rows) for run in self._measured)  # noqa: E731
+
+        def floor() -> float:
+            return max(run.output_floor(rows) for run in self._measured)
+
         return compare_stage("output", self.left.output, self.right.output, floor)
 
 

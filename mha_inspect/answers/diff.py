@@ -11,7 +11,8 @@ import torch
 from ..measure.stage_difference import StageDifference
 from ..naming.stage_facts import unlike_dot
 from ..naming.stages import CANONICAL_AXES
-from ..reports.diff import DiffReport, NoiseSource, OutputDifference, SideName, StageRow, StageSide
+from ..reports.common import Difference
+from ..reports.diff import DiffReport, NoiseSource, SideName, StageRow, StageSide
 from .comparison import ComparedStage, Comparison
 from .diff_answer import answer, notes, stage_note
 from .masked_queries import fate_of, masked_sentence
@@ -43,7 +44,7 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
         noise=_noise_source(left.dtype, right.dtype),
         stages=tuple(stages),
         first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
-        output=OutputDifference(**_numbers(output)),
+        output=Difference(**_numbers(output)),
         verdict=output.verdict,
         notes=(),
         answer=(),
@@ -77,7 +78,7 @@ def _stages(comparison: Comparison[Side], place: int, *, several: bool) -> list[
 
 def _numbers(difference: StageDifference | None) -> dict[str, Any]:
     """Return what was measured, by the names that reports have for it; None throughout where nothing was."""
-    return {field.name: getattr(difference, field.name, None) for field in fields(OutputDifference)}
+    return {field.name: getattr(difference, field.name, None) for field in fields(Difference)}
 
 
 def _why_not_compared(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..naming.stages import CANONICAL_AXES
 from ..record.rounding import distances, judge, rounding_error
-from ..reports.common import Verdict
+from ..reports.common import Difference
 
 BLOCKED_BELOW = -3e4
 """No score is that low but by a mask (-1e9, the lowest number of a dtype, -inf), and exp of it is 0 in every dtype."""
@@ -22,16 +22,9 @@ MERGED_HEADS = "the heads side by side"
 
 
 @dataclass(frozen=True)
-class StageDifference:
-    """One stage of two runs."""
+class StageDifference(Difference):
+    """How far apart one stage of two runs is."""
 
-    max_abs_difference: float | None
-    """None where the shapes differ, and there is nothing to subtract."""
-    relative_difference: float | None
-    """‖left - right‖ / ‖left‖ over the elements that are finite on both sides."""
-    noise_floor: float | None
-    times_noise: float | None
-    verdict: Verdict
     compared: str
     """What was compared: `batch heads query key`, or what stands for it where the head counts differ."""
     note: str = ""

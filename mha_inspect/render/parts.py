@@ -13,8 +13,9 @@ from .page import LONGEST, Cell, Column, Facts, Page, Paragraph, Section, Table,
 from .page import table as table_of
 
 if TYPE_CHECKING:
+    from ..reports.common import Difference
     from ..reports.compare_heads import HeadCount
-    from ..reports.diff import OutputDifference, StageRow
+    from ..reports.diff import StageRow
 
 T = TypeVar("T")
 
@@ -79,7 +80,7 @@ def difference_columns(relative: str, drops: tuple[int, int]) -> tuple[Column, .
     )
 
 
-def difference(of: HeadCount | OutputDifference | StageRow, *, baseline: bool = False) -> tuple[Cell | str, ...]:
+def difference(of: HeadCount | Difference | StageRow, *, baseline: bool = False) -> tuple[Cell | str, ...]:
     """Return the largest difference, the relative one, the multiple of the rounding error, and the verdict."""
     largest, relative = number(of.max_abs_difference), number(of.relative_difference)
     return largest, relative, multiple(of.times_noise), verdict_cell(of.verdict, baseline=baseline)

@@ -15,6 +15,19 @@ off by half a last digit."""
 
 
 @dataclass(frozen=True)
+class Difference:
+    """How far apart two tensors are, beside a rounding error that was measured in the same run."""
+
+    max_abs_difference: float | None
+    """None where the shapes differ, and there is nothing to subtract."""
+    relative_difference: float | None
+    """‖left - right‖ / ‖left‖ over the elements that are finite on both sides."""
+    noise_floor: float | None
+    times_noise: float | None
+    verdict: Verdict
+
+
+@dataclass(frozen=True)
 class Environment:
     """What the numbers were made with."""
 

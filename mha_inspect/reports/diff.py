@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .common import Environment, LayerInfo, MeasuredAgainst, Verdict
+from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Verdict
 from .report import Report
 from .trace import OpRef, Path
 
@@ -73,18 +73,6 @@ class StageRow:
 
 
 @dataclass(frozen=True)
-class OutputDifference:
-    """What the two plain forwards return, compared in canonical axes."""
-
-    max_abs_difference: float | None
-    """None where the shapes differ."""
-    relative_difference: float | None
-    noise_floor: float | None
-    times_noise: float | None
-    verdict: Verdict
-
-
-@dataclass(frozen=True)
 class NoiseSource:
     """What rounding the differences are measured against."""
 
@@ -118,7 +106,8 @@ class DiffReport(Report):
     stages: tuple[StageRow, ...]
     first_differing_stage: str | None
     """None where no stage differs."""
-    output: OutputDifference
+    output: Difference
+    """Of what the two plain forwards return, compared in canonical axes."""
     verdict: Verdict
     """That of the outputs of the plain forwards."""
     notes: tuple[str, ...]

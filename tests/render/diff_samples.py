@@ -5,15 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mha_inspect.reports.diff import (
-    DiffReport,
-    DiffSide,
-    NoiseSource,
-    OutputDifference,
-    SharedWeights,
-    StageRow,
-    StageSide,
-)
+from mha_inspect.reports.common import Difference
+from mha_inspect.reports.diff import DiffReport, DiffSide, NoiseSource, SharedWeights, StageRow, StageSide
 from mha_inspect.reports.layers import LayersReport, ListedLayer
 from mha_inspect.reports.trace import OpRef, Path
 
@@ -68,7 +61,7 @@ DIFF = DiffReport(
         _row("output", OUTPUT, OUTPUT, 1.2e-06, 3.4e-07, 2.4e-07, 5.0, "inconclusive"),
     ),
     first_differing_stage="q_proj",
-    output=OutputDifference(1.67, 0.714, 6.1e-07, 2750113.0, "differs"),
+    output=Difference(1.67, 0.714, 6.1e-07, 2750113.0, "differs"),
     verdict="differs",
     notes=("narrow has no use for kdim 7, and is left as it is.",),
     answer=("Not the same: they part at q_proj.", "Splitting the input is not what torch does."),
@@ -85,7 +78,7 @@ MASKED_DIFF = replace(
         _row("weights", Q_PROJ, Q_PROJ, math.inf, math.inf, 0.0, math.inf, "differs"),
     ),
     first_differing_stage="k_heads",
-    output=OutputDifference(math.inf, math.inf, 1e-3, math.inf, "differs"),
+    output=Difference(math.inf, math.inf, 1e-3, math.inf, "differs"),
     notes=(),
 )
 
@@ -93,7 +86,7 @@ SAME_DIFF = replace(
     MASKED_DIFF,
     stages=(_row("query", QUERY, QUERY, *SAME_ROW),),
     first_differing_stage=None,
-    output=OutputDifference(0.0, 0.0, None, 0.0, "same"),
+    output=Difference(0.0, 0.0, None, 0.0, "same"),
     verdict="same",
     answer=("The same, bit for bit.",),
 )
