@@ -9,7 +9,7 @@ from math import prod
 from ...reports.check import Finding
 from ...text import listed
 from .bench import Bench, each_kind
-from .tokens import LostError, Row, Side, Tokens
+from .tokens import Factor, LostError, Row, Tokens
 
 _SIDES = ("query", "key", "value")
 
@@ -21,8 +21,8 @@ def heads(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     split: dict[str, dict[str, str]] = defaultdict(dict)
     for name in ("key", "value", "query"):
         try:
-            side = tokens.side(name)
-            pieces = side.by_piece(side.token(1 if prod(side.tokens) > 1 else 0))
+            factor = tokens.factor(name)
+            pieces = factor.by_piece(factor.token(1 if prod(factor.tokens) > 1 else 0))
         except LostError:
             continue
         looked_at += 1
@@ -31,8 +31,8 @@ def heads(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
         if apart is None or (name == "query" and 0 < shared < len(pieces)):
             continue  # beside a key head that they share, query heads may stand in the rows of one product
         start, other, group, row, other_row = apart
-        end = side.width - 1
-        split[_splitting(bench, side) or tokens.attention.score_product.op.source][name] = (
+        end = factor.width - 1
+        split[_splitting(bench, factor) or tokens.attention.score_product.op.source][name] = (
             f"Changed in one token of {name[0]}_proj: features {start}–{start + end} are position {row} of head "
             f"{group}, features {other}–{other + end} position {other_row} of the same head."
         )
@@ -67,10 +67,10 @@ def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None
     return None
 
 
-def _splitting(bench: Bench, side: Side) -> str:
+def _splitting(bench: Bench, factor: Factor) -> str:
     """The line of the view that splits the heads; empty where there is none."""
-    tensor, source = side.target, ""
-    while (op := bench.recorded.recording.producer(tensor)) is not None and tensor.id != side.source.id and op.inputs:
+    tensor, source = factor.target, ""
+    while (op := bench.recorded.recording.producer(tensor)) is not None and tensor.id != factor.source.id and op.inputs:
         if op.kind == "view" and len(op.output.shape) > len(op.inputs[0].shape):
             source = op.source
         tensor = op.inputs[0]
@@ -82,15 +82,15 @@ def _merged(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
 
     Raises `LostError` where that cannot be told.
     """
-    side = tokens.side("query")
+    factor = tokens.factor("query")
     concat = tokens.attention.stages.get("concat")
     if concat is None or tokens.attention.branches:
         raise LostError
-    total = prod(side.tokens)
-    comparable = side.tokens == concat.shape[:-1] and len(set(side.tokens)) == len(side.tokens)
+    total = prod(factor.tokens)
+    comparable = factor.tokens == concat.shape[:-1] and len(set(factor.tokens)) == len(factor.tokens)
     for number in sorted({0, 1, total // 2, total - 1} & set(range(total))):
-        token = side.token(number)
-        rows = side.changed(token)
+        token = factor.token(number)
+        rows = factor.changed(token)
         if len(rows) > tokens.names.num_heads:
             raise LostError  # a token is in several rows of a head on purpose, as with windows that overlap
         spread = sorted(tokens.concat_rows(rows))
@@ -119,7 +119,7 @@ def grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
     attention, names = tokens.attention, tokens.names
     if names.num_kv_heads == 1 and names.num_heads == 1:
         raise LostError
-    query, key, value = (_heads_read(tokens.side(name)) for name in _SIDES)
+    query, key, value = (_heads_read(tokens.factor(name)) for name in _SIDES)
     heads, kv, values = (len(set(groups.values())) for groups in (query, key, value))
     alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
     if not alike or kv in (1, heads) or heads % kv:
@@ -148,13 +148,13 @@ def grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
         )
 
 
-def _heads_read(side: Side) -> dict[int, int]:
+def _heads_read(factor: Factor) -> dict[int, int]:
     """Group of the product to the head of a projection that it reads, by one token.
 
     Raises `LostError` where that is not one each.
     """
     reads: dict[int, int] = {}
-    for place, rows in enumerate(side.by_piece(side.token(0)).values()):
+    for place, rows in enumerate(factor.by_piece(factor.token(0)).values()):
         for group, _ in rows:
             if group in reads:
                 raise LostError

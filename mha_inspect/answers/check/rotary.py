@@ -12,7 +12,7 @@ from ...graph.attention import Attention
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .bench import Bench, each_kind
-from .tokens import LostError, Side, Tokens, between
+from .tokens import Factor, LostError, Tokens, between
 
 _NEAR = 1e-3
 """What differs by less, beside the largest, does not differ."""
@@ -21,13 +21,13 @@ _NEAR = 1e-3
 @each_kind("nothing turns queries and keys by their positions")
 def rotary(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
     """Yield where queries and keys of one position are not turned alike, and where values are turned."""
-    sides = {name: tokens.side(name) for name in ("query", "key", "value")}
-    turns = {name: _turning(bench, {side.source.id}, side.target) for name, side in sides.items()}
+    factors = {name: tokens.factor(name) for name in ("query", "key", "value")}
+    turns = {name: _turning(bench, {factor.source.id}, factor.target) for name, factor in factors.items()}
     if not any(turns.values()):
         raise LostError
-    content = {name: _of_equal_tokens(side, seed=1) for name, side in sides.items()}
+    content = {name: _of_equal_tokens(factor, seed=1) for name, factor in factors.items()}
     attention = (
-        _of_scores(tokens, sides, content, turns),
+        _of_scores(tokens, factors, content, turns),
         _of_values(bench, tokens.attention, content["value"], turns["value"]),
     )
     yield from filter(None, attention)
@@ -39,7 +39,7 @@ def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
 
 
 def _of_scores(
-    tokens: Tokens, sides: dict[str, Side], content: dict[str, Tensor], turns: dict[str, Op | None]
+    tokens: Tokens, factors: dict[str, Factor], content: dict[str, Tensor], turns: dict[str, Op | None]
 ) -> Finding | None:
     """What is wrong where what turns the query is not what turns the key; None where it is."""
     q, k = content["query"], content["key"]
@@ -69,8 +69,8 @@ def _of_scores(
     if not turned or q.shape[1:] != k.shape[1:]:
         return None
     groups = min(len(q), len(k))
-    q, k, other_key = q[:groups], k[:groups], _of_equal_tokens(sides["key"], seed=2)[:groups]
-    near = max(_NEAR, 8 * torch.finfo(getattr(torch, sides["query"].target.dtype)).eps)
+    q, k, other_key = q[:groups], k[:groups], _of_equal_tokens(factors["key"], seed=2)[:groups]
+    near = max(_NEAR, 8 * torch.finfo(getattr(torch, factors["query"].target.dtype)).eps)
     products = (q * other_key).sum(-1)
     size = q.norm(dim=-1) * other_key.norm(dim=-1)
     spread = float((products - products[:, :1]).abs().max())
@@ -86,8 +86,8 @@ def _of_scores(
             "rotate both by the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
         )
     same = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
-    plain = all(_keeps_norm(sides[name], content[name], near) for name in ("query", "key"))
-    is_self = tokens.attention.stages.get("query") is not None and sides["query"].tokens == sides["key"].tokens
+    plain = all(_keeps_norm(factors[name], content[name], near) for name in ("query", "key"))
+    is_self = tokens.attention.stages.get("query") is not None and factors["query"].tokens == factors["key"].tokens
     if plain and is_self and float((same - 1).abs().max()) > near:
         return _finding(
             by_key,
@@ -121,26 +121,26 @@ def _vary(rows: Tensor) -> bool:
     return float((rows - rows[:, :1]).abs().max()) > _NEAR * float(rows.abs().max().clamp(min=1e-12))
 
 
-def _keeps_norm(side: Side, rows: Tensor, near: float) -> bool:
+def _keeps_norm(factor: Factor, rows: Tensor, near: float) -> bool:
     """Whether nothing but turning is done on the way to these rows of equal tokens."""
-    norm = _one_token(side, seed=1)[: side.width].double().norm()
+    norm = _one_token(factor, seed=1)[: factor.width].double().norm()
     return bool(((rows.norm(dim=-1) - norm).abs() <= near * norm).all())
 
 
-def _one_token(side: Side, *, seed: int) -> Tensor:
+def _one_token(factor: Factor, *, seed: int) -> Tensor:
     """Return the features of one token, drawn; its heads are alike, where they are side by side."""
-    value = side.flow.value(side.source)
+    value = factor.flow.value(factor.source)
     features, drawn = value.shape[-1], torch.Generator().manual_seed(seed)
-    if features % side.width:
+    if features % factor.width:
         return torch.randn(features, generator=drawn).to(value)
-    return torch.randn(side.width, generator=drawn).to(value).repeat(features // side.width)
+    return torch.randn(factor.width, generator=drawn).to(value).repeat(features // factor.width)
 
 
-def _of_equal_tokens(side: Side, *, seed: int) -> Tensor:
-    """Return the rows that a side has where all of its tokens are one: `group row feature`, in float64."""
-    value, token = side.flow.value(side.source), _one_token(side, seed=seed)
-    content = side.flow.again({side.source.id: token.expand(value.shape).clone()}, side.target).double()
-    content = content if side.rows == -2 else content.transpose(-1, -2)
+def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
+    """Return the rows that a factor has where all of its tokens are one: `group row feature`, in float64."""
+    value, token = factor.flow.value(factor.source), _one_token(factor, seed=seed)
+    content = factor.flow.again({factor.source.id: token.expand(value.shape).clone()}, factor.target).double()
+    content = content if factor.rows == -2 else content.transpose(-1, -2)
     return content.reshape(-1, *content.shape[-2:])
 
 

@@ -77,7 +77,7 @@ class Flow:
 
 
 @dataclass(frozen=True)
-class Side:
+class Factor:
     """One factor of a product and the stage that it is made of: which token of the one is which row of the other."""
 
     flow: Flow
@@ -112,23 +112,19 @@ class Side:
         source = self.flow.value(self.source).clone()
         piece = source[token][start:stop]
         source[token][start:stop] = piece + 1 + piece.abs()
-        return self.differing(self.flow.again({self.source.id: source}, self.target))
-
-    def differing(self, content: Tensor) -> set[Row]:
-        """The rows of the target that another content has otherwise."""
+        content = self.flow.again({self.source.id: source}, self.target)
         by_row = _differing(content, self.base).any(dim=-1 if self.rows == -2 else -2)
         by_row = by_row.reshape(-1, by_row.shape[-1])
         return {(int(group), int(row)) for group, row in by_row.nonzero().tolist()}
 
-    @cached_property
-    def pieces(self) -> range:
-        """Where the features of each head begin, were they side by side; those of several projections among them."""
-        features = self.source.shape[-1]
-        return range(0, features, self.width) if features <= _MOST * self.width else range(0)
-
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
-        """Start of each piece of a token's features that reaches the target, to the rows that it is in."""
-        reached = {start: self.changed(token, start, start + self.width) for start in self.pieces}
+        """Start of each piece of a token's features that reaches the target, to the rows that it is in.
+
+        A piece is as wide as a head, were those side by side; those of several projections are among them.
+        """
+        features = self.source.shape[-1]
+        starts = range(0, features, self.width) if features <= _MOST * self.width else ()
+        reached = {start: self.changed(token, start, start + self.width) for start in starts}
         return {start: rows for start, rows in reached.items() if rows}
 
 
@@ -138,7 +134,7 @@ class Tokens:
     def __init__(self, flow: Flow, attention: Attention, names: AxisNames) -> None:
         self.flow, self.attention, self.names = flow, attention, names
 
-    def side(self, name: str) -> Side:
+    def factor(self, name: str) -> Factor:
         """`query`, `key` or `value` from its projection to the product. Raises `LostError` where there is none."""
         attention = self.attention
         product = attention.value_product if name == "value" else attention.score_product
@@ -152,7 +148,7 @@ class Tokens:
         target = product.left if left else product.right
         # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
         rows = (-2 if left else -1) if name != "value" else (-1 if left else -2)
-        return Side(self.flow, source, target, rows, max(self.names.head_dim, 1))
+        return Factor(self.flow, source, target, rows, max(self.names.head_dim, 1))
 
     def weights(self) -> tuple[Tensor, int]:
         """The factor that meets the values, and the dimension of it that the product sums over."""

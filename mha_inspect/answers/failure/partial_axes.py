@@ -17,7 +17,7 @@ from ...graph.dataflow import Graph
 from ...naming.tokens import name_dimension, write_dimension
 from ...record.ops import TensorRef
 
-Side = Literal["", "query", "key", "scores"]
+Whose = Literal["", "query", "key", "scores"]
 """Whose sequence a tensor has: unknown, the queries', the keys', or queries in rows and keys in columns."""
 
 _BATCH_FIRST = ("batch", "sequence")
@@ -35,7 +35,7 @@ class PartialAxes:
     query_heads: int = 0
     """How many heads the queries have; 0 where that is not known."""
 
-    def of(self, tensor: TensorRef, side: Side = "") -> str:
+    def of(self, tensor: TensorRef, side: Whose = "") -> str:
         """Return what each dimension is, as an einops pattern."""
         groups = [(self._called(name, group, side), group) for name, group in self.groups]
         dims, sequences = self.graph.dimensions.of(tensor), _named(self.groups, "sequence")
@@ -44,7 +44,7 @@ class PartialAxes:
                 groups.append(("key", (axis,)))  # the other sequence of a self-attention
         return " ".join(write_dimension(name_dimension(dim, groups)) for dim in dims)
 
-    def _called(self, name: str, group: Dim, side: Side) -> str:
+    def _called(self, name: str, group: Dim, side: Whose) -> str:
         axes = resolve(group)
         if name == "sequence" and side == "scores":
             return "query" if self.query.intersection(axes) else "key"

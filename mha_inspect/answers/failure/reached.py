@@ -20,7 +20,7 @@ from ...record.ops import Op, TensorRef
 from ...running.run import Run
 from .call import Call
 from .operand import ATTENTION, LAYERS, SDPA, Operand
-from .partial_axes import PartialAxes, Side, axes_of
+from .partial_axes import PartialAxes, Whose, axes_of
 
 PRODUCTS = {"matmul", "bmm", "mm", "baddbmm"}
 """Calls that multiply two tensors, by their names without underscores."""
@@ -30,7 +30,7 @@ _FAR = 60
 _PARTS = ("query", "key", "value")
 
 
-def side_of_stage(stage: str) -> Side:
+def side_of_stage(stage: str) -> Whose:
     """Return whose sequence a stage has."""
     if stage in _PARTS or stage[1] == "_":
         return "query" if stage[0] == "q" else "key"
@@ -44,7 +44,7 @@ class Reached:
     graph: Graph
     axes: PartialAxes
     stages: Mapping[str, TensorRef]
-    sides: Mapping[int, Side]
+    sides: Mapping[int, Whose]
     """TensorRef id to whose sequence the tensor has."""
     roles: Mapping[int, str] = field(default_factory=dict)
     """TensorRef id to the side of an operand of the failing call: `query`, `key`, `value`, `weights`."""
@@ -55,7 +55,9 @@ class Reached:
 
     def of(self, tensor: TensorRef) -> str:
         """Return what each dimension of a tensor is, as a pattern: its sequence is that of the nearest stage behind."""
-        side: Side = next((self.sides[now.id] for now in islice(self.behind(tensor), _FAR) if now.id in self.sides), "")
+        side: Whose = next(
+            (self.sides[now.id] for now in islice(self.behind(tensor), _FAR) if now.id in self.sides), ""
+        )
         return self.axes.of(tensor, side)
 
     def named(self, operand: Operand, number: int) -> Operand:
@@ -204,9 +206,9 @@ def _parts(
     return {}
 
 
-def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dict[str, TensorRef], dict[int, Side]]:
+def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dict[str, TensorRef], dict[int, Whose]]:
     """Walk from the factors of products back to what came in: the stages that are met, and the side of each tensor."""
-    heads, sides = dict[str, TensorRef](), dict[int, Side]()
+    heads, sides = dict[str, TensorRef](), dict[int, Whose]()
     for role, tensor in factors.items():
         side = sides[tensor.id] = side_of_stage(role)
         swaps = role == "key"
