@@ -8,13 +8,16 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import typing
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
 
-from ..errors import SpecError
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from ..errors import DoesNotFitError, SpecError
 from ..text import did_you_mean, first_few, shown
 from .values import convert
 from .vocabulary import ALIASES, Flags, dashed, flag_of, named_for
@@ -23,6 +26,9 @@ _CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "o
 _CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
 _TENSORS = {"q", "k", "v", "x", "query", "key", "value", "queries", "keys", "values", "inputs", "hidden_states"}
+
+_MOST_PARAMETERS = 100_000
+"""Tensors: a mixture of 256 experts in 61 layers, each matrix for itself, has half of it."""
 
 
 @dataclass
@@ -228,3 +234,27 @@ def unknown_setting(key: str, names: list[str], owner: str) -> str:
     """Return the message for a --set that nothing takes."""
     listed = first_few(names, 12) or "none"
     return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"
+
+
+@contextmanager
+def of_bounded_number(called: str) -> Iterator[None]:
+    """Stop a constructor that makes more parameters than any model has, which take memory also where they have none.
+
+    Raises `DoesNotFitError` inside of it.
+    """
+    left = _MOST_PARAMETERS
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise DoesNotFitError(
+                f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is more than can be looked at. "
+                "Give it fewer layers."
+            )
+
+    hook = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
@@ -25,12 +26,11 @@ from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFil
 from ..files.memory import require_memory
 from ..files.stored import opened
 from ..text import did_you_mean, message_of, shown
-from .arguments import unknown_setting
+from .arguments import of_bounded_number, unknown_setting
 from .hf_small import small_values
 from .importing import in_one_line
-from .target import Target, TargetSpec, of_bounded_number, settings_of_forward
 from .values import convert
-from .vocabulary import ALIASES, dashed, named_for, plain
+from .vocabulary import ALIASES, Flags, dashed, named_for, plain
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
@@ -53,7 +53,25 @@ class NetworkNeededError(MhaInspectError):
     exit_code = ExitCode.REFUSED
 
 
-def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
+@dataclass(frozen=True)
+class Model:
+    """A model that was built, and how."""
+
+    module: nn.Module
+    passed: dict[str, Any]
+    """What its configuration was given, by name, as plain data."""
+    notes: tuple[str, ...]
+    arguments: dict[str, Any]
+    """Everything that its configuration says."""
+    left: dict[str, str]
+    """What --set gave that the configuration has no name for."""
+    names: list[str]
+    """Every name that --set could give the configuration."""
+    owner: str
+    """What messages call the configuration."""
+
+
+def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: str, seed: int) -> Model:
     """Build the model that `hf:TYPE` or `hf:DIRECTORY` names.
 
     Raises:
@@ -81,18 +99,18 @@ def load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) 
         # Weights would not fit it.
         (values, smaller), weights = _small(transformers, config_class, values, text), []
         described = f"a small configuration of type {kind}, {smaller}"
-    changes, left, flags = _changes(config_class, values, settings, spec)
+    changes, left, of_flags = _changes(config_class, values, settings, flags)
     config = _config(config_class, {**values, **changes}, text)
     extra = {} if attention is None else {_ATTENTION: attention}
-    module = _build(_model_class(transformers, config, kind), config, extra, weights, text, spec)
-    names = [*_setting_names(config_class), _ATTENTION, _SMALL]
-    chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {})
-    said = "its weights are those in the directory" if weights else f"its weights are random, from seed {spec.seed}"
-    said = "on meta it has shapes and no weights" if spec.device == "meta" else said
+    module = _build(_model_class(transformers, config, kind), config, extra, weights, text, device, seed)
+    said = "its weights are those in the directory" if weights else f"its weights are random, from seed {seed}"
+    said = "on meta it has shapes and no weights" if device == "meta" else said
     notes = [f"{type(module).__name__} was built from {described}; {said}."]
-    if flags:
-        notes.append(f"The configuration got {', '.join(flags)}.")
-    return Target(module, text, _flat(changes), tuple(notes), vars(config), chosen)
+    if of_flags:
+        notes.append(f"The configuration got {', '.join(of_flags)}.")
+    names = [*_setting_names(config_class), _ATTENTION, _SMALL]
+    owner = f"the configuration of {kind}"
+    return Model(module, _flat(changes), tuple(notes), vars(config), left, names, owner)
 
 
 def _transformers() -> ModuleType:
@@ -205,7 +223,7 @@ def _setting_names(config_class: Any) -> list[str]:
 
 
 def _changes(
-    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str], spec: TargetSpec
+    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str], flags: Flags
 ) -> tuple[dict[str, Any], dict[str, str], list[str]]:
     """Return what --set and our flags change in a configuration; what is left of --set; and which flags went where."""
     changes: dict[str, Any] = {}
@@ -228,24 +246,24 @@ def _changes(
             inner |= _converted(parts[part], tail or key, text)
         if not owners:
             left[key] = text
-    flags = []
-    for flag in sorted(spec.flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
+    of_flags = []
+    for flag in sorted(flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
         name = next(iter(named_for(flag, names)), None)
-        if name is None and flag in spec.flags.typed:
+        if name is None and flag in flags.typed:
             raise SpecError(
                 f"the configuration {config_class.__name__} has nothing that {dashed(flag)} could be. Name it: "
                 "--set NAME=VALUE."
             )
         if name is not None and _mapped(config_class, name) not in changes:
-            changes[_mapped(config_class, name)] = spec.flags.value(flag)
-            flags.append(f"{name}={spec.flags.value(flag)} ({dashed(flag)})")
+            changes[_mapped(config_class, name)] = flags.value(flag)
+            of_flags.append(f"{name}={flags.value(flag)} ({dashed(flag)})")
     with suppress(Exception):  # a configuration may have no default at all
         default = config_class()
         if default.vocab_size is None and values.get("vocab_size", changes.get("vocab_size")) is None:
             opened_up = {"vocab_size": 32} | ({"pad_token_id": 0} if default.pad_token_id is None else {})
             changes |= opened_up
-            flags += [f"{name}={value} (it says none)" for name, value in opened_up.items()]
-    return changes, left, flags
+            of_flags += [f"{name}={value} (it says none)" for name, value in opened_up.items()]
+    return changes, left, of_flags
 
 
 def _mapped(config_class: Any, name: str) -> str:
@@ -312,14 +330,14 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
 
 
 def _build(
-    model_class: Any, config: Any, extra: Mapping[str, Any], weights: list[Path], text: str, spec: TargetSpec
+    model_class: Any, config: Any, extra: Mapping[str, Any], weights: list[Path], text: str, device: str, seed: int
 ) -> nn.Module:
     """The model; it is made without memory first, to learn how much it would take."""
     before = torch.get_default_dtype()
     try:
         with torch.device("meta"), of_bounded_number(shown(text)):
             empty: nn.Module = model_class._from_config(config, **extra)
-        if spec.device == "meta":
+        if device == "meta":
             return empty
         count = sum(parameter.numel() for parameter in empty.parameters())
         size = sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters())
@@ -330,7 +348,7 @@ def _build(
             f"{shown(text)} with {count:,} parameters".replace(",", " "),
             f"A small one of its kind needs less (--set {_SMALL}=true); shapes need none (--device meta).",
         )
-        torch.manual_seed(spec.seed)
+        torch.manual_seed(seed)
         if not weights:
             made: nn.Module = model_class._from_config(config, **extra)
             return made

@@ -1,24 +1,46 @@
-"""A module that was built, what it was built with, and what was said for its forward."""
+"""Build a module of the user's own from `package.module:Class`, `path/to/file.py:Class` or `hf:TYPE`.
+
+A target is a class, a function that returns a module, or a module with the arguments of its forward, or a module.
+Loading one runs its code.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from ..errors import DoesNotFitError, SpecError
+from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.catalog import MaskStyle
 from ..layers.spec import AttentionSpec
-from .arguments import signature_of, unknown_setting
+from ..record.arguments import cast_tensors
+from ..running.state import seed_everything
+from ..text import a_kind, shown
+from .arguments import (
+    Arguments,
+    FlagConfig,
+    MissingSettingError,
+    bind,
+    of_bounded_number,
+    signature_of,
+    unknown_setting,
+)
+from .device import resolve
+from .hugging_face import build_model
+from .importing import in_one_line, load_object
 from .values import convert
-from .vocabulary import Flags
+from .vocabulary import Flags, dashed
 
-_MOST_PARAMETERS = 100_000
-"""Tensors: a mixture of 256 experts in 61 layers, each matrix for itself, has half of it."""
+_OF_CONSTRUCTION = frozenset(
+    {"embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn"}
+    | {"dropout", "rope"}
+)
+"""Flags that can only be of use to a constructor."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +83,172 @@ class Target:
         return type(self.module).__qualname__
 
 
+def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
+    """Import what the text names, and build it.
+
+    Its random numbers come from spec.seed; it is in eval mode unless spec.training, on spec.device, in spec.dtype.
+
+    Raises:
+        InputError: it cannot be imported or built, or is no module.
+        SpecError: an argument does not fit, is needed and was not given, or is unknown.
+        UnsafeFileError: it would need the network, or code that a file names.
+        DoesNotFitError: it would not fit in memory.
+        DeviceError: the device is not there.
+    """
+    resolve(spec.device, spec.dtype or "float32")
+    seed_everything(spec.seed)
+    target = (_load_hugging_face if text.startswith("hf:") else _load_python)(text, settings, spec)
+    target.module.train(spec.training)
+    try:
+        # Not asked for is not touched: what builds itself in half precision stays as it is.
+        dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+        if dtype is not None or spec.device != "cpu":
+            target.module.to(device=torch.device(spec.device), dtype=dtype)
+            target = replace(target, call=cast_tensors(target.call, dtype, torch.device(spec.device)))
+    except (RuntimeError, NotImplementedError, TypeError) as error:  # no such device, meta, or a dtype of another kind
+        raise InputError(f"{target.made_from} cannot be moved to {spec.device}: {in_one_line(error)}") from None
+    return target
+
+
+def _load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
+    model = build_model(text, settings, spec.flags, spec.device, spec.seed)
+    chosen = settings_of_forward(model.module, model.left, model.names, model.owner, {})
+    return Target(model.module, text, model.passed, model.notes, model.arguments, chosen)
+
+
+def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
+    named, home = load_object(text)
+    namespace = vars(home)
+    if isinstance(named, nn.Module):
+        return _already_made(text, named, settings, spec.flags, namespace)
+    if not callable(named) or (isinstance(named, type) and not issubclass(named, nn.Module)):
+        what = f"the class {named.__qualname__}" if isinstance(named, type) else f"of type {type(named).__name__}"
+        raise InputError(
+            f"{shown(text)} is {what}, and not a torch.nn.Module: a target is a class of modules, a function that "
+            "returns one, or a module."
+        )
+    name = getattr(named, "__name__", text.rpartition(":")[2])
+    bound = bind(named, settings, spec.flags, namespace, name)
+    try:
+        module = _build(named, bound, name, spec)
+    except InputError as error:
+        try:  # what was taken for its config may be another's: it may want a dictionary
+            bound = bind(named, settings, spec.flags, namespace, name, guess=False)
+            module = _build(named, bound, name, spec)
+        except MhaInspectError:
+            raise error from None
+    call = None
+    if isinstance(module, tuple) and module and isinstance(module[0], nn.Module):
+        module, *returned = module
+        call = _returned_call(name, returned)
+    if not isinstance(module, nn.Module):
+        raise InputError(
+            f"{name}() returned {a_kind(module)}, and not a torch.nn.Module: a target is a class of "
+            "modules, a function that returns one, or a module."
+        )
+    forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace)
+    unused = sorted(_OF_CONSTRUCTION & spec.flags.typed - bound.used)
+    if unused:
+        raise SpecError(
+            f"{name} takes no argument that {dashed(unused[0])} could be: its arguments are "
+            f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: --set NAME=VALUE."
+        )
+    passed = _passed(bound)
+    of_flags = {key: origin for key, origin in bound.origins.items() if origin != "--set" and key in passed}
+    ours = ", ".join(f"{key}={passed[key]} ({origin})" for key, origin in of_flags.items())
+    return Target(
+        module=module,
+        made_from=text,
+        passed=passed,
+        notes=(f"{name} was built with {ours}.",) if ours else (),
+        arguments=_all_arguments(named, bound),
+        forward_settings=forward_settings,
+        call=call,
+    )
+
+
+def _returned_call(name: str, returned: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments that a function returned beside its module. Raises `InputError` where they are none."""
+    args: Any = returned[0] if returned else ()
+    kwargs: Any = returned[1] if len(returned) > 1 else {}
+    if len(returned) > 2 or not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
+        raise InputError(
+            f"{name}() returned a module and {', '.join(map(a_kind, returned))}: beside a module come the arguments of "
+            "its forward, as (module, args) or (module, args, kwargs), a tuple and a dictionary."
+        )
+    return tuple(args), dict(kwargs)
+
+
+def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:
+    called = f"{name}({', '.join(f'{n}={_plain(value)}' for n, value in bound.values.items())})"
+    try:
+        with of_bounded_number(shown(called)), torch.device("meta") if spec.device == "meta" else nullcontext():
+            seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
+            return bound.call(function)
+    except MissingSettingError as error:
+        raise SpecError(
+            f"{name} reads {error.config}.{error.asked}, and no flag of ours says what that is. "
+            f"Give it: --set {error.config}.{error.asked}=VALUE."
+        ) from None
+    except Exception as error:
+        if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
+            raise
+        raise InputError(f"{called} cannot be built: {in_one_line(error)}") from None
+
+
+def _already_made(
+    text: str, module: nn.Module, settings: Mapping[str, str], flags: Flags, namespace: Mapping[str, Any]
+) -> Target:
+    typed = sorted(_OF_CONSTRUCTION & flags.typed)
+    if typed:
+        raise SpecError(
+            f"{text} is a module that its file has made already: {dashed(typed[0])} cannot change it. "
+            f"Name its class, {type(module).__name__}, to build another."
+        )
+    chosen = settings_of_forward(module, dict(settings), [], text, namespace)
+    return Target(module, text, {}, forward_settings=chosen)
+
+
+def _passed(bound: Arguments) -> dict[str, Any]:
+    """Return what a constructor was given as plain data, what a config holds by its path."""
+    passed: dict[str, Any] = {}
+    for name, value in bound.values.items():
+        inner = [key.removeprefix(f"{name}.") for key in bound.origins if key.startswith(f"{name}.")]
+        if not (inner or is_dataclass(value) or isinstance(value, FlagConfig)):
+            passed[name] = _plain(value)
+            continue
+        known = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+        names = inner if isinstance(value, Mapping) else [key for key in known if not key.startswith("_")]
+        passed |= {f"{name}.{key}": _plain(known.get(key)) for key in names}
+    return passed
+
+
+def _all_arguments(function: Callable[..., Any], bound: Arguments) -> dict[str, Any]:
+    """Return the arguments by name, a config's own among them."""
+    known = {n: p.default for n, p in signature_of(function).items() if p.default is not inspect.Parameter.empty}
+    for value in bound.values.values():
+        if isinstance(value, Mapping):
+            known |= {str(key): item for key, item in value.items()}
+        elif not isinstance(value, (type, nn.Module)):
+            known |= getattr(value, "__dict__", {})
+    return {**known, **bound.values}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as the report may hold it."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, (type, torch.dtype)):
+        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.__name__
+    return a_kind(value)
+
+
 def settings_of_forward(
     module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What --set gives for arguments of the forward, where the constructor has none of that name.
+    """Return what --set gives for arguments of the forward, where the constructor has none of that name.
 
     Raises `SpecError` for a name that neither has.
     """
@@ -79,27 +263,3 @@ def settings_of_forward(
             )
         chosen[key] = convert(key, text, parameters[key].annotation, parameters[key].default, namespace)
     return chosen
-
-
-@contextmanager
-def of_bounded_number(called: str) -> Iterator[None]:
-    """Stop a constructor that makes more parameters than any model has, which take memory also where they have none.
-
-    Raises `DoesNotFitError` inside of it.
-    """
-    left = _MOST_PARAMETERS
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise DoesNotFitError(
-                f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is more than can be looked at. "
-                "Give it fewer layers."
-            )
-
-    hook = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()

@@ -262,8 +262,8 @@ def load_target(
 
     `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
     """
-    from ..build.build import load_target as build
     from ..build.target import TargetSpec
+    from ..build.target import load_target as build
     from ..build.values import parse_settings
 
     set_flags = flags(options)

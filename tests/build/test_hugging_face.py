@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from mha_inspect.build import hugging_face
-from mha_inspect.build.build import load_target
 from mha_inspect.build.hugging_face import NetworkNeededError
-from mha_inspect.build.target import Target, TargetSpec
+from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.build.build import load_target
 from mha_inspect.build.importing import stdout_for_the_answer
-from mha_inspect.build.target import Target, TargetSpec
+from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.errors import InputError, MhaInspectError, SpecError
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.build.build import load_target
-from mha_inspect.build.target import Target, TargetSpec
+from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call

@@ -161,11 +161,11 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
 def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
     from torch import nn
 
-    from mha_inspect.build import target
+    from mha_inspect.build import arguments
     from mha_inspect.errors import DoesNotFitError
 
-    monkeypatch.setattr(target, "_MOST_PARAMETERS", 10)
-    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), target.of_bounded_number("x"):
+    monkeypatch.setattr(arguments, "_MOST_PARAMETERS", 10)
+    with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), arguments.of_bounded_number("x"):
         nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))
     nn.Sequential(*(nn.Linear(1, 1) for _ in range(100)))  # nothing is left switched on
 
