@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, groupby
 from threading import get_ident
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -25,14 +25,55 @@ from .arguments import tensors_in
 from .ops import RESULT, Kind, Named, Op, Recording, TensorRef
 from .schema import About, about
 from .sight import Sight, sight_of
-from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off, users_line
-from .tensors import Hold, Tensors
+from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off
+from .tensors import Tensors
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
 _VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
 """They give their tensor another shape, and write nothing."""
 _NUMBERS = count()
+
+
+class Entry(NamedTuple):
+    """An operation as it is written down while it runs: no more than what would be gone later."""
+
+    number: int
+    """Under which the tensors know it."""
+    known: About
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[TensorRef]
+    outputs: list[TensorRef]
+    writes: bool
+    kind: Kind | None
+    """None where the memory tells it."""
+    site: Site
+    call: int
+    kernel: int | None
+
+    def op(self, index: int, place: tuple[str, str]) -> Op:
+        """Return the operation, at this place in the recording, asked for by this line in this module."""
+        kind, known = self.kind, self.known
+        if kind is None:
+            given = {tensor.storage for tensor in self.inputs}
+            kind = "copy" if known.copies else "compute"
+            if self.outputs and all(output.storage in given for output in self.outputs):
+                kind = "write" if self.writes and known.base_name not in _VIEWS_IN_PLACE else "view"
+        read = tuple(self.inputs)
+        return Op(
+            index,
+            known.name,
+            self.args,
+            self.kwargs,
+            self.args if read == self.args else read,  # one tuple where it may be: there are many
+            tuple(self.outputs),
+            kind,
+            known.pointwise,
+            *place,
+            self.call,
+            self.kernel,
+        )
 
 
 class _Mark:
@@ -57,13 +98,16 @@ class Recorder(TorchDispatchMode):
         # sympy: 800 modules and a second.
         return False
 
-    def __init__(self, root: nn.Module | None = None, *, keep: bool | Hold = False) -> None:
+    def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
         super().__init__()
-        self._keeps = bool(keep)
+        self._keeps = keep
         self._tensors = Tensors(keep)
+        self._entries: list[Entry] = []
+        """What was written down since the recording was last asked for."""
+        self._number = -1
+        """Of the last operation."""
         self._ops: list[Op] = []
-        self._numbered: list[Op] = []
-        """Operations by the number under which the tensors know them: steps of kernels are put in afterwards."""
+        self._numbered: dict[int, Op] = {}
         self._known: dict[int, About] = {}
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
@@ -77,8 +121,6 @@ class Recorder(TorchDispatchMode):
         """Calls of modules by the addresses of their frames, each with its mark: it holds while that lives."""
         self._site: Site = []
         """Where Python stood at the last operation."""
-        self._place = "", ""
-        """The line and the module of that."""
         self._call = -1
         """Number of the call that the last operation came out of."""
         self._new_call = True
@@ -159,9 +201,8 @@ class Recorder(TorchDispatchMode):
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
         outputs = tuple(self._named(tensors_in(returned)))
+        self._add_ops()
         self._tell_turns_apart()
-        for index, op in enumerate(self._ops):
-            op.index = index
         tensors = self._tensors
         return Recording(
             ops=tuple(self._ops),
@@ -174,9 +215,24 @@ class Recorder(TorchDispatchMode):
             fast_path_refusals=tuple(self._refusals.values()),
             notes=_of_compiled(self._compiled),
             constants=tensors.constants(),
-            values=tensors.release(),
+            values=tensors.values,
             sights=tensors.sights,
         )
+
+    def _add_ops(self) -> None:
+        """Make operations of what was written down."""
+        entries, self._entries = self._entries, []
+        site: Site | None = None
+        place = "", ""
+        for entry in self._opened(entries):
+            if entry.site is not site:
+                site, place = entry.site, place_of_site(entry.site)
+            self._numbered[entry.number] = op = entry.op(len(self._ops), place)
+            self._ops.append(op)
+
+    def _opened(self, entries: Iterable[Entry]) -> Iterable[Entry]:
+        """Return the entries with the steps of kernels in the place of those that are to be described."""
+        return entries
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -203,9 +259,9 @@ class Recorder(TorchDispatchMode):
         written = self._about_to_write(known, args, kwargs) if known.written else None
         result = func(*args, **kwargs)
         self._stand(self._asking or sys._getframe(1))
-        op = self._add(known, plain_args, plain_kwargs, inputs, result, written)
+        self._add(known, plain_args, plain_kwargs, inputs, result, written)
         if known.weighs:
-            self._note_sight(op, known, args, result)
+            self._note_sight(known, args, result)
         return result
 
     def _belongs(self, running: tuple[object, ...]) -> bool:
@@ -227,13 +283,13 @@ class Recorder(TorchDispatchMode):
         *,
         kind: Kind | None = None,
         written: Sequence[Tensor] | None = None,
-    ) -> Op:
+    ) -> None:
         """Write down an operation that has run already, under the name that `known` has.
 
         With `kind` given, what came out may lie in memory that was known before; `written` is what it wrote into.
         """
         self._stand(self._asking or sys._getframe(1))
-        return self._note(known, args, kwargs, result, kind=kind, written=written)
+        self._note(known, args, kwargs, result, kind=kind, written=written)
 
     def _note(
         self,
@@ -245,16 +301,15 @@ class Recorder(TorchDispatchMode):
         kind: Kind | None = None,
         written: Sequence[Tensor] | None = None,
         sight: Sight | None = None,
-    ) -> Op:
+    ) -> None:
         """Do the same, where Python is known to stand; `sight` is who sees whom where it makes weights."""
         inputs: list[TensorRef] = []
         plain = self._tensors.plain
         plain_args = tuple([plain(value, inputs) for value in args])
         plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()}
-        op = self._add(known, plain_args, plain_kwargs, inputs, result, written, kind)
+        self._add(known, plain_args, plain_kwargs, inputs, result, written, kind)
         if known.weighs:
-            self._note_sight(op, known, args, result, sight)
-        return op
+            self._note_sight(known, args, result, sight)
 
     def _add(
         self,
@@ -265,47 +320,26 @@ class Recorder(TorchDispatchMode):
         result: Any,
         written: Sequence[Tensor] | None,
         kind: Kind | None = None,
-    ) -> Op:
-        """Add an operation to the recording: its arguments as plain data, what it returned, and what it wrote into."""
-        write, number = self._tensors.write, len(self._numbered)
-        given = {tensor.storage: tensor for tensor in inputs}
-        in_place, told = written is not None, kind is not None
+    ) -> None:
+        """Add an operation: its arguments as plain data, what it returned, and what it wrote into."""
+        self._number = number = self._number + 1
+        write, in_place, told = self._tensors.write, written is not None, kind is not None
         results = [result] if isinstance(result, Tensor) else [tensor for _, tensor in tensors_in(result)]
-        outputs = [write(tensor, number, given, in_place, told) for tensor in results]
+        outputs = [write(tensor, number, inputs, in_place, told) for tensor in results]
         if written is not None:
-            left = [write(tensor, number, given, True, told) for tensor in written]
+            left = [write(tensor, number, inputs, True, told) for tensor in written]
             outputs = outputs or left
-        if kind is None:
-            kind = "copy" if known.copies else "compute"
-            if outputs and outputs[0].storage in given and all(output.storage in given for output in outputs):
-                kind = "view" if written is None or known.base_name in _VIEWS_IN_PLACE else "write"
-        read = tuple(inputs)
-        source, module = self._place
-        op = Op(
-            len(self._ops),
-            known.name,
-            args,
-            kwargs,
-            args if read == args else read,  # one tuple where it may be: there are many
-            tuple(outputs),
-            kind,
-            known.pointwise,
-            source,
-            module,
-            self._call,
-            self._kernel,
+        self._entries.append(
+            Entry(number, known, args, kwargs, inputs, outputs, in_place, kind, self._site, self._call, self._kernel)
         )
-        self._ops.append(op)
-        self._numbered.append(op)
-        return op
 
-    def _note_sight(self, op: Op, known: About, args: Sequence[Any], result: Any, sight: Sight | None = None) -> None:
+    def _note_sight(self, known: About, args: Sequence[Any], result: Any, sight: Sight | None = None) -> None:
         """Note who sees whom in weights, where there are numbers to tell."""
         if sight is None and isinstance(result, Tensor):
             with self._beside(), suppress(Exception):  # whatever tensors of other kinds may raise
                 sight = sight_of(args[0], result, args[1] if known.base_name.endswith("softmax") else None)
         if sight is not None:
-            self._tensors.sights[op.output.id] = sight
+            self._tensors.sights[self._entries[-1].outputs[0].id] = sight
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -365,7 +399,7 @@ class Recorder(TorchDispatchMode):
         """Note where Python stands, and which call that is: the same as long as it stands there still."""
         site, attention = self._site_of(frame)
         if site != self._site:
-            self._site, self._place, self._new_call = site, place_of_site(site), True
+            self._site, self._new_call = site, True
             if attention is not None:
                 names = attention.f_locals
                 self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
@@ -406,7 +440,7 @@ class Recorder(TorchDispatchMode):
                 path = ""
                 self._paths[id(module)] = ref(module), path
         mark = names[self._key] = _Mark()
-        call = ModuleCall(path, users_line(self._site_of(frame.f_back)[0]))
+        call = ModuleCall(path, self._site_of(frame.f_back)[0])
         self._module_calls[id(frame)] = ref(mark), call
         return call
 

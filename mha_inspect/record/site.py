@@ -124,27 +124,20 @@ def line_at(code: CodeType, instruction: int) -> Line:
     return known[0]
 
 
-@dataclass(frozen=True, eq=False)
-class ModuleCall:
-    """One call of a module that is or was running."""
-
-    path: str
-    source: str
-    """The line of the user's that it was called from, directly or further up; empty where there is none."""
-
-
 Site = list[Any]
 """Code and instruction of each frame from the innermost to the first call of a module, that one included, then its
 `ModuleCall`; up to the boundary where no module is being called."""
 
 
-def users_line(site: Site) -> str:
-    """Return the innermost line that is not torch's; empty where there is none."""
-    for place in range(0, len(site) - 1, 2):
-        line = line_at(site[place], site[place + 1])
-        if line.text and not line.library:
-            return line.text
-    return site[-1].source if site and type(site[-1]) is ModuleCall else ""
+class ModuleCall:
+    """One call of a module that is or was running."""
+
+    __slots__ = ("above", "path")
+
+    def __init__(self, path: str, above: Site) -> None:
+        self.path = path
+        self.above = above
+        """Where it was called from."""
 
 
 def place_of_site(site: Site) -> tuple[str, str]:
@@ -152,8 +145,15 @@ def place_of_site(site: Site) -> tuple[str, str]:
 
     The line is the innermost that is not torch's; one of torch where there is none, empty where there is neither.
     """
-    path = site[-1].path if site and type(site[-1]) is ModuleCall else ""
-    if line := users_line(site):
-        return line, path
-    lines = (line_at(site[place], site[place + 1]).text for place in range(0, len(site) - 1, 2))
-    return next(filter(None, lines), ""), path
+    path, library = "", ""
+    inner: Site | None = site
+    if site and isinstance(site[-1], ModuleCall):
+        path = site[-1].path
+    while inner is not None:
+        for place in range(0, len(inner) - 1, 2):
+            line = line_at(inner[place], inner[place + 1])
+            if line.text and not line.library:
+                return line.text, path
+            library = library or line.text
+        inner = inner[-1].above if inner and isinstance(inner[-1], ModuleCall) else None
+    return library, path

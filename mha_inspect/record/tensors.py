@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from threading import Lock
 from typing import Any
@@ -37,15 +37,6 @@ class _Storage:
         """Offset, shape, stride and dtype, to the tensor that was seen since the memory was written last."""
 
 
-Hold = Callable[[Tensor], list[Any]]
-"""Returns a place with what is kept of a tensor that was not seen before, which can be cloned: a clone is put into its
-place before the memory is written."""
-
-
-def _hold_whole(tensor: Tensor) -> list[Any]:
-    return [tensor.detach()]
-
-
 class Shelf:
     """Copies of the few numbers of each kernel that are looked at when the run is over, one beside the other.
 
@@ -73,13 +64,12 @@ class Tensors:
     Python's own reference to a storage is one object for as long as the storage lives.
     """
 
-    def __init__(self, keep: bool | Hold = False) -> None:
+    def __init__(self, keep: bool = False) -> None:
         self.producers: dict[int, int] = {}
         self.scalars: dict[int, float] = {}
-        self.values: dict[int, Any] = {}
+        self.values: dict[int, Tensor] = {}
         self.sights: dict[int, Sight] = {}
-        self._hold: Hold | None = _hold_whole if keep is True else keep or None
-        self._held: dict[int, list[Any]] = {}
+        self._keep = keep
         self.described = False
         """Whether tensors on meta stand for some that were not computed, of which there is nothing to keep."""
         self._outside: list[tuple[int, ref[Tensor], int]] = []
@@ -126,30 +116,31 @@ class Tensors:
         return made
 
     def write(
-        self, tensor: Tensor, index: int, given: Mapping[int, TensorRef], in_place: bool, known_memory: bool
+        self, tensor: Tensor, number: int, inputs: Sequence[TensorRef], in_place: bool, known_memory: bool
     ) -> TensorRef:
-        """Return what a tensor is that operation `index` has just returned, or written into.
+        """Return what a tensor is that an operation of this number has just returned, or written into.
 
         Args:
             tensor: what it returned.
-            index: place of the operation.
-            given: the tensors that it read, by storage.
+            number: counts operations.
+            inputs: the tensors that it read.
             in_place: whether it wrote into memory that was there.
             known_memory: whether what it returned may lie in memory that others made.
         """
         memory, key = _look(tensor)
         storage = self._storages.get(id(memory))
-        if storage is None or not (known_memory or storage.number in given or storage.made_by == index):
-            storage = self._add_storage(memory, index)
-        elif in_place and storage.made_by != index:
+        is_known = storage is not None and (known_memory or storage.made_by == number)
+        if storage is None or not (is_known or storage.number in [given.storage for given in inputs]):
+            storage = self._add_storage(memory, number)
+        elif in_place and storage.made_by != number:
             storage.seen.clear()
-            storage.made_by = index
+            storage.made_by = number
         else:
             seen = storage.seen.get(key)
-            unchanged = seen is not None and seen is given.get(storage.number)  # a view that changes nothing
-            if seen is not None and (unchanged or self.producers.get(seen.id) == index):  # what it wrote, as well
+            # A view that changes nothing, or what it wrote as well.
+            if seen is not None and (self.producers.get(seen.id) == number or any(seen is given for given in inputs)):
                 return seen
-        return self._add(tensor, key, storage, index)
+        return self._add(tensor, key, storage, number)
 
     def stand_in(self, tensor: Tensor) -> Tensor:
         """Return a tensor on meta that counts as this one, which was read, as it is now, and holds nothing of it."""
@@ -165,8 +156,8 @@ class Tensors:
         """Copy what is kept of a tensor's memory, which is about to be written."""
         storage = self._storages.get(id(_look(tensor)[0]))
         for seen in storage.seen.values() if storage is not None else ():
-            if seen.id in self._held:
-                self._held[seen.id][0] = self._held[seen.id][0].clone()
+            if seen.id in self.values:
+                self.values[seen.id] = self.values[seen.id].clone()
 
     def constants(self) -> dict[int, Tensor]:
         """Return what came from outside, was not written since and is still there, by id."""
@@ -176,12 +167,6 @@ class Tensors:
             for number, tensor, version in there
             if tensor is not None and tensor._version == version and tensor.numel() <= _LARGEST
         }
-
-    def release(self) -> dict[int, Any]:
-        """Return what is kept of tensors, by id, and hold it no longer but there."""
-        self.values.update({number: held[0] for number, held in self._held.items()})
-        self._held.clear()
-        return self.values
 
     def _add_storage(self, memory: Any, made_by: int | None) -> _Storage:
         storage = self._storages[id(memory)] = _Storage(self._num_storages, made_by, memory)
@@ -201,8 +186,8 @@ class Tensors:
             scalar = _number(tensor)
             if scalar is not None:
                 self.scalars[number] = scalar
-        if self._hold is not None and not (self.described and tensor.is_meta) and not nn.parameter.is_lazy(tensor):
-            self._held[number] = self._hold(tensor)
+        if self._keep and not (self.described and tensor.is_meta) and not nn.parameter.is_lazy(tensor):
+            self.values[number] = tensor.detach()
         return made
 
 

@@ -7,7 +7,7 @@ computes what it computes without it, bit for bit, gradients and random numbers 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,12 +25,12 @@ from .catalog import MULTI_HEAD, Fused, fused
 from .kernels import FEW, PARTS, Asked, Do, NotOpenedError, attention, bound, described, read_attention
 from .kernels import run as compute
 from .ops import Kernel, Op, Recording
-from .recorder import LINK, Recorder
+from .recorder import LINK, Entry, Recorder
 from .rounding import STEP, Rounding, max_difference, rounding_error
 from .schema import About, about
 from .sight import Sight, sight_of, sight_of_kernel
 from .site import put_on, take_off
-from .tensors import Hold, Shelf
+from .tensors import Shelf
 
 _A, _Key = torch.ops.aten, torch._C.DispatchKey
 BUDGET = 1 << 30
@@ -57,9 +57,6 @@ class _Call:
 class _Later:
     """A kernel whose steps are described when the run is over, and that is one operation until then."""
 
-    op: Op
-    number: int
-    """Under which the tensors know it."""
     place: int
     """Of the kernel in the recording."""
     steps: Callable[[], Sequence[Tensor]]
@@ -73,7 +70,7 @@ class _Later:
 class XRay(Recorder):
     """The recorder that opens fused kernels."""
 
-    def __init__(self, root: nn.Module | None = None, *, keep: bool | Hold = False, budget: int = BUDGET) -> None:
+    def __init__(self, root: nn.Module | None = None, *, keep: bool = False, budget: int = BUDGET) -> None:
         super().__init__(root, keep=keep)
         self._budget = budget
         self._kernels: list[Kernel] = []
@@ -81,15 +78,14 @@ class XRay(Recorder):
         """Place of the kernel that runs now."""
         self._composite = False
         """Whether a composite operation inside a kernel is being taken apart: all of it is one call."""
-        self._later: list[_Later] = []
+        self._later: dict[int, _Later] = {}
+        """By the number of the operation."""
         self._shelf = Shelf()
         self._sight: Sight | None = None
         """Who sees whom in the weights of steps that have no numbers."""
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
-        with self._beside():
-            self._describe_kernels()
         recording = super().finish(returned)
         watched = {
             at for at, kernel in enumerate(self._kernels) if (known := fused(kernel.op)) and known.way == "reopen"
@@ -168,7 +164,7 @@ class XRay(Recorder):
         """Run a leaf, and beside it its steps. Where these fail it is recorded as the one operation that it is."""
         unbatched = self._has_put_on_a_batch()
         result = call.run()
-        start = len(self._ops), len(self._kernels)
+        start = len(self._entries), len(self._kernels)
         try:
             with self._beside():
                 if call.known.way == "reopen":
@@ -179,7 +175,7 @@ class XRay(Recorder):
                     return result, self._take_part(call, result)
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
             reason = _reason(error)
-        del self._ops[start[0] :], self._kernels[start[1] :]
+        del self._entries[start[0] :], self._kernels[start[1] :]
         self._log(call.known, call.args, call.kwargs, result)
         return result, {"opened": False, "note": reason}
 
@@ -224,10 +220,10 @@ class XRay(Recorder):
 
     def _has_put_on_a_batch(self) -> bool:
         """Return whether the call to a kernel itself made a batch of one of what has none, as newer torches do."""
-        last = self._ops[-3:]
+        last = self._entries[-3:]
         return (
             len(last) == 3
-            and all(op.base_name == "unsqueeze" and op.call == self._call for op in last)
+            and all(entry.known.base_name == "unsqueeze" and entry.call == self._call for entry in last)
             and self._site_of(self._asking)[0] == self._site
         )
 
@@ -311,44 +307,46 @@ class XRay(Recorder):
         check: Callable[[], Rounding] | None = None,
     ) -> None:
         """Note that the kernel that was written down last is to be described in steps when the run is over."""
-        number, place = len(self._numbered) - 1, len(self._kernels) - 1
-        self._later.append(_Later(self._ops[-1], number, place, partial(steps, self._describe), sight, check))
+        later = _Later(len(self._kernels) - 1, partial(steps, self._describe), sight, check)
+        self._later[self._entries[-1].number] = later
 
-    def _describe_kernels(self) -> None:
-        """Put the steps of kernels in the place of those that are one operation until now."""
-        later, self._later = self._later, []
-        state = self._call, self._place, self._kernel
-        for kernel in reversed(later):  # so that places before it stay
-            whole = kernel.op
-            ops, self._ops = self._ops, []
-            self._call, self._place, self._kernel = whole.call, (whole.source, whole.module), whole.kernel
-            self._sight, self._tensors.described = kernel.sight(), True
-            try:
-                made = kernel.steps()
-                for last, outputs in zip(made, [whole.outputs] if len(made) == 1 else zip(whole.outputs), strict=True):
-                    read = (self._tensors.read(last),)
-                    link = replace(
-                        whole,
-                        name=LINK.name,
-                        args=read,
-                        kwargs={"kernel": whole.name},
-                        inputs=read,
-                        outputs=tuple(outputs),
-                        kind="copy",
-                    )
-                    self._tensors.producers.update((output.id, len(self._numbered)) for output in outputs)
-                    self._ops.append(link)
-                    self._numbered.append(link)
-                self._numbered[kernel.number] = link
-                ops[whole.index : whole.index + 1] = self._ops
-            except Exception as error:  # whatever may be asked of a step
-                self._kernels[kernel.place] = replace(self._kernels[kernel.place], opened=False, note=_reason(error))
+    def _opened(self, entries: Iterable[Entry]) -> Iterable[Entry]:
+        for entry in entries:
+            later = self._later.pop(entry.number, None)
+            if later is None:
+                yield entry
             else:
-                if kernel.check is not None:
-                    changes = _checked(kernel.check)
-                    self._kernels[kernel.place] = replace(self._kernels[kernel.place], **changes)
-            self._ops, self._tensors.described = ops, False
-        self._call, self._place, self._kernel = state
+                with self._beside():
+                    yield from self._described(later, entry)
+
+    def _described(self, later: _Later, whole: Entry) -> list[Entry]:
+        """Return the steps of a kernel that is one operation until now, which it stays where they fail."""
+        state = self._entries, self._site, self._call, self._kernel
+        self._entries, self._site, self._call, self._kernel = [], whole.site, whole.call, whole.kernel
+        kernel = self._kernels[later.place]
+        self._tensors.described = True
+        try:
+            self._sight = later.sight()
+            made = later.steps()
+            results = [whole.outputs] if len(made) == 1 else [[output] for output in whole.outputs]
+            for last, outputs in zip(made, results, strict=True):
+                self._number += 1
+                # What else is made of that memory is known by the number of the whole.
+                number = whole.number if outputs is results[-1] else self._number
+                self._tensors.producers.update((output.id, number) for output in outputs)
+                read = [self._tensors.read(last)]
+                link = whole._replace(number=number, known=LINK, args=tuple(read), inputs=read, outputs=outputs)
+                self._entries.append(link._replace(kwargs={"kernel": whole.known.name}, kind="copy"))
+            steps = self._entries
+        except Exception as error:  # whatever may be asked of a step
+            self._kernels[later.place] = replace(kernel, opened=False, note=_reason(error))
+            return [whole]
+        finally:
+            self._tensors.described = False
+            self._entries, self._site, self._call, self._kernel = state
+        if later.check is not None:
+            self._kernels[later.place] = replace(kernel, **_checked(later.check))
+        return steps
 
     def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Run one step and write it down."""
