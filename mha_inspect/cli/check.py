@@ -47,8 +47,8 @@ def check(
     1 where something is wrong.
 
     TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
-    the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
-    its code.
+    the options under the names that it has for them, its inputs follow the signature of its forward, or a function
+    returns them as well: (module, args) or (module, args, kwargs). Importing it runs its code.
     """
     if list_checks:
         width = max(map(len, CHECKS))

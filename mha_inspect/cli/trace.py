@@ -58,8 +58,8 @@ def trace(
     last line says how near they come to its result.
 
     TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
-    the options under the names that it has for them, its inputs follow the signature of its forward. Importing it runs
-    its code.
+    the options under the names that it has for them, its inputs follow the signature of its forward, or a function
+    returns them as well: (module, args) or (module, args, kwargs). Importing it runs its code.
     """
     subject.check(target, options, "trace")
     if text is not None:
