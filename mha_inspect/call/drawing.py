@@ -41,6 +41,11 @@ class Plan:
         return tuple(axis if isinstance(axis, int) else sizes[axis] for axis in self.axes)
 
     @property
+    def is_given(self) -> bool:
+        """Whether somebody said its shape."""
+        return all(isinstance(axis, int) for axis in self.axes)
+
+    @property
     def is_sequence(self) -> bool:
         """Whether it is `batch sequence ...`, and `sequence batch ...` for a forward that takes the sequence first."""
         return self.axes[:2] in (("batch", "query"), ("batch", "key"))

@@ -109,7 +109,7 @@ class _Recipe:
         forward, values, generator = self.forward, dict(self.given), generator_of(self.asked.seed)
         for name, plan in sorted(self.plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
             like: Kind = "key" if plan.kind == "value" and "key" in forward.kinds else "query"
-            is_apart = name in self.asked.shapes or (inputs.key_len is not None and like == "query")
+            is_apart = plan.is_given or (inputs.key_len is not None and like == "query")
             shape = plan.shape(inputs)
             alike = [] if plan.kind not in ("key", "value") or is_apart else values.items()
             tensors = [t for n, t in alike if forward.kind(n) == like and isinstance(t, Tensor)]
@@ -145,11 +145,10 @@ class _Recipe:
         values |= {form.argument: form.mask(inputs, forward.device) for form in self.forms}
         values = {**_switches(forward, self.asked.flags), **values}
         drawn = tuple(name for name in forward.in_order(self.plans) if self.plans[name].kind != "lengths")
-        shaped = forward.named(self.asked.shapes, "--input-shape")
         shapes = {
             name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
             for name in drawn
-            if name not in shaped
+            if not self.plans[name].is_given
         }
         return replace(forward.call(values), drawn=drawn, guessed=shapes, said=self.notes)
 

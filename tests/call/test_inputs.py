@@ -38,23 +38,16 @@ def saved(path: Path, content: object) -> Path:
     return path
 
 
-def test_self_attention_is_one_tensor_three_times() -> None:
+def test_one_tensor_serves_where_one_can() -> None:
     inputs = made(batch=3, seq_len=5)
     assert inputs.query is inputs.key is inputs.value
     assert inputs.query.shape == (3, 5, 10)
-    assert inputs.attn_mask is None
-    assert inputs.key_padding_mask is None
-
-
-def test_cross_attention_has_a_key_of_its_own_that_serves_as_value() -> None:
-    inputs = made(batch=3, seq_len=5, key_len=7)
-    assert inputs.key is inputs.value
-    assert inputs.key.shape == (3, 7, 10)
-
-
-def test_widths_follow_kdim_and_vdim() -> None:
-    inputs = made(replace(SPEC, kdim=7, vdim=11), batch=3, seq_len=5)
-    assert [tensor.shape[-1] for tensor in (inputs.query, inputs.key, inputs.value)] == [10, 7, 11]
+    assert inputs.attn_mask is inputs.key_padding_mask is None
+    crossed = made(batch=3, seq_len=5, key_len=7)
+    assert crossed.key is crossed.value
+    assert crossed.key.shape == (3, 7, 10)
+    wide = made(replace(SPEC, kdim=7, vdim=11), batch=3, seq_len=5)
+    assert [tensor.shape[-1] for tensor in (wide.query, wide.key, wide.value)] == [10, 7, 11]
 
 
 def test_draws_are_the_same_for_every_head_count_layout_and_dtype() -> None:
@@ -66,14 +59,10 @@ def test_draws_are_the_same_for_every_head_count_layout_and_dtype() -> None:
     assert not torch.equal(made(replace(SPEC, seed=1), batch=3, seq_len=5).query, base)
 
 
-def test_draws_are_not_the_numbers_that_the_parameters_were_drawn_from() -> None:
-    torch.manual_seed(0)
-    same_stream = torch.randn(3, 5, 10)
-    assert not torch.equal(made(batch=3, seq_len=5).query, same_stream)
-
-
-def test_drawing_leaves_the_global_generator_alone() -> None:
-    state = torch.get_rng_state()
+def test_draws_are_apart_from_the_parameters_and_from_the_global_generator() -> None:
+    state = torch.manual_seed(0).get_state()
+    assert not torch.equal(made(batch=3, seq_len=5).query, torch.randn(3, 5, 10))
+    torch.set_rng_state(state)
     made(batch=3, seq_len=5)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -87,12 +76,9 @@ def test_meta_has_shapes_only() -> None:
     assert inputs.attn_mask.shape == (2**30, 2**30)
 
 
-def test_causal_is_torchs_own_causal_mask() -> None:
+def test_causal_is_torchs_own_causal_mask_and_with_more_keys_aligns_the_first_ones() -> None:
     expected = torch.nn.Transformer.generate_square_subsequent_mask(5) == float("-inf")
     assert torch.equal(made(seq_len=5, causal=True).attn_mask, expected)  # type: ignore[arg-type]
-
-
-def test_causal_with_more_keys_aligns_the_first_ones() -> None:
     mask = made(seq_len=2, key_len=3, causal=True).attn_mask
     assert mask is not None
     assert mask.tolist() == [[False, True, True], [False, False, True]]
@@ -182,11 +168,12 @@ def test_masks_of_one_kind_are_merged_with_the_causal_one(tmp_path: Path) -> Non
     assert torch.equal(mask, bias.masked_fill(causal, float("-inf")))  # type: ignore[arg-type]
 
 
-def test_an_additive_mask_is_in_the_layers_dtype(tmp_path: Path) -> None:
-    path = saved(tmp_path / "m.pt", torch.randn(5, 5, dtype=torch.float64))
-    mask = made(seq_len=5, attn_mask=path).attn_mask
+@pytest.mark.parametrize("numbers", [torch.randn(5, 5, dtype=torch.float64), torch.zeros(5, 5)])
+def test_an_additive_mask_is_in_the_layers_dtype_and_may_be_zeros(numbers: Tensor, tmp_path: Path) -> None:
+    mask = made(seq_len=5, attn_mask=saved(tmp_path / "m.pt", numbers)).attn_mask
     assert mask is not None
     assert mask.dtype == torch.float32
+    assert torch.equal(mask, numbers.float())
 
 
 @pytest.mark.parametrize(
@@ -205,9 +192,3 @@ def test_a_mask_that_does_not_fit_is_answered_with_the_rule(mask: Tensor, words:
     with pytest.raises(InputError) as caught:
         made(batch=3, seq_len=5, key_len=7, attn_mask=saved(tmp_path / "mask.pt", mask))
     assert [word for word in words if word not in str(caught.value)] == []
-
-
-def test_a_mask_of_zeros_bars_nothing_and_is_taken(tmp_path: Path) -> None:
-    mask = made(seq_len=5, attn_mask=saved(tmp_path / "m.pt", torch.zeros(5, 5))).attn_mask
-    assert mask is not None
-    assert not mask.any()
