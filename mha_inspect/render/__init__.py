@@ -6,11 +6,12 @@ Nothing heavy is imported for any.
 
 from __future__ import annotations
 
+import json
 from importlib import import_module
 from typing import Literal, get_args
 
-from ..reports.json import to_json
 from ..reports.report import Report
+from ..text import printable_json
 from .page import Page
 
 Format = Literal["table", "plain", "json", "html"]
@@ -29,7 +30,7 @@ def to_text(report: Report, format: Format, *, width: int | None = None, color: 
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     if format == "json":
-        return to_json(report)
+        return printable_json(json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
     page = page_of(report)
     if format == "plain":
         from .plain import to_plain

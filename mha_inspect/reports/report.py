@@ -1,13 +1,16 @@
-"""What all reports can do: print themselves in a REPL, a debugger, a notebook, or into a file."""
+"""What all reports can do: print themselves in a REPL, a notebook or into a file, and become plain data."""
 
 from __future__ import annotations
 
+import json
+import math
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
 
-from .json import content
+from .common import SCHEMA_VERSION
 
 
 class Report:
@@ -24,8 +27,8 @@ class Report:
         return cell
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--format json` prints, as Python has it."""
-        return content(self)
+        """Return what `--format json` prints, as Python has it: the schema is in `mha_inspect/schemas`."""
+        return {"schema_version": SCHEMA_VERSION, "command": self.command, **to_data(self)}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write it to a .json, .txt or .html file; an existing file is replaced whole or not at all.
@@ -42,3 +45,25 @@ class Report:
 def _render(module: str = "") -> Any:
     """Return the package that makes pages, or a module of it: it stands above the reports, and is imported late."""
     return import_module(f"..render{module}", __package__)
+
+
+def to_data(value: Any) -> Any:
+    """Return the value in JSON's types. NaN and infinities become the strings `NaN`, `Infinity`, `-Infinity`.
+
+    A field that is None by default was not asked for, and is left out while it is None. Others stay, as null. Fields
+    that begin with `_` are no part of an answer.
+
+    Raises `TypeError` for what JSON has no type for: a report holds plain data only.
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else json.dumps(value)
+    if isinstance(value, (tuple, list)):
+        return [to_data(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): to_data(item) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        pairs = ((field, getattr(value, field.name)) for field in fields(value) if not field.name.startswith("_"))
+        return {f.name: to_data(item) for f, item in pairs if not (item is None and f.default is None)}
+    raise TypeError(f"{type(value).__name__} has no place in a report")

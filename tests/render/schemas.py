@@ -76,7 +76,7 @@ def schema_of_reports() -> dict[str, Any]:
 
 
 def _as_written(cls: type, part: dict[str, Any]) -> None:
-    """Say what `reports.json` does with a default of None and with a report, and what is narrower than the type."""
+    """Say what `reports.report` does with a default of None and with a report, and what is narrower than the type."""
     part.pop("title", None)
     part["required"] = []
     for field in fields(cls):
