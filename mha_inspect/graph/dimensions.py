@@ -34,7 +34,13 @@ class Dimensions:
 
     def of(self, tensor: TensorRef) -> tuple[Dim, ...]:
         """The dimensions of a tensor, each as the atoms that it is known to consist of."""
-        return tuple(resolve(dim) for dim in self._known(tensor))
+        dims = self._known(tensor)
+        for dim in dims:
+            for atom in dim:
+                if atom.parts:
+                    dims = self._dims[tensor.id] = tuple([resolve(dim) for dim in dims])
+                    return dims
+        return dims
 
     def along(self, tensor: TensorRef, place: int) -> set[Axis]:
         """Return the axes of one dimension of a tensor that have more than one element."""

@@ -93,11 +93,12 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
             picked = [graph.dimensions.along(passed.output, dim) for passed in step.path if passed.does("picks")]
             if product is not None and not _sums(graph, product, over.union(*picked)):
                 product = None
-        # Mixed by head, or laid out along what else there is, as where they say what is written into which slot,
-        # they are weights still if they are summed over the keys.
-        changed = any(graph.is_projection(passed) or outer_product_of(passed) for passed in step.path)
-        if product is not None and (not changed or _sums(graph, product, over)):
-            return Meeting(product, step.path, step.tensor)
+        if product is not None:
+            # Mixed by head, or laid out along what else there is, as where they say what is written into which slot,
+            # they are weights still if they are summed over the keys.
+            changed = any(graph.is_projection(passed) or outer_product_of(passed) for passed in step.path)
+            if not changed or _sums(graph, product, over):
+                return Meeting(product, step.path, step.tensor)
         if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
             # The average over a single key needs no sum: einsum multiplies.
             other = op.inputs[op.inputs[0].id == step.tensor.id]

@@ -147,11 +147,10 @@ def _earlier(graph: Graph, op: Op, module: str, others: set[int]) -> tuple[Op, .
     earlier: list[Op] = []
     while len(earlier) < _MOST_BEFORE:
         latent = graph.projected(op)
-        before = _projection(graph, latent, module, set())
-        if before is None or not inside(before.op.module, module) or not latent.shape:
+        before = _projection(graph, latent, module, set()) if latent.shape[-1:] < op.output.shape[-1:] else None
+        if before is None or not inside(before.op.module, module) or before.op.index in others:
             break
-        narrow = latent.shape[-1] < min(graph.projected(before.op).shape[-1], op.output.shape[-1])
-        if not narrow or before.op.index in others or adds_up(before.path):
+        if latent.shape[-1] >= graph.projected(before.op).shape[-1] or adds_up(before.path):
             break
         op = before.op
         earlier.insert(0, op)
