@@ -34,7 +34,7 @@ PLAIN = (
     "FoldBatchHeads",
     "LoopSlices",
 )
-GROUPED = ("Grouped", "GroupedExpand", "GroupedSliced", "RepeatInterleave")
+GROUPED = ("Grouped", "GroupedSliced", "RepeatInterleave")
 
 
 def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Parameter]:

@@ -60,14 +60,6 @@ class Einsum(Additive):
         return (q + k).tanh() @ self.score.weight[0].double()
 
 
-class Expanded(Additive):
-    """Both are made as large as their sum."""
-
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        size = (q.shape[0], q.shape[1], k.shape[1], A)
-        return self.score((q.unsqueeze(2).expand(size) + k.unsqueeze(1).expand(size)).tanh())[..., 0]
-
-
 class Repeated(Additive):
     """As graphs are written: every pair of positions is a row."""
 
@@ -118,7 +110,7 @@ class ByTorch(Distance):
         return -(q - k).norm(dim=-1)
 
 
-STYLES = [ByTorch, Additive, Causal, Einsum, Expanded, Repeated, KeyFirst, SideBySide, Distance]
+STYLES = [ByTorch, Additive, Causal, Einsum, Repeated, KeyFirst, SideBySide, Distance]
 MEETING = {SideBySide: "one row of features", Distance: "a difference", ByTorch: "a difference"}
 
 
@@ -265,16 +257,6 @@ def test_how_scores_are_made_is_told(style: type[Additive], formula: str) -> Non
     torch.manual_seed(0)
     stages = {stage.name: stage.formula for stage in told(style(), torch.randn(B, N, E)).stages}
     assert stages["scores"].removesuffix(" + b") == formula
-
-
-def test_many_rows_have_distances_of_their_own_in_torch() -> None:
-    torch.manual_seed(0)
-    x = torch.randn(2, 29, E)
-    module = ByTorch().eval()
-    (attention,) = attentions(module, x)
-    q, k = projected(module.q, x), projected(module.k, x)
-    weights = (-(q[:, :, None] - k[:, None]).norm(dim=-1)).softmax(-1)
-    assert_close(attention.canonical("weights", "batch query key"), weights)
 
 
 def test_every_command_says_that_no_scale_is_due() -> None:

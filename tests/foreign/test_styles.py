@@ -16,7 +16,7 @@ from . import styles
 from .styles import D, E, H
 from .truth import Shown, assert_true, attentions
 
-GROUPED = {"Grouped", "GroupedExpand", "GroupedBroadcast", "GroupedFused"}
+GROUPED = {"Grouped", "GroupedBroadcast"}
 MULTI_QUERY = {"FusedGrouped", "RepeatInterleave", "OneKeyHead"}
 OWN_TESTS = ("LoopChunks", "Unfolded", "LearnedQuery", "OneHead")
 SIZES = ((7, 12), (2, 16))

@@ -19,8 +19,6 @@ LOOPS = (
     "NarrowLoop",
     "NarrowHeadsOfOne",
     "BufferOfFeatures",
-    "BufferOfHeadsOfOne",
-    "BufferOfZeros",
     "BufferLikeHeads",
 )
 
@@ -54,8 +52,6 @@ def test_a_loop_over_heads_is_one_attention_wherever_it_puts_them(name: str) -> 
 
 BROADCAST = (
     "Broadcast",
-    "BroadcastExpanded",
-    "BroadcastOnce",
     "BroadcastKeyFirst",
     "BroadcastBeforeHeads",
     "BroadcastCausal",
@@ -87,7 +83,7 @@ def test_windows_that_are_multiplied_have_queries_with_keys_of_their_own() -> No
     assert attention.names.of_stage("context") == "batch heads query head_dim"
 
 
-@pytest.mark.parametrize("name", ["Late", "LateShifted", "LateCausal", "LateEinsum"])
+@pytest.mark.parametrize("name", ["Late", "LateCausal"])
 def test_weights_that_are_never_formed_are_no_stage(name: str) -> None:
     module, x, (attention,) = find(name)
     assert_true(attention)
@@ -165,7 +161,7 @@ ALIKE = [
         (name, "Loop")
         for name in ("NarrowLoop", "BufferOfFeatures", "BufferLikeHeads", "Broadcast", "BroadcastKeyFirst")
     ),
-    *(("Late", "LateEinsum"), ("Loop", "Late"), ("Talking", "TalkingEinsum"), ("TalkingConvolved", "Talking")),
+    *(("Loop", "Late"), ("Talking", "TalkingEinsum")),
     ("OneQueryAtATime", "OneQueryAtATime"),
 ]
 

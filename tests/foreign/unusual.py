@@ -69,20 +69,6 @@ class BufferOfFeatures(Loop):
         return out
 
 
-class BufferOfHeadsOfOne(BufferOfFeatures):
-    width = 1
-
-
-class BufferOfZeros(Loop):
-    """The slices are of a dimension of their own, of a tensor that no other is like."""
-
-    def loop(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.zeros(q.shape[0], H, q.shape[1], self.width)
-        for h in range(H):
-            out[:, h] = self.head(h, q, k, v)
-        return out.transpose(1, 2).flatten(2)
-
-
 class BufferLikeHeads(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
@@ -97,23 +83,6 @@ class Broadcast(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         weights = ((q[:, :, :, None] * k[:, :, None]).sum(-1) / math.sqrt(D)).softmax(-1)
         return (weights[..., None] * v[:, :, None]).sum(-2)
-
-
-class BroadcastExpanded(Base):
-    """The factors are made as large as their product."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        size = (*q.shape[:3], *k.shape[2:])
-        scores = (q.unsqueeze(3).expand(size) * k.unsqueeze(2).expand(size)).sum(-1)
-        weights = (scores / math.sqrt(D)).softmax(-1)
-        return (weights.unsqueeze(-1).expand(size) * v.unsqueeze(2).expand(size)).sum(3)
-
-
-class BroadcastOnce(Base):
-    """The scores alone."""
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return ((q.unsqueeze(3) * k.unsqueeze(2)).sum(-1) / math.sqrt(D)).softmax(-1) @ v
 
 
 class BroadcastKeyFirst(Base):
@@ -160,32 +129,11 @@ class Late(Base):
         return (exponentials @ v) / exponentials.sum(-1, keepdim=True)
 
 
-class LateShifted(Base):
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q @ k.mT / math.sqrt(D)
-        exponentials = (scores - scores.amax(-1, keepdim=True)).exp()
-        return (1 / exponentials.sum(-1)).unsqueeze(-1) * (exponentials @ v)
-
-
 class LateCausal(Base):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         future = torch.ones(q.shape[2], q.shape[2]).triu(1).bool()
         exponentials = (q @ k.mT / math.sqrt(D)).masked_fill(future, -math.inf).exp()
         return (exponentials @ v) / (exponentials.sum(-1, keepdim=True) + 1e-9)
-
-
-class LateEinsum(Base):
-    """The heads stay behind the positions, and nothing is transposed by hand."""
-
-    def split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (H, D))
-
-    def join(self, x: Tensor) -> Tensor:
-        return x.flatten(-2)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        exponentials = torch.einsum("bqhd,bkhd->bhqk", q, k).div(math.sqrt(D)).exp()
-        return torch.einsum("bhqk,bkhd->bqhd", exponentials, v) / exponentials.sum(-1).mT.unsqueeze(-1)
 
 
 class Talking(Base):
@@ -219,27 +167,6 @@ class TalkingCausal(Talking):
 class TalkingEinsum(Talking):
     def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
         return torch.einsum("bhqk,gh->bgqk", x, matrix.weight)
-
-
-class TalkingConvolved(Talking):
-    def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
-        return nn.functional.conv2d(x, matrix.weight[:, :, None, None])
-
-
-class TalkingFlat(Talking):
-    """The matrix stands first, and the scale and the mask, which is added, come after it."""
-
-    causal = True
-
-    def mask(self, scores: Tensor) -> Tensor:
-        return scores + torch.full(scores.shape[-2:], -math.inf).triu(1)
-
-    def mix(self, matrix: nn.Linear, x: Tensor) -> Tensor:
-        return (matrix.weight @ x.flatten(2)).view(x.shape)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = self.mask(self.mix(self.before, q @ k.mT) / math.sqrt(D))
-        return self.mix(self.after, scores.softmax(-1)) @ v
 
 
 class TalkingBefore(Talking):
