@@ -1,7 +1,7 @@
 """Reports as text: table, plain, json, html.
 
 A report is turned into a `Page` once, and every format but JSON shows that; JSON is the report itself.
-Nothing heavy is imported for any.
+Nothing heavy is imported here: Rich only for a table.
 """
 
 from __future__ import annotations

@@ -6,11 +6,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import cycle
-from threading import Event, Thread
-from typing import IO, Literal
+from typing import IO, Any, Literal
 
-from ..text import fitting, printable
+from ..text import printable
 
 _NO = ("", "0", "false")
 _AFTER = 1.0
@@ -69,36 +67,50 @@ def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
 
     In a pipe, and where `quiet` asks for that, nothing is shown.
     """
-    stream = sys.stderr
-    if quiet or stream is None or not stream.isatty() or os.environ.get("TERM") == "dumb":
+    if quiet or sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda _: None
         return
+    from threading import Lock, Timer
+
     global waits
-    over, now = Event(), words
+    lock, now, over = Lock(), words, False
+    live: Any = None
 
     def show() -> None:
+        nonlocal live
         global waits
-        pause = _AFTER
-        for sign in cycle("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"):
-            if over.wait(pause):
-                return
-            pause, waits = 0.125, True
-            line = printable(f"{sign} {now}", 200)
-            stream.write(f"\x1b[?25l\r\x1b[2K{line[: fitting(line, (columns(stream) or 80) - 1)]}")
-            stream.flush()
+        from rich.console import Console
+        from rich.live import Live
+        from rich.spinner import Spinner
+        from rich.text import Text
+
+        spinner = Spinner("dots")
+
+        def drawn() -> Spinner:
+            spinner.update(text=Text(printable(now, 200), overflow="ellipsis", no_wrap=True))
+            return spinner
+
+        console = Console(stderr=True, no_color=not in_color(sys.stderr), highlight=False)
+        with lock:
+            if not over:
+                live = Live(get_renderable=drawn, console=console, transient=True, refresh_per_second=8)
+                live._redirect_stdout = live._redirect_stderr = False  # the answer goes where it goes
+                waits = True
+                live.start()
 
     def tick(done: str) -> None:
         nonlocal now
         now = f"{words}: {done}"
 
-    thread = Thread(target=show, daemon=True)
-    thread.start()
+    timer = Timer(_AFTER, show)
+    timer.daemon = True
+    timer.start()
     try:
         yield tick
     finally:
-        over.set()
-        thread.join()
-        if waits:
-            stream.write("\x1b[?25h\r\x1b[2K")
-            stream.flush()
-            waits = False
+        timer.cancel()
+        with lock:
+            over = True
+            if live is not None:
+                live.stop()
+                waits = False

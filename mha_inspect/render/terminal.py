@@ -1,146 +1,155 @@
-"""Tables for a terminal, as lines of text with their styles."""
+"""Tables for a terminal. The only importer of Rich, with `screen`.
+
+Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the page.
+"""
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise, zip_longest
-from typing import TypeAlias
+from collections.abc import Iterator
+from io import StringIO
 
-from ..text import cells, fitting
-from .layout import GAP, Layout, breaks, layouts, pieces
-from .page import Block, Cell, Facts, Page, Paragraph, Table, Tone, Verbatim, apart, by_axis
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
 
-Line: TypeAlias = "list[tuple[str, str]]"
-"""Pieces of text, each with its style: the numbers that a terminal is told, as `1;31`."""
+from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
+from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
-_BOLD, _DIM = "1", "2"
 
 # Of the sixteen colours, which follow the palette that the reader has chosen, those that no common one makes pale:
 # yellow is on white, and bright black vanishes on black. No meaning hangs on a colour alone.
-STYLES: dict[Tone, str] = {"strong": _BOLD, "muted": _DIM, "good": "32", "bad": "1;31", "warn": "31"}
-AXIS_STYLES = {"heads": "35", "kv_heads": "35", "query": "36", "key": "34", "head_dim": "32"}
+STYLES: dict[Tone, str] = {
+    "": "",
+    "strong": "bold",
+    "muted": "dim",
+    "axes": "",
+    "shape": "",
+    "good": "green",
+    "bad": "bold red",
+    "warn": "red",
+}
+
+AXIS_STYLES = {"heads": "magenta", "kv_heads": "magenta", "query": "cyan", "key": "blue", "head_dim": "green"}
+
+_RULES = box.Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
+"""A line under the titles and one above the total."""
 
 
 def to_table(page: Page, *, width: int | None, color: bool) -> str:
     """Return the page for a terminal of that width; without colour there is no escape sequence in it."""
-    columns = max(shutil.get_terminal_size().columns if width is None else width, 1)
-    return "".join(_written(line, columns, color) + "\n" for line in _page(page, columns))
+    file = StringIO()
+    columns = shutil.get_terminal_size().columns if width is None else width
+    console = Console(
+        file=file,
+        width=max(columns, 1),
+        force_terminal=color,
+        color_system="standard" if color else None,
+        no_color=not color,
+        legacy_windows=False,
+        highlight=False,
+        markup=False,
+        emoji=False,
+    )
+    _print(console, page)
+    return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
 
 
-def _written(line: Line, width: int, color: bool) -> str:
-    """Return a line without spaces at its end; what a page of a few columns has no room for is cut off."""
-    text = _text(line)
-    room = len(text[: fitting(text, width)].rstrip(" "))
-    parts = []
-    for piece, style in line:
-        shown = piece[: max(room, 0)]
-        room -= len(piece)
-        parts.append(f"\x1b[{style}m{shown}\x1b[0m" if color and style and shown else shown)
-    return "".join(parts)
-
-
-def _page(page: Page, width: int) -> Iterator[Line]:
-    prose = min(width, PROSE_WIDTH)
-    yield from _titled(page.title, page.detail, prose)
-    yield from _lines([(page.subtitle, _DIM)], prose)
+def _print(console: Console, page: Page) -> None:
+    prose = min(console.width, PROSE_WIDTH)
+    console.print(_title(page.title, page.detail), width=prose)
+    console.print(Text(page.subtitle, STYLES["muted"]), width=prose)
     for section in page.sections:
-        yield []
-        if section.title:
-            yield from _titled(section.title, section.detail, prose)
-        before: Block | None = None
-        for block in section.blocks:
-            if apart(before, block) and (before is not None or section.title):
-                yield []
-            yield from _block(block, width, prose)
-            before = block
+        console.print()
+        for item, item_width in _section(section, console.width):
+            console.print(item, width=item_width, soft_wrap=False)
 
 
-def _titled(title: str, detail: str, width: int) -> list[Line]:
-    return _lines([(title, _BOLD), (f"  {detail}" if detail else "", "")], width)
+def _title(title: str, detail: str) -> Text:
+    text = Text().append(title, "bold")
+    return text.append(f"  {detail}") if detail else text
 
 
-def _lines(line: Line, width: int) -> list[Line]:
-    """Return the lines that a line takes."""
-    text = _text(line)
-    starts = [0, *breaks(text, width), len(text)]
-    lines = []
-    for start, end in pairwise(starts):
-        stop, place, part = start + len(text[start:end].rstrip(" ")), 0, []
-        for piece, style in line:
-            part.append((piece[max(start - place, 0) : max(stop - place, 0)], style))
-            place += len(piece)
-        lines.append(part)
-    return lines
+def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int]]:
+    """Yield what to print, each with the width that it may take."""
+    prose = min(width, PROSE_WIDTH)
+    if section.title:
+        yield _title(section.title, section.detail), prose
+    before: Block | None = None
+    for block in section.blocks:
+        if apart(before, block) and (before is not None or section.title):
+            yield Text(), width
+        if isinstance(block, Table):
+            yield from ((item, width) for item in _table(block, width))
+        elif isinstance(block, Facts):
+            yield _labelled(block), prose
+        elif isinstance(block, Paragraph):
+            yield Text(block.text, STYLES[block.tone], overflow="fold"), prose
+        else:
+            yield from ((item, width) for item in _verbatim(block, width))
+        before = block
 
 
-def _text(line: Line) -> str:
-    return "".join(piece for piece, _ in line)
-
-
-def _block(block: Block, width: int, prose: int) -> Iterator[Line]:
-    if isinstance(block, Table):
-        for number, layout in enumerate(layouts(block, width)):
-            yield from [[]] if number else []
-            yield from _table(block, layout)
-            if layout.dropped:
-                yield from _lines([(f"no room at this width for: {', '.join(layout.dropped)}", _DIM)], width)
-        if block.legend:
-            yield from _lines([(block.legend, _DIM)], width)
-    elif isinstance(block, Facts):
-        yield from _facts(block, prose)
-    elif isinstance(block, Paragraph):
-        yield from _lines([(block.text, STYLES.get(block.tone, ""))], prose)
-    else:
-        yield from _verbatim(block, width)
-
-
-def _facts(facts: Facts, width: int) -> Iterator[Line]:
-    """Yield labels, and beside them sentences that wrap under themselves."""
-    widest = [max((cells(item[side]) for item in facts.items), default=0) for side in (0, 1)]
-    label_width = widest[0]
-    if sum(widest) + GAP > width:
-        label_width = min(label_width, max((width - GAP + 1) // 2, 1))
-    room = max(width - label_width - GAP, 1)
-    style = STYLES.get(facts.tone, "")
+def _labelled(facts: Facts) -> RenderableType:
+    """Return labels, and beside them sentences that wrap under themselves."""
+    grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+    grid.add_column(overflow="fold", no_wrap=False)
+    grid.add_column(overflow="fold", ratio=1)
     for label, text in facts.items:
-        labels, texts = _lines([(label, _DIM)], label_width), _lines([(text, style)], room)
-        yield from _beside([labels, texts], [label_width, room], ["left", "left"])
+        grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES[facts.tone]))
+    return grid
 
 
-def _beside(columns: Iterable[Sequence[Line]], widths: Sequence[int], aligns: Sequence[str]) -> Iterator[Line]:
-    """Yield the lines of columns that stand side by side."""
-    for parts in zip_longest(*columns, fillvalue=()):
-        line: Line = []
-        for place, (part, width, align) in enumerate(zip(parts, widths, aligns, strict=True)):
-            spaces = (" " * (width - cells(_text(list(part)))), "")
-            line += [(" " * GAP, "")] * bool(place) + ([spaces, *part] if align == "right" else [*part, spaces])
-        yield line
+def _table(table: Table, width: int) -> Iterator[RenderableType]:
+    for number, layout in enumerate(layouts(table, width)):
+        if number:
+            yield Text()
+        yield _laid_out(table, layout)
+        if layout.dropped:
+            yield Text(f"no room at this width for: {', '.join(layout.dropped)}", STYLES["muted"])
+    if table.legend:
+        yield Text(table.legend, STYLES["muted"])
 
 
-def _table(table: Table, layout: Layout) -> Iterator[Line]:
-    shown = [table.columns[column.index] for column in layout.columns]
-    widths, aligns = [column.width for column in layout.columns], [column.align for column in shown]
-    rule = [("─" * (sum(widths) + GAP * (len(widths) - 1)), _DIM)]
-    titles = [Cell(column.title, "muted") for column in table.columns]
-    for number, row in enumerate([titles, *table.rows]):
-        is_total = table.total and number == len(table.rows)
-        if number == 1 or is_total:
-            yield rule
-        columns = []
-        for column, width in zip(layout.columns, widths, strict=True):
-            cell, below = row[column.index], _behind([row[i].text for i in column.below])
-            styled = _styled(cell.text, cell.tone or table.columns[column.index].tone, cell.axes, _BOLD * is_total)
-            marked = [*styled, (f" {cell.mark}" if cell.mark else "", _DIM)]
-            under = [[("  ", ""), (line, _DIM)] for line in pieces(below, width - 2)]
-            columns.append([*_lines(marked, width), *under])
-        if number == 0:  # titles stand on the rule
-            high = max(map(len, columns))
-            columns = [[[]] * (high - len(lines)) + lines for lines in columns]
-        yield from _beside(columns, widths, aligns)
+def _laid_out(table: Table, layout: Layout) -> RichTable:
+    made = RichTable(
+        box=_RULES,
+        show_edge=False,
+        pad_edge=False,
+        padding=(0, 1),
+        collapse_padding=True,
+        border_style=STYLES["muted"],
+        header_style="",
+    )
+    for shown in layout.columns:
+        column = table.columns[shown.index]
+        header = Text(column.title, STYLES["muted"])
+        if shown.below:
+            header.append(f"\n  {_behind([table.columns[i].title for i in shown.below])}")
+        made.add_column(header, justify=column.align, width=shown.width, overflow="fold")
+    for number, row in enumerate(table.rows):
+        last = number == len(table.rows) - 1
+        if last and table.total:
+            made.add_section()
+        style = "bold" if last and table.total else ""
+        made.add_row(*(_field(table, shown, row) for shown in layout.columns), style=style)
+    return made
+
+
+def _field(table: Table, shown: ShownColumn, row: tuple[Cell, ...]) -> Text:
+    """Return the field, and under it those of the columns that were moved there."""
+    cell = row[shown.index]
+    text = _styled(cell.text, cell.tone or table.columns[shown.index].tone, cell.axes)
+    if cell.mark:
+        text.append(f" {cell.mark}", STYLES["muted"])
+    text = Text("\n").join(text.divide(breaks(text.plain, shown.width)))
+    for line in pieces(_behind([row[i].text for i in shown.below]), shown.width - 2):
+        text.append(f"\n  {line}", STYLES["muted"])
+    return text
 
 
 def _behind(texts: list[str]) -> str:
@@ -149,21 +158,31 @@ def _behind(texts: list[str]) -> str:
     return f"{first} ({', '.join(others)})" if others else first
 
 
-def _styled(content: str, tone: Tone, axes: str, more: str = "") -> Line:
-    """Return a text with the colours of its axes, in the style of its tone and `more`."""
-    styles = [style for style in (more, STYLES.get(tone, "")) if style]
-    pieces_of = by_axis(content, tone, axes)
-    return [(piece, ";".join([*styles, AXIS_STYLES[axis]] if axis else styles)) for piece, axis in pieces_of]
+def _styled(content: str, tone: Tone, axes: str) -> Text:
+    text = Text(overflow="fold", style=STYLES[tone])
+    for piece, axis in by_axis(content, tone, axes):
+        text.append(piece, AXIS_STYLES.get(axis, ""))
+    return text
 
 
-def _verbatim(block: Verbatim, width: int) -> Iterator[Line]:
-    heading = [(block.title, _BOLD)]
-    heading += [("  ", ""), *_styled(block.shape, "shape", block.axes)] if block.shape else []
-    heading += [("  ", ""), *_styled(block.axes, "axes", "")] if block.axes else []
-    yield from _lines(heading, width)
+def _verbatim(block: Verbatim, width: int) -> Iterator[RenderableType]:
+    heading = Text().append(block.title, "bold")
+    if block.shape:
+        heading.append("  ").append_text(_styled(block.shape, "shape", block.axes))
+    if block.axes:
+        heading.append("  ").append_text(_styled(block.axes, "axes", ""))
+    yield heading
     for line in block.lines:
         # A line that is too long goes on under its own first number, behind the brackets.
         opening = re.match(r"(?:tensor\()?[ \[]*", line)
-        indent = min(opening.end() if opening else 0, max(width - 20, 0)) if len(line) > width else 0
-        for number, part in enumerate(pieces(line[indent:], width - indent) or [""]):
-            yield [(" " * indent if number else line[:indent], ""), (part, "")]
+        indent = min(opening.end() if opening else 0, max(width - 20, 0))
+        first, rest = line[:indent], line[indent:]
+        yield _hanging(first, rest) if len(line) > width else Text(line)
+
+
+def _hanging(first: str, rest: str) -> RenderableType:
+    grid = RichTable.grid(padding=0, pad_edge=False)
+    grid.add_column(width=len(first))
+    grid.add_column(overflow="fold", ratio=1)
+    grid.add_row(Text(first), Text(rest))
+    return grid
