@@ -66,7 +66,7 @@ def batch(bench: Bench) -> Iterator[Finding]:
 
 
 def _moved_of_two(bench: Bench, axis: int) -> Tensor:
-    """What moves when the one row is given twice, and the first token of the first is another.
+    """Return what moves when the one row is given twice, and the first token of the first is another.
 
     Raises `NotPossibleError` where it does not run so.
     """
@@ -204,7 +204,7 @@ def repeat(bench: Bench) -> Iterator[Finding]:
 
 
 def _apart(bench: Bench, output: Tensor) -> float:
-    """How far an output is from that of the base run."""
+    """Return how far an output is from that of the base run."""
     return float(difference(output, bench.output).max())
 
 

@@ -110,7 +110,7 @@ def _cache_name(bench: Bench) -> str | None:
 
 
 def _stepwise(bench: Bench, name: str, steps: list[tuple[int, int]], given: dict[str, Any]) -> Tensor:
-    """The outputs of some calls that follow each other, side by side; `given` are the arguments of one go."""
+    """Return the outputs of calls that follow each other, side by side; `given` are the arguments of one go."""
     source = bench.sources[0]
     outputs = []
     past: Any = None
@@ -127,7 +127,7 @@ def _stepwise(bench: Bench, name: str, steps: list[tuple[int, int]], given: dict
 
 
 def _piece(name: str, value: Tensor, source: Source, start: int, stop: int) -> Tensor:
-    """The part of an argument that belongs to some positions; of a mask, to those before them as well."""
+    """Return the part of an argument that belongs to some positions; of a mask, to those before them as well."""
     length = source.length
     if name in source.names:
         assert source.positions is not None
@@ -142,7 +142,7 @@ def _piece(name: str, value: Tensor, source: Source, start: int, stop: int) -> T
 
 
 def _second(returned: Any) -> Any:
-    """What a forward returned second: its cache."""
+    """Return what a forward returned second, its cache. Raises `NotPossibleError` where there is none."""
     for name in ("past_key_values", "past_key_value", "cache"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name)

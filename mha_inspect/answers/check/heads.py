@@ -55,7 +55,7 @@ def heads(bench: Bench, tokens: Tokens) -> Iterator[Finding]:
 
 
 def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None:
-    """Two pieces of one token that are two rows of one group; None where there are none."""
+    """Return two pieces of one token that are two rows of one group; None where there are none."""
     first: dict[int, tuple[int, int]] = {}
     for start, rows in pieces.items():
         if len({row for _, row in rows}) > 1:
@@ -68,7 +68,7 @@ def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None
 
 
 def _splitting(bench: Bench, factor: Factor) -> str:
-    """The line of the view that splits the heads; empty where there is none."""
+    """Return the line of the view that splits the heads; empty where there is none."""
     tensor, source = factor.target, ""
     while (op := bench.recorded.recording.producer(tensor)) is not None and tensor.id != factor.source.id and op.inputs:
         if op.kind == "view" and len(op.output.shape) > len(op.inputs[0].shape):
@@ -149,7 +149,7 @@ def grouped(_: Bench, tokens: Tokens) -> Iterator[Finding]:
 
 
 def _heads_read(factor: Factor) -> dict[int, int]:
-    """Group of the product to the head of a projection that it reads, by one token.
+    """Return for each group of the product the head of a projection that it reads, by one token.
 
     Raises `LostError` where that is not one each.
     """

@@ -81,7 +81,7 @@ class Intent:
                 raise SpecError(f"{name} {shown(said)} is not known: {', '.join(map(str, known))}.")
 
     def told(self) -> dict[str, Any]:
-        """What was said, by name, as plain data."""
+        """Return what was said, by name, as plain data."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.reference is not None:
             said["reference"] = type(self.reference).__name__

@@ -103,7 +103,7 @@ class _Padded:
         )
 
     def _cropped(self) -> Tensor:
-        """The output of row 0 alone, without its padding."""
+        """Return the output of row 0 alone, without its padding."""
         bench, length, rows = self._bench, self._source.length, self._source.rows
         given = {name: value for name, value in bench.values.items() if isinstance(value, Tensor)}
         changes: dict[str, Tensor] = {}
@@ -124,7 +124,7 @@ class _Padded:
 
 
 def mask_like(given: Any, padded: Tensor, keeps: bool) -> Tensor:
-    """A mask as the forward takes it, of `batch key` where True is padded."""
+    """Return a mask as the forward takes it, from `batch key` where True is padded."""
     kept = ~padded
     if isinstance(given, Tensor) and given.is_floating_point() and bool((given <= 0).all()) and given.dim() > 2:
         value = torch.zeros(padded.shape, dtype=given.dtype).masked_fill(padded, torch.finfo(given.dtype).min)

@@ -41,7 +41,7 @@ def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
 def _of_scores(
     tokens: Tokens, factors: dict[str, Factor], content: dict[str, Tensor], turns: dict[str, Op | None]
 ) -> Finding | None:
-    """What is wrong where what turns the query is not what turns the key; None where it is."""
+    """Judge what turns queries and keys; None where they are turned alike."""
     q, k = content["query"], content["key"]
     turned = {name: turns[name] for name in ("query", "key") if _vary(content[name])}
     if len(turned) == 1:
@@ -100,7 +100,7 @@ def _of_scores(
 
 
 def _of_values(bench: Bench, attention: Attention, rows: Tensor, turns: Op | None) -> Finding | None:
-    """What is wrong where the values are turned, and what comes of them is not turned back; None where they are not."""
+    """Judge values that are turned, and their context that is not turned back; None where they are not."""
     if turns is None or not _vary(rows) or _vary(rows.norm(dim=-1, keepdim=True)):
         return None
     end = attention.stages.get("output") or attention.stages.get("concat")

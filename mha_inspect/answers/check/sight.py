@@ -94,7 +94,7 @@ class SeenKeys:
         )
 
     def words(self) -> str:
-        """What it is called."""
+        """Return a name for who sees whom."""
         if self.open:
             return "every query sees every key"
         if self.alone:
@@ -119,7 +119,7 @@ class SeenKeys:
         return Finding(check, sentence, evidence, source=self.line, module=self.module, fix=fix)
 
     def against_causal(self, window: int | None) -> Finding | None:
-        """What is not causal; None where all is."""
+        """Judge it as causal, within a window if one is given; None where it is."""
         if self.queries < 2 or (self.queries > self.keys):
             return None
         future = self.any_row & (self.distance < 0)
@@ -149,7 +149,7 @@ class SeenKeys:
         return None
 
     def against_window(self, width: int, causal: bool | None) -> Finding | None:
-        """What does not fit a window of this width; None where all fits."""
+        """Judge it as a window of this width; None where it fits."""
         if self.keys <= width or self.queries < 2:
             return None
         limit = width - 1
@@ -168,7 +168,7 @@ class SeenKeys:
         return None
 
     def _first(self, marks: Tensor, what: str) -> str:
-        """`Query 3 gives weight to key 5, 2 behind it`: the first pair that is marked."""
+        """Return the first pair that is marked: `Query 3 gives weight to key 5, 2 behind it`."""
         query, key = (int(number) for number in marks.nonzero()[0])
         distance = int(self.distance[query, key])
         place = f"{distance} before it" if distance > 0 else f"{-distance} behind it" if distance else "its own"

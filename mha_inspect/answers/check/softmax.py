@@ -75,7 +75,7 @@ def _biased(bench: Bench, attention: Attention) -> Op | None:
 
 
 def _sums(weights: Tensor, over: int) -> tuple[float, float] | None:
-    """The smallest and the largest sum of rows; None where none is finite. A row of zeros alone has no keys."""
+    """Return the smallest and the largest sum of rows that have keys; None where none is finite."""
     sums = weights.double().sum(over)
     sums = sums[sums.isfinite() & (weights != 0).any(over)]
     return (float(sums.min()), float(sums.max())) if sums.numel() else None
@@ -121,7 +121,7 @@ def lone_softmaxes(bench: Bench) -> Iterator[Finding]:
 
 
 def _before(bench: Bench, op: Op) -> Op | None:
-    """The operation before what is moved, scaled and masked in between."""
+    """Return the operation before what is moved, scaled and masked in between."""
     recording = bench.recorded.recording
     behind = recording.producer(op.inputs[0]) if op.inputs else None
     while behind is not None and behind.inputs and (behind.pointwise or behind.kind != "compute"):
@@ -195,7 +195,7 @@ def _multiplied(bench: Bench, attention: Attention, values: list[Tensor | None])
 
 
 def _weak_bar(values: list[Tensor | None]) -> Fault | None:
-    """What is wrong with a mask of zeros and one other number that is added."""
+    """Judge a mask of zeros and one other number that is added."""
     for value in values:
         if value is None or value.numel() < 4 or not value.is_floating_point():
             continue
@@ -222,7 +222,7 @@ def _weighs(bench: Bench, attention: Attention, bars: Tensor | None) -> bool:
 
 
 def _filled(op: Op, values: list[Tensor | None]) -> float | None:
-    """The one number that is put where a mask says; None where it is none."""
+    """Return the number that is put where a mask says; None where it is none."""
     if op.base_name.startswith("masked_fill"):
         if len(op.args) > 2 and isinstance(op.args[2], (int, float)):
             return float(op.args[2])

@@ -60,7 +60,7 @@ class Arguments:
         )
 
     def of_call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call with changes by name, every tensor a copy that the module may write into."""
+        """Return the arguments of a call with changes by name, every tensor a copy that may be written into."""
         given, left = dict(self._bound.arguments), dict(changes)
         for name, parameter in self.parameters.items():
             if parameter.kind is inspect.Parameter.VAR_KEYWORD:
@@ -104,7 +104,7 @@ class Source:
         return [axis for axis in (self.batch, self.positions) if axis is not None]
 
     def at(self, row: int | slice, position: int | slice | Tensor) -> tuple[Any, ...]:
-        """The index of one token, or of some."""
+        """Return the index of one token, or of some."""
         index: list[Any] = [slice(None)] * self.value.dim()
         if self.batch is not None:
             index[self.batch] = row

@@ -42,13 +42,13 @@ class Flow:
         """By the id of a tensor."""
 
     def value(self, tensor: TensorRef) -> Tensor:
-        """The content of a tensor. Raises `LostError` where it was not kept."""
+        """Return the content of a tensor. Raises `LostError` where it was not kept."""
         if tensor.id not in self.values:
             raise LostError
         return self.values[tensor.id].detach()
 
     def again(self, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
-        """The content of a tensor, where others are as given. Raises `LostError` where it cannot be computed."""
+        """Return the content of a tensor where others are as given. Raises `LostError` where it cannot be computed."""
         known = dict(changed)
         hangs = between(self.recording, changed, target)
         if not hangs and target.id not in known:
@@ -100,7 +100,7 @@ class Factor:
         return self.source.shape[:-1]
 
     def token(self, number: int) -> tuple[int, ...]:
-        """The index of a token by its number."""
+        """Return the index of a token by its number."""
         index = list[int]()
         for size in reversed(self.tokens[1:]):
             number, place = divmod(number, size)
@@ -108,7 +108,7 @@ class Factor:
         return (number, *index) if self.tokens else ()
 
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
-        """The rows that move where features of a token are others."""
+        """Return the rows that move where features of a token are others."""
         source = self.flow.value(self.source).clone()
         piece = source[token][start:stop]
         source[token][start:stop] = piece + 1 + piece.abs()
@@ -118,7 +118,7 @@ class Factor:
         return {(int(group), int(row)) for group, row in by_row.nonzero().tolist()}
 
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
-        """Start of each piece of a token's features that reaches the target, to the rows that it is in.
+        """Return where each piece of a token's features begins that reaches the target, and the rows that it is in.
 
         A piece is as wide as a head, were those side by side; those of several projections are among them.
         """
@@ -135,7 +135,7 @@ class Tokens:
         self.flow, self.attention, self.names = flow, attention, names
 
     def factor(self, name: str) -> Factor:
-        """`query`, `key` or `value` from its projection to the product. Raises `LostError` where there is none."""
+        """Return the query, key or value from its projection to the product. Raises `LostError` without one."""
         attention = self.attention
         product = attention.value_product if name == "value" else attention.score_product
         source = attention.stages.get(f"{name[0]}_proj") or attention.stages.get(name)
@@ -151,7 +151,7 @@ class Tokens:
         return Factor(self.flow, source, target, rows, max(self.names.head_dim, 1))
 
     def weights(self) -> tuple[Tensor, int]:
-        """The factor that meets the values, and the dimension of it that the product sums over."""
+        """Return the factor that meets the values, and the dimension of it that the product sums over."""
         product: Product = self.attention.value_product
         if not product.multiply.does("product"):
             raise LostError
@@ -159,7 +159,7 @@ class Tokens:
         return self.flow.value(product.left if left else product.right), (-1 if left else -2)
 
     def concat_rows(self, rows: Iterable[Row]) -> set[tuple[int, ...]]:
-        """The tokens of concat that move where these rows of the context are others."""
+        """Return the tokens of concat that move where these rows of the context are others."""
         context = self.attention.value_product.op.output
         target = self.attention.stages.get("concat")
         if target is None:

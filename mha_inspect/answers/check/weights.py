@@ -67,7 +67,7 @@ class Living:
         return [name for name, ops in self.reads.items() if not ops and name not in known]
 
     def unread(self, result: TensorRef) -> set[int]:
-        """The features of a projection's output that no operation reads; all of them where none does."""
+        """Return the features of a projection's output that no operation reads; all of them where none does."""
         features = result.shape[-1]
         if result.numel > _LARGEST or result.stride != torch.empty(result.shape, device="meta").stride():
             return set()
@@ -81,7 +81,7 @@ class Living:
         return {int(place) for place in (~by_feature).nonzero().flatten()}
 
     def unread_of(self, projection: Op) -> set[int]:
-        """The features that a projection gives, its bias added, and that no operation reads."""
+        """Return the features that a projection gives, its bias added, and that no operation reads."""
         result = projection.output
         unread, readers = self.unread(result), self.readers.get(result.storage, [])
         if not unread and len(readers) == 1 and readers[0].pointwise and readers[0].output.numel == result.numel:

@@ -157,4 +157,5 @@ def _written(recording: Recording, tensor: TensorRef, names: Mapping[int, str], 
         return f"{name}.to(...)"
     if not name or len(op.inputs) > 1 or not hasattr(torch.Tensor, op.base_name):
         return ""
-    return f"{name}.{op.base_name}({', '.join(map(str, op.args[1:]))})"
+    settings = (part for arg in op.args[1:] for part in (arg if isinstance(arg, tuple) else (arg,)))
+    return f"{name}.{op.base_name}({', '.join(map(str, settings))})"
