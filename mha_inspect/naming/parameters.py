@@ -29,12 +29,12 @@ class View:
 
     shape: tuple[int, ...]
     """`heads head_dim embed` of a matrix, `heads head_dim` of a bias, `embed` of b_o."""
-    held: tuple[tuple[Part, Tensor], ...]
+    pieces: tuple[tuple[Part, Tensor], ...]
     """What each parameter holds of it, and the parameter."""
 
     def read(self) -> Tensor:
         """Return a copy of the numbers by head, with zeros for the features that a head does not read."""
-        numbers = self.held[0][1].new_zeros(self.shape)
+        numbers = self.pieces[0][1].new_zeros(self.shape)
         for own, features, memory, places in self._pieces(numbers):
             own[features] = memory[places]
         return numbers
@@ -46,7 +46,7 @@ class View:
 
     def _pieces(self, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
         """Each head's numbers, which features of them a parameter holds, its memory, and where there these are."""
-        for part, parameter in self.held:
+        for part, parameter in self.pieces:
             last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
             memory = parameter.detach().as_strided((last + 1,), (1,), parameter.storage_offset())
             for head, every in part.heads.items():
@@ -68,11 +68,6 @@ class Projection:
     """Which attention of the run, in the order in which they were computed."""
     part: str
     """`W_q`, `W_k`, `W_v`, `W_o`, `b_q` to `b_o`; `bias_k` and `bias_v` for a learned key and value."""
-    pattern: str
-    """The axes of the parameter, as an einops pattern: `(qkv heads head_dim) embed`. Where parts of other sizes lie
-    beside it, those of this part alone, from `offset` on: `(heads head_dim) embed`. Empty where no pattern says it."""
-    offset: int
-    """Where the part begins along the dimension in which the heads are."""
     shape: tuple[int, ...]
     """`heads head_dim embed` of a matrix, also of W_o; `heads head_dim` of a bias, `embed` of b_o."""
     is_whole: bool
@@ -105,71 +100,36 @@ def projections(run: NamedRun) -> tuple[Projection, ...]:
     """
     found: list[Projection] = []
     for number, (finder, parts) in enumerate(parts_of(run)):
-        by_parameter: dict[tuple[str, str], list[Part]] = {}
         by_name: dict[str, list[Part]] = {}
         for part in parts:
-            own = _name_of(part)
-            if own and not (part.kind == "W" and len(part.parameter.tensor.shape) == 1):
-                by_parameter.setdefault((part.parameter.name, part.kind), []).append(part)
-                by_name.setdefault(own, []).append(part)
-        for name, own_parts in by_name.items():
-            first = own_parts[0]
-            together = by_parameter[first.parameter.name, first.kind]
-            serves = finder.serves if first.letter in "kv" else ()
-            found.append(_projection(number, name, own_parts, together, finder.num_heads(first.letter), serves))
+            if part.name and not (part.kind == "W" and len(part.parameter.tensor.shape) == 1):
+                by_name.setdefault(part.name, []).append(part)
+        for name, of_name in by_name.items():
+            serves = finder.serves if name[-1] in "kv" else ()
+            found.append(_projection(number, name, of_name, finder.num_heads(name[-1]), serves))
     return tuple(found)
 
 
-def _name_of(part: Part) -> str:
-    """`W_q`; empty for what is no matrix, no bias and no learned key or value."""
-    kind = {"appended": "bias", "W": "W", "b": "b"}.get(part.kind, "")
-    return f"{kind}_{part.letter}" if kind else ""
-
-
 def _projection(
-    number: int, name: str, parts: list[Part], together: list[Part], heads: int, serves: tuple[tuple[int, ...], ...]
+    number: int, name: str, parts: list[Part], num_heads: int, serves: tuple[tuple[int, ...], ...]
 ) -> Projection:
-    first = parts[0]
-    width = max((len(own) for part in parts for own in part.heads.values()), default=0)
-    covered = torch.zeros(1 if name == "b_o" else heads, width, dtype=torch.long)
+    first, single = parts[0], name == "b_o"
+    width = max((len(places) for part in parts for places in part.heads.values()), default=0)
+    covered = torch.zeros(1 if single else num_heads, width, dtype=torch.long)
     for part in parts:
         for head, places in part.heads.items():
             if head < len(covered):
                 covered[head, : len(places)] += places >= 0
-    single = name == "b_o"
     embed = first.width if first.inner is not None else 0
-    shape = (width,) if single else (heads, width, embed) if first.kind == "W" else (heads, width)
+    shape = (width,) if single else (num_heads, width, embed) if first.kind == "W" else (num_heads, width)
     is_whole = (
-        bool((covered == 1).all())
-        and width > 0
+        width > 0
+        and bool((covered == 1).all())
         and all(head < len(covered) for part in parts for head in part.heads)
         and all(part.moved and (single or not part.is_shared or len(part.heads) == 1) for part in parts)
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
     )
-    pattern, offset = _pattern(first, together, heads)
-    return Projection(number, name, pattern, offset, shape, is_whole, serves, tuple(parts))
-
-
-def _pattern(part: Part, together: list[Part], heads: int) -> tuple[str, int]:
-    """The pattern of a parameter, or of this part of it, and where along the dimension of the heads the part begins."""
-    if not all(one.heads for one in together):
-        return "", 0
-    dim = dimension_of([part])
-    first = min(int(own[own >= 0].min()) for own in part.heads.values() if bool((own >= 0).any()))
-    place = torch.tensor([first])
-    offset = 0 if dim is None else int(coordinates_in(part.parameter.tensor, place)[dim])
-    words = {"heads": "heads", "head_dim": "head_dim"}
-    if part.letter == "o" and part.kind == "b":
-        return "embed", offset
-    ordered = sorted(together, key=lambda one: min(int(own.min()) for own in one.heads.values()))
-    for parts in (ordered, [part]):
-        shared = any(one.is_shared for one in parts)
-        axes = (
-            None if shared else axes_of(parts, words, single=len(parts[0].heads) == 1 < heads, whole=parts is ordered)
-        )
-        if axes is not None:
-            return " ".join(word or "embed" for word in axes), offset
-    return "", offset
+    return Projection(number, name, shape, is_whole, serves, tuple(parts))
 
 
 def outside_of(part: Part) -> set[int]:
@@ -181,14 +141,13 @@ def outside_of(part: Part) -> set[int]:
     return {dim for dim, c in enumerate(coordinates_in(part.parameter.tensor, places)) if int(c[1]) != int(c[0])}
 
 
-def axes_of(parts: Sequence[Part], words: dict[str, str], *, single: bool, whole: bool = True) -> list[str] | None:
+def axes_of(parts: Sequence[Part], words: dict[str, str], *, single: bool) -> list[str] | None:
     """Return the words of each dimension, `1` or empty for those of no head; None where no pattern says it.
 
     Args:
         parts: what the parameter holds, in the order in which it lies there.
         words: what the axes of heads and of features are called.
         single: whether it holds one head of several.
-        whole: whether they must fill it, or may be a part of it.
     """
     widths = {(len(part.heads), len(own)) for part in parts for own in part.heads.values()}
     if len(widths) != 1 or any(bool((own < 0).any()) for part in parts for own in part.heads.values()):
@@ -206,9 +165,6 @@ def axes_of(parts: Sequence[Part], words: dict[str, str], *, single: bool, whole
             found.append("")
             continue
         index = every[dim].reshape(table.shape)
-        if not whole:
-            index = index - index.min()
-            size = int(index.max()) + 1
         axes = _sorted_axes(index, size)
         if axes is None:
             return None
@@ -308,7 +264,7 @@ def slices_of(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     for part in parts:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
-        name = {"appended": "bias", "norm": "norm"}.get(kind, kind) + f"_{part.letter}"
+        name = part.name or f"{kind}_{part.letter}"
         indices = [indices_of(part, dim) for dim in range(len(shape))]
         for head, own in sorted(part.heads.items()):
             number = len(_distinct(own[own >= 0])) * (1 if part.inner is None else part.inner[0])

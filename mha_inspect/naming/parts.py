@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.axis import setting
+from ..graph.dataflow import Graph
 from ..graph.dimensions import Axis, Dim, resolve, size_of, wide
 from ..graph.places import Elements, broadcast, coordinates, coordinates_of, origins
 from ..graph.rules import reduced_places
@@ -61,9 +62,10 @@ class Part:
     """The one by which it first meets what is projected."""
 
     @property
-    def numel(self) -> int:
-        """How many numbers it is."""
-        return sum(int((own >= 0).sum()) for own in self.heads.values()) * (1 if self.inner is None else self.inner[0])
+    def name(self) -> str:
+        """`W_q`, `b_q`, or `bias_k` of a learned key; empty for what is none of these."""
+        kind = {"appended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
+        return f"{kind}_{self.letter}" if kind else ""
 
     @property
     def is_shared(self) -> bool:
@@ -376,8 +378,8 @@ class PartFinder:
             return None
         if self._is_factor(met):
             if letter == "o":
-                return None if met.kind == "before" else _taking(op, weight, where)
-            return _giving(op, weight, where)
+                return None if met.kind == "before" else _Factor(self._graph, op).at(where, taken=True)
+            return _Factor(self._graph, op).at(where, taken=False)
         if op.base_name == "convolution" or "batch_norm" in op.base_name or "group_norm" in op.base_name:
             return [where[1]]
         if op.base_name in ("cat", "stack"):
@@ -389,10 +391,10 @@ class PartFinder:
         """Return where all of a weight is: of a matrix that all gives, and of a large table a row."""
         op, shape = met.op, met.weight.shape
         if op is not None and self._is_factor(met):
-            features = torch.arange(op.output.shape[_features_of(op, met.weight)] if op.output.shape else 1)
-            place = _features_of(op, met.weight) % max(len(op.output.shape), 1)
-            out = [features if dim == place else torch.zeros_like(features) for dim in range(len(op.output.shape))]
-            return _giving(op, met.weight, out)
+            factor, rank = _Factor(self._graph, op), len(op.output.shape)
+            features = torch.arange(op.output.shape[factor.given] if rank else 1)
+            out = [features if dim == factor.given % rank else torch.zeros_like(features) for dim in range(rank)]
+            return factor.at(out or [features], taken=False)
         if met.weight.numel <= _LARGE:
             return coordinates_of(torch.arange(met.weight.numel), shape)
         row = torch.arange(shape[-1])
@@ -419,7 +421,8 @@ class PartFinder:
         """Return a part of a matrix with how many numbers each of its features has, and how far apart they are."""
         op = part.operation
         assert op is not None, "a matrix is a factor of a product"
-        place = _inner_of(op, weight, taken=part.letter == "o")
+        factor = _Factor(self._graph, op)
+        place = factor.outer if part.letter == "o" else factor.inner
         number = weight.shape[place]
         ends = torch.tensor([0, min(1, number - 1), number - 1])
         at = [ends if dim == place % len(weight.shape) else c.expand(3) for dim, c in enumerate(first)]
@@ -439,10 +442,7 @@ class PartFinder:
 
     def _weight(self, op: Op) -> TensorRef:
         """Return the weight of a projection."""
-        if op.base_name == "convolution":
-            return op.inputs[1]
-        left, right = self._graph.operands(op) or op.inputs[:2]
-        return right if self._graph.is_weight(right) else left
+        return _Factor(self._graph, op).weight
 
     def _only_moved(self, tensor: TensorRef) -> bool:
         op = self._recording.producer(tensor)
@@ -457,44 +457,31 @@ def _kind(op: Op) -> str:
     return {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
 
 
-def _giving(op: Op, weight: TensorRef, out: list[Tensor]) -> list[Tensor]:
-    """Return where in a projection's weight are the first factors of numbers of what it gives."""
-    zero = torch.zeros_like(out[-1])
-    if op.base_name == "convolution":
-        return [out[1], *(zero for _ in weight.shape[1:])]
-    if len(weight.shape) == 1:
-        return [zero]
-    if weight.id == op.inputs[-1].id:
-        return [*out[:-2], zero, out[-1]]
-    return [out[0], zero] if len(op.inputs[-1].shape) == 1 else [*out[:-1], zero]
+class _Factor:
+    """The weight of a projection: which of its dimensions is summed over, and which gives the features."""
 
+    def __init__(self, graph: Graph, op: Op) -> None:
+        self.op = op
+        if op.base_name == "convolution":
+            self.weight, self.inner, self.outer, self.given, self.taken = op.inputs[1], 1, 0, 1, 1
+            return
+        left, right = graph.operands(op) or op.inputs[:2]
+        is_right = graph.is_weight(right)
+        self.weight, self.inner, self.outer = (right, -2, -1) if is_right else (left, -1, -2)
+        # Columns that a matrix multiplies from the left stand before the last dimension.
+        self.given = self.taken = -1 if is_right or len(right.shape) == 1 else -2
+        if len(self.weight.shape) == 1:
+            self.inner = self.outer = 0
 
-def _taking(op: Op, weight: TensorRef, taken: list[Tensor]) -> list[Tensor]:
-    """Return where in a projection's weight are the first factors that numbers of what it takes in meet."""
-    zero = torch.zeros_like(taken[-1])
-    if op.base_name == "convolution":
-        return [zero, taken[1], *(zero for _ in weight.shape[2:])]
-    if len(weight.shape) == 1:
-        return [taken[-1]]
-    if weight.id == op.inputs[-1].id:
-        return [*taken[:-2], taken[-1], zero]
-    return [zero, taken[0]] if len(taken) == 1 else [*taken[:-2], zero, taken[-2]]
-
-
-def _features_of(op: Op, weight: TensorRef) -> int:
-    """Return which dimension of what a projection gives the features are."""
-    if op.base_name == "convolution":
-        return 1
-    return -2 if weight.id != op.inputs[-1].id and len(op.output.shape) > 1 else -1
-
-
-def _inner_of(op: Op, weight: TensorRef, *, taken: bool) -> int:
-    """Return which dimension of a projection's weight is summed over; with `taken`, which one it gives."""
-    if op.base_name == "convolution":
-        return 0 if taken else 1
-    if len(weight.shape) == 1:
-        return 0
-    return -1 if (weight.id == op.inputs[-1].id) == taken else -2
+    def at(self, where: list[Tensor], *, taken: bool) -> list[Tensor]:
+        """Return where in the weight numbers are first met, by where they are in what is given, or `taken` in."""
+        own, features = (self.inner, where[self.taken]) if taken else (self.outer, where[self.given])
+        rank = len(self.weight.shape)
+        batch = where[: rank - 2] if self.op.base_name != "convolution" else []
+        at = [*batch, *(torch.zeros_like(features) for _ in range(rank - len(batch)))]
+        if rank > 1 or taken:
+            at[own] = features
+        return at
 
 
 def _merged(parts: Iterable[Part]) -> list[Part]:

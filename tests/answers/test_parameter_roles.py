@@ -92,7 +92,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None:
     seen = 0
     for settings in SETTINGS:
-        spec = AttentionSpec(**{"embed_dim": 12, "num_heads": 3, **settings})
+        asked = {"embed_dim": 12, "num_heads": 3, **settings}
+        if LAYERS[layer].whole_heads:
+            asked.setdefault("head_dim", DerivedInt(asked["embed_dim"]))
+        spec = AttentionSpec(**asked)
         try:
             forward = built_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
         except MhaInspectError:
