@@ -3,84 +3,65 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator, Sequence
 
 from mha_inspect.pictures.grid import RAMP
 
 PART = re.compile(r"\x1b\[([\d;]*)m|(.)")
+COLOUR = re.compile(r"(38|48);(2;\d+;\d+;\d+|5;\d+)")
 MASKED, NAN, INF = -1, -2, -3
+INKLESS = {" ": MASKED, "?": NAN, "!": INF} | {sign: step for step, sign in enumerate(RAMP)}
+
+Shown = tuple[str, str, str]
+"""A character, its ink and its ground, the colours as xterm is told of them: `2;68;1;84`."""
 
 
-def screen(text: str) -> list[list[tuple[str, str, str]]]:
-    """Each line as (character, ink, ground), the colours as xterm is told of them: `2;68;1;84`."""
+def screen(text: str) -> list[list[Shown]]:
+    """Each line as what it shows."""
     lines = []
     for line in text.split("\n"):
-        ink = ground = ""
-        cells = []
+        colours = {"38": "", "48": ""}
+        shown = []
         for codes, character in PART.findall(line):
             if character:
-                cells.append((character, ink, ground))
-                continue
-            words = codes.split(";")
-            while words:
-                word = words.pop(0)
-                if word == "0":
-                    ink = ground = ""
-                else:
-                    assert word in ("38", "48")
-                    length = 4 if words[0] == "2" else 2
-                    colour = ";".join(words[:length])
-                    del words[:length]
-                    ink, ground = (colour, ground) if word == "38" else (ink, colour)
-        lines.append(cells)
+                shown.append((character, colours["38"], colours["48"]))
+            else:
+                colours |= {"38": "", "48": ""} if codes.split(";")[0] == "0" else {}
+                colours |= dict(COLOUR.findall(codes))
+        lines.append(shown)
     return lines
 
 
-def halves(cell: tuple[str, str, str]) -> tuple[str, str]:
-    """The colours of the upper and the lower half of a character; empty where it has none."""
-    character, ink, ground = cell
-    both = (ground, ground)
-    return {"▀": (ink, ground), "▄": (ground, ink), "×": both, "+": both}.get(character, ("", ""))
-
-
 def panels(text: str, table: tuple[str, ...], columns: int, rows: int, zoom: int = 1) -> list[list[list[int]]]:
-    """The steps of every panel, found by the line of titles above it; `table` are the colours of the steps."""
-    found = []
-    lines = screen(text)
-    for place, line in enumerate(lines):
-        plain = "".join(cell[0] for cell in line)
-        if "↓" not in plain:
-            continue
-        for title in re.finditer(r"(?<=[ ])[^ ↓]+( \d+)?", plain[plain.index("↓") + 1 :]):
-            at = plain.index("↓") + 1 + title.start()
-            panel: list[list[int]] = []
-            for below in lines[place + 1 : place + 1 + (rows if zoom > 1 else -(-rows // 2))]:
-                shown = [*below[at : at + columns * zoom], *[(" ", "", "")] * columns * zoom][: columns * zoom : zoom]
-                pairs = [halves(cell) for cell in shown]
-                panel.append([_step(upper, table) for upper, _ in pairs])
-                if zoom == 1:
-                    panel.append([_step(lower, table) for _, lower in pairs])
-            found.append(panel[:rows])
-    return found
+    """The steps of every panel; `table` are the colours of the steps."""
+    special = {"": MASKED, "2;255;0;255": NAN, "5;201": NAN, "2;255;255;255": INF, "5;231": INF}
+
+    def halves(shown: Shown) -> tuple[int, ...]:
+        character, ink, ground = shown
+        both = {"▀": (ink, ground), "▄": (ground, ink), "×": (ground, ground), "+": (ground, ground)}
+        colours = both.get(character, ("", ""))
+        steps = tuple(special[colour] if colour in special else table.index(colour) for colour in colours)
+        return steps if zoom == 1 else steps[:1]
+
+    return list(_read(text, columns, rows, zoom, halves))
 
 
 def inkless(text: str, columns: int, rows: int, zoom: int) -> list[list[list[int]]]:
     """The same of a picture without colour."""
-    found = []
-    lines = text.split("\n")
-    for place, plain in enumerate(lines):
-        for title in re.finditer(r"head \d+", plain):
-            shown = [
-                line[title.start() :].ljust(columns * zoom)[: columns * zoom : zoom] for line in lines[place + 1 :]
-            ]
-            found.append(
-                [[{" ": MASKED, "?": NAN, "!": INF}.get(c, RAMP.find(c)) for c in row] for row in shown[:rows]]
-            )
-    return found
+    return list(_read(text, columns, rows, zoom, lambda shown: (INKLESS[shown[0]],)))
 
 
-def _step(colour: str, table: tuple[str, ...]) -> int:
-    if colour in ("2;255;0;255", "5;201"):
-        return NAN
-    if colour in ("2;255;255;255", "5;231"):
-        return INF
-    return table.index(colour) if colour else MASKED
+def _read(
+    text: str, columns: int, rows: int, zoom: int, steps: Callable[[Shown], Sequence[int]]
+) -> Iterator[list[list[int]]]:
+    """Yield each panel, found by the line of titles above it; `steps` are those of a character, one below the other."""
+    lines = screen(text)
+    for place, line in enumerate(lines):
+        titles = re.search("↓(.*)", "".join(shown[0] for shown in line))
+        for title in re.finditer(r"(?<=[ ])[^ ]+( \d+)?", titles[1] if titles else ""):
+            start = titles.start(1) + title.start()
+            panel: list[list[int]] = []
+            for below in lines[place + 1 :]:
+                shown = [*below[start:], *[(" ", "", "")] * columns * zoom][: columns * zoom : zoom]
+                panel += map(list, zip(*map(steps, shown), strict=True)) if len(panel) < rows else []
+            yield panel[:rows]
