@@ -37,6 +37,8 @@ def masked_sentence(rows: Rows, fate: str) -> str:
 
 def blind_attention(run: Run) -> tuple[int, Rows] | None:
     """Return the place of the first attention with queries that see no key, and these; None where there is none."""
+    if all(sight.blind is None for sight in run.recording.sights.values()):
+        return None
     for place, (attention, names) in enumerate(run.attentions):
         known = visibility(run.graph, attention, names)
         if known is not None and known.blind:
