@@ -270,7 +270,8 @@ def _returns(run: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, ..
     """Return what the module returned: its output, the weights where it gives them, anything else by its place."""
     returned = []
     for place, (named, pattern) in enumerate(zip(run.recording.outputs, axes.returned, strict=True)):
-        name = "output" if place == 0 else "weights" if pattern.endswith("query key") else named.name
+        is_weights = {"query", "key"} <= set(pattern.split())
+        name = "output" if place == 0 else "weights" if is_weights else named.name
         tensor = named.tensor
         returned.append(Returned(name, tensor.shape, pattern, tensor.dtype, *content.of(tensor)))
     return tuple(returned)
