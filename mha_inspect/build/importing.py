@@ -32,7 +32,7 @@ _LOADED: dict[Path, str] = {}
 
 
 def split_target(text: str) -> tuple[str, str]:
-    """The module or file of a target, and the name in it.
+    """Return the module or file of a target, and the name in it.
 
     Raises `InputError` when it is not of a form that a target has.
     """
@@ -43,8 +43,8 @@ def split_target(text: str) -> tuple[str, str]:
         if name:
             file = where.rstrip(":").removesuffix(".py")
             raise InputError(f"{shown(where)} is no path of a Python file. Write {shown(file)}.py:{name}.")
-        found = first_few([f"{where}:{name}" for name in _names_in_file(Path(where))], 6)
-        there = f"There are {found}." if found else f"Write {shown(where)}:Name."
+        classes = first_few([f"{where}:{name}" for name in _names_in_file(Path(where))], 6)
+        there = f"There are {classes}." if classes else f"Write {shown(where)}:Name."
         raise InputError(f"{shown(text)} does not say what to look at in it. {there}")
     if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
         raise InputError(f"{shown(text)} is not a target: write {FORMS}.")
@@ -52,35 +52,35 @@ def split_target(text: str) -> tuple[str, str]:
 
 
 def load_object(text: str) -> tuple[Any, ModuleType]:
-    """What a target names, and the module that it is in.
+    """Return what a target names, and the module that it is in.
 
     Raises `InputError` when the module cannot be imported, or has no such name.
     """
     where, name = split_target(text)
     module = _load_file(where) if where.endswith(".py") else _load_module(where)
-    found: Any = module
+    value: Any = module
     owner = where
     for part in name.split("."):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError:
-            raise InputError(f"{shown(owner)} has no {shown(part)}. {_there_is(found, part)}") from None
+            raise InputError(f"{shown(owner)} has no {shown(part)}. {_there_is(value, part)}") from None
         owner += f".{part}"
-    return found, module
+    return value, module
 
 
 def _there_is(owner: Any, name: str) -> str:
     from torch import nn
 
-    own = [n for n, value in vars(owner).items() if isinstance(value, type) and issubclass(value, nn.Module)]
-    own += [n for n, value in vars(owner).items() if isinstance(value, nn.Module)]
-    if not own:
+    classes = [n for n, value in vars(owner).items() if isinstance(value, type) and issubclass(value, nn.Module)]
+    modules = [*classes, *(n for n, value in vars(owner).items() if isinstance(value, nn.Module))]
+    if not modules:
         return "There is no torch.nn.Module in it."
-    return f"Modules in it: {first_few(own, 8)}.{did_you_mean(name, own)}"
+    return f"Modules in it: {first_few(modules, 8)}.{did_you_mean(name, modules)}"
 
 
 def _names_in_file(path: Path) -> list[str]:
-    """The classes that a file defines, read and not run."""
+    """Return the classes that a file defines, read and not run."""
     try:
         with opened(path, ".py") as (file, _):
             tree = ast.parse(file.read(_LONGEST_SOURCE))
@@ -96,9 +96,10 @@ def _load_module(name: str) -> ModuleType:
     in the place of what is installed.
     """
     importlib.invalidate_caches()
+    first = name.partition(".")[0]
     with suppress(OSError):  # a folder that is gone
         here = os.getcwd()
-        if here not in sys.path and PathFinder.find_spec(name.partition(".")[0], [here]) is not None:
+        if here not in sys.path and PathFinder.find_spec(first, [here]) is not None:
             sys.path.append(here)
     try:
         return importlib.import_module(name)
@@ -107,21 +108,17 @@ def _load_module(name: str) -> ModuleType:
         if lacking is None or not f"{name}.".startswith(f"{lacking}."):
             raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
         as_file = Path(*name.split(".")).with_suffix(".py")
-        hint = f" For the file write {shown(as_file)}:Name." if os.path.exists(as_file) else _near(name)
+        if os.path.exists(as_file):
+            hint = f" For the file write {shown(as_file)}:Name."
+        elif first == "nn":  # as everybody imports it
+            hint = f" Did you mean torch.{name}?"
+        else:
+            known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
+            hint = "" if first in known else did_you_mean(first, known)
         raise InputError(
             f"there is no module {shown(lacking)} here, nor among the installed ones. Run it from the folder "
-            f"that {shown(name.split('.')[0])} lies in, install its package, or give the file: "
-            f"path/to/file.py:Name.{hint}"
+            f"that {shown(first)} lies in, install its package, or give the file: path/to/file.py:Name.{hint}"
         ) from None
-
-
-def _near(name: str) -> str:
-    """Ask whether another module is meant, where one is near."""
-    first = name.partition(".")[0]
-    if first == "nn":  # as everybody imports it
-        return f" Did you mean torch.{name}?"
-    known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
-    return "" if first in known else did_you_mean(first, known)
 
 
 def _load_file(where: str) -> ModuleType:
@@ -130,14 +127,7 @@ def _load_file(where: str) -> ModuleType:
     A file of a package is imported as a part of that package, so that its relative imports work.
     """
     if not os.path.isfile(where):
-        what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
-        folder = os.path.dirname(where) or "."
-        if not os.access(folder, os.X_OK) and os.path.isdir(folder):
-            what = "cannot be read: you may not enter its folder"
-        name = os.path.basename(where)
-        beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
-        near = "" if os.path.exists(where) else did_you_mean(name, beside)
-        raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
+        raise InputError(_no_file(where))
     path = Path(os.path.realpath(where))
     if path in _LOADED and _LOADED[path] in sys.modules:
         return sys.modules[_LOADED[path]]
@@ -145,30 +135,34 @@ def _load_file(where: str) -> ModuleType:
     while (root / "__init__.py").exists() and root.name.isidentifier():
         root, parts = root.parent, [root.name, *parts]
     importlib.invalidate_caches()
+    is_new = str(root) not in sys.path
+    if is_new:
+        sys.path.insert(0, str(root))
     try:
-        with _first_on_the_path(str(root)):
-            if len(parts) > 1 and path.stem.isidentifier():
-                module = importlib.import_module(".".join(parts))
-                if module.__file__ is not None and Path(module.__file__).resolve() == path:
-                    _LOADED[path] = module.__name__
-                    return module
-            return _execute(path)
+        if len(parts) > 1 and path.stem.isidentifier():
+            module = importlib.import_module(".".join(parts))
+            if module.__file__ is not None and Path(module.__file__).resolve() == path:
+                _LOADED[path] = module.__name__
+                return module
+        return _execute(path)
     except (Exception, SystemExit) as error:
         raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
-
-
-@contextmanager
-def _first_on_the_path(folder: str) -> Iterator[None]:
-    """Put a folder before what is installed while a file in it is imported, and behind it from then on."""
-    if folder in sys.path:
-        yield
-        return
-    sys.path.insert(0, folder)
-    try:
-        yield
     finally:
-        sys.path.remove(folder)
-        sys.path.append(folder)
+        if is_new:  # before what is installed while it is imported, and behind it from then on
+            sys.path.remove(str(root))
+            sys.path.append(str(root))
+
+
+def _no_file(where: str) -> str:
+    """Return why a path is none of a Python file."""
+    folder, name = os.path.dirname(where) or ".", os.path.basename(where)
+    if os.path.isdir(folder) and not os.access(folder, os.X_OK):
+        what = "cannot be read: you may not enter its folder"
+    else:
+        what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
+    beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
+    near = "" if os.path.exists(where) else did_you_mean(name, beside)
+    return f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}"
 
 
 def _execute(path: Path) -> ModuleType:
@@ -215,7 +209,7 @@ def stdout_for_the_answer() -> Iterator[None]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """The one line of an error that matters, and the line of code that it came from where that is not our own."""
+    """Return the line of an error that matters, and the line of code that it came from where that is not our own."""
     text = next(filter(None, map(str.strip, message_of(error).splitlines())), "")
     every = _frames(error)
     # The last line of the user's code that it came through; a library's where there is none.
@@ -229,12 +223,12 @@ def in_one_line(error: BaseException) -> str:
         text = "it ends the program" + (f", with {error.code!r}" if error.code is not None else "")
     if not text and every:
         text = linecache.getline(every[-1].filename, every[-1].lineno or 0).strip()
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return shown(f"{told} ({place})" if place and place not in told else told, MESSAGE)
+    line = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return shown(f"{line} ({place})" if place and place not in line else line, MESSAGE)
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """The frames of an error that are neither ours, nor torch's, nor Python's own."""
+    """Return the frames of an error that are neither ours, nor torch's, nor Python's own."""
     torch = [_folder_of(sys.modules["torch"])] if "torch" in sys.modules else []
     ours, pythons = (_OURS, *torch), (_folder_of(os), "<frozen")
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
