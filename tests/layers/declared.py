@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from mha_inspect.layers import bert, fold_heads, grouped_query, narrow, per_head, split_heads, wide
 from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.layers.spec import spec_of as layers_spec_of
+from mha_inspect.layers.spec import spec_of as spec_of_torchs
 from mha_inspect.reports.params import HeadSlice
 
 Bounds = tuple[int, int]
@@ -126,96 +127,60 @@ def output_projection(name: str, embed_dim: int, heads: int, head_dim: int) -> d
     }
 
 
-def _bias(name: str, size: int, heads: int) -> Part:
-    return Part(name, (0, size), heads=heads)
-
-
-def axis_of_width(axis: str, width: int, embed_dim: int) -> str:
-    """`kdim` or `vdim` where it is a width of its own, else `embed`: the same number bears the same name."""
-    return "embed" if width == embed_dim else axis
-
-
 def _torch_mha(spec: AttentionSpec) -> dict[str, Role]:
-    embed, heads = spec.embed_dim, spec.num_heads
-    width = (0, embed)
-    packed = stacked(("W_q", "W_k", "W_v"), (embed, embed, embed), width, heads)
+    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
+    packed = stacked(("W_q", "W_k", "W_v"), (embed, embed, embed), (0, embed), heads)
     biases = stacked(("b_q", "b_k", "b_v"), (embed, embed, embed), None, heads)
+    appended = {
+        "bias_k": "one learned key, appended to the keys",
+        "bias_v": "one learned value, appended to the values",
+    }
     table = {
+        "in_proj_weight": Role(
+            "(qkv heads head_dim) embed", f"W_q, W_k, W_v one above the other: rows {ranges(packed)}", packed
+        ),
         "in_proj_bias": Role(
             "(qkv heads head_dim)", f"b_q, b_k, b_v one after the other: elements {ranges(biases)}", biases
         ),
-        "bias_k": Role(
-            "1 1 (heads head_dim)", "one learned key, appended to the keys", (_bias("bias_k", embed, heads),)
-        ),
-        "bias_v": Role(
-            "1 1 (heads head_dim)", "one learned value, appended to the values", (_bias("bias_v", embed, heads),)
-        ),
-        "out_proj.weight": Role(
-            "embed (heads head_dim)",
-            f"W_o: its columns are the heads side by side, {int(spec.head_dim)} each",
-            (Part("W_o", width, width, split="columns", heads=heads),),
-        ),
-        "out_proj.bias": Role("embed", "b_o: added once, it belongs to no head", (Part("b_o", width, split=None),)),
+        **{
+            name: Role("1 1 (heads head_dim)", text, (Part(name, (0, embed), heads=heads),))
+            for name, text in appended.items()
+        },
+        **output_projection("out_proj", embed, heads, head_dim),
     }
-    if spec.key_width == embed and spec.value_width == embed:
-        text = f"W_q, W_k, W_v one above the other: rows {ranges(packed)}"
-        return {"in_proj_weight": Role("(qkv heads head_dim) embed", text, packed), **table}
-    key, value = axis_of_width("kdim", spec.key_width, embed), axis_of_width("vdim", spec.value_width, embed)
-    inputs = (("q", "embed", embed), ("k", key, spec.key_width), ("v", value, spec.value_width))
-    apart = {
-        f"{letter}_proj_weight": Role(
-            f"(heads head_dim) {axis}",
-            f"W_{letter}: its rows are the heads one above the other, {int(spec.head_dim)} each",
-            (Part(f"W_{letter}", width, (0, size), heads=heads),),
-        )
-        for letter, axis, size in inputs
-    }
-    return {**apart, **table}
+    if spec.key_width != embed or spec.value_width != embed:
+        del table["in_proj_weight"]
+        for letter, axis, width in widths_of(spec):
+            role = projection("", letter, axis, width, heads, head_dim)[".weight"]
+            table[f"{letter}_proj_weight"] = role
+    return table
 
 
-def _split_heads(spec: AttentionSpec) -> dict[str, Role]:
-    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
-    return {
-        **projection("wq", "q", "embed", embed, heads, head_dim),
-        **projection("wk", "k", "embed", embed, heads, head_dim),
-        **projection("wv", "v", "embed", embed, heads, head_dim),
-        **output_projection("dense", embed, heads, head_dim),
-    }
+def widths_of(spec: AttentionSpec) -> tuple[tuple[str, str, int], ...]:
+    """What W_q, W_k and W_v read: its letter, the name of the axis, and how wide that is."""
+    widths = (("q", "embed", spec.embed_dim), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
+    # The same number bears the same name.
+    return tuple((letter, "embed" if width == spec.embed_dim else axis, width) for letter, axis, width in widths)
 
 
-def _fold_heads(spec: AttentionSpec) -> dict[str, Role]:
-    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
-    return {
-        **projection("W_q", "q", "embed", embed, heads, head_dim),
-        **projection("W_k", "k", axis_of_width("kdim", spec.key_width, embed), spec.key_width, heads, head_dim),
-        **projection("W_v", "v", axis_of_width("vdim", spec.value_width, embed), spec.value_width, heads, head_dim),
-        **output_projection("W_o", embed, heads, head_dim),
-    }
+def _linears(q: str, k: str, v: str, o: str = "") -> Callable[[AttentionSpec], dict[str, Role]]:
+    """Roles of a layer with one Linear for each of W_q, W_k, W_v and W_o, by their names."""
 
+    def roles(spec: AttentionSpec) -> dict[str, Role]:
+        heads, head_dim, table = spec.num_heads, int(spec.head_dim), dict[str, Role]()
+        for name, (letter, axis, width) in zip((q, k, v), widths_of(spec), strict=True):
+            table |= projection(name, letter, axis, width, heads, head_dim)
+        return table | (output_projection(o, spec.embed_dim, heads, head_dim) if o else {})
 
-def _bert(spec: AttentionSpec) -> dict[str, Role]:
-    embed, heads, head_dim = spec.embed_dim, spec.num_heads, int(spec.head_dim)
-    return {
-        **projection("query", "q", "embed", embed, heads, head_dim),
-        **projection("key", "k", "embed", embed, heads, head_dim),
-        **projection("value", "v", "embed", embed, heads, head_dim),
-    }
+    return roles
 
 
 def _per_head(spec: AttentionSpec) -> dict[str, Role]:
     head_dim = int(spec.head_dim)
     table = output_projection("W_o", spec.embed_dim, spec.num_heads, head_dim)
-    widths = (("q", "embed", spec.embed_dim), ("k", "kdim", spec.key_width), ("v", "vdim", spec.value_width))
-    for letter, axis, width in widths:
+    for letter, axis, width in widths_of(spec):
         for head in range(spec.num_heads):
-            table |= one_head(
-                f"W_{letter}.{head}",
-                letter,
-                head,
-                width,
-                head_dim,
-                f"head_dim {axis_of_width(axis, width, spec.embed_dim)}",
-            )
+            table |= one_head(f"W_{letter}.{head}", letter, head, width, head_dim, f"head_dim {axis}")
     return table
 
 
@@ -242,98 +207,64 @@ def _narrow(spec: AttentionSpec) -> dict[str, Role]:
     return table
 
 
-def _wide(spec: AttentionSpec) -> dict[str, Role]:
-    embed, heads = spec.embed_dim, spec.num_heads
-    head_dim = int(spec.head_dim) if spec.head_dim_given else embed
-    return {
-        **projection("toqueries", "q", "embed", embed, heads, head_dim),
-        **projection("tokeys", "k", "embed", embed, heads, head_dim),
-        **projection("tovalues", "v", "embed", embed, heads, head_dim),
-        **output_projection("unifyheads", embed, heads, head_dim),
-    }
-
-
-def _spec_of_split_heads(layer: Any) -> AttentionSpec:
-    return AttentionSpec(embed_dim=layer.d_model, num_heads=layer.num_heads, bias=layer.wq.bias is not None)
-
-
-def _spec_of_fold_heads(layer: Any) -> AttentionSpec:
-    return AttentionSpec(
-        embed_dim=layer.W_q.in_features,
-        num_heads=layer.num_heads,
-        kdim=layer.W_k.in_features,
-        vdim=layer.W_v.in_features,
-        dropout=layer.attention.dropout.p,
-        bias=layer.W_q.bias is not None,
-    )
-
-
-def _spec_of_bert(layer: Any) -> AttentionSpec:
-    return AttentionSpec(
-        embed_dim=layer.query.in_features,
-        num_heads=layer.num_attention_heads,
-        dropout=layer.dropout.p,
-        bias=layer.query.bias is not None,
-    )
-
-
-def _spec_of_per_head(layer: Any) -> AttentionSpec:
-    key, value = layer.W_k[0], layer.W_v[0]
-    return AttentionSpec(
-        embed_dim=layer.W_o.out_features,
-        num_heads=len(layer.W_q),
-        kdim=key.in_features,
-        vdim=value.in_features,
-        bias=layer.W_o.bias is not None,
-    )
-
-
-def _spec_of_grouped_query(layer: Any) -> AttentionSpec:
-    return AttentionSpec(
-        embed_dim=layer.o_proj.out_features,
-        num_heads=layer.num_heads,
-        num_kv_heads=layer.num_key_value_heads,
-        head_dim=layer.head_dim,
-        rope=layer.rope,
-        dropout=layer.attention_dropout,
-        bias=layer.o_proj.bias is not None,
-    )
-
-
-def _spec_of_narrow(layer: Any) -> AttentionSpec:
-    output = layer.unifyheads
-    return AttentionSpec(embed_dim=output.out_features, num_heads=layer.heads, bias=output.bias is not None)
-
-
-def _spec_of_wide(layer: Any) -> AttentionSpec:
-    output = layer.unifyheads
-    return AttentionSpec(
-        embed_dim=output.out_features, num_heads=layer.heads, head_dim=layer.k, bias=output.bias is not None
-    )
-
-
 ROLES = {
     "torch": _torch_mha,
-    "split-heads": _split_heads,
-    "fold-heads": _fold_heads,
-    "bert": _bert,
+    "split-heads": _linears("wq", "wk", "wv", "dense"),
+    "fold-heads": _linears("W_q", "W_k", "W_v", "W_o"),
+    "bert": _linears("query", "key", "value"),
     "per-head": _per_head,
     "grouped-query": _grouped_query,
     "narrow": _narrow,
-    "wide": _wide,
+    "wide": _linears("toqueries", "tokeys", "tovalues", "unifyheads"),
 }
 """By the name of the layer, what makes a table of roles of a spec."""
 
-_SPECS: dict[type, tuple[str, Any]] = {
-    nn.MultiheadAttention: ("torch", layers_spec_of),
-    split_heads.SplitHeadsAttention: ("split-heads", _spec_of_split_heads),
-    fold_heads.FoldHeadsAttention: ("fold-heads", _spec_of_fold_heads),
-    bert.BertSelfAttention: ("bert", _spec_of_bert),
-    per_head.PerHeadAttention: ("per-head", _spec_of_per_head),
-    grouped_query.GroupedQueryAttention: ("grouped-query", _spec_of_grouped_query),
-    narrow.NarrowAttention: ("narrow", _spec_of_narrow),
-    wide.WideAttention: ("wide", _spec_of_wide),
+_SPECS: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    split_heads.SplitHeadsAttention: ("split-heads", lambda m: {"num_heads": m.num_heads, "q": m.wq, "o": m.dense}),
+    fold_heads.FoldHeadsAttention: (
+        "fold-heads",
+        lambda m: {
+            "num_heads": m.num_heads,
+            "q": m.W_q,
+            "o": m.W_o,
+            "kdim": m.W_k.in_features,
+            "vdim": m.W_v.in_features,
+            "dropout": m.attention.dropout.p,
+        },
+    ),
+    bert.BertSelfAttention: (
+        "bert",
+        lambda m: {"num_heads": m.num_attention_heads, "q": m.query, "o": m.query, "dropout": m.dropout.p},
+    ),
+    per_head.PerHeadAttention: (
+        "per-head",
+        lambda m: {
+            "num_heads": len(m.W_q),
+            "q": m.W_q[0],
+            "o": m.W_o,
+            "kdim": m.W_k[0].in_features,
+            "vdim": m.W_v[0].in_features,
+        },
+    ),
+    grouped_query.GroupedQueryAttention: (
+        "grouped-query",
+        lambda m: {
+            "num_heads": m.num_heads,
+            "q": m.q_proj,
+            "o": m.o_proj,
+            "num_kv_heads": m.num_key_value_heads,
+            "head_dim": m.head_dim,
+            "rope": m.rope,
+            "dropout": m.attention_dropout,
+        },
+    ),
+    narrow.NarrowAttention: ("narrow", lambda m: {"num_heads": m.heads, "q": m.unifyheads, "o": m.unifyheads}),
+    wide.WideAttention: (
+        "wide",
+        lambda m: {"num_heads": m.heads, "q": m.toqueries, "o": m.unifyheads, "head_dim": m.k},
+    ),
 }
+"""A layer's class, to its name and what tells its sizes: `q` reads the query, `o` makes the output."""
 
 
 Heads = tuple[Tensor, ...]
@@ -364,20 +295,19 @@ class Places:
     """Whether head i reads slice i of the embedding only, so that its matrices have those columns and no others."""
 
 
-def _known(module: nn.Module) -> tuple[str, Any]:
-    return next(known for kind, known in _SPECS.items() if isinstance(module, kind))
-
-
 def spec_of(module: nn.Module) -> AttentionSpec:
     """The sizes that a layer has."""
-    spec: AttentionSpec = _known(module)[1](module)
-    return spec
+    if isinstance(module, nn.MultiheadAttention):
+        return spec_of_torchs(module)
+    sizes = _SPECS[type(module)][1](module)
+    output, bias = sizes.pop("o"), sizes.pop("q").bias is not None
+    return AttentionSpec(embed_dim=output.out_features, bias=bias, **sizes)
 
 
 def places_of(module: nn.Module) -> Places:
     """Where this layer keeps each head's matrices."""
     spec = spec_of(module)
-    roles = ROLES[_known(module)[0]](spec)
+    roles = ROLES["torch" if type(module) is nn.MultiheadAttention else _SPECS[type(module)][0]](spec)
     found: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, parameter in module.named_parameters():
         for part in roles[name].parts:

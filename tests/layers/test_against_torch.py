@@ -77,10 +77,12 @@ def test_any_mask_means_what_it_means_to_torch(bench, name, kind, padding):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bert_is_torch_with_the_identity_for_w_o(bench, case):
-    layer, reference = bench.build("bert"), bench.build("torch")
+@pytest.mark.parametrize("name", ["bert", "narrow"])
+def test_less_than_torch_is_torch_with_the_identity_or_zeros_in_its_place(bench, name, case):
+    """The identity for bert's W_o, and zeros outside of the blocks of narrow."""
+    layer, reference = bench.build(name), bench.build("torch")
     load_weights(reference, read_weights(layer))
-    assert_equal(bench, "bert", layer, reference, bench.inputs(**CASES[case]))
+    assert_equal(bench, name, layer, reference, bench.inputs(**CASES[case]))
 
 
 @pytest.mark.parametrize("kind", MASKS)
@@ -113,13 +115,6 @@ def test_widths_of_their_own_for_key_and_value(bench, name):
     load_weights(reference, weights)
     load_weights(layer, weights)
     assert_equal(bench, name, layer, reference, bench.inputs(bench.spec(**sizes), key_len=KEY))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_narrow_is_torch_with_zeros_outside_of_the_blocks(bench, case):
-    layer, reference = bench.build("narrow"), bench.build("torch")
-    load_weights(reference, read_weights(layer))
-    assert_equal(bench, "narrow", layer, reference, bench.inputs(**CASES[case]))
 
 
 @pytest.mark.parametrize("name", [*SAME, "bert", "narrow"])

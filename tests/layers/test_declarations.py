@@ -169,13 +169,6 @@ def test_the_defaults_are_for_every_layer(name):
     kind.check(kind.spec(kdim=512, num_kv_heads=8), InputSpec(causal=True, padding=(2,)), RunSpec())
 
 
-def test_wide_has_the_whole_embedding_in_every_head():
-    assert find_layer("wide").spec(embed_dim=10, num_heads=3).head_dim == 10
-    assert find_layer("wide").spec(num_heads=3, head_dim=7).head_dim == 7
-    with pytest.raises(SpecError, match="embed_dim 0 is not a size"):
-        find_layer("wide").spec(embed_dim=0)
-
-
 def test_settings_are_checked_without_torch():
     code = "import sys, mha_inspect.layers.catalog; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

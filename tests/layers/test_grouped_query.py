@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import cmath
-
 import pytest
 import torch
 from torch.nn import functional
 
-from mha_inspect.layers.grouped_query import apply_rotary, repeat_kv
+from mha_inspect.layers.grouped_query import apply_rotary
 
 from .conftest import BATCH, KEY, QUERY
 from .declared import load_weights, read_weights
 
-HEADS, KV_HEADS, HEAD_DIM = 6, 2, 11
+HEADS, HEAD_DIM = 6, 11
 SIZES = {"embed_dim": HEADS * HEAD_DIM, "num_heads": HEADS}
 
 
@@ -30,39 +28,12 @@ def test_shared_heads_are_torchs_with_repeated_weights(bench, kv_heads, case):
     torch.testing.assert_close(weights, expected_weights, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("kv_heads", [1, 2, 3, 6])
-@pytest.mark.parametrize("head_dim", [HEAD_DIM, 13])
-def test_groups_are_those_of_torchs_enable_gqa(bench, kv_heads, head_dim):
-    layer = bench.build("grouped-query", num_kv_heads=kv_heads, head_dim=head_dim, **SIZES)
-    inputs = bench.inputs(bench.spec(**SIZES), key_len=KEY)
-    q = layer.q_proj(inputs.tensors[0]).unflatten(-1, (HEADS, head_dim)).transpose(1, 2)
-    k, v = (
-        linear(inputs.tensors[1]).unflatten(-1, (kv_heads, head_dim)).transpose(1, 2)
-        for linear in (layer.k_proj, layer.v_proj)
-    )
-    context = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    expected = layer.o_proj(context.transpose(1, 2).flatten(2))
-    torch.testing.assert_close(bench.run("grouped-query", layer, inputs)[0], expected, rtol=0, atol=1e-12)
-
-
-def test_repeated_heads_stay_next_to_their_group():
-    heads = torch.arange(KV_HEADS).view(1, KV_HEADS, 1, 1).expand(BATCH, KV_HEADS, KEY, HEAD_DIM)
-    assert repeat_kv(heads, 3)[0, :, 0, 0].tolist() == [0, 0, 0, 1, 1, 1]
-
-
 def test_rotary_turns_each_pair_as_a_complex_number():
     head_dim, half = 6, 3
     x = torch.randn(BATCH, 5, QUERY, head_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    turned = apply_rotary(x)
-    for b in range(BATCH):
-        for h in range(5):
-            for position in range(QUERY):
-                for i in range(half):
-                    row = x[b, h, position]
-                    angle = position * 10000 ** (-2 * i / head_dim)
-                    z = complex(row[i], row[i + half]) * cmath.exp(1j * angle)
-                    got = complex(turned[b, h, position, i], turned[b, h, position, i + half])
-                    assert abs(got - z) < 1e-14 * (1 + abs(z))
+    angles = torch.outer(torch.arange(QUERY).double(), 10000 ** (-2 * torch.arange(half).double() / head_dim))
+    z = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)
+    torch.testing.assert_close(apply_rotary(x), torch.cat((z.real, z.imag), -1), rtol=0, atol=1e-13)
 
 
 def test_rotary_scores_depend_on_the_distance_alone():
@@ -77,13 +48,19 @@ def test_rotary_scores_depend_on_the_distance_alone():
     assert not torch.allclose(scores, scores.transpose(2, 3))
 
 
-def test_queries_and_keys_are_turned_and_values_are_not(bench):
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_queries_and_keys_are_turned_and_groups_are_those_of_torchs_enable_gqa(bench, kv_heads, rope):
     sizes = {"embed_dim": 6 * 14, "num_heads": 6}
-    layer = bench.build("grouped-query", rope=True, num_kv_heads=3, **sizes)
+    layer = bench.build("grouped-query", rope=rope, num_kv_heads=kv_heads, head_dim=10, **sizes)
     inputs = bench.inputs(bench.spec(**sizes), key_len=KEY)
-    q = layer.q_proj(inputs.tensors[0]).unflatten(-1, (6, 14)).transpose(1, 2)
-    k, v = (linear(inputs.tensors[1]).unflatten(-1, (3, 14)).transpose(1, 2) for linear in (layer.k_proj, layer.v_proj))
-    context = functional.scaled_dot_product_attention(apply_rotary(q), apply_rotary(k), v, enable_gqa=True)
+    q = layer.q_proj(inputs.tensors[0]).unflatten(-1, (6, 10)).transpose(1, 2)
+    k, v = (
+        linear(inputs.tensors[1]).unflatten(-1, (kv_heads, 10)).transpose(1, 2)
+        for linear in (layer.k_proj, layer.v_proj)
+    )
+    q, k = (apply_rotary(q), apply_rotary(k)) if rope else (q, k)
+    context = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
     expected = layer.o_proj(context.transpose(1, 2).flatten(2))
     torch.testing.assert_close(bench.run("grouped-query", layer, inputs)[0], expected, rtol=0, atol=1e-12)
 

@@ -32,10 +32,6 @@ def test_parameters_are_the_same_for_every_head_count(heads: int) -> None:
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_another_seed_gives_other_parameters() -> None:
-    assert not torch.equal(TORCH.build(SPEC).in_proj_weight, TORCH.build(replace(SPEC, seed=6)).in_proj_weight)
-
-
 def test_global_state_is_left_alone() -> None:
     torch.set_default_dtype(torch.float64)
     try:
@@ -53,17 +49,6 @@ def test_every_dtype_rounds_the_same_numbers(dtype: str) -> None:
     built = TORCH.build(replace(SPEC, dtype=dtype)).in_proj_weight  # type: ignore[arg-type]
     assert built.dtype == getattr(torch, dtype)
     assert torch.equal(built, TORCH.build(SPEC).in_proj_weight.to(built.dtype))
-
-
-def test_mode_follows_the_spec() -> None:
-    assert not TORCH.build(SPEC).training
-    assert TORCH.build(replace(SPEC, training=True, dropout=0.3)).training
-
-
-def test_on_meta_nothing_is_allocated() -> None:
-    layer = TORCH.build(AttentionSpec(embed_dim=2**20, num_heads=128), "meta")
-    assert layer.in_proj_weight.is_meta
-    assert layer.in_proj_weight.shape == (3 * 2**20, 2**20)
 
 
 @pytest.mark.parametrize("additive", [False, True])
