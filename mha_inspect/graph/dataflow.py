@@ -56,19 +56,19 @@ class Graph:
         return frozenset({*made_of(outside, self.recording.ops), *self.recording.input_ids})
 
     @cached_property
-    def _given_or_learned(self) -> frozenset[int]:
-        """Ids of tensors that depend on what came from outside, or on a parameter; buffers aside."""
-        return frozenset(made_of({*self.recording.parameter_names, *self._from_inputs}, self.recording.ops))
+    def _from_parameters(self) -> frozenset[int]:
+        """Ids of tensors that depend on a parameter."""
+        return frozenset(made_of(self.recording.parameter_names, self.recording.ops))
 
     @cached_property
     def _reread(self) -> dict[int, list[TensorRef]]:
         """Index of a writing operation to the tensors that look at what it wrote, other than those it returned."""
         tensors: dict[int, dict[int, TensorRef]] = {}
+        producers, returned = self.recording.producers, {tensor.id for tensor in self.recording.tensors()}
         for op in self.recording.ops:
             for tensor in op.inputs:
-                writer = self.recording.producer(tensor)
-                if writer is not None and all(tensor.id != output.id for output in writer.outputs):
-                    tensors.setdefault(writer.index, {})[tensor.id] = tensor
+                if tensor.id in producers and tensor.id not in returned:
+                    tensors.setdefault(producers[tensor.id], {})[tensor.id] = tensor
         return {index: list(found.values()) for index, found in tensors.items()}
 
     @cached_property
@@ -96,7 +96,7 @@ class Graph:
 
     def is_given_or_learned(self, tensor: TensorRef) -> bool:
         """Return whether this depends on what the forward was given, or on a parameter."""
-        return tensor.id in self._given_or_learned
+        return self.comes_from_inputs(tensor) or tensor.id in self._from_parameters
 
     def is_activation(self, tensor: TensorRef) -> bool:
         """Return whether this depends on what the forward was given, and is no matrix picked out of a stack of them."""

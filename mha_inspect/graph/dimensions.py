@@ -88,7 +88,7 @@ class Dimensions:
             results = ()
         for place, tensor in enumerate(op.outputs):
             dims = results[place] if place < len(results) else ()
-            if tuple(size_of(dim) for dim in dims) != tensor.shape:
+            if tuple([size_of(dim) for dim in dims]) != tensor.shape:
                 dims = tuple(fresh(size) for size in tensor.shape)
             self._set(tensor, dims)
 

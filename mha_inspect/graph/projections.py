@@ -76,25 +76,35 @@ def _origin(graph: Graph, op: Op) -> int:
 
 
 def _projection(
-    graph: Graph, heads: TensorRef, module: str, positions: set[Axis], like: int | None = None
+    graph: Graph,
+    heads: TensorRef,
+    module: str,
+    positions: set[Axis],
+    like: int | None = None,
+    *,
+    outside: bool = True,
 ) -> Projection | None:
     """Return the nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
 
     Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
-    that gives `positions` makes fewer keys of many, and is passed where the features come from another.
+    that gives `positions` makes fewer keys of many, and is passed where the features come from another. With `outside`
+    it may stand outside the module.
     """
     nearest: Projection | None = None
     of_positions: Projection | None = None
-    for step in graph.back(heads, lambda op: _passes(graph, op) or _gives(graph, op, positions)):
+
+    def through(op: Op) -> bool:
+        return (outside or inside(op.module, module)) and (_passes(graph, op) or _gives(graph, op, positions))
+
+    for step in graph.back(heads, through):
         op = graph.recording.producer(step.tensor)
-        if op is None or not graph.is_projection(op):
+        if op is None or not graph.is_projection(op) or not (outside or inside(op.module, module)):
             continue
         end = Projection(op, tuple(reversed(step.path)))
         if _gives(graph, op, positions):
             of_positions = of_positions or end
         elif nearest is None:
-            outside = not inside(op.module, module)
-            if outside and (of_positions or any(passed.does("norms") for passed in step.path)):
+            if not inside(op.module, module) and (of_positions or any(passed.does("norms") for passed in step.path)):
                 break
             nearest = end
             added = like is not None and _adds_activations(graph, end.path) and _origin(graph, op) != like
@@ -147,8 +157,9 @@ def _earlier(graph: Graph, op: Op, module: str, others: set[int]) -> tuple[Op, .
     earlier: list[Op] = []
     while len(earlier) < _MOST_BEFORE:
         latent = graph.projected(op)
-        before = _projection(graph, latent, module, set()) if latent.shape[-1:] < op.output.shape[-1:] else None
-        if before is None or not inside(before.op.module, module) or before.op.index in others:
+        narrower = latent.shape[-1:] < op.output.shape[-1:]
+        before = _projection(graph, latent, module, set(), outside=False) if narrower else None
+        if before is None or before.op.index in others:
             break
         if latent.shape[-1] >= graph.projected(before.op).shape[-1] or adds_up(before.path):
             break

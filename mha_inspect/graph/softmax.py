@@ -24,7 +24,7 @@ def softmax_of(recording: Recording, op: Op) -> tuple[TensorRef, int] | None:
         return op.inputs[0], int(op.args[1]) % max(len(op.output.shape), 1)
     if op.base_name.rstrip("_") == "exp":
         return _of_logarithm(recording, op)
-    for above, total, dim in _divisions(recording, op):
+    for above, total, dim in _divisions(recording, op) if op.does("scales") else ():
         exponential = _exponential(recording, above) if above.numel >= total.output.numel else None
         summed = total.inputs[0]
         if exponential is not None and (summed.id == above.id or _exponential(recording, summed) is exponential):
@@ -66,7 +66,7 @@ class LateSoftmax:
 
 def late_softmax_of(recording: Recording, op: Op) -> LateSoftmax | None:
     """Return the softmax in `(exp(x) · v) / sum(exp(x))`, where this operation divides; None for any other."""
-    for above, total, dim in _divisions(recording, op):
+    for above, total, dim in _divisions(recording, op) if op.does("scales") else ():
         exponential = _exponential(recording, total.inputs[0])
         behind = _maker(recording, above)
         product = None if behind is None or exponential is None else product_of(recording, behind)
