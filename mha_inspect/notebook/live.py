@@ -68,7 +68,7 @@ class LiveStage(Stage):
 
     @property
     def tensor(self) -> Tensor:
-        """The content, laid out as `axes` says. Raises `ValueError` where tensors were not kept."""
+        """Return the content, laid out as `axes` says. Raises `ValueError` where tensors were not kept."""
         if self.name not in self._kept.stages:
             raise ValueError(f"the tensor of {self.name} was not kept: trace with keep=True.")
         return self._kept.stages[self.name]

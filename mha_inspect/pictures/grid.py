@@ -67,18 +67,18 @@ class Picture:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """How many panels, rows and columns there are."""
+        """Return how many panels, rows and columns there are."""
         panels, rows, columns = self.values.shape
         return panels, rows, columns
 
     @cached_property
     def range(self) -> Range:
-        """What the elements are, all panels together; from 0 to 0 where none is finite."""
+        """Return what the elements are, all panels together; from 0 to 0 where none is finite."""
         return range_of(self.values)
 
     @cached_property
     def scale(self) -> tuple[float, float]:
-        """Which numbers the first and the last colour stand for."""
+        """Return the numbers that the first and the last colour stand for."""
         if self.signed:
             size = max(abs(self.range.least), abs(self.range.most))
             return -size, size

@@ -60,7 +60,7 @@ class _Drawing:
 
     @cached_property
     def zoom(self) -> int:
-        """Columns that a cell takes: two where the whole is small, or has names that want to be read."""
+        """Return the columns that a cell takes: two where the whole is small, or has names that want to be read."""
         count, rows, columns = self.picture.shape
         named = bool(self.picture.rows.labels or self.picture.columns.labels)
         beside = 1 if named or self.depth == "none" or self.picture.below else count
@@ -69,7 +69,7 @@ class _Drawing:
 
     @cached_property
     def beside(self) -> int:
-        """How many panels stand side by side."""
+        """Return how many panels stand side by side."""
         count, _, columns = self.picture.shape
         side = max(2 * columns if self.zoom > 1 else min(columns, SIDE), self.widest_name)
         fit = (self.width - self.gutter + GAP) // (side + GAP)
@@ -77,7 +77,7 @@ class _Drawing:
 
     @property
     def is_tall(self) -> bool:
-        """Whether a cell is a line high, and not half of one."""
+        """Return whether a cell is a line high, and not half of one."""
         return self.zoom > 1 or self.depth == "none"
 
     def room(self, beside: int) -> int:
@@ -126,6 +126,7 @@ class _Drawing:
         return lines
 
     def panel(self, rows: list[list[int]]) -> list[str]:
+        """Return the lines of one panel."""
         if self.depth == "none":
             return ["".join((RAMP[s] if s >= 0 else _INKLESS[s]) * self.zoom for s in row) for row in rows]
         if self.zoom > 1:
@@ -160,6 +161,7 @@ class _Drawing:
         return f"38;{upper};48;{lower}", "▀"
 
     def code(self, step: int) -> str:
+        """Return the colour of a step, as a terminal is told of it; empty for none."""
         return self.codes[step] if step >= 0 else SPECIAL[self.depth].get(step, "")
 
     def legend(self, block: tuple[int, int]) -> list[str]:
@@ -209,6 +211,7 @@ class _Drawing:
         return self.pairs(places, places)
 
     def swatch(self, step: int) -> str:
+        """Return a character in the colour of a step."""
         return self.pairs([step, step], [step, step])
 
 

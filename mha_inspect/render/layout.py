@@ -53,6 +53,7 @@ class _Fitting:
         return self.width - GAP * (len(self.shown) - 1) - sum(widths.values())
 
     def fit(self) -> Layout:
+        """Return the first layout that has room, with as little moved and dropped as that takes."""
         while True:
             widths = self.widths(wrapped_titles=False) or self.widths(wrapped_titles=True)
             if widths is not None:
