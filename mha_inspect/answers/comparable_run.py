@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import DeviceError, InputError, MhaInspectError, is_out_of_memory
 from ..graph.attention import Attention
 from ..measure.stage_difference import stage_noise
+from ..measure.weights import Weights, weights_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
 from ..naming.stages import CANONICAL_AXES
@@ -85,6 +86,11 @@ class ComparableRun:
         """The run that attentions and axes are read off: that of the same in another dtype, where it did the same."""
         alike = self._like is not None and _steps(self._like.run) == _steps(self.run)
         return self._like._named if self._like is not None and alike else self.run
+
+    @cached_property
+    def weights(self) -> tuple[Weights, ...]:
+        """Where the weights of each attention are."""
+        return weights_of(self.run, self.subject.module)
 
     def content(self, place: int, stage: str) -> Tensor | None:
         """Return a stage of an attention in canonical axes; None where it has none, or an axis has no name."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import InputError, is_out_of_memory
 from ..layers.spec import require_steps
-from ..measure.weights import PARTS, Weights, weights_of
+from ..measure.weights import PARTS, Weights
 from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import beside, distances, judge, max_difference, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
@@ -54,12 +54,11 @@ class Learner:
     @classmethod
     def of(cls, num_heads: int, run: ComparableRun) -> Learner:
         """Return what learns in a run."""
-        module = run.subject.module
-        attentions = weights_of(run.run, module)
+        attentions = run.weights
         projected = {
             name for weights in attentions for part in weights.projections.values() for name in part.parameters
         }
-        named = dict(module.named_parameters())
+        named = dict(run.subject.module.named_parameters())
         learns = all(parameter.requires_grad for parameter in named.values())
         by_head = len(attentions) == 1 and not attentions[0].missing and projected == named.keys() and learns
         nan = int(run.returned.isnan().sum())

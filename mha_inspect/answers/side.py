@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from ..measure.weights import Weights, weights_of
 from ..naming.visibility import Rows
 from ..record.arguments import first_tensor
 from ..reports.diff import DiffSide, SideName, StageSide
@@ -56,11 +54,6 @@ class Side(ComparableRun):
     def notes(self) -> tuple[str, ...]:
         """What was decided about it, as sentences that name its forward."""
         return tuple(note.replace("The forward", f"{self.subject.label}.forward", 1) for note in self.subject.notes)
-
-    @cached_property
-    def weights(self) -> tuple[Weights, ...]:
-        """Where the weights of each attention are."""
-        return weights_of(self.run, self.subject.module)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
         """Return how this side has a stage; None where it does not."""
