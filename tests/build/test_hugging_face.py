@@ -18,7 +18,7 @@ from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
-from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError
+from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, SpecError, UnsafeFileError
 from mha_inspect.layers.spec import InputSpec
 
 from ..built import trace_module
@@ -180,31 +180,16 @@ def test_padding_of_a_model_is_one_where_it_may_look():
 
 
 @pytest.mark.parametrize(
-    ("text", "settings", "kinds"),
+    ("text", "kinds"),
     [
-        ("hf:bert", BERT, [("self",)] * 3),
-        ("hf:gpt2", {"n_layer": "2", "n_embd": "14", "n_head": "2", "vocab_size": "53"}, [("self", "causal")] * 2),
-        (
-            "hf:llama",
-            {
-                "num_hidden_layers": "2",
-                "hidden_size": "24",
-                "num_attention_heads": "4",
-                "num_key_value_heads": "2",
-                "intermediate_size": "17",
-                "vocab_size": "53",
-            },
-            [("self", "causal", "grouped")] * 2,
-        ),
-        (
-            "hf:t5",
-            {"num_layers": "1", "d_model": "14", "num_heads": "2", "d_kv": "7", "vocab_size": "53"},
-            [("self",), ("self", "causal"), ("cross",)],
-        ),
+        ("hf:bert", [("self",)] * 2),
+        ("hf:gpt2", [("self", "causal")] * 2),
+        ("hf:llama", [("self", "causal", "grouped")] * 2),
+        ("hf:t5", [("self",)] * 2 + [("self", "causal"), ("cross",)] * 2),
     ],
 )
-def test_kinds_of_known_models(text, settings, kinds):
-    target = load(text, settings)
+def test_kinds_of_known_models(text, kinds):
+    target = load(text, {"small": "true"} | ({"num_key_value_heads": "8"} if text == "hf:llama" else {}))
     with torch.no_grad():
         trace = trace_module(target.module, **call(target).kwargs)
     assert [attention.kind for attention in trace.attentions] == kinds
@@ -355,10 +340,6 @@ def test_a_refused_download_ends_with_three(invoke):
     code, out, err = invoke("trace", "hf:google/flan-t5-small")
     assert (code, out) == (3, "")
     assert err.count("\n") == 1
-
-
-def test_every_error_is_one_of_ours():
-    assert issubclass(NetworkNeededError, MhaInspectError)
 
 
 def test_key_heads_are_counted_where_no_projection_tells_them():
