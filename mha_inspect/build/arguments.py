@@ -93,7 +93,7 @@ class FlagConfig(dict[str, Any]):
         self[name] = value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As of a dictionary, with our flags behind it."""
+        """Return a setting as a dictionary does, with our flags behind it."""
         with suppress(MissingSettingError):
             return self[name]
         return default

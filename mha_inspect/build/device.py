@@ -9,7 +9,7 @@ from ..text import shown
 
 
 def available() -> list[str]:
-    """Names of the devices that are here: cpu, meta, and each accelerator."""
+    """Return the names of the devices that are here: cpu, meta, and each accelerator."""
     names = ["cpu", "meta"]
     if torch.cuda.is_available():
         names += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
@@ -19,7 +19,7 @@ def available() -> list[str]:
 
 
 def resolve(name: str, dtype: str) -> torch.device:
-    """The device called `name` (`cuda` is the current CUDA device), known to run `dtype`.
+    """Return the device called `name` (`cuda` is the current CUDA device), known to run `dtype`.
 
     Raises:
         DeviceError: it is unknown or absent, or it cannot multiply in this dtype.

@@ -114,7 +114,7 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
 
 
 def _transformers() -> ModuleType:
-    """The library, told to stay off the network.
+    """Return the library, told to stay off the network.
 
     Raises `InputError` with the command that installs it, where it is missing.
     """
@@ -332,7 +332,7 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
 def _build(
     model_class: Any, config: Any, extra: Mapping[str, Any], weights: list[Path], text: str, device: str, seed: int
 ) -> nn.Module:
-    """The model; it is made without memory first, to learn how much it would take."""
+    """Return the model, which is made without memory first, to learn how much it would take."""
     before = torch.get_default_dtype()
     try:
         with torch.device("meta"), of_bounded_number(shown(text)):
@@ -350,8 +350,8 @@ def _build(
         )
         torch.manual_seed(seed)
         if not weights:
-            made: nn.Module = model_class._from_config(config, **extra)
-            return made
+            random: nn.Module = model_class._from_config(config, **extra)
+            return random
         read: nn.Module = model_class.from_pretrained(
             str(weights[0].parent),
             config=config,

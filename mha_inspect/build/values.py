@@ -117,14 +117,9 @@ class InputShape:
     dtype: str | None
     """None: as the module's own parameters, or whole numbers where they are token ids."""
 
-    @property
-    def is_of_vectors(self) -> bool:
-        """Whether its last size is that of features; where nothing says so, two sizes are those of token ids."""
-        return len(self.shape) > 2 if self.dtype is None else self.dtype.startswith(("float", "bfloat"))
-
 
 def parse_shapes(typed: list[str] | tuple[str, ...]) -> dict[str, InputShape]:
-    """`NAME=SIZExSIZE:DTYPE` texts as a mapping; the name is empty where the text has none.
+    """Return `NAME=SIZExSIZE:DTYPE` texts as a mapping; the name is empty where the text has none.
 
     Raises `SpecError` for a text of another form, a size of zero, or a dtype that is unknown.
     """

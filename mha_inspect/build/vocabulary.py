@@ -42,7 +42,7 @@ ALIASES: dict[str, list[str]] = {flag: names.split() for flag, names in _NAMES.i
 
 
 def plain(name: str) -> str:
-    """A name without what spellings differ in: `nHead`, `n_head` and `NHEAD` are one."""
+    """Return a name without what spellings differ in: `nHead`, `n_head` and `NHEAD` are one."""
     return name.replace("_", "").casefold()
 
 
@@ -50,18 +50,18 @@ _FLAG_OF = {plain(alias): flag for flag, aliases in ALIASES.items() for alias in
 
 
 def flag_of(name: str) -> str | None:
-    """The flag that gives the argument of this name; None where there is none."""
+    """Return the flag that gives the argument of this name; None where there is none."""
     return _FLAG_OF.get(plain(name))
 
 
 def named_for(flag: str, names: Iterable[str]) -> list[str]:
-    """Those names that a flag gives, the most telling first."""
+    """Return those names that a flag gives, the most telling first."""
     aliases = [plain(alias) for alias in ALIASES[flag]]
     return sorted((name for name in names if plain(name) in aliases), key=lambda name: aliases.index(plain(name)))
 
 
 def dashed(flag: str) -> str:
-    """The flag as it is typed: `--embed-dim`."""
+    """Return the flag as it is typed: `--embed-dim`."""
     return f"--{flag.replace('_', '-')}"
 
 
@@ -76,7 +76,7 @@ class Flags:
     """Those that were typed: each must be of use."""
 
     def value(self, flag: str) -> Any:
-        """The value of a flag; where nobody has set it, what follows from the others.
+        """Return the value of a flag; where nobody has set it, what follows from the others.
 
         None where nothing follows.
         """
@@ -123,7 +123,7 @@ _KINDS: dict[Kind, frozenset[str]] = {
 
 
 def kind_of(parameter: Parameter) -> Kind:
-    """What an argument is by its name, or by its annotation where that says that it is no tensor."""
+    """Return what an argument is by its name, or by its annotation where that says that it is no tensor."""
     name = parameter.name.casefold()
     if "mask" in name:
         return "mask"
@@ -136,7 +136,7 @@ def kind_of(parameter: Parameter) -> Kind:
 
 
 def _is_plain(annotation: Any) -> bool:
-    """Whether an annotation says a number, a text or a switch."""
+    """Return whether an annotation says a number, a text or a switch."""
     if isinstance(annotation, str):
         return annotation in ("int", "float", "bool", "str")
     parts = [part for part in get_args(annotation) if part is not type(None)]

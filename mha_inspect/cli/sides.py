@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, get_args
 
 from ..errors import SpecError
-from ..layers.catalog import OPTIONAL, LayerKind
+from ..layers.catalog import OPTIONAL, USUAL, LayerKind
 from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
 from ..text import did_you_mean, shown
 from . import subject
@@ -64,7 +64,7 @@ class AskedSide:
         Raises `SpecError` for a text without `=`, a key that is none (with the nearest, and the list) or given twice,
         and a value that is not of its kind.
         """
-        own, names = copy(options), set[str]()
+        side, names = copy(options), set[str]()
         for text in self.settings:
             typed, equals, value = (part.strip() for part in text.partition("="))
             name = setting_of(text)
@@ -81,9 +81,9 @@ class AskedSide:
                 raise SpecError(f"{self.flag} gives {name} twice: give it once.")
             names.add(name)
             option = "train" if name == "training" else name
-            setattr(own, option, self._read(name, value))
-            own.given, own.typed = own.given | {option}, own.typed | {option}
-        return own
+            setattr(side, option, self._read(name, value))
+            side.given, side.typed = side.given | {option}, side.typed | {option}
+        return side
 
     def _read(self, name: str, text: str) -> Any:
         kinds = get_args(SETTINGS[name]) or (SETTINGS[name],)
@@ -143,22 +143,20 @@ def layer_side(options: Options, asked: AskedSide, kind: LayerKind, other: Layer
     Raises `SpecError` where the settings contradict each other, or neither layer has a use for one.
     """
     names = [setting_of(text) for text in asked.settings]
-    own, usual, unheard = asked.options(options), Options(), []
-    own.layer = kind.name
+    changed, usual, unheard = asked.options(options), Options(), []
+    changed.layer = kind.name
     for name in OPTIONAL:
-        value = getattr(own, name)
+        value = getattr(changed, name)
         if name in (*kind.takes, *names) or name not in other.takes or value == getattr(usual, name):
             continue
-        setattr(own, name, getattr(usual, name))
+        setattr(changed, name, getattr(usual, name))
         # What comes to the same is left as it is without a word.
-        if str(value) != {"num_kv_heads": own.num_heads, "kdim": str(own.embed_dim), "vdim": str(own.embed_dim)}.get(
-            name
-        ):
-            told = str(value).lower() if isinstance(value, bool) else value
-            unheard.append(f"{kind.name} has no use for {name} {told}, and is left as it is.")
+        if name not in USUAL or str(value) != str(getattr(changed, USUAL[name])):
+            typed = str(value).lower() if isinstance(value, bool) else value
+            unheard.append(f"{kind.name} has no use for {name} {typed}, and is left as it is.")
     try:
-        spec = subject.attention(own, subject.single_head_count(own, "diff"))
-        inputs, run = subject.inputs(own), subject.run(own)
+        spec = subject.attention(changed, subject.single_head_count(changed, "diff"))
+        inputs, run = subject.inputs(changed), subject.run(changed)
     except SpecError as error:
         raise SpecError(f"{asked.name} side: {error}" if names else str(error)) from None
     kind.check(spec, inputs, run)

@@ -42,7 +42,7 @@ OPTIONAL = {
     "need_weights": "it always returns its weights",
 }
 """The settings that some layers have no use for, and why."""
-_USUAL = {"num_kv_heads": "num_heads", "kdim": "embed_dim", "vdim": "embed_dim"}
+USUAL = {"num_kv_heads": "num_heads", "kdim": "embed_dim", "vdim": "embed_dim"}
 """Sizes that are as if nobody had given them where they are another one."""
 
 LETTERS = {"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim", "K": "kdim", "V": "vdim"}
@@ -118,7 +118,7 @@ class LayerKind:
         for name, why in OPTIONAL.items():
             (part,) = (part for part in parts if name in part.__dataclass_fields__)
             value, default = getattr(part, name), part.__dataclass_fields__[name].default
-            usual = (default, getattr(part, _USUAL[name])) if name in _USUAL else (default,)
+            usual = (default, getattr(part, USUAL[name])) if name in USUAL else (default,)
             if name in self.takes or value in usual or isinstance(value, DerivedInt):
                 continue
             takers = ", ".join(kind.name for kind in LAYERS.values() if name in kind.takes)
@@ -251,7 +251,7 @@ LAYERS: dict[str, LayerKind] = {
 
 
 def find_layer(name: str) -> LayerKind:
-    """The layer of this name. Raises `SpecError`, with the nearest name, when there is none."""
+    """Return the layer of this name. Raises `SpecError`, with the nearest name, when there is none."""
     if name in LAYERS:
         return LAYERS[name]
     raise SpecError(f"layer {name!r} is not one that can be built: {', '.join(LAYERS)}.{did_you_mean(name, LAYERS)}")

@@ -24,7 +24,7 @@ def attention(
 
 
 def mask_of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
-    """The part of a merged mask that one head sees: `query key` or `batch query key`."""
+    """Return the part of a merged mask that one head sees: `query key` or `batch query key`."""
     if mask is None or mask.dim() == 2:
         return mask
     return mask.select(-3, head if mask.size(-3) > 1 else 0)

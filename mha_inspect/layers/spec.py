@@ -20,7 +20,7 @@ _MOST_STEPS = 1_000_000
 
 
 def divisors(number: int) -> list[int]:
-    """Every whole number that divides `number`, ascending."""
+    """Return every whole number that divides `number`, ascending."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
@@ -180,10 +180,10 @@ class InputSpec:
 
     def without_ones(self) -> InputSpec | None:
         """Return the same with another size in the place of each that is one; None where none is."""
-        own = {"batch": None if self.unbatched else self.batch, "seq_len": self.seq_len, "key_len": self.key_len}
+        asked = {"batch": None if self.unbatched else self.batch, "seq_len": self.seq_len, "key_len": self.key_len}
         # Small, and no two the same.
         instead = (("batch", 2), ("seq_len", 3), ("key_len", 5))
-        sizes: dict[str, Any] = {name: size for name, size in instead if own[name] == 1}
+        sizes: dict[str, Any] = {name: size for name, size in instead if asked[name] == 1}
         return replace(self, **sizes) if sizes else None
 
 
@@ -212,7 +212,7 @@ def require_steps(steps: int) -> None:
 
 
 def plain_fields(spec: AttentionSpec) -> dict[str, Any]:
-    """The spec as JSON carries it: every field, head_dim as the number that it came to."""
+    """Return the spec as JSON carries it: every field, head_dim as the number that it came to."""
     return {**{name: getattr(spec, name) for name in spec.__dataclass_fields__}, "head_dim": int(spec.head_dim)}
 
 
