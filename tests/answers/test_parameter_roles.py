@@ -13,7 +13,7 @@ import mha_inspect
 from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.reports.params import Parameter, ParamsReport
 from mha_inspect.running.subject import Subject
 
@@ -84,7 +84,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"num_heads": 6, "embed_dim": 30, "num_kv_heads": 2},
     {"rope": True, "embed_dim": 30},
     {"kdim": 17, "vdim": 19},
-    {"head_dim": DerivedInt(10)},
+    {"head_dim": 10},
 )
 
 
@@ -92,10 +92,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None:
     seen = 0
     for settings in SETTINGS:
-        asked = {"embed_dim": 12, "num_heads": 3, **settings}
-        if LAYERS[layer].whole_heads:
-            asked.setdefault("head_dim", DerivedInt(asked["embed_dim"]))
-        spec = AttentionSpec(**asked)
+        spec = LAYERS[layer].spec(**{"embed_dim": 12, "num_heads": 3, **settings})
         try:
             forward = built_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
         except MhaInspectError:
