@@ -44,18 +44,18 @@ _PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "
 class AxisNames:
     """The names of the axes of one attention."""
 
-    def __init__(self, found: Attention, dimensions: Dimensions) -> None:
+    def __init__(self, attention: Attention, dimensions: Dimensions) -> None:
         self._dimensions = dimensions
-        self._found = found
-        for mixing in (*found.mixed_scores, *found.mixed_weights):
+        self._attention = attention
+        for mixing in (*attention.mixed_scores, *attention.mixed_weights):
             # From heads to heads, where there are as many.
             tensors = (mixing.source, mixing.op.output)
             dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
-        self._roles = roles = Roles(found, dimensions)
+        self._roles = roles = Roles(attention, dimensions)
         self._heads = roles.heads
         self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}
-        self._stages = {stage: self._of_stage(stage) for stage in sorted(found.stages, key=_from_heads_outward)}
-        shapes = {stage: tensor.shape for stage, tensor in found.stages.items()}
+        self._stages = {stage: self._of_stage(stage) for stage in sorted(attention.stages, key=_from_heads_outward)}
+        shapes = {stage: tensor.shape for stage, tensor in attention.stages.items()}
         self._stages = one_size_a_name(self._stages, shapes)
         if roles.mixes_positions:
             self._stages.update(_as_meant(shapes))
@@ -63,12 +63,12 @@ class AxisNames:
     @property
     def num_heads(self) -> int:
         """Number of heads."""
-        return size_of(self._heads) * max(1, len(self._found.branches))
+        return size_of(self._heads) * max(1, len(self._attention.branches))
 
     @property
     def num_kv_heads(self) -> int:
         """Number of heads that keys and values were projected to, before they were repeated."""
-        branches = self._found.branches
+        branches = self._attention.branches
         shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
         return size_of(self._roles.kv_heads) * shared
 
@@ -116,11 +116,11 @@ class AxisNames:
 
     def of(self, tensor: TensorRef) -> str:
         """The axes of any other tensor of this attention, such as the weights that it returns."""
-        output = self._found.stages.get("output")
+        output = self._attention.stages.get("output")
         if self._roles.mixes_positions and output is not None and output.id == tensor.id:
             return self._stages["output"]
         # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
-        joined = ("heads",) if self._found.branches else ()
+        joined = ("heads",) if self._attention.branches else ()
         return self._write(tensor, [*self._sides["s"], *self._sides["o"], *self._sides["q"]], joined)
 
     def _of_stage(self, stage: str) -> str:
@@ -128,7 +128,7 @@ class AxisNames:
         expected = _expected(stage)
         if self._roles.over_features and _side(stage) == "s":
             expected = ["head_dim", "key_head_dim"]
-        tensor = self._found.stages[stage]
+        tensor = self._attention.stages[stage]
         side = self._sides[_side(stage)]
         own_keys = self._roles.own_keys
         held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
@@ -145,19 +145,19 @@ class AxisNames:
 
     def _width(self, stage: str) -> int:
         """How many features a stage that is given, or the output, has; 0 where it is not there."""
-        shape = self._found.stages[stage].shape if stage in self._found.stages else ()
+        shape = self._attention.stages[stage].shape if stage in self._attention.stages else ()
         return shape[self._place(stage, len(shape))] if shape else 0
 
     def _place(self, stage: str, rank: int) -> int:
         """Which dimension of a stage that is given, or of the output, the features are."""
-        if self._found.earlier.get(stage):
-            return given_features(self._found, self._dimensions, stage)
-        return self._found.feature_place(stage, rank)
+        if self._attention.earlier.get(stage):
+            return given_features(self._attention, self._dimensions, stage)
+        return self._attention.feature_place(stage, rank)
 
     def _width_place(self, stage: str) -> int | None:
         """Which dimension of a stage is what a matrix takes in or gives; None where that is not known."""
-        op = self._found.first_projection(stage)
-        dims = self._dimensions.of(self._found.stages[stage]) if op is not None else ()
+        op = self._attention.first_projection(stage)
+        dims = self._dimensions.of(self._attention.stages[stage]) if op is not None else ()
         if op is None or not dims:
             return None
         place = self._place(stage, len(dims))
@@ -179,18 +179,18 @@ class AxisNames:
         A convolution's features are behind the batch. One of each channel by itself is given as many as it makes.
         """
         names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
-        own = self._found.projections.get(names.get(stage, stage if stage in _INPUTS else ""))
+        own = self._attention.projections.get(names.get(stage, stage if stage in _INPUTS else ""))
         if own is None:
             return "", 0, -1
         convolved = own.base_name == "convolution"
         made = own.output if stage in names else own.inputs[0]
         if stage not in names and not (convolved and setting(own, 8, "groups", 1) == own.inputs[0].shape[1] > 1):
             return "", 0, -1
-        found = self._found
+        found = self._attention
         sharing = tuple(
             name for name in _INPUTS if found.projections.get(name) is own or own in found.earlier.get(name, ())
         )
-        tensor = self._found.stages[stage]
+        tensor = self._attention.stages[stage]
         place = 1 if convolved and made.shape == tensor.shape else -1
         return (_PACKED.get(sharing, "packed"), len(sharing), place) if tensor.numel == made.numel else ("", 0, -1)
 
@@ -207,7 +207,7 @@ class AxisNames:
         if packed[1]:
             width = self._roles.value_dim if value else self._roles.head_dim
             features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
-            name_turns(features, len(self._found.branches), size_of(width))
+            name_turns(features, len(self._attention.branches), size_of(width))
             name_packed(features, packed[:2], self._roles, value=value)
             apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == packed[1] > 1]
             if len(apart) == 1 and has(dims, "head_dim"):
@@ -230,7 +230,7 @@ class AxisNames:
         name = next((name for name, _ in groups if name in ("query", "key")), "")
         places = [(at, i) for at, dim in enumerate(dims) for i, token in enumerate(dim) if token == name]
         if len(places) == 2:
-            order = ("key", "query") if self._found.key_first else ("query", "key")
+            order = ("key", "query") if self._attention.key_first else ("query", "key")
             for (at, i), own in zip(places, order, strict=True):
                 dims[at][i] = own
 
@@ -264,16 +264,16 @@ class AxisNames:
     def _name_outside(self, dims: list[list[str | Axis]], stage: str, expected: Sequence[str]) -> None:
         """Name what is left of a stage outside the heads: its width, and positions that are no queries or keys."""
         if stage in _INPUTS:
-            place = given_features(self._found, self._dimensions, stage)
+            place = given_features(self._attention, self._dimensions, stage)
         else:
-            place = self._found.feature_place(_PROJECTED.get(stage, ""), len(dims))
+            place = self._attention.feature_place(_PROJECTED.get(stage, ""), len(dims))
         heads = [dim for dim in dims if {"head_dim", "v_head_dim"} & set(dim)]
         features = [*heads, dims[place]][0]
-        projected = stage in _INPUTS or (stage in ("concat", "output") and "output" in self._found.projections)
+        projected = stage in _INPUTS or (stage in ("concat", "output") and "output" in self._attention.projections)
         if projected and not has(dims, "embed") and is_open(features):
             features[:] = [expected[-1] if stage in _INPUTS else "embed"]
         width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
-        name_turns([features], len(self._found.branches), size_of(width))
+        name_turns([features], len(self._attention.branches), size_of(width))
         if stage in ("q_proj", "k_proj", "v_proj", "concat") and {"head_dim", "v_head_dim"} & set(features):
             # Beside heads and their features: several queries, or keys, of each head in one matrix; several attentions.
             open_runs = [run for run in unnamed(features) if size_of_run(features, run) > 1]
@@ -282,7 +282,7 @@ class AxisNames:
         others = [dim for dim in dims if dim is not features]
         left = [(dim, (0, len(dim))) for dim in others if is_open(dim)]
         if has(dims, expected[0]) or (len(left) > 1 and not has(dims, "batch")):
-            if len(left) == 1 and stage in self._found.projections and not has(dims, "batch"):
+            if len(left) == 1 and stage in self._attention.projections and not has(dims, "batch"):
                 left[0][0][:] = ["batch"]  # whose rows are taken one after the other
             left = []
         # Those beside queries, or windows: of several positions there is one query, or they are asked piece by piece.

@@ -26,41 +26,41 @@ class NamedAxes:
     """Axes of each returned tensor, in order."""
 
 
-def own_axes(seen: NamedRun) -> NamedAxes:
+def own_axes(run: NamedRun) -> NamedAxes:
     """Name the axes of a run from that run alone, and from the wider one that it may have beside it."""
-    stages = tuple({stage: names.of_stage(stage) for stage in found.stages} for found, names in seen.attentions)
+    stages = tuple({stage: names.of_stage(stage) for stage in attention.stages} for attention, names in run.attentions)
     returned = tuple(
-        seen.attentions[-1][1].of(named.tensor) if seen.attentions else " ".join(map(str, named.tensor.shape))
-        for named in seen.recording.outputs
+        run.attentions[-1][1].of(named.tensor) if run.attentions else " ".join(map(str, named.tensor.shape))
+        for named in run.recording.outputs
     )
-    if seen.wider is not None and _ranks(seen) == _ranks(seen.wider):
-        runs = zip(own_axes(seen.wider).returned, seen.recording.outputs, seen.wider.recording.outputs, strict=True)
+    if run.wider is not None and _ranks(run) == _ranks(run.wider):
+        runs = zip(own_axes(run.wider).returned, run.recording.outputs, run.wider.recording.outputs, strict=True)
         returned = tuple(at_size(pattern, own.tensor.shape, like.tensor.shape) for pattern, own, like in runs)
     return NamedAxes(stages, returned)
 
 
-def _ranks(seen: NamedRun) -> list[tuple[str, int]]:
+def _ranks(run: NamedRun) -> list[tuple[str, int]]:
     """What a run returned: names, and numbers of dimensions."""
-    return [(named.name, len(named.tensor.shape)) for named in seen.recording.outputs]
+    return [(named.name, len(named.tensor.shape)) for named in run.recording.outputs]
 
 
-def contents_of(seen: NamedRun, found: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
+def contents_of(run: NamedRun, attention: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
     """The stages of an attention in canonical axes, the turns of a loop over heads side by side.
 
     Those of which an axis has no name are left out. The run must have been recorded with its tensors kept.
     """
-    contents = {stage: content_of(seen, found, names, stage) for stage in found.stages}
+    contents = {stage: content_of(run, attention, names, stage) for stage in attention.stages}
     return {stage: content for stage, content in contents.items() if content is not None}
 
 
-def content_of(seen: NamedRun, found: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
+def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
     """Return one stage in canonical axes, the turns of a loop over heads side by side.
 
     None as `canonical` does, and where it was never made, its kernel having too many scores to make them.
     """
-    turns = found.branches if found.branches and is_by_turn(found, names, stage) else (found,)
-    sizes = sizes_in(found, names, stage)
-    values = [seen.recording.values.get(turn.stages[stage].id) for turn in turns]
+    turns = attention.branches if attention.branches and is_by_turn(attention, names, stage) else (attention,)
+    sizes = sizes_in(attention, names, stage)
+    values = [run.recording.values.get(turn.stages[stage].id) for turn in turns]
     parts = [None if value is None else canonical(value, stage, names.of_stage(stage), sizes) for value in values]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
@@ -70,12 +70,12 @@ def content_of(seen: NamedRun, found: Attention, names: AxisNames, stage: str) -
     return torch.cat(known, dim=1 if "heads" in CANONICAL_AXES[stage].split() else -1)
 
 
-def returned_content(seen: NamedRun, value: torch.Tensor) -> torch.Tensor | None:
+def returned_content(run: NamedRun, value: torch.Tensor) -> torch.Tensor | None:
     """Return what a run like this one returned first as `batch query embed`; None where its axes are not known."""
-    pattern = next(iter(own_axes(seen).returned), "")
-    if not seen.attentions or (len(pattern.split()) != value.dim() and "(" not in pattern):
+    pattern = next(iter(own_axes(run).returned), "")
+    if not run.attentions or (len(pattern.split()) != value.dim() and "(" not in pattern):
         return None
-    found, names = seen.attentions[-1]
+    found, names = run.attentions[-1]
     for stage in ("output", "concat"):
         sizes = sizes_in(found, names, stage) if stage in found.stages else {}
         sizes = {**sizes, "heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
@@ -85,25 +85,25 @@ def returned_content(seen: NamedRun, value: torch.Tensor) -> torch.Tensor | None
     return None
 
 
-def is_by_turn(found: Attention, names: AxisNames, stage: str) -> bool:
+def is_by_turn(attention: Attention, names: AxisNames, stage: str) -> bool:
     """Whether each turn of a loop over heads has this stage for itself, with its own heads in it.
 
     Where a projection gives the features of all heads, and each turn takes a slice, it is the whole layer's.
     """
     whole = "heads" in [name for dim in dims_of(names.of_stage(stage)) for name in dim]
     own = "heads" in CANONICAL_AXES[stage].split() or (stage in ("q_proj", "k_proj", "v_proj") and not whole)
-    return len(found.branches) > 1 and own
+    return len(attention.branches) > 1 and own
 
 
-def sizes_in(found: Attention, names: AxisNames, stage: str) -> dict[str, int]:
+def sizes_in(attention: Attention, names: AxisNames, stage: str) -> dict[str, int]:
     """The sizes of the axes that share a dimension with others in a stage, or in one turn of it."""
-    turns = min(len(found.branches), names.num_heads) if is_by_turn(found, names, stage) else 1
+    turns = min(len(attention.branches), names.num_heads) if is_by_turn(attention, names, stage) else 1
     # An axis that has a dimension to itself somewhere has its size from there; einops solves for the rest.
     alone = {
         name: size
         for other in ("query", "output", "weights")
-        if other in found.stages and "(" not in names.of_stage(other)
-        for name, size in zip(names.of_stage(other).split(), found.stages[other].shape, strict=False)
+        if other in attention.stages and "(" not in names.of_stage(other)
+        for name, size in zip(names.of_stage(other).split(), attention.stages[other].shape, strict=False)
         if name in ("batch", "query")
     }
     heads = {"heads": names.num_heads // turns, "kv_heads": names.num_kv_heads // turns or 1}

@@ -23,23 +23,23 @@ _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
 
 
-def kinds_of(seen: NamedRun) -> list[tuple[str, ...]]:
+def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
     """Return the kind of each attention of a run, in order."""
     kinds = []
-    for found, names in seen.attentions:
-        causal = "causal" if is_causal_attention(seen.graph, found, names) else ""
+    for attention, names in run.attentions:
+        causal = "causal" if is_causal_attention(run.graph, attention, names) else ""
         grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
-        kinds.append(tuple(word for word in (_source(seen, found), causal, grouped) if word))
+        kinds.append(tuple(word for word in (_source(run, attention), causal, grouped) if word))
     return kinds
 
 
-def mask_notes(seen: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
+def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     """Return a line where a mask of 0 and 1, one of the `leaves` or of a kept run, is added to the scores."""
-    for found, _ in seen.attentions:
-        for op in found.masks:
-            masks = [] if op.does("fills") else masks_of(seen.graph, found, op)
+    for attention, _ in run.attentions:
+        for op in attention.masks:
+            masks = [] if op.does("fills") else masks_of(run.graph, attention, op)
             if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
-                value = leaves.get(seen.graph.before_moves(masks[0]).id)
+                value = leaves.get(run.graph.before_moves(masks[0]).id)
                 if value is None or value.is_meta:
                     continue
                 if bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
@@ -50,40 +50,40 @@ def mask_notes(seen: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     return ()
 
 
-def _source(seen: NamedRun, found: Attention) -> str:
+def _source(run: NamedRun, attention: Attention) -> str:
     """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
-    stages, before = found.stages, seen.graph.before_moves
+    stages, before = attention.stages, run.graph.before_moves
     query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
     left, right = before(query), before(key)
-    if left.id == right.id or _is_one(left, right) or _within(seen, found, query) & _within(seen, found, key):
+    if left.id == right.id or _is_one(left, right) or _within(run, attention, query) & _within(run, attention, key):
         return "self"
     if "query" in stages and "key" in stages:
         return "cross"
-    given = [seen.graph.inputs_of(side) for side in (query, key)]
+    given = [run.graph.inputs_of(side) for side in (query, key)]
     # Heads that both came in may have been projected from one tensor.
     made = "query" in stages or "key" in stages or not any(own <= {left.id, right.id} for own in given)
     return "cross" if made and all(given) and given[0] != given[1] else ""
 
 
-def _within(seen: NamedRun, found: Attention, side: TensorRef) -> set[int]:
+def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
     """Return the ids of what a query or a key is made of inside the attention's own module, position by position.
 
     Norms, projections down to something narrower, and what makes fewer positions, may stand before what is called its
     input.
     """
     modules = [
-        found.module,
-        *(found.projections[name].module for name in ("query", "key") if name in found.projections),
+        attention.module,
+        *(attention.projections[name].module for name in ("query", "key") if name in attention.projections),
     ]
     owner = ".".join(names[0] for names in takewhile(_alike, zip(*(path.split(".") for path in modules), strict=False)))
-    graph, reached, queue = seen.graph, set[int](), [side]
+    graph, reached, queue = run.graph, set[int](), [side]
     while queue and len(reached) < _FAR:
         tensor = queue.pop()
         if tensor.id in reached:
             continue
         if graph.comes_from_inputs(tensor):
             reached.add(tensor.id)
-        op = seen.recording.producer(tensor)
+        op = run.recording.producer(tensor)
         if op is None or not inside(op.module, owner):
             continue
         if graph.is_projection(op):

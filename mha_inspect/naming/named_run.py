@@ -65,11 +65,11 @@ def _named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, 
     )
 
 
-def _stages_at_size(found: Attention, like: Attention, names: AxisNames) -> dict[str, str]:
+def _stages_at_size(attention: Attention, like: Attention, names: AxisNames) -> dict[str, str]:
     """The axes of those stages of an attention that another one has as well, with as many dimensions."""
     return {
         stage: at_size(names.of_stage(stage), tensor.shape, like.stages[stage].shape)
-        for stage, tensor in found.stages.items()
+        for stage, tensor in attention.stages.items()
         if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape)
     }
 

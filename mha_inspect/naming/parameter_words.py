@@ -78,7 +78,7 @@ class _OfAttention:
 
     def __init__(self, run: NamedRun, finder: PartFinder, parts: list[Part], readers: dict[str, list[Op]]) -> None:
         self._run, self._finder, self._parts, self._readers = run, finder, parts, readers
-        self._graph, self._found, self._names = run.graph, finder.attention, finder.names
+        self._graph, self._attention, self._names = run.graph, finder.attention, finder.names
 
     def roles(self) -> dict[str, ParameterRole]:
         """The role of each parameter that has a part in this attention."""
@@ -102,7 +102,7 @@ class _OfAttention:
                 if kind == wanted or not wanted:
                     hold(kind, part.letter, part.parameter.name, part)
         for letter, side in SIDES.items():
-            given = self._found.stages.get(side) if letter != "o" else None
+            given = self._attention.stages.get(side) if letter != "o" else None
             if given is not None and self._graph.is_weight(given):
                 for name in self._behind([given], lambda op: True):
                     hold("learned", letter, name)
@@ -116,10 +116,10 @@ class _OfAttention:
 
     def _kind_of(self, part: Part) -> str:
         """What a parameter does that is no matrix of a projection: it is added, appended, or scales."""
-        projection, op = self._found.projections.get(SIDES[part.letter]), part.operation
+        projection, op = self._attention.projections.get(SIDES[part.letter]), part.operation
         late = projection is None or op is None or op.index > projection.index
         if part.kind == "before" and op is not None:
-            narrower = op in self._found.earlier.get(SIDES[part.letter], ())
+            narrower = op in self._attention.earlier.get(SIDES[part.letter], ())
             return part.kind if narrower or projection is None else "beside"
         return part.kind if part.kind not in ("norm", "before") else "norm" if late else "scale before"
 
@@ -131,16 +131,16 @@ class _OfAttention:
 
     def _added_to_scores(self) -> list[TensorRef]:
         """What biases of positions are: nothing in them comes from what the forward was given."""
-        every = [tensor for op in self._found.masks for tensor in op.inputs]
+        every = [tensor for op in self._attention.masks for tensor in op.inputs]
         return [tensor for tensor in every if not self._graph.comes_from_inputs(tensor)]
 
     def _sinks(self) -> list[TensorRef]:
-        sinks = self._found.sinks
+        sinks = self._attention.sinks
         return [] if sinks is None else [tensor for tensor in sinks.inputs if self._graph.is_weight(tensor)]
 
     def _around_softmax(self) -> dict[str, list[str]]:
         """The parameters that are met between the heads and the softmax, and between that and the values."""
-        found = self._found
+        found = self._attention
         product = found.value_product
         weights = product.right if found.value_first else product.left
         ways = {
@@ -196,10 +196,10 @@ class _OfAttention:
 
     def _inside(self, held: _Held, parts: list[Part]) -> str:
         """What the dimension of a matrix is called that is not of heads and their features; empty for a bias."""
-        letter, stages = parts[0].letter, self._found.stages
+        letter, stages = parts[0].letter, self._attention.stages
         if held.kind not in ("W", "before"):
             return ""
-        if held.kind == "W" and self._found.earlier.get(SIDES[letter]):
+        if held.kind == "W" and self._attention.earlier.get(SIDES[letter]):
             return "latent"
         inner = parts[0].inner
         if letter in "kv" and len(parts) == 1 and "query" in stages and SIDES[letter] in stages and inner is not None:

@@ -12,14 +12,14 @@ Group = tuple[str, Dim]
 class Roles:
     """The axes of the two products of an attention, by role."""
 
-    def __init__(self, found: Attention, dimensions: Dimensions) -> None:
-        self._found = found
+    def __init__(self, attention: Attention, dimensions: Dimensions) -> None:
+        self._attention = attention
         self._dimensions = dimensions
-        axes = found.score_product.axes(dimensions)
-        query, key = (axes.columns, axes.rows) if found.key_first else (axes.rows, axes.columns)
+        axes = attention.score_product.axes(dimensions)
+        query, key = (axes.columns, axes.rows) if attention.key_first else (axes.rows, axes.columns)
         sources = (axes.left_rows, axes.right_columns)
-        self._source_query: Dim = sources[found.key_first]
-        self._source_key: Dim = sources[not found.key_first]
+        self._source_query: Dim = sources[attention.key_first]
+        self._source_key: Dim = sources[not attention.key_first]
         self.head_dim: Dim = axes.left_inner
         # The same axis as the left factor's, but where the two were not recognised as one.
         self._other_dim: Dim = axes.right_inner
@@ -66,7 +66,7 @@ class Roles:
 
     def _beside_keys(self, key: Dim) -> Dim:
         """What stands beside the keys in the product of scores, and is a batch to the softmax and to the values."""
-        found, dimensions = self._found, self._dimensions
+        found, dimensions = self._attention, self._dimensions
         weights = dimensions.of(found.softmax.output)
         over = set(wide(weights[found.softmax_dim])) if weights else set()
         beside = {*found.value_product.axes(dimensions).batch}
@@ -80,10 +80,10 @@ class Roles:
 
     def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
-        stages = self._found.stages
+        stages = self._attention.stages
         side = "query" if "query" in stages else "key"
-        dims = positions_of(self._found, self._dimensions, side) if side in stages else []
-        op = self._found.projections.get(side)
+        dims = positions_of(self._attention, self._dimensions, side) if side in stages else []
+        op = self._attention.projections.get(side)
         if op is not None and op.base_name == "convolution":  # one that is strided makes positions of its own
             dims += self._dimensions.of(op.output)[2:]
         return {atom for dim in dims for atom in dim}
@@ -93,21 +93,21 @@ class Roles:
         inside = set(wide(self._source_key)) & self._features() - outside
         if head_rows and inside:
             return bool(outside & set(wide(query)))
-        stages = self._found.stages
+        stages = self._attention.stages
         shapes = [stages[stage].shape for stage in ("q_proj", "q_heads", "k_heads") if stage in stages]
         if len(shapes) < 3 or len(shapes[0]) != 3 or any(len(heads) != 4 for heads in shapes[1:]):
             return False
         lost = not {a for dim in self._dimensions.of(stages["q_proj"])[1:] for a in dim} & {*query, *self.head_dim}
         width, (batch, heads, length, head_dim) = shapes[0][-1], shapes[1]
-        packed = sum(op is self._found.projections["query"] for op in self._found.projections.values())
+        packed = sum(op is self._attention.projections["query"] for op in self._attention.projections.values())
         return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
     def _apart(self, folded: Dim) -> Dim:
         """The axes of positions in what comes in, where the product of scores runs over them."""
-        stages = self._found.stages
+        stages = self._attention.stages
         if not wide(self._source_key):
             return ()  # one query and one key
-        dims = positions_of(self._found, self._dimensions, "query") if "query" in stages else []
+        dims = positions_of(self._attention, self._dimensions, "query") if "query" in stages else []
         places = {atom for dim in (dims[1:] if len(dims) > 2 else dims[-1:]) for atom in dim}
         apart = tuple(atom for atom in wide(folded) if atom in places) if len(dims) > 1 else ()
         keys = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim} if "k_proj" in stages else set()
@@ -121,11 +121,11 @@ class Roles:
         """The atoms of the dimensions in which a projection, on these sides, puts heads and their features."""
         found: set[Axis] = set()
         for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
-            tensor = self._found.stages.get(stage)
+            tensor = self._attention.stages.get(stage)
             if tensor is not None and tensor.shape and (not sides or side in sides):
-                found |= set(self._dimensions.of(tensor)[self._found.feature_place(side, len(tensor.shape))])
+                found |= set(self._dimensions.of(tensor)[self._attention.feature_place(side, len(tensor.shape))])
         # A projection that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
-        tensor = self._found.stages.get("q_proj")
+        tensor = self._attention.stages.get("q_proj")
         if tensor is not None and len(tensor.shape) > 3 and not sides:
             found |= {atom for dim in self._dimensions.of(tensor) for atom in dim}
         return found
@@ -144,14 +144,16 @@ class Roles:
         rest = tuple(atom for atom in folded if atom not in outside)
         heads = wide(rest)
         features = self._features()
-        if "query" in self._found.stages and any(atom in features for atom in (*heads, *head_rows)):
+        if "query" in self._attention.stages and any(atom in features for atom in (*heads, *head_rows)):
             windows += tuple(atom for atom in heads if atom not in features)
             heads = tuple(atom for atom in heads if atom in features)
         heads += head_rows
         # A single head leaves no trace but a dimension of size one, and that only where it is the only one.
-        if not heads and not self._found.branches:
+        if not heads and not self._attention.branches:
             ones = [
-                dim[0] for dim in self._dimensions.of(self._found.stages["q_heads"]) if size_of(dim) == len(dim) == 1
+                dim[0]
+                for dim in self._dimensions.of(self._attention.stages["q_heads"])
+                if size_of(dim) == len(dim) == 1
             ]
             ones = [atom for atom in (*rest, *ones) if atom not in outside]
             heads = tuple(ones[:1]) if len(set(ones)) == 1 else ()
@@ -159,11 +161,11 @@ class Roles:
 
     def _split_by_place(self, folded: Dim) -> tuple[Dim, Dim, Dim]:
         """Without a projection: by the layout of the heads, batch before heads."""
-        dims = self._dimensions.of(self._found.stages["q_heads"])
+        dims = self._dimensions.of(self._attention.stages["q_heads"])
         apart = len(dims) > 3 or (len(dims) == 3 and len(folded) > 1)
-        if not apart and (len(dims) == 3 or not self._found.is_dot):
+        if not apart and (len(dims) == 3 or not self._attention.is_dot):
             return folded, (), ()
-        features = self._features() if "concat" in self._found.stages else set()
+        features = self._features() if "concat" in self._attention.stages else set()
         merged = tuple(atom for atom in wide(folded) if atom in features)
         if len(dims) < 4 and merged and len(merged) < len(folded):
             return tuple(atom for atom in folded if atom not in merged), merged, ()
@@ -175,27 +177,27 @@ class Roles:
     @property
     def own_values(self) -> Dim:
         """The queries, where each of them has values of its own: those of the keys that it picked."""
-        apart = set(wide(self.query)) <= {*self._found.value_product.axes(self._dimensions).batch}
+        apart = set(wide(self.query)) <= {*self._attention.value_product.axes(self._dimensions).batch}
         return self.query if apart and not self.own_keys else ()
 
     def _maps_of_a_head(self) -> Dim:
         """Heads of the scores that are no heads to the values: the weights of several become those of one."""
-        axes = self._found.value_product.axes(self._dimensions)
+        axes = self._attention.value_product.axes(self._dimensions)
         averaged = {*axes.batch, *axes.rows, *axes.columns}
-        combined = any(op.base_name.rstrip("_") in ("add", "sub", "sum") for op in self._found.weights_path)
-        if not combined or self._found.mixed_weights or not averaged & set(wide(self.heads)):
+        combined = any(op.base_name.rstrip("_") in ("add", "sub", "sum") for op in self._attention.weights_path)
+        if not combined or self._attention.mixed_weights or not averaged & set(wide(self.heads)):
             return ()
         return tuple(atom for atom in wide(self.heads) if atom not in averaged)
 
     def _value_roles(self) -> None:
         """The sequence and the features of the values."""
-        axes = self._found.value_product.axes(self._dimensions)
-        value_first = self._found.value_first
+        axes = self._attention.value_product.axes(self._dimensions)
+        value_first = self._attention.value_first
         self._value_query: Dim = axes.columns if value_first else axes.rows
         self._value_key: Dim = axes.left_inner if value_first else axes.right_inner
         self.value_dim: Dim = axes.rows if value_first else axes.columns
-        if self._found.value_product.name == "mul":  # a single key
-            heads = self._dimensions.of(self._found.stages["v_heads"])
+        if self._attention.value_product.name == "mul":  # a single key
+            heads = self._dimensions.of(self._attention.stages["v_heads"])
             self._value_query, self._value_key, self.value_dim = self.query, (), heads[-1]
         # What the context has for queries, where it does not have the features.
         beside = {*self.heads, *self.batch, *self.windows}
@@ -213,36 +215,36 @@ class Roles:
 
     def _branch_axis(self) -> Dim:
         """Where a loop runs over heads: the axis that counts its turns, in the heads side by side."""
-        concat = self._found.stages.get("concat")
-        if not self._found.branches or concat is None or not concat.shape:
+        concat = self._attention.stages.get("concat")
+        if not self._attention.branches or concat is None or not concat.shape:
             return ()
         known = {*self.value_dim, *self.heads}
         counted = tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
-        return counted if size_of(counted) in (1, len(self._found.branches)) else ()
+        return counted if size_of(counted) in (1, len(self._attention.branches)) else ()
 
     @property
     def kv_heads(self) -> Dim:
         """The heads that keys and values were projected to."""
-        stages = self._found.stages
+        stages = self._attention.stages
         if "k_proj" not in stages or self.mixes_positions:
             return self.heads
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms)
         pieces = tuple(atom for atom in self.heads if self._is_piece(atom, atoms))
         found = shared or pieces or self._picked("key") or self._repeated()
-        if not found and not self._found.is_dot:
-            held = set(wide(*self._dimensions.of(self._found.stages["k_heads"])))
+        if not found and not self._attention.is_dot:
+            held = set(wide(*self._dimensions.of(self._attention.stages["k_heads"])))
             return () if held & set(self.heads) else self.heads  # what reduces the features gives the heads
         return found
 
     def _repeated(self) -> Dim:
         """Heads of the keys before they are repeated, where nothing leads from them to what a projection gave."""
-        once = set(wide(*self._dimensions.of(self._found.before_repeats["key"])))
+        once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))
         known = tuple(atom for atom in wide(self.heads) if atom in once)
-        if known and self._found.before_repeats["key"].id != self._found.stages["k_heads"].id:
+        if known and self._attention.before_repeats["key"].id != self._attention.stages["k_heads"].id:
             return known
         others = {*self.batch, *self.windows, *self.key, *self._source_key, *self.own_keys, *self.head_dim}
-        held = wide(*self._dimensions.of(self._found.stages["k_heads"]))
+        held = wide(*self._dimensions.of(self._attention.stages["k_heads"]))
         left = tuple(atom for atom in held if atom not in others and atom not in self._other_dim)
         fewer = 1 < size_of(left) < size_of(self.heads) and size_of(self.heads) % size_of(left) == 0
         return left if fewer else ()
@@ -254,7 +256,7 @@ class Roles:
 
     def _picked(self, side: str) -> Dim:
         """Heads of a projection of keys or values, where those that meet the queries were picked from them."""
-        projections, projected = self._found.projections, self._found.stages.get(f"{side[0]}_proj")
+        projections, projected = self._attention.projections, self._attention.stages.get(f"{side[0]}_proj")
         if projected is None or not projected.shape:
             return ()
         width = {*self.head_dim, *self._other_dim} if side == "key" else {*self.value_dim}
@@ -263,7 +265,7 @@ class Roles:
         sharing = sum(op is projections[side] for op in projections.values())
         if own and own[0].size == sharing > 1 and len(own) > 1:
             own = own[1:]  # what counts the projections in one matrix
-        used = {atom for dim in self._dimensions.of(self._found.stages[f"{side[0]}_heads"]) for atom in dim}
+        used = {atom for dim in self._dimensions.of(self._attention.stages[f"{side[0]}_heads"]) for atom in dim}
         whole = len(own) < len(features) and used >= set(self.heads) and not used & set(own)
         return own if whole and size_of(self.heads) % max(size_of(own), 1) == 0 else ()
 

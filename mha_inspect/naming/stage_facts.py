@@ -31,33 +31,33 @@ _BEFORE: dict[str, tuple[str, ...]] = {
 class StageFacts:
     """Formula, operations and memory of the stages of one attention."""
 
-    def __init__(self, graph: Graph, found: Attention, axes: dict[str, str]) -> None:
+    def __init__(self, graph: Graph, attention: Attention, axes: dict[str, str]) -> None:
         self._graph = graph
-        self._found = found
+        self._attention = attention
         self._axes = axes
 
     def formula(self, stage: str) -> str:
         """What is computed, as a formula with the real numbers, or as an einops pattern where elements only move."""
-        stages = self._found.stages
+        stages = self._attention.stages
         if stage in _INPUTS:
             return self._given(stage)
         if stage in ("q_proj", "k_proj", "v_proj", "output"):
             return self._projection(stage)
         if stage in ("scores", "masked_scores"):
             return self._scores(stage)
-        if stage == "weights" and self._found.weighing:
-            return weighed_text(self._graph, self._found)
+        if stage == "weights" and self._attention.weighing:
+            return weighed_text(self._graph, self._attention)
         if stage == "weights":
-            over = " over the queries" if self._found.over_queries else ""
+            over = " over the queries" if self._attention.over_queries else ""
             return f"softmax{over}({'masked_scores' if 'masked_scores' in stages else 'scores'})"
-        if stage == "context" and self._found.divided is not None:
+        if stage == "context" and self._attention.divided is not None:
             exponentials = f"exp({'masked_scores' if 'masked_scores' in stages else 'scores'})"
             return f"{exponentials} · v_heads / Σ {exponentials}"
         if stage == "context":
             weights = "dropout(weights)" if self.drops() else "weights"
-            if self._found.mixed_weights:
+            if self._attention.mixed_weights:
                 weights += " mixed by head"
-            others = dict.fromkeys(op.base_name.rstrip("_") for op in self._found.weights_path if self._changes(op))
+            others = dict.fromkeys(op.base_name.rstrip("_") for op in self._attention.weights_path if self._changes(op))
             return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
         return self._rearranged(stage)
 
@@ -66,7 +66,7 @@ class StageFacts:
 
         A product that several stages share (one packed projection) is counted to each by its part of the elements.
         """
-        found = self._found
+        found = self._attention
         shared = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
         if stage in shared and shared[stage] in found.projections:
             op = found.projections[shared[stage]]
@@ -79,7 +79,7 @@ class StageFacts:
 
     def memory(self, stage: str) -> Memory:
         """Whether a stage is given, looks at memory that an earlier one owns, moves elements, or computes them."""
-        tensor = self._found.stages[stage]
+        tensor = self._attention.stages[stage]
         made = self._made(stage, tensor)
         if not made:
             return "input"
@@ -89,10 +89,14 @@ class StageFacts:
 
     def _made(self, stage: str, tensor: TensorRef) -> list[Op]:
         """The operations between the stages that this one is made of and itself."""
-        before = {self._found.stages[name].id for name in _BEFORE.get(stage, _INPUTS) if name in self._found.stages}
-        before |= {self._found.stages[name].id for name in _INPUTS if name in self._found.stages and name != stage}
+        before = {
+            self._attention.stages[name].id for name in _BEFORE.get(stage, _INPUTS) if name in self._attention.stages
+        }
+        before |= {
+            self._attention.stages[name].id for name in _INPUTS if name in self._attention.stages and name != stage
+        }
         if stage == "concat":
-            before |= {branch.stages["context"].id for branch in self._found.branches}
+            before |= {branch.stages["context"].id for branch in self._attention.branches}
         found: list[Op] = []
         queue, seen = [tensor], set()
         while queue:
@@ -109,7 +113,7 @@ class StageFacts:
         return found if tensor.id not in before else []
 
     def _given(self, stage: str) -> str:
-        stages = self._found.stages
+        stages = self._attention.stages
         for other in _INPUTS[: _INPUTS.index(stage)]:
             if other in stages and stages[other].id == stages[stage].id:
                 return f"the {other}"
@@ -119,9 +123,9 @@ class StageFacts:
         letter, source = (
             ("o", "concat") if stage == "output" else (stage[0], {"q": "query", "k": "key"}.get(stage[0], "value"))
         )
-        found = self._found
+        found = self._attention
         op = found.projections["output" if stage == "output" else source]
-        if stage == "output" and "concat" not in self._found.stages:
+        if stage == "output" and "concat" not in self._attention.stages:
             source = "context"
         if not found.earlier and self._graph.projected(op).numel < getattr(found.stages.get(source), "numel", 0):
             source = f"a part of {source}"  # the input itself was split, before any projection
@@ -131,7 +135,7 @@ class StageFacts:
         return f"{source}{through} · W_{letter}ᵀ{bias}"
 
     def _scores(self, stage: str) -> str:
-        found = self._found
+        found = self._attention
         scored = found.score_product
         product = (
             joint_text(self._graph, scored, key_first=found.key_first)
@@ -146,17 +150,17 @@ class StageFacts:
 
     def has_other_keys(self) -> bool:
         """Whether what stands beside the scores are scores of other keys, by a product of their own, and no sinks."""
-        joined, graph = self._found.sinks, self._graph
+        joined, graph = self._attention.sinks, self._graph
         for tensor in joined.inputs if joined is not None else ():
             makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.carries)]
             products = [op.index for op in makers if op is not None and graph.product(op) is not None]
-            if products and self._found.score_product.op.index not in products:
+            if products and self._attention.score_product.op.index not in products:
                 return True
         return False
 
     def drops(self) -> bool:
         """Whether weights were dropped between the softmax and the product with the values."""
-        return any(map(self._drops, self._found.weights_path))
+        return any(map(self._drops, self._attention.weights_path))
 
     def _drops(self, op: Op) -> bool:
         """Whether this is a dropout, or the product with the mask that one was written out into."""
@@ -173,7 +177,7 @@ class StageFacts:
 
     def _changes(self, op: Op) -> bool:
         """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""
-        mixed = any(mixing.op is op for mixing in self._found.mixed_weights)
+        mixed = any(mixing.op is op for mixing in self._attention.mixed_weights)
         return (
             op.kind == "compute"
             and (op.pointwise or op.does("picks"))
@@ -183,21 +187,21 @@ class StageFacts:
         )
 
     def _rearranged(self, stage: str) -> str:
-        source = next((name for name in _BEFORE[stage] if name in self._found.stages), None)
+        source = next((name for name in _BEFORE[stage] if name in self._attention.stages), None)
         if source is None:
             return "given"
-        made = self._made(stage, self._found.stages[stage])
-        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
+        made = self._made(stage, self._attention.stages[stage])
+        before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
         joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
-        if stage == "concat" and (self._found.branches or joined):
-            count = len(self._found.branches) or after // max(before, 1)
-            apart = "heads" if self._found.branches else "attentions"
+        if stage == "concat" and (self._attention.branches or joined):
+            count = len(self._attention.branches) or after // max(before, 1)
+            apart = "heads" if self._attention.branches else "attentions"
             return f"the contexts of {count} {apart} side by side"
-        computed = [op.base_name for op in self._done_to(self._found.stages[source], made) if _computes(op)]
+        computed = [op.base_name for op in self._done_to(self._attention.stages[source], made) if _computes(op)]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
-        shapes = (self._found.stages[source].shape, self._found.stages[stage].shape)
+        shapes = (self._attention.stages[source].shape, self._attention.stages[stage].shape)
         moved = source if left == right else rearrangement(left, right, shapes) or f"{source} in heads"
         return moved + self._grown(source, stage)
 
@@ -221,13 +225,13 @@ class StageFacts:
         if before and more > 0:
             what = "value" if stage == "v_heads" else "key"
             return f", then {more} {what}{'s' if more > 1 else ''} of the layer's own"
-        before, after = self._found.stages[source].numel, self._found.stages[stage].numel
+        before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
         return f", each head {after // before} times" if after > before > 0 and after % before == 0 else ""
 
     def _keys(self, stage: str) -> int:
         """How many keys a stage has; 0 where they have no dimension to themselves."""
         dims = dims_of(self._axes[stage])
-        return self._found.stages[stage].shape[dims.index(["key"])] if ["key"] in dims else 0
+        return self._attention.stages[stage].shape[dims.index(["key"])] if ["key"] in dims else 0
 
 
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
@@ -248,10 +252,10 @@ def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
     return text
 
 
-def weighed_text(graph: Graph, found: Attention) -> str:
+def weighed_text(graph: Graph, attention: Attention) -> str:
     """How weights are made of scores where that is no softmax: `sigmoid(scores)`, `relu(scores) / Σ`."""
     steps: list[tuple[str, float | None]] = []
-    for op in found.weighing:
+    for op in attention.weighing:
         name = op.base_name.rstrip("_")
         if graph.is_scale(op):
             steps.append(("scale", graph.scale_of(op)))
@@ -261,17 +265,17 @@ def weighed_text(graph: Graph, found: Attention) -> str:
             sign = {"add": "+", "sub": "-", "mul": "·", "div": "/"}.get(name)
             beside = f"{op.args[1]:.4g}" if len(op.inputs) == 1 < len(op.args) and sign else "…"
             steps.append((f"{sign or name} {beside}", None))
-    return masked_text("masked_scores" if "masked_scores" in found.stages else "scores", steps)
+    return masked_text("masked_scores" if "masked_scores" in attention.stages else "scores", steps)
 
 
-def unlike_dot(seen: NamedRun) -> tuple[str, ...]:
+def unlike_dot(run: NamedRun) -> tuple[str, ...]:
     """Return a line for each way in which the scores of a run are no dot products."""
-    return tuple(dict.fromkeys(filter(None, (without_dot(found) for found, _ in seen.attentions))))
+    return tuple(dict.fromkeys(filter(None, (without_dot(attention) for attention, _ in run.attentions))))
 
 
-def without_dot(found: Attention) -> str:
+def without_dot(attention: Attention) -> str:
     """Say that scores are no dot products; empty where they are."""
-    scored = found.score_product
+    scored = attention.score_product
     if not isinstance(scored, Joint):
         return ""
     return (

@@ -66,9 +66,9 @@ class Visibility:
     """The queries to which no key is left in at least one head, in order."""
 
 
-def visibility(graph: Graph, found: Attention, names: AxisNames) -> Visibility | None:
+def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibility | None:
     """Return who sees whom in an attention of a run; None where its weights were never made, or have unnamed axes."""
-    turns = [_of_turn(graph, turn, found, names) for turn in found.branches or (found,)]
+    turns = [_of_turn(graph, turn, attention, names) for turn in attention.branches or (attention,)]
     known = [turn for turn in turns if turn is not None]
     if not known or len(known) < len(turns):
         return None
@@ -79,7 +79,7 @@ def visibility(graph: Graph, found: Attention, names: AxisNames) -> Visibility |
     )
 
 
-def is_causal_attention(graph: Graph, found: Attention, names: AxisNames) -> bool:
+def is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -> bool:
     """Return whether no query of an attention sees its future.
 
     Without weights to read, as on meta, it counts that a triangle was cut out where a mask was made.
@@ -87,18 +87,18 @@ def is_causal_attention(graph: Graph, found: Attention, names: AxisNames) -> boo
     queries, keys = names.lengths
     if queries < 2 or keys < 2:
         return False
-    known = visibility(graph, found, names)
+    known = visibility(graph, attention, names)
     if known is None or known.seen is None:
-        return any(_is_cut(graph, tensor) for op in found.masks for tensor in masks_of(graph, found, op))
+        return any(_is_cut(graph, tensor) for op in attention.masks for tensor in masks_of(graph, attention, op))
     if names.num_windows > 1:
-        return is_causal(known.seen, _shifts_of_windows(graph, found, names))
+        return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
     # Keys of the layer's own have no position; nor have sinks, which stand beside the scores.
-    given = _given_keys(found, names) or keys
+    given = _given_keys(attention, names) or keys
     first, last = known.seen[:, :given], known.seen[:, -given:]
     return any(is_causal(part) for part in (known.seen, first, last))
 
 
-def _shifts_of_windows(graph: Graph, found: Attention, names: AxisNames) -> list[int]:
+def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> list[int]:
     """Return the keys at which the queries of a window may begin: among those beside it, which the first has not all.
 
     With `[before, own, after]` for keys the first window sees none of those before, and so shows where its own begin.
@@ -106,7 +106,7 @@ def _shifts_of_windows(graph: Graph, found: Attention, names: AxisNames) -> list
     queries, keys = names.lengths
     starts = list(range(0, keys - queries + 1, queries))
     dims = dims_of(names.of_stage("weights"))
-    sight = _noted(graph, found)
+    sight = _noted(graph, attention)
     if sight is None or ["windows"] not in dims or ["key"] not in dims:
         return starts
     window, key = dims.index(["windows"]), dims.index(["key"])
@@ -118,15 +118,15 @@ def _shifts_of_windows(graph: Graph, found: Attention, names: AxisNames) -> list
     return [start] if start else starts
 
 
-def _given_keys(found: Attention, names: AxisNames) -> int | None:
+def _given_keys(attention: Attention, names: AxisNames) -> int | None:
     """Return how many keys come in; None where the recording does not show it."""
-    if "key" not in found.stages:
+    if "key" not in attention.stages:
         return None
     axes = dims_of(names.of_stage("key"))
-    return found.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else None
+    return attention.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else None
 
 
-def _of_turn(graph: Graph, turn: Attention, found: Attention, names: AxisNames) -> Visibility | None:
+def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
     if "weights" not in turn.stages:
         return None
     weights, axes = turn.stages["weights"], dims_of(names.of_stage("weights"))
@@ -134,7 +134,7 @@ def _of_turn(graph: Graph, turn: Attention, found: Attention, names: AxisNames) 
     queries, keys = ([place for place, dim in enumerate(axes) if name in dim] for name in ("query", "key"))
     if sight is None or len(queries) != 1 or len(keys) != 1 or queries == keys:
         return None
-    sizes = sizes_in(found, names, "weights")
+    sizes = sizes_in(attention, names, "weights")
     pair = (queries[0], keys[0])
     seen = sight.pairs.get((min(pair), max(pair)))
     if not sight.pairs:
@@ -180,10 +180,10 @@ def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int])
     return split.any(others)
 
 
-def masks_of(graph: Graph, found: Attention, op: Op) -> list[TensorRef]:
+def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     """Return what an operation that masks scores reads besides them."""
-    product = found.score_product.op
-    mixing = {mixing.op.index for mixing in found.mixed_scores}
+    product = attention.score_product.op
+    mixing = {mixing.op.index for mixing in attention.mixed_scores}
 
     def through(op: Op) -> bool:
         return (graph.carries(op) and not op.base_name.endswith("_like")) or op.index in mixing

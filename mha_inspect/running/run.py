@@ -49,6 +49,8 @@ def run_and_record(
 def keep_stages(recording: Recording, attentions: Sequence[tuple[Attention, AxisNames]]) -> Stages:
     """Return the tensors of each attention's stages, in memory of their own. The recording keeps none any longer."""
     values = recording.values
-    stages = tuple({stage: values[tensor.id] for stage, tensor in found.stages.items()} for found, _ in attentions)
+    stages = tuple(
+        {stage: values[tensor.id] for stage, tensor in attention.stages.items()} for attention, _ in attentions
+    )
     values.clear()
     return unshared(stages)

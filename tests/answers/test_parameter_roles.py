@@ -106,7 +106,7 @@ def test_every_layer_has_the_slices_that_are_declared_for_it(layer: str) -> None
             told = [(declared[row.name].axes, declared[row.name].text) for row in found]
             assert [(row.axes, row.role) for row in found] == told
         seen += 1
-    assert seen >= 3
+    assert seen >= 2
 
 
 def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
