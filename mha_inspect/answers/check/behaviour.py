@@ -13,9 +13,8 @@ from ...record.ops import Op
 from ...reports.check import Finding
 from .bench import Bench
 from .facts import scale_words
-from .outputs import NotPossibleError, difference
 from .reach import other_tokens, reach_in_bits, reach_of_others, reach_of_tokens
-from .runner import RaisedError
+from .runner import NotPossibleError, RaisedError, difference
 from .sources import Source, batch_axis_of
 
 _OTHER_KERNELS = 20.0

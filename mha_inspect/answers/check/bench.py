@@ -18,8 +18,7 @@ from ...reports.check import Finding
 from ...running.run import Run
 from ...running.subject import Subject
 from .intent import Intent
-from .outputs import NotPossibleError, difference, outputs_of
-from .runner import Call, RaisedError, Runner
+from .runner import Call, NotPossibleError, RaisedError, Runner, difference, outputs_of
 from .sight import SeenKeys, sights_of
 from .sources import Arguments, Source, sources_of
 from .tokens import Flow, LostError, Tokens

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from ...reports.check import Finding
 from .bench import LOOSE, Bench
-from .outputs import NotPossibleError
-from .runner import RaisedError
+from .runner import NotPossibleError, RaisedError
 from .sources import Source
 
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")

@@ -20,11 +20,10 @@ from .facts import facts_of, heads_of, without_heads
 from .heads import grouped, heads
 from .intent import CHECKS, Intent, chosen_checks
 from .numbers import finite
-from .outputs import NotPossibleError
 from .padding import padding
 from .reference import reference
 from .rotary import rotary
-from .runner import RaisedError, Runner
+from .runner import NotPossibleError, RaisedError, Runner
 from .softmax import lone_softmaxes, masking, softmax
 from .weights import UnreadFinding, parameters
 

@@ -20,7 +20,7 @@ from ...text import first_few
 from .bench import Bench
 from .gradients import MOST_HEADS, Gradients, gradients_of, weight_of
 from .masks import mask_facts
-from .outputs import NotPossibleError
+from .runner import NotPossibleError
 from .tokens import Flow, LostError
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ...record.arguments import tensors_in
 from ...record.ops import Op
 from .bench import Bench, kinds, remembered
-from .outputs import NotPossibleError
+from .runner import NotPossibleError
 
 MOST_HEADS = 64
 """Heads of which it is said what hangs on them."""

@@ -12,8 +12,7 @@ from torch import Tensor
 from ...reports.check import Fact, Finding
 from ...text import shortened, spans
 from .bench import Bench, remembered
-from .outputs import NotPossibleError
-from .runner import RaisedError
+from .runner import NotPossibleError, RaisedError
 from .sight import SeenKeys
 from .softmax import masks_everything, softmax, weak_masks
 from .sources import Source

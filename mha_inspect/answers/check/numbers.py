@@ -10,7 +10,7 @@ from ...naming.visibility import visibility
 from ...record.arguments import tensors_in
 from ...reports.check import Finding
 from .bench import Bench, each_kind
-from .outputs import NotPossibleError
+from .runner import NotPossibleError
 from .tokens import Tokens
 
 _SMALLER_SCORES = "scale the queries before the product, or compute the scores in float32."

@@ -11,9 +11,8 @@ from torch import Tensor
 from ...reports.check import Finding, SkippedCheck
 from .bench import LOOSE, Bench
 from .masks import Masked, mask_faults, masked_runs, padded_source
-from .outputs import NotPossibleError, difference
 from .reach import other_tokens
-from .runner import RaisedError
+from .runner import NotPossibleError, RaisedError, difference
 from .sources import Source
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .bench import Bench, remembered
-from .outputs import NotPossibleError
+from .runner import NotPossibleError
 from .sources import Source
 
 Reach = dict[int, Tensor]

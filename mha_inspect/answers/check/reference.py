@@ -11,7 +11,7 @@ from ...running.subject import Subject
 from ..comparable_run import ComparableRun
 from ..comparison import ComparedStage, Comparison
 from .bench import LOOSE, Bench
-from .outputs import NotPossibleError, difference
+from .runner import NotPossibleError, difference
 
 
 def reference(bench: Bench) -> Iterator[Finding]:

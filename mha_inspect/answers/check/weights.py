@@ -14,7 +14,7 @@ from ...reports.check import Finding, SkippedCheck
 from ...text import shortened, spans
 from .bench import Bench, each_kind, kinds
 from .gradients import gradients_of, weight_of
-from .outputs import NotPossibleError
+from .runner import NotPossibleError
 from .tokens import Tokens
 
 _SIDES = ("query", "key", "value")

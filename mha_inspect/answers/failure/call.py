@@ -1,4 +1,4 @@
-"""The call of torch that raised, with the arguments that it was given.
+"""Where a forward failed, and the call of torch that raised, with the arguments that it was given.
 
 A function mode sees it while the module is run once more. The body of a `with` block is not run again: there the frames
 of the traceback tell the operation that had been dispatched.
@@ -6,9 +6,15 @@ of the traceback tell the operation that had been dispatched.
 
 from __future__ import annotations
 
+import dis
 import inspect
+import linecache
+import os
+import re
+import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -18,9 +24,15 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from ...record.arguments import tensors_in
 from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
+from ...record.site import place_of
 from .operand import Operand
-from .site import ATTENTION_FORWARDS, MODULE_CALL, Site, entries_inside, entries_of
 
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+MODULE_CALL = nn.Module._call_impl.__code__
+ATTENTION_FORWARDS = {nn.MultiheadAttention.forward.__code__, nn.Transformer.forward.__code__}
+_PASSES_ON = ("einops/", "mha_inspect/record", "mha_inspect/answers/failure")
+
+Entry = tuple[FrameType, TracebackType]
 _ROLES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "layer_norm": ("input", "", "weight", "bias"),
@@ -28,6 +40,74 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
 }
 """Names of the arguments by place, for functions of torch that have no signature to ask."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """The line that failed. It holds tensors: it must not outlive the error that it was read from."""
+
+    source: str
+    line: str
+    variables: tuple[tuple[str, torch.Tensor], ...]
+    """The tensors among the variables of the user's frame, with their names."""
+    module: object
+    """The innermost module whose forward was running; None without one."""
+    by_user: bool
+    """Whether the user's own code was the last to run."""
+    raises: bool
+    """Whether the user's own code raised by a `raise` or an `assert`."""
+
+    def named_here(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the variables that the failing line names, in the order in which it does."""
+        known = dict(self.variables)
+        return [(name, known[name]) for name in dict.fromkeys(re.findall(r"\w+", self.line)) if name in known]
+
+
+def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
+    """Read the traceback of an error that came out of a forward, or of the body of a `with` block.
+
+    Returns None where the forward was not entered: the call itself did not fit its signature.
+    """
+    entries = entries_inside(error, in_block=in_block)
+    bodies = [entry for entry in entries if _file(entry[0])[0] and entry[0].f_code is not MODULE_CALL]
+    if not bodies:
+        return None
+    by_user = [entry for entry in bodies if not _file(entry[0])[1]]
+    frame, tb = (by_user or bodies)[-1]
+    modules = [inside.f_locals["self"] for inside, _ in entries if inside.f_code is MODULE_CALL]
+    is_last = bool(by_user) and bodies[-1] is by_user[-1]
+    return Site(
+        source=f"{_file(frame)[0]}:{tb.tb_lineno}",
+        line=linecache.getline(frame.f_code.co_filename, tb.tb_lineno).strip(),
+        variables=tuple((name, value) for name, value in frame.f_locals.items() if isinstance(value, torch.Tensor))
+        if by_user
+        else (),
+        module=modules[-1] if modules else None,
+        by_user=is_last,
+        raises=is_last and dis.opname[frame.f_code.co_code[max(tb.tb_lasti, 0)]] == "RAISE_VARARGS",
+    )
+
+
+def entries_of(error: BaseException) -> Iterator[Entry]:
+    """Yield the frames of an error's traceback, outermost first."""
+    tb = error.__traceback__
+    while tb is not None:
+        yield tb.tb_frame, tb
+        tb = tb.tb_next
+
+
+def entries_inside(error: BaseException, *, in_block: bool) -> list[Entry]:
+    """Return the frames of a traceback from the first call of a module on; all of them where that was a block."""
+    entries = list(entries_of(error))
+    first = next((place for place, (frame, _) in enumerate(entries) if frame.f_code is MODULE_CALL), len(entries))
+    return entries if in_block else entries[first:]
+
+
+def _file(frame: FrameType) -> tuple[str, bool]:
+    """Return the file of a frame as sources show it, empty for code that passes calls on; and whether a library's."""
+    place = place_of(frame.f_code)
+    stdlib = frame.f_code.co_filename.startswith(_STDLIB) and "-packages" not in frame.f_code.co_filename
+    return ("", True) if stdlib or place.file.startswith(_PASSES_ON) else (place.file, place.library)
 
 
 @dataclass(frozen=True)

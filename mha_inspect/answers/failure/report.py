@@ -22,12 +22,11 @@ from ...running.state import State
 from ...running.subject import Subject
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
-from .call import Call, CallWatch, call_of_layer, dispatched, operands_of
+from .call import Call, CallWatch, Site, call_of_layer, dispatched, operands_of, site_of
 from .of_products import einops_sizes, heads_not_transposed, keys_not_transposed, not_split, two_sizes, views
 from .of_tensors import devices, dtypes, mask_dtype, masks_of_layers, masks_over_scores, sequences_of_layers, widths
 from .reached import Reached, reach
 from .scene import Scene, clash
-from .site import Site, site_of
 
 CAUSES = (
     *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),

@@ -130,6 +130,8 @@ def test_the_facts_say_scale_sight_and_masks() -> None:
     assert fact(report, "mask") == "mask: True keeps a key, False ignores it"
     turned = mha_inspect.check(MADE["PaddingTurnedRound"](True), x, mask=~mask)
     assert fact(turned, "mask") == "mask: False keeps a key, True ignores it"
+    declared = mha_inspect.check(MADE["PaddingTurnedRound"](False), x, intent=Intent(padding="mask"))
+    assert fact(declared, "mask") == "mask: True keeps a key, False ignores it"
     window = mha_inspect.check(MADE["WindowOneWide"](False), x)
     assert fact(window, "who sees whom") == "causal, a window of 4"
     assert next(f for f in window.facts if f.picture).picture[:5] == (
