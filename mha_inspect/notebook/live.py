@@ -4,41 +4,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ..naming.canonical import canonical, contents_of, sizes_in
+from ..pictures.grid import Picture, depth_shown
+from ..pictures.plot import onto, require_matplotlib, size_of
+from ..pictures.stages import Attended, for_viewer
+from ..pictures.terminal import draw
+from ..pictures.viewer import frame, with_viewer
+from ..render.screen import columns, in_color
 from ..reports.trace import AttentionReport, Stage, Trace, attention_names
 from ..running.run import Run, keep_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from ..pictures.grid import Picture
-    from ..pictures.stages import Attended
-
 
 @dataclass(frozen=True)
 class KeptTensors:
-    """What can be drawn of an attention when its run is over: nothing where no tensors were kept."""
+    """The tensors of an attention when its run is over; none where they were not kept."""
 
     stages: Mapping[str, Tensor] = field(default_factory=dict)
     turns: Mapping[str, Tensor] = field(default_factory=dict)
     """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
     layouts: Mapping[str, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
     """The axes of each stage, and the sizes of those that share a dimension."""
-    name: str = ""
-    """Which attention it is, where there are several."""
-    num_heads: int = 0
-    num_kv_heads: int = 0
-
-    def attended(self) -> Attended:
-        """Return the attention as pictures are drawn of it."""
-        from ..pictures.stages import Attended
-
-        return Attended(self.name, self.num_heads, self.num_kv_heads, self.contents)
 
     def contents(self) -> dict[str, Tensor]:
         """Return the stages in canonical axes, without those of which an axis has no name."""
@@ -64,14 +57,15 @@ def keep_tensors(run: Run) -> tuple[KeptTensors, ...]:
 class LiveStage(Stage):
     """A stage of a trace, and its tensor and pictures where tensors were kept."""
 
-    _kept: KeptTensors = field(default=KeptTensors(), compare=False)
+    _tensor: Tensor | None = field(default=None, compare=False)
+    _attended: Attended | None = field(default=None, compare=False)
 
     @property
     def tensor(self) -> Tensor:
         """Return the content, laid out as `axes` says. Raises `ValueError` where tensors were not kept."""
-        if self.name not in self._kept.stages:
+        if self._tensor is None:
             raise ValueError(f"the tensor of {self.name} was not kept: trace with keep=True.")
-        return self._kept.stages[self.name]
+        return self._tensor
 
     def picture(
         self,
@@ -93,10 +87,6 @@ class LiveStage(Stage):
 
         Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
         """
-        from ..pictures.grid import depth_shown
-        from ..pictures.terminal import draw
-        from ..render.screen import columns, in_color
-
         picture = self._picture(head, batch_row, tokens)
         shows = in_color(sys.stdout) if color is None else color
         width = columns(sys.stdout) if width is None else width
@@ -109,8 +99,6 @@ class LiveStage(Stage):
 
         The arguments are those of `picture`. Raises as that, and `InputError` where matplotlib is missing.
         """
-        from ..pictures.plot import onto, require_matplotlib, size_of
-
         picture = self._picture(head, batch_row, tokens)
         require_matplotlib("plot()")
         from matplotlib import pyplot
@@ -119,9 +107,10 @@ class LiveStage(Stage):
         return axes[0] if len(axes) == 1 else axes
 
     def _picture(self, head: int | Sequence[int] | None, batch_row: int, tokens: Sequence[str]) -> Picture:
-        assert self.tensor is not None  # or it says that tensors were not kept
+        _ = self.tensor  # it says where tensors were not kept
+        assert self._attended is not None
         heads = (head,) if isinstance(head, int) else head
-        return self._kept.attended().picture(self.name, heads=heads, batch_row=batch_row, labels=tokens)
+        return self._attended.picture(self.name, heads=heads, batch_row=batch_row, labels=tokens)
 
     def __repr__(self) -> str:
         return f"{self.name} {list(self.shape)} {self.axes}: {self.formula}"
@@ -145,7 +134,6 @@ class LiveAttention(AttentionReport):
     """An attention of a trace, with each stage by its name: `attention.scores`."""
 
     stages: tuple[LiveStage, ...]
-    _kept: KeptTensors = field(default=KeptTensors(), compare=False)
 
     query = _ByName()
     key = _ByName()
@@ -163,10 +151,6 @@ class LiveAttention(AttentionReport):
     concat = _ByName()
     output = _ByName()
 
-    def attended(self) -> Attended:
-        """Return it as pictures are drawn of it."""
-        return self._kept.attended()
-
     def __repr__(self) -> str:
         head = f"attention {self.module}".rstrip() + f": num_heads {self.num_heads}"
         return "\n".join([head, *(f"  {stage!r}" for stage in self.stages)])
@@ -177,39 +161,27 @@ class LiveTrace(Trace):
     """A trace whose attentions have their stages by name, and which shows their pictures in a page."""
 
     attentions: tuple[LiveAttention, ...]
+    _attended: tuple[Attended, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, trace: Trace, kept: Sequence[KeptTensors] = ()) -> LiveTrace:
         """Return a trace with what was kept of each of its attentions."""
-        attentions = []
+        attentions, attended = [], []
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
-            tensors = replace(
-                kept[place] if kept else KeptTensors(),
-                name=name,
-                num_heads=attention.num_heads,
-                num_kv_heads=attention.num_kv_heads,
-            )
-            stages = tuple(LiveStage(**vars(stage), _kept=tensors) for stage in attention.stages)
-            attentions.append(LiveAttention(**(vars(attention) | {"stages": stages}), _kept=tensors))
-        return cls(**(vars(trace) | {"attentions": tuple(attentions)}))
-
-    def _viewed(self) -> dict[str, Any] | None:
-        """Return what a viewer shows; None where no tensors were kept that it could."""
-        from ..pictures.stages import for_viewer
-
-        return for_viewer([attention.attended() for attention in self.attentions])
+            tensors = kept[place] if kept else KeptTensors()
+            drawn = Attended(name, attention.num_heads, attention.num_kv_heads, tensors.contents)
+            stages = [
+                LiveStage(**vars(s), _tensor=tensors.stages.get(s.name), _attended=drawn) for s in attention.stages
+            ]
+            attentions.append(LiveAttention(**(vars(attention) | {"stages": tuple(stages)})))
+            attended.append(drawn)
+        return cls(**(vars(trace) | {"attentions": tuple(attentions)}), _attended=tuple(attended))
 
     def _repr_html_(self) -> str:
-        from ..pictures.viewer import frame
-
-        viewed = self._viewed()
+        viewed = for_viewer(self._attended)
         return super()._repr_html_() + (frame(viewed) if viewed else "")
 
     def _text(self, format: str) -> str:
         text = super()._text(format)
-        viewed = self._viewed() if format == "html" else None
-        if viewed is None:
-            return text
-        from ..pictures.viewer import with_viewer
-
-        return with_viewer(text, viewed)
+        viewed = for_viewer(self._attended) if format == "html" else None
+        return with_viewer(text, viewed) if viewed else text

@@ -62,7 +62,7 @@ class Loop(nn.Module):
 def test_every_head_of_a_loop_is_drawn():
     module = Loop()
     seen = mha_inspect.trace(module, torch.randn(2, 7, 15), keep=True)
-    drawn = seen.attentions[0].attended().picture("weights", batch_row=1)
+    drawn = seen._attended[0].picture("weights", batch_row=1)
     assert drawn.panels == ("head 0", "head 1", "head 2")
     for panel, weights in zip(drawn.values, module.weights, strict=True):
         np.testing.assert_array_equal(panel, weights[1].detach().numpy())
