@@ -54,28 +54,30 @@ class Joint(Product):
         return 0
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
-        """What the dimensions of the factors and of the result are to the scores."""
+        """Return what the dimensions of the factors and of the result are to the scores."""
         scores = wide(*dimensions.of(self.op.output))
         axes: dict[str, Dim] = defaultdict(tuple)
         known: set[Axis] = set()
         for out, left, right in _sides(dimensions, self.multiply):
             known.update(out)
             if not right:
-                axes["rows"], axes["left_rows"] = (*axes["rows"], *out), (*axes["left_rows"], *left)
+                axes["rows"] += out
+                axes["left_rows"] += left
             elif not left:
-                axes["columns"], axes["right_columns"] = (*axes["columns"], *out), (*axes["right_columns"], *right)
+                axes["columns"] += out
+                axes["right_columns"] += right
             elif out and set(out) <= set(scores):
-                axes["batch"] = (*axes["batch"], *out)
+                axes["batch"] += out
             else:
-                axes["left_inner"] = (*axes["left_inner"], *left)
-                axes["right_inner"] = (*axes["right_inner"], *right)
+                axes["left_inner"] += left
+                axes["right_inner"] += right
         # What reduces the features may give several scores, one for each head.
-        axes["batch"] = (*axes["batch"], *(atom for atom in scores if atom not in known))
+        axes["batch"] += tuple(atom for atom in scores if atom not in known)
         return ProductAxes(**axes)
 
 
 def joint_scores(graph: Graph, masked: TensorRef, dim: int) -> tuple[Joint, tuple[Op, ...]] | None:
-    """What scored queries and keys without a dot product, and the operations from there to the softmax, in order."""
+    """Return what scored queries and keys without a dot product, and the operations from there to the softmax."""
     over = graph.dimensions.along(masked, dim)
     queue, seen = deque([Step(masked)] if over else []), {masked.id}
     while queue:
@@ -84,9 +86,9 @@ def joint_scores(graph: Graph, masked: TensorRef, dim: int) -> tuple[Joint, tupl
         if op is None or not op.inputs:
             continue
         path = tuple(reversed(step.path))
-        found = _joined(graph, op, path, over)
-        if found is not None:
-            return found
+        joint = _joined(graph, op, path, over)
+        if joint is not None:
+            return joint
         reductions = sum(graph.reduces(passed) for passed in (op, *path))
         if reductions > max(_LAYERS.values()) or not (graph.carries(op) or graph.reduces(op)):
             continue
@@ -98,7 +100,7 @@ def joint_scores(graph: Graph, masked: TensorRef, dim: int) -> tuple[Joint, tupl
 
 
 def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> tuple[Joint, tuple[Op, ...]] | None:
-    """The scores that an operation joins queries and keys for, and what is between them and the softmax."""
+    """Return the scores that an operation joins queries and keys for, and what is between them and the softmax."""
     name = _DISTANCE if op.does("distances") else op.base_name.rstrip("_")
     if name not in _LAYERS or len(op.inputs) != 2 or not all(map(graph.comes_from_inputs, op.inputs)):
         return None
@@ -112,14 +114,14 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> tupl
     keys = [(left, right) for out, left, right in _sides(graph.dimensions, op) if set(out) & over]
     if len({(bool(left), bool(right)) for left, right in keys}) != 1 or all(keys[0]):
         return None
-    if _is_statistic(graph, op.inputs[bool(keys[0][0])], {atom for own in keys for dim in own for atom in dim}):
+    if _is_statistic(graph, op.inputs[bool(keys[0][0])], {atom for pair in keys for dim in pair for atom in dim}):
         return None
     left, right = (_unrepeated(graph, tensor) for tensor in op.inputs)
     return Joint(path[count - 1] if count else op, op, left, right, path[:count]), path[count:]
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
-    """Whether this is a mean of the keys, another number of a norm over them, or the keys themselves in order."""
+    """Return whether this is a mean of the keys, another number of a norm over them, or the keys put in order."""
     op = graph.recording.producer(graph.before_moves(query))
     if op is None or not op.inputs:
         return False
@@ -133,13 +135,14 @@ def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
 
 
 def _unrepeated(graph: Graph, factor: TensorRef) -> TensorRef:
-    """A factor before it was laid out to meet the other."""
-    found = graph.before_repeats(factor)
-    while (op := graph.recording.producer(found)) is not None and op.does("broadcasts"):
-        if [size for size in op.inputs[0].shape if size != 1] != [size for size in found.shape if size != 1]:
-            break
-        found = op.inputs[0]
-    return found
+    """Return a factor before it was laid out to meet the other."""
+    once = graph.before_repeats(factor)
+    return graph.before(once, lambda op: op.does("broadcasts") and has_sizes_of(op.inputs[0], op.output))
+
+
+def has_sizes_of(source: TensorRef, tensor: TensorRef) -> bool:
+    """Return whether two tensors have the same sizes, those of one aside."""
+    return [size for size in source.shape if size != 1] == [size for size in tensor.shape if size != 1]
 
 
 def _sides(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
@@ -164,12 +167,12 @@ def _sides(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
         sizes = [[atom.size for atom in dim] for dim in (out, first, second) if dim]
         if place == joined:
             yield (), first, second
-        elif any(own != sizes[0] for own in sizes):
+        elif any(dim != sizes[0] for dim in sizes):
             yield out, first, second
         else:
             nothing = (None,) * len(out)
-            for atom, one, other in zip(out, first or nothing, second or nothing, strict=True):
-                yield (atom,), _unrepeated_axis(one), _unrepeated_axis(other)
+            for atom, a, b in zip(out, first or nothing, second or nothing, strict=True):
+                yield (atom,), _unrepeated_axis(a), _unrepeated_axis(b)
 
 
 def _unrepeated_axis(atom: Axis | None) -> Dim:

@@ -72,12 +72,12 @@ class Attention:
     """Path of the module that puts the turns together, where each of them is a module of its own."""
 
     def feature_place(self, side: str, rank: int) -> int:
-        """Where among so many dimensions of what a projection takes or gives the features are."""
+        """Return where among so many dimensions of what a projection takes or gives the features are."""
         op = self.projections.get(side)
         return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
 
     def first_projection(self, side: str) -> Op | None:
-        """The product that projects what is given, of those that follow one another; None where there is none."""
+        """Return the first of the products that project a side one after the other; None where there is none."""
         return next(iter(self.earlier.get(side, ())), self.projections.get(side))
 
     @property
@@ -99,22 +99,22 @@ class Attention:
         return self.score_product.multiply.module if self.joined_in is None else self.joined_in
 
 
-def positions_of(found: Attention, dimensions: Dimensions, side: str) -> list[Dim]:
-    """The dimensions of what a projection takes in, but for its features; all of them where nothing projects it."""
-    dims = list(dimensions.of(found.stages[side]))
-    if side in found.projections and dims:
-        del dims[given_features(found, dimensions, side)]
+def positions_of(attention: Attention, dimensions: Dimensions, side: str) -> list[Dim]:
+    """Return the dimensions of what a projection takes in, but for its features; all where nothing projects it."""
+    dims = list(dimensions.of(attention.stages[side]))
+    if side in attention.projections and dims:
+        del dims[given_features(attention, dimensions, side)]
     return dims
 
 
-def given_features(found: Attention, dimensions: Dimensions, side: str) -> int:
+def given_features(attention: Attention, dimensions: Dimensions, side: str) -> int:
     """Return which dimension of a query, key or value are the features, that is projected or comes in as it is."""
-    dims, op = dimensions.of(found.stages[side]), found.first_projection(side)
+    dims, op = dimensions.of(attention.stages[side]), attention.first_projection(side)
     if op is None:
         return -1
     # Features that were moved before they were projected stand elsewhere than there.
     convolved = op.base_name == "convolution"
     read = [dimensions.of(tensor) for tensor in (op.inputs[:1] if convolved else op.inputs)]
-    summed = set(wide(*(own[1 if convolved else -1] for own in read if len(own) > convolved)))
+    summed = set(wide(*(source[1 if convolved else -1] for source in read if len(source) > convolved)))
     moved = [place for place, dim in enumerate(dims) if place and dim and set(dim) <= summed]
     return moved[0] if len(moved) == 1 else 1 if convolved and len(dims) > 2 else -1

@@ -234,9 +234,9 @@ def twin(dim: Dim, known: set[Axis]) -> Dim:
 
 
 def _twin(atom: Axis) -> Axis:
-    made = Axis(atom.size)
-    made.twins = (atom,)
-    return made
+    other = Axis(atom.size)
+    other.twins = (atom,)
+    return other
 
 
 def _are_twins(x: Axis, y: Axis) -> bool:

@@ -33,7 +33,7 @@ class Dimensions:
             self._known(named.tensor)
 
     def of(self, tensor: TensorRef) -> tuple[Dim, ...]:
-        """The dimensions of a tensor, each as the atoms that it is known to consist of."""
+        """Return the dimensions of a tensor, each as the atoms that it is known to consist of."""
         dims = self._known(tensor)
         for dim in dims:
             for atom in dim:
@@ -54,15 +54,15 @@ class Dimensions:
 
     def beside(self, atoms: set[Axis], *, apart_from: set[Axis]) -> set[Axis]:
         """Return what stands in one dimension with some of these atoms, in any tensor, but for where others do too."""
-        found: set[Axis] = set()
+        beside: set[Axis] = set()
         for dim in {dim for dims in self._dims.values() for dim in dims}:
             known = set(resolve(dim))
             if known & atoms and not known & apart_from:
-                found |= known
-        return found
+                beside |= known
+        return beside
 
     def same(self, left: Dim, right: Dim) -> None:
-        """Say that two axes are one, where they can be."""
+        """Make two axes one, where they can be."""
         unify(left, right)
 
     def _known(self, tensor: TensorRef) -> tuple[Dim, ...]:

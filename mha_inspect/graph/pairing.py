@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ..record.ops import Op, TensorRef
-from .additive import joint_scores
+from .additive import has_sizes_of, joint_scores
 from .attention import Mixing
 from .dataflow import Graph
 from .dimensions import Axis, Dim, size_of, wide
@@ -101,8 +101,8 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
                 return Meeting(product, step.path, step.tensor)
         if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
             # The average over a single key needs no sum: einsum multiplies.
-            other = op.inputs[op.inputs[0].id == step.tensor.id]
-            wider = other.numel > step.tensor.numel and graph.comes_from_inputs(other)
+            values = op.inputs[op.inputs[0].id == step.tensor.id]
+            wider = values.numel > step.tensor.numel and graph.comes_from_inputs(values)
             single = Meeting(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
     return single
 
@@ -154,8 +154,9 @@ def moved_for(graph: Graph, op: Op, product: Product) -> bool:
     if not graph.moves(op):
         return False
     broadcast = product.multiply is not product.op and op.does("broadcasts")
-    same = [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
-    return op.call == product.multiply.call or (broadcast and (same or op.base_name == "expand"))
+    return op.call == product.multiply.call or (
+        broadcast and (op.base_name == "expand" or has_sizes_of(op.inputs[0], op.output))
+    )
 
 
 def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -39,7 +40,7 @@ class Product:
         return (1 + (self.op is not self.multiply)) * self.multiply.output.numel
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
-        """What the dimensions of the factors and of the result are to the product."""
+        """Return what the dimensions of the factors and of the result are to the product."""
         if self.multiply.does("product"):
             return _of_matrices(*map(dimensions.of, (self.left, self.right, self.op.output)))
         return self._of_broadcast(dimensions)
@@ -49,21 +50,21 @@ class Product:
         summed = reduced_places(self.op) if self.op is not self.multiply else ()
         rank = len(whole.shape)
         left, right, out = (((),) * (rank - len(t.shape)) + dimensions.of(t) for t in (self.left, self.right, whole))
-        found: dict[str, list[Dim]] = {}
+        axes: dict[str, Dim] = defaultdict(tuple)
         for place in range(rank):
-            one, other = (is_wide(tensor, rank, place) for tensor in (self.left, self.right))
+            in_left, in_right = (is_wide(tensor, rank, place) for tensor in (self.left, self.right))
             if place in summed:
-                found.setdefault("left_inner", []).append(left[place])
-                found.setdefault("right_inner", []).append(right[place])
-            elif one == other:
-                found.setdefault("batch", []).append(out[place])
-            elif one:
-                found.setdefault("left_rows", []).append(left[place])
-                found.setdefault("rows", []).append(out[place])
+                axes["left_inner"] += left[place]
+                axes["right_inner"] += right[place]
+            elif in_left == in_right:
+                axes["batch"] += out[place]
+            elif in_left:
+                axes["left_rows"] += left[place]
+                axes["rows"] += out[place]
             else:
-                found.setdefault("right_columns", []).append(right[place])
-                found.setdefault("columns", []).append(out[place])
-        return ProductAxes(**{name: _flat(dims) for name, dims in found.items()})
+                axes["right_columns"] += right[place]
+                axes["columns"] += out[place]
+        return ProductAxes(**axes)
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class ProductAxes:
 
 
 def product_of(recording: Recording, op: Op) -> Product | None:
-    """The product that this operation gives: a matrix product, or the sum over a broadcasting multiplication."""
+    """Return the product that this operation gives: a matrix product, or the sum over a broadcasting multiplication."""
     if op.does("product"):
         return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
     if op.base_name != "sum" or not op.outputs:
@@ -98,7 +99,7 @@ def product_of(recording: Recording, op: Op) -> Product | None:
 
 
 def outer_product_of(op: Op) -> Product | None:
-    """A multiplication in which each factor is repeated along what the other has: a product without a sum."""
+    """Return a multiplication in which each factor is repeated along what the other has: a product without a sum."""
     if op.base_name != "mul" or len(op.inputs) != 2:
         return None
     left, right = op.inputs
@@ -119,6 +120,6 @@ def _flat(dims: Iterable[Dim]) -> Dim:
 
 
 def is_wide(tensor: TensorRef, rank: int, place: int) -> bool:
-    """Whether a factor has more than one element along a dimension of what it is broadcast to, or expanded to."""
-    own = place - (rank - len(tensor.shape))
-    return own >= 0 and tensor.shape[own] > 1 and tensor.stride[own] != 0
+    """Return whether a factor has more than one element along a dimension of what it is broadcast or expanded to."""
+    at = place - (rank - len(tensor.shape))
+    return at >= 0 and tensor.shape[at] > 1 and tensor.stride[at] != 0

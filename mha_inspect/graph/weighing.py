@@ -47,8 +47,8 @@ def find_weighings(graph: Graph, attentions: Iterable[Attention]) -> Iterator[We
 def _weighing(graph: Graph, values: Meeting, taken: set[int]) -> Weighing | None:
     """Return how one factor of a product was made of scores; None where it was not."""
     over = set(wide(values.averaged(graph)))
-    made = graph.recording.producer(graph.before_moves(values.values))
-    if not over or (made is not None and graph.is_softmax(made)):
+    maker = graph.recording.producer(graph.before_moves(values.values))
+    if not over or (maker is not None and graph.is_softmax(maker)):
         return None  # classes are voted for, or clusters counted: what a softmax gives is no value, but what weighs one
     for step in graph.back(values.carried, graph.carries):
         op = graph.recording.producer(step.tensor)
