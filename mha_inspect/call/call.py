@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from traceback import walk_tb
@@ -34,14 +34,10 @@ class Call:
     """Whether sequences are `batch sequence ...`, and not `sequence batch ...`."""
     said: tuple[str, ...] = ()
     """What else was decided about them, as sentences."""
-    without_ones: Callable[[nn.Module], Call] | None = field(default=None, compare=False)
-    """Where a size that we chose is one, the arguments of a copy of the module with another in its place."""
 
     def of(self, module: nn.Module) -> Subject:
         """Return the module with these arguments, ready to run."""
-        make = self.without_ones
-        small = None if make is None else lambda other: make(other).of(other)
-        return Subject(module, self.args, self.kwargs, without_ones=small)
+        return Subject(module, self.args, self.kwargs)
 
     @property
     def told(self) -> tuple[str, ...]:

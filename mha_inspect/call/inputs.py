@@ -62,12 +62,7 @@ def make_call(target: Target, asked: Asked) -> Call:
     """
     if target.call is not None:
         return _returned_call(target, asked)
-    recipe = _recipe(target, asked)
-    call = recipe.call(target.module, asked.inputs)
-    small = asked.inputs.without_ones()
-    if small is None or asked.shapes or asked.inputs.input is not None or asked.ids is not None:
-        return call
-    return replace(call, without_ones=lambda module: recipe.call(module, small))
+    return _recipe(target, asked).call()
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:
@@ -88,7 +83,7 @@ def _returned_call(target: Target, asked: Asked) -> Call:
 
 @dataclass(frozen=True)
 class _Recipe:
-    """How to call a forward, with inputs of any size."""
+    """How to call a forward."""
 
     target: Target
     asked: Asked
@@ -101,12 +96,13 @@ class _Recipe:
     """Masks whose meaning was learned."""
     notes: tuple[str, ...] = ()
 
-    def values(self, inputs: InputSpec) -> dict[str, Any]:
+    def values(self) -> dict[str, Any]:
         """Return the arguments by name, without masks: query, key and value are one where nothing tells them apart.
 
         As often as it is called, they are the same.
         """
-        forward, values, generator = self.forward, dict(self.given), generator_of(self.asked.seed)
+        inputs, forward, values = self.asked.inputs, self.forward, dict(self.given)
+        generator = generator_of(self.asked.seed)
         for name, plan in sorted(self.plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
             like: Kind = "key" if plan.kind == "value" and "key" in forward.kinds else "query"
             is_apart = plan.is_given or (inputs.key_len is not None and like == "query")
@@ -123,8 +119,9 @@ class _Recipe:
             values[name] = tensor
         return values
 
-    def masks(self, inputs: InputSpec, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    def masks(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
         """Return masks by name, and the flags of which nothing tells how the forward takes their masks."""
+        inputs = self.asked.inputs
         if self.target.masks is not None:
             return of_layer(self.forward, self.target, inputs, values), ()
         # Where its constructor took --causal, it has a mask of its own.
@@ -137,12 +134,11 @@ class _Recipe:
         """Return the arguments that may take a mask, and that nobody gave one."""
         return [name for name in mask_arguments(self.forward.parameters) if values.get(name) is None]
 
-    def call(self, module: nn.Module, inputs: InputSpec) -> Call:
-        """Return a call of the module, or of a copy of it, with inputs."""
-        recipe = replace(self, forward=replace(self.forward, module=module))
-        forward, values = recipe.forward, recipe.values(inputs)
-        values |= recipe.masks(inputs, values)[0]
-        values |= {form.argument: form.mask(inputs, forward.device) for form in self.forms}
+    def call(self) -> Call:
+        """Return a call of the forward."""
+        forward, values = self.forward, self.values()
+        values |= self.masks(values)[0]
+        values |= {form.argument: form.mask(self.asked.inputs, forward.device) for form in self.forms}
         values = {**_switches(forward, self.asked.flags), **values}
         drawn = tuple(name for name in forward.in_order(self.plans) if self.plans[name].kind != "lengths")
         shapes = {
@@ -154,7 +150,7 @@ class _Recipe:
 
     def probe(self, about: Collection[str], *, whole: bool) -> Probed:
         """Run the forward once, and say what it does with these of its arguments."""
-        values = self.values(self.asked.inputs)
+        values = self.values()
         call = self.forward.call(values)
         return probe(self.forward.module, call.args, call.kwargs, {name: values[name] for name in about}, whole=whole)
 
@@ -179,8 +175,8 @@ def _recipe(target: Target, asked: Asked) -> _Recipe:
         names = [name for name in names if name not in recipe.plans]
     recipe = _with_guesses(recipe, sizes, names)
     recipe = _laid_out(recipe, spec)
-    values = recipe.values(inputs)
-    masks, flags = recipe.masks(inputs, values)
+    values = recipe.values()
+    masks, flags = recipe.masks(values)
     if not flags:
         return recipe
 

@@ -59,7 +59,9 @@ def attention_mask(inputs: InputSpec, sizes: MaskSizes, dtype: torch.dtype, devi
     mask = None if inputs.attn_mask is None else read_attn_mask(inputs.attn_mask, sizes).to(device)
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(dtype)
-    return _both(mask, causal_mask(sizes.query, sizes.key, device)) if inputs.causal else mask
+    if not inputs.causal or sizes.query == sizes.key == 1:  # a token sees itself
+        return mask
+    return _both(mask, causal_mask(sizes.query, sizes.key, device))
 
 
 def _both(mask: Tensor | None, masked: Tensor) -> Tensor:

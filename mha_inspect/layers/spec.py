@@ -5,7 +5,7 @@ Nothing here imports torch, so that a contradiction among flags is answered at o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -177,14 +177,6 @@ class InputSpec:
     def keys(self) -> int:
         """Length of key and value."""
         return self.seq_len if self.key_len is None else self.key_len
-
-    def without_ones(self) -> InputSpec | None:
-        """Return the same with another size in the place of each that is one; None where none is."""
-        asked = {"batch": None if self.unbatched else self.batch, "seq_len": self.seq_len, "key_len": self.key_len}
-        # Small, and no two the same.
-        instead = (("batch", 2), ("seq_len", 3), ("key_len", 5))
-        sizes: dict[str, Any] = {name: size for name, size in instead if asked[name] == 1}
-        return replace(self, **sizes) if sizes else None
 
 
 @dataclass(frozen=True, kw_only=True)

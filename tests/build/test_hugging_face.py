@@ -250,9 +250,6 @@ def test_what_a_model_takes_is_what_runs(kind):
     made = call(target)
     with torch.no_grad():
         assert torch.isfinite(target.module(*made.args, **made.kwargs)[0]).all()
-    again = made.without_ones
-    if again is not None:  # with other sizes it is called the same way
-        assert again(target.module).kwargs.keys() == made.kwargs.keys()
 
 
 @pytest.mark.parametrize(

@@ -72,15 +72,10 @@ def test_a_mask_that_would_bar_nothing_is_none(name: str, flag: str, inputs: dic
     assert call.said == (f"What --{flag} asks for bars no key here: no mask was given.",)
 
 
-def test_what_was_learned_is_said_and_holds_at_other_sizes() -> None:
+def test_what_was_learned_is_said() -> None:
     _, call = made("Bars", causal=True)
     assert torch.equal(call.kwargs["attn_mask"], CAUSAL)
     assert call.said == ("--causal made attn_mask, bool `query key`: True bars a key, as is learned from the weights.",)
-    target, call = made("Needed", batch=1, causal=True)
-    assert call.without_ones is not None
-    wider = call.without_ones(target.module)
-    assert tuple(wider.kwargs["mask"].shape) == (2, 5, 5)
-    assert torch.equal(wider.kwargs["mask"], ~CAUSAL.expand(2, 5, 5))
 
 
 def test_what_is_causal_by_itself_gets_no_mask() -> None:

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 import mha_inspect
 import mha_inspect.running.subject
 from mha_inspect.answers.trace import traced
-from mha_inspect.layers.spec import InputSpec, Show
+from mha_inspect.layers.spec import Show
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Subject
 
-from ..call.test_target_inputs import call, target
 from ..foreign import styles, unusual
 from ..foreign.styles import E
 
@@ -129,26 +128,6 @@ def test_a_large_run_is_not_made_twice(monkeypatch):
     assert ran == [2]
     traced(replace(own, module=Restless().to("meta"), args=(torch.randn(1, 5, 8, device="meta"),)), Show(), keep=False)
     assert ran == [2, 5]
-
-
-def test_a_size_that_is_one_becomes_another():
-    inputs = InputSpec(batch=1, seq_len=7)
-    assert inputs.without_ones() == replace(inputs, batch=2)
-    assert replace(inputs, key_len=1).without_ones() == replace(inputs, batch=2, key_len=5)
-    assert replace(inputs, batch=3, seq_len=1).without_ones() == replace(inputs, batch=3, seq_len=3)
-    assert replace(inputs, batch=4).without_ones() is None
-    assert replace(inputs, unbatched=True).without_ones() is None
-
-
-def test_only_inputs_that_were_drawn_are_drawn_anew(tmp_path):
-    made = target("GPT")
-    wider = call(made, batch=1).without_ones
-    assert wider is not None
-    assert wider(made.module).kwargs["idx"].shape == (2, 5)
-    assert call(made, batch=2).without_ones is None
-    assert call(made, shapes=("idx=1x5:int64",), batch=1).without_ones is None
-    torch.save(torch.ones(1, 5, dtype=torch.int64), tmp_path / "idx.pt")
-    assert call(made, batch=1, input=tmp_path / "idx.pt").without_ones is None
 
 
 SMALL = ("--embed-dim", "14", "--num-heads", "2", "--seq-len", "5")

@@ -87,7 +87,7 @@ class Bench:
         try:
             first = runner.prepared(self.given.of_call({}))
             run = first.recorded(keep=not self.on_meta)
-            wider = self._wider or (self.subject.wider_run(run) if self.subject.without_ones is not None else None)
+            wider = self._wider or self.subject.wider_run(run)
             run = run.beside(wider)
             again: Any = None
             if not (self.once or self.on_meta) and run.attentions:
