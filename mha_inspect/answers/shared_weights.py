@@ -145,17 +145,19 @@ def _told(direction: _Direction) -> Shared:
 
 def _lacking(carried: Sequence[Carried], label: str, source: str) -> tuple[str, ...]:
     """Return a sentence for each reason for which parts were left out, of all attentions together."""
-    every = (sentence for of_attention in carried for sentence in _why_not(of_attention.left_out, label, source))
-    return tuple(dict.fromkeys(every))
+    return _why_not([out for of_attention in carried for out in of_attention.left_out], label, source)
 
 
-def _why_not(left_out: Sequence[LeftOut], label: str, source: str) -> list[str]:
-    parts: dict[str, list[str]] = {}
+def _why_not(left_out: Sequence[LeftOut], label: str, source: str) -> tuple[str, ...]:
+    parts: dict[str, dict[str, LeftOut]] = {}
     for out in left_out:
         sizes = out.sizes and f"{list(out.sizes[0])} in {source} and {list(out.sizes[1])} in {label}"
-        parts.setdefault(sizes or f"fit into {label}: {out.reason}", []).append(out.part)
-    kinds = {out.part: ("is", "are") if out.sizes else ("does not", "do not") for out in left_out}
-    return [f"{listed(names)} {kinds[names[0]][len(names) > 1]} {why}." for why, names in parts.items()]
+        parts.setdefault(sizes or f"fit into {label}: {out.reason}", {})[out.part] = out
+    verbs = {True: ("is", "are"), False: ("does not", "do not")}
+    return tuple(
+        f"{listed(list(outs))} {verbs[any(out.sizes for out in outs.values())][len(outs) > 1]} {why}."
+        for why, outs in parts.items()
+    )
 
 
 def _rest(side: Side) -> Iterator[str]:

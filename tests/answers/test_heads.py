@@ -110,9 +110,9 @@ def test_one_key_makes_every_head_count_the_same_and_it_says_why(inputs):
     assert report.answer[0].startswith("No: ")
 
 
-def test_a_key_that_the_layer_appends_is_a_key():
-    report = compare_heads((1, 5), **{**SIZES, "seq_len": 1}, add_zero_attn=True)
-    assert report.verdict == "differs"
+@pytest.mark.parametrize("settings", [{"add_zero_attn": True}, {"layer": "narrow"}], ids=str)
+def test_one_key_makes_nothing_the_same_beside_an_appended_one_or_other_weights(settings):
+    assert compare_heads((2, 5), **{**SIZES, "seq_len": 1}, **settings).verdict == "differs"
 
 
 def test_nan_beside_nan_is_no_difference_and_is_said():
@@ -189,11 +189,6 @@ def test_layers_whose_parameters_change_say_what_changes(layer, settings, first)
     assert (count.verdict, count.first_differing_stage) == ("differs", first)
     assert count.same_parameters == ("rope" in settings)
     assert report.answer[1].startswith("The parameters" if "rope" in settings else "The weights cannot be the same")
-
-
-def test_one_key_says_nothing_where_the_weights_are_others():
-    report = compare_heads((2, 5), **{**SIZES, "seq_len": 1}, layer="narrow")
-    assert report.verdict == "differs"
 
 
 @pytest.mark.parametrize(("num_kv_heads", "counts"), [(2, (2, 4, 12)), (1, (1, 2, 12)), (2, (12, 2, 4))])
