@@ -16,7 +16,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
-from .page import Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
+from .page import Block, Cell, Facts, Page, Paragraph, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
@@ -65,8 +65,15 @@ def _print(console: Console, page: Page) -> None:
     console.print(Text(page.subtitle, STYLES["muted"]), width=prose)
     for section in page.sections:
         console.print()
-        for item, item_width in _section(section, console.width):
-            console.print(item, width=item_width, soft_wrap=False)
+        if section.title:
+            console.print(_title(section.title, section.detail), width=prose)
+        before: Block | None = None
+        for block in section.blocks:
+            if apart(before, block) and (before is not None or section.title):
+                console.print()
+            for item in _block(block, console.width):
+                console.print(item, width=prose if isinstance(block, (Facts, Paragraph)) else None, soft_wrap=False)
+            before = block
 
 
 def _title(title: str, detail: str) -> Text:
@@ -74,24 +81,15 @@ def _title(title: str, detail: str) -> Text:
     return text.append(f"  {detail}") if detail else text
 
 
-def _section(section: Section, width: int) -> Iterator[tuple[RenderableType, int]]:
-    """Yield what to print, each with the width that it may take."""
-    prose = min(width, PROSE_WIDTH)
-    if section.title:
-        yield _title(section.title, section.detail), prose
-    before: Block | None = None
-    for block in section.blocks:
-        if apart(before, block) and (before is not None or section.title):
-            yield Text(), width
-        if isinstance(block, Table):
-            yield from ((item, width) for item in _table(block, width))
-        elif isinstance(block, Facts):
-            yield _labelled(block), prose
-        elif isinstance(block, Paragraph):
-            yield Text(block.text, STYLES[block.tone], overflow="fold"), prose
-        else:
-            yield from ((item, width) for item in _verbatim(block, width))
-        before = block
+def _block(block: Block, width: int) -> Iterator[RenderableType]:
+    if isinstance(block, Table):
+        yield from _table(block, width)
+    elif isinstance(block, Facts):
+        yield _labelled(block)
+    elif isinstance(block, Paragraph):
+        yield Text(block.text, STYLES[block.tone], overflow="fold")
+    else:
+        yield from _verbatim(block, width)
 
 
 def _labelled(facts: Facts) -> RenderableType:
@@ -175,14 +173,6 @@ def _verbatim(block: Verbatim, width: int) -> Iterator[RenderableType]:
     for line in block.lines:
         # A line that is too long goes on under its own first number, behind the brackets.
         opening = re.match(r"(?:tensor\()?[ \[]*", line)
-        indent = min(opening.end() if opening else 0, max(width - 20, 0))
-        first, rest = line[:indent], line[indent:]
-        yield _hanging(first, rest) if len(line) > width else Text(line)
-
-
-def _hanging(first: str, rest: str) -> RenderableType:
-    grid = RichTable.grid(padding=0, pad_edge=False)
-    grid.add_column(width=len(first))
-    grid.add_column(overflow="fold", ratio=1)
-    grid.add_row(Text(first), Text(rest))
-    return grid
+        indent = min(opening.end() if opening else 0, max(width - 20, 0)) if len(line) > width else 0
+        for number, part in enumerate(pieces(line[indent:], width - indent) or [""]):
+            yield Text((" " * indent if number else line[:indent]) + part)
