@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from ..graph.attention import Attention
+from ..graph.dataflow import Graph
 from ..layers.spec import Show
 from ..measure.statistics import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
-from ..naming.stage_facts import StageFacts, without_dot
+from ..naming.stage_facts import StageFacts, weighs_by_others, without_dot
 from ..naming.stages import STAGES
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
@@ -223,14 +224,13 @@ def _attention(
         head_dim=names.head_dim,
         scale=float("nan") if attention.scale is None else attention.scale,
         stages=tuple(stages),
-        notes=_notes(attention, names, facts),
+        notes=_notes(run.graph, attention, names, facts),
     )
 
 
-def _notes(attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
+def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
     """Return the sentences that hold."""
-    beside = " … is made of all scores of the same query."
-    beside = beside if attention.weighing and "…" in facts.formula("weights") else ""
+    beside = " … is made of all scores of the same query." if weighs_by_others(graph, attention) else ""
     parts = facts.has_other_keys()
     number = len(attention.branches)
     mixed = ["scores before the softmax"] if attention.mixed_scores else []

@@ -252,6 +252,19 @@ def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
     return text
 
 
+_SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
+
+
+def _is_by_a_number(op: Op) -> bool:
+    return len(op.inputs) == 1 < len(op.args) and op.base_name.rstrip("_") in _SIGNS
+
+
+def weighs_by_others(graph: Graph, attention: Attention) -> bool:
+    """Whether weights that no softmax makes are made of other scores of the same query as well, as by a sum of them."""
+    steps = (op for op in attention.weighing if not (graph.is_scale(op) or graph.bends(op) or graph.moves(op)))
+    return not all(map(_is_by_a_number, steps))
+
+
 def weighed_text(graph: Graph, attention: Attention) -> str:
     """How weights are made of scores where that is no softmax: `sigmoid(scores)`, `relu(scores) / Σ`."""
     steps: list[tuple[str, float | None]] = []
@@ -262,9 +275,8 @@ def weighed_text(graph: Graph, attention: Attention) -> str:
         elif graph.bends(op):
             steps.append((name, None))
         elif not graph.moves(op):
-            sign = {"add": "+", "sub": "-", "mul": "·", "div": "/"}.get(name)
-            beside = f"{op.args[1]:.4g}" if len(op.inputs) == 1 < len(op.args) and sign else "…"
-            steps.append((f"{sign or name} {beside}", None))
+            beside = f"{op.args[1]:.4g}" if _is_by_a_number(op) else "…"
+            steps.append((f"{_SIGNS.get(name, name)} {beside}", None))
     return masked_text("masked_scores" if "masked_scores" in attention.stages else "scores", steps)
 
 
