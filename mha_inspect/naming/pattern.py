@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from math import prod
 
 _GROUPED = {"heads": ("kv_heads", "group")}
@@ -27,7 +28,8 @@ def dims_of(pattern: str) -> Dims:
     return [word.strip("()").split() for word in words_of(pattern)]
 
 
-def rearrangement(left: str, right: str, shapes: tuple[Sequence[int], Sequence[int]]) -> str | None:
+@lru_cache(256)  # the layers of a model are alike
+def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str | None:
     """The pattern that brings elements laid out as `left` to `right`; None where no pattern of einops does.
 
     What an implementation repeats, or takes a part of, no pattern can say: the right side is then what it is before it

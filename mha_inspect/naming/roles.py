@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 from ..graph.attention import Attention, positions_of
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 
@@ -222,7 +224,7 @@ class Roles:
         counted = tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
         return counted if size_of(counted) in (1, len(self._attention.branches)) else ()
 
-    @property
+    @cached_property
     def kv_heads(self) -> Dim:
         """The heads that keys and values were projected to."""
         stages = self._attention.stages

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from math import prod
 
 from .pattern import words_of
@@ -17,16 +18,25 @@ POSITIONS = "positions"
 
 
 def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the patterns of all stages, by `_one_size_a_name`: the layers of a model are alike."""
+    return dict(_one_size_a_name(tuple(stages.items()), tuple(shapes.items())))
+
+
+@lru_cache(256)
+def _one_size_a_name(
+    patterns: tuple[tuple[str, str], ...], by_stage: tuple[tuple[str, tuple[int, ...]], ...]
+) -> dict[str, str]:
     """Return the patterns of all stages, with `positions` or a number in those that disagree with the weights.
 
     There are other numbers of positions than queries where a sequence was padded to whole windows, and where queries
     are asked one by one or piece by piece. Keys may become more, or fewer, before they are used.
 
     Args:
-        stages: stage name to its pattern.
-        shapes: stage name to its shape.
+        patterns: stage names with their patterns.
+        by_stage: stage names with their shapes.
     """
-    dims_of = {stage: words_of(pattern) for stage, pattern in stages.items()}
+    shapes = dict(by_stage)
+    dims_of = {stage: words_of(pattern) for stage, pattern in patterns}
     sizes: dict[str, dict[int, str]] = {}
     for stage in dict.fromkeys((*(one for one in (*WITHIN, "context") if one in dims_of), *dims_of)):
         for dim, size in zip(dims_of[stage], shapes[stage], strict=True):
