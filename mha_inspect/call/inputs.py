@@ -27,7 +27,7 @@ from .forward import Forward
 from .guess import Sizes, guessed, needed
 from .hugging_face import beside, is_hugging_face, plans_of
 from .layout import batch_first_of
-from .learn_masks import MaskForm, learn_masks
+from .learn_masks import learn_masks
 from .masks import mask_arguments, masks_of, of_layer
 from .part import call_with
 from .probe import Probed, probe
@@ -62,7 +62,18 @@ def make_call(target: Target, asked: Asked) -> Call:
     """
     if target.call is not None:
         return _returned_call(target, asked)
-    return _recipe(target, asked).call()
+    draft = _draft(target, asked)
+    forward, values = draft.forward, draft.values()
+    masks, notes = _masks(draft, target, values)
+    plans = {name: draft.plans[name] for name in forward.in_order(draft.plans)}
+    values = {**_switches(forward, asked.flags), **values, **masks}
+    shapes = {
+        name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
+        for name, plan in plans.items()
+        if not plan.is_given and plan.kind != "lengths"
+    }
+    drawn = tuple(name for name, plan in plans.items() if plan.kind != "lengths")
+    return replace(forward.call(values), drawn=drawn, guessed=shapes, said=(*draft.notes, *notes))
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:
@@ -82,22 +93,19 @@ def _returned_call(target: Target, asked: Asked) -> Call:
 
 
 @dataclass(frozen=True)
-class _Recipe:
-    """How to call a forward."""
+class _Draft:
+    """What is known of the arguments of a forward, but for masks."""
 
-    target: Target
     asked: Asked
     forward: Forward
     plans: Mapping[str, Plan]
     """What to draw, by name."""
     given: Mapping[str, Any]
     """Arguments that are there."""
-    forms: tuple[MaskForm, ...] = ()
-    """Masks whose meaning was learned."""
     notes: tuple[str, ...] = ()
 
     def values(self) -> dict[str, Any]:
-        """Return the arguments by name, without masks: query, key and value are one where nothing tells them apart.
+        """Return the arguments by name: query, key and value are one tensor where nothing tells them apart.
 
         As often as it is called, they are the same.
         """
@@ -119,35 +127,6 @@ class _Recipe:
             values[name] = tensor
         return values
 
-    def masks(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-        """Return masks by name, and the flags of which nothing tells how the forward takes their masks."""
-        inputs = self.asked.inputs
-        if self.target.masks is not None:
-            return of_layer(self.forward, self.target, inputs, values), ()
-        # Where its constructor took --causal, it has a mask of its own.
-        module, is_typed = self.forward.module, "causal" in self.asked.flags.typed
-        is_built = any(bool(getattr(module, name, False)) for name in ("causal", "is_causal", "masked"))
-        inputs = replace(inputs, causal=inputs.causal and is_typed and not is_built)
-        return masks_of(self.forward, inputs, values, self.free_masks(values))
-
-    def free_masks(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the arguments that may take a mask, and that nobody gave one."""
-        return [name for name in mask_arguments(self.forward.parameters) if values.get(name) is None]
-
-    def call(self) -> Call:
-        """Return a call of the forward."""
-        forward, values = self.forward, self.values()
-        values |= self.masks(values)[0]
-        values |= {form.argument: form.mask(self.asked.inputs, forward.device) for form in self.forms}
-        values = {**_switches(forward, self.asked.flags), **values}
-        drawn = tuple(name for name in forward.in_order(self.plans) if self.plans[name].kind != "lengths")
-        shapes = {
-            name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
-            for name in drawn
-            if not self.plans[name].is_given
-        }
-        return replace(forward.call(values), drawn=drawn, guessed=shapes, said=self.notes)
-
     def probe(self, about: Collection[str], *, whole: bool) -> Probed:
         """Run the forward once, and say what it does with these of its arguments."""
         values = self.values()
@@ -155,7 +134,7 @@ class _Recipe:
         return probe(self.forward.module, call.args, call.kwargs, {name: values[name] for name in about}, whole=whole)
 
 
-def _recipe(target: Target, asked: Asked) -> _Recipe:
+def _draft(target: Target, asked: Asked) -> _Draft:
     """Find out how to call a forward. Raises as `make_call`."""
     module, inputs = target.module, asked.inputs
     spec = target.spec or (spec_of(module) if type(module) is nn.MultiheadAttention else None)
@@ -168,36 +147,46 @@ def _recipe(target: Target, asked: Asked) -> _Recipe:
         raise SpecError(f"--input-shape and --input (or --set) both give {twice}. Drop one of the two.")
     shaped = {name: sizes.of_shape(name, shape) for name, shape in shapes.items()}
     notes = () if shapes or inputs.input is not None else sizes.of_lazy()
-    recipe = _Recipe(target, asked, forward, shaped, given, notes=notes)
+    draft = _Draft(asked, forward, shaped, given, notes)
     names = needed(forward, target, inputs, {*given, *shaped})
     if is_hugging_face(module):
-        recipe = _as_configured(recipe, names)
-        names = [name for name in names if name not in recipe.plans]
-    recipe = _with_guesses(recipe, sizes, names)
-    recipe = _laid_out(recipe, spec)
-    values = recipe.values()
-    masks, flags = recipe.masks(values)
+        draft = _as_configured(draft, names)
+        names = [name for name in names if name not in draft.plans]
+    return _laid_out(_with_guesses(draft, sizes, names), spec)
+
+
+def _masks(draft: _Draft, target: Target, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return masks by name, and what was learned of them, as sentences. Raises as `make_call`."""
+    asked, forward = draft.asked, draft.forward
+    if target.masks is not None:
+        return of_layer(forward, target, asked.inputs, values), []
+    # Where its constructor took --causal, it has a mask of its own.
+    is_built = any(bool(getattr(target.module, name, False)) for name in ("causal", "is_causal", "masked"))
+    causal = asked.inputs.causal and "causal" in asked.flags.typed and not is_built
+    inputs = replace(asked.inputs, causal=causal)
+    free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
+    masks, flags = masks_of(forward, inputs, values, free)
     if not flags:
-        return recipe
+        return masks, []
 
     def run(learned: Mapping[str, Tensor]) -> Subject:
-        call = recipe.forward.call({**values, **masks, **learned})
-        return replace(call.of(module), seed=asked.seed, grad=False)
+        call = forward.call({**values, **masks, **learned})
+        return replace(call.of(target.module), seed=asked.seed, grad=False)
 
     try:
-        forms, said = learn_masks(recipe.forward, inputs, flags, recipe.free_masks(values), run)
+        learned, notes = learn_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
     except SpecError as error:  # it may be laid out the other way
-        raise SpecError(" ".join((str(error), *recipe.notes))) from None
-    return replace(recipe, forms=tuple(forms), notes=(*recipe.notes, *said, *(form.words for form in forms)))
+        raise SpecError(" ".join((str(error), *draft.notes))) from None
+    return {**masks, **learned}, notes
 
 
-def _as_configured(recipe: _Recipe, names: list[str]) -> _Recipe:
-    """Return the recipe with what the configuration of a model says of these arguments, and of those beside them."""
-    module, shaped = recipe.forward.module, recipe.plans
-    free = set(recipe.forward.parameters) - {*recipe.given, *shaped}
+def _as_configured(draft: _Draft, names: list[str]) -> _Draft:
+    """Return the draft with what the configuration of a model says of these arguments, and of those beside them."""
+    module, shaped = draft.forward.module, draft.plans
+    free = set(draft.forward.parameters) - {*draft.given, *shaped}
 
-    def of(names: list[str]) -> _Recipe:
-        return replace(recipe, plans={**plans_of(module, names, free, recipe.asked.inputs.seq_len), **shaped})
+    def of(names: list[str]) -> _Draft:
+        return replace(draft, plans={**plans_of(module, names, free, draft.asked.inputs.seq_len), **shaped})
 
     alone = of(names)
     more = beside(alone.plans, free)
@@ -207,26 +196,26 @@ def _as_configured(recipe: _Recipe, names: list[str]) -> _Recipe:
     return both if both.probe((), whole=True).error is None else alone
 
 
-def _with_guesses(recipe: _Recipe, sizes: Sizes, names: list[str]) -> _Recipe:
-    """Return the recipe with plans for these arguments."""
+def _with_guesses(draft: _Draft, sizes: Sizes, names: list[str]) -> _Draft:
+    """Return the draft with plans for these arguments."""
 
-    def having(plans: Mapping[str, Plan]) -> _Recipe:
-        return replace(recipe, plans={**recipe.plans, **plans})
+    def having(plans: Mapping[str, Plan]) -> _Draft:
+        return replace(draft, plans={**draft.plans, **plans})
 
     def run(plans: Mapping[str, Plan], whole: bool) -> Probed:
         return having(plans).probe([n for n, plan in plans.items() if plan.kind != "lengths"], whole=whole)
 
     if not names or sizes.spec is not None:
         return having({name: sizes.plan(name) for name in names})
-    return having(guessed(sizes, names, {*recipe.given, *recipe.plans}, run))
+    return having(guessed(sizes, names, {*draft.given, *draft.plans}, run))
 
 
-def _laid_out(recipe: _Recipe, spec: AttentionSpec | None) -> _Recipe:
-    """Return the recipe with the batch first or not, and a sentence on that where it is not plain."""
-    forward, asked = recipe.forward, recipe.asked
-    plans = recipe.plans
+def _laid_out(draft: _Draft, spec: AttentionSpec | None) -> _Draft:
+    """Return the draft with the batch first or not, and a sentence on that where it is not plain."""
+    forward, asked = draft.forward, draft.asked
+    plans = draft.plans
     names = [n for n, plan in plans.items() if len(plan.axes) > 1 and plan.kind not in ("image", "mask", "lengths")]
-    names += [n for n, value in recipe.given.items() if isinstance(value, Tensor) and value.dim() > 1]
+    names += [n for n, value in draft.given.items() if isinstance(value, Tensor) and value.dim() > 1]
     why = ""
     if "batch_first" in asked.flags.given:
         first = bool(asked.flags.values.get("batch_first", True))
@@ -234,13 +223,13 @@ def _laid_out(recipe: _Recipe, spec: AttentionSpec | None) -> _Recipe:
         first = spec.batch_first
     else:
         first, why = (True, "") if is_hugging_face(forward.module) else batch_first_of(forward.module, names)
-    recipe = replace(recipe, forward=replace(forward, batch_first=first))
+    draft = replace(draft, forward=replace(forward, batch_first=first))
     if not why or not names or asked.inputs.unbatched:
-        return recipe
+        return draft
     embed = "" if all(plans[name].kind == "ids" for name in names if name in plans) else " embed"
     axes = f"batch seq{embed}" if first else f"seq batch{embed}"
     return replace(
-        recipe, notes=(*recipe.notes, f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}`: {why}")
+        draft, notes=(*draft.notes, f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}`: {why}")
     )
 
 

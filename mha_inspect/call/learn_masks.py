@@ -86,7 +86,7 @@ def learn_masks(
     flags: Sequence[str],
     free: Sequence[str],
     make: Callable[[Mapping[str, Tensor]], Subject],
-) -> tuple[list[MaskForm], list[str]]:
+) -> tuple[dict[str, Tensor], list[str]]:
     """Learn how a forward takes the masks that flags ask for, each in an argument of its own or all in one.
 
     Args:
@@ -96,7 +96,7 @@ def learn_masks(
         free: the mask arguments that nobody gave anything.
         make: makes its run with these masks by name.
 
-    Returns the forms, and sentences on flags that need no mask. Raises `SpecError` where no form does what is asked.
+    Returns the masks by name, and what was learned as sentences. Raises `SpecError` where no form does what is asked.
     """
     if forward.device.type == "meta":
         raise SpecError(
@@ -133,12 +133,13 @@ def learn_masks(
         return forms
 
     forms = learned([[flag] for flag in left])
-    if len(forms) == len(left):
-        return forms, notes
-    together = learned([left]) if len(left) > 1 else []
-    if not together:
-        raise SpecError(_unlearned(forward, left[len(forms)], free))
-    return together, notes
+    if len(forms) < len(left):
+        lacking = left[len(forms)]
+        forms = learned([left]) if len(left) > 1 else []
+        if not forms:
+            raise SpecError(_unlearned(forward, lacking, free))
+    masks = {form.argument: form.mask(inputs, forward.device) for form in forms}
+    return masks, [*notes, *(form.words for form in forms)]
 
 
 def _candidates(
