@@ -19,30 +19,6 @@ class Two(nn.Module):
         self.a, self.b = nn.Linear(first, to), nn.Linear(second, to)
 
 
-# -- gates: a position weighs its own features -------------------------------------------------------------------------
-
-
-class SqueezeAndExcite(Two):
-    def __init__(self) -> None:
-        super().__init__(second=A, to=A)
-        self.c = nn.Linear(A, E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.einsum("bne,be->bn", x, self.c(self.b(self.a(x.mean(1)).relu())).sigmoid())
-
-
-class AlignedStreams(Two):
-    """Weights of two streams, place by place: no place is compared with another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(A, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights = self.score((self.a(x) + self.b(x.cumsum(1))).tanh()).sigmoid()
-        return (weights.mT @ x)[:, 0]
-
-
 # -- pools, masks and places: there is no query ------------------------------------------------------------------------
 
 
@@ -91,29 +67,7 @@ class SigmoidExperts(nn.Module):
         return torch.einsum("bnk,bnkv->bnv", self.weights(x), torch.einsum("bne,kev->bnkv", x, self.experts))
 
 
-class TiedAutoencoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.codes = nn.Parameter(torch.randn(K, E))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.codes.mT).sigmoid() @ self.codes
-
-
-class RadialBasis(TiedAutoencoder):
-    def forward(self, x: Tensor) -> Tensor:
-        return (-torch.cdist(x, self.codes.expand(len(x), -1, -1)).square() / E).exp() @ self.codes
-
-
 # -- recurrences and scans ---------------------------------------------------------------------------------------------
-
-
-class Decays(Two):
-    """The sums of forget gates as a matrix of positions: keys have no features."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        sums = F.logsigmoid(self.a(x)[..., :1]).cumsum(1)
-        return (sums - sums.mT).tril().exp().tril() @ self.b(x)
 
 
 class StateSpace(Two):
@@ -178,16 +132,6 @@ class LearnedGraph(Two):
         return (degree[..., :, None] * edges * degree[..., None, :]) @ self.v(x)
 
 
-class Relations(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.pair = nn.Sequential(nn.Linear(2 * E, A), nn.ReLU(), nn.Linear(A, V), nn.Sigmoid())
-
-    def forward(self, x: Tensor) -> Tensor:
-        pairs = torch.cat([x[:, :, None].expand(-1, -1, N, -1), x[:, None].expand(-1, N, -1, -1)], -1)
-        return self.pair(pairs).sum(2)
-
-
 class Hyper(nn.Module):
     """Two layers whose weights are made of a context."""
 
@@ -199,14 +143,6 @@ class Hyper(nn.Module):
         context = x.mean(1)
         first, second = self.first(context).view(-1, E, A), self.second(context).view(-1, A, V)
         return (x @ first).relu() @ second
-
-
-class InnerModel(Two):
-    """A network with a bend, whose layers were learned at the time of the test by one step."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = self.a(x), self.b(x)
-        return (k @ (k.mT @ v / N)).relu() @ (v.mT @ k / N)
 
 
 # -- one learned scorer, clusters and capsules ------------------------------------------------------------------------
@@ -296,19 +232,6 @@ class Capsules(nn.Module):
             made = (agreed.softmax(1)[..., None] * votes).sum(2).tanh()
             agreed = agreed + (votes * made[:, :, None]).sum(-1)
         return made
-
-
-class Masks(nn.Module):
-    """What segments: each query has a mask and votes for classes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.queries, self.classes, self.pixels = nn.Parameter(torch.randn(5, E)), nn.Linear(E, A), nn.Linear(E, E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        queries = self.queries + x.mean(1, keepdim=True)
-        masks = (queries @ self.pixels(x).mT).sigmoid()
-        return torch.einsum("bqc,bqn->bcn", self.classes(queries).softmax(-1)[..., :-1], masks)
 
 
 class PooledGraph(nn.Module):
@@ -429,23 +352,16 @@ class Inverted(nn.Module):
 
 
 NEAR = [
-    SqueezeAndExcite,
-    AlignedStreams,
     SigmoidPool,
     Sampled,
     Sorted,
     SigmoidExperts,
-    TiedAutoencoder,
-    RadialBasis,
-    Decays,
     StateSpace,
     Written,
     Crosses,
     KernelRegression,
     LearnedGraph,
-    Relations,
     Hyper,
-    InnerModel,
     PoolByProduct,
     PoolLessMean,
     PoolAtATime,
@@ -454,7 +370,6 @@ NEAR = [
     Residuals,
     Clusters,
     Capsules,
-    Masks,
     PooledGraph,
     GraphPooled,
     Dispatch,

@@ -109,19 +109,7 @@ class Gram(nn.Module):
         return (self.b(x).mT @ self.a(x)).relu() @ self.a(x).mT
 
 
-class FastWeights(nn.Module):
-    """A perceptron whose matrices are made of something else: what it compares are no keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(E, E * D), nn.Linear(E, D * V)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean = x.mean(1)
-        return (x @ self.up(mean).unflatten(-1, (E, D))).relu() @ self.down(mean).unflatten(-1, (D, V))
-
-
-@pytest.mark.parametrize("module", [AmongQueries, Gram, FastWeights])
+@pytest.mark.parametrize("module", [AmongQueries, Gram])
 def test_what_is_bent_between_products_is_not_always_weights(module: type[nn.Module]) -> None:
     torch.manual_seed(0)
     assert not mha_inspect.trace(module().eval(), torch.randn(B, N, E)).attentions
