@@ -50,13 +50,12 @@ class _Padded:
         self._pads = range(source.length)[pads]
         padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
         padded[0::2, pads] = True
-        run = next((run for run in masked_runs(bench) if isinstance(run, Masked) and run.name == name), None)
-        known = run is not None and run.bars != run.opens
-        keeps = bool(run.meaning[0]) if run is not None and known else bench.intent.padding_true != "ignore"
-        like = bench.values.get(name)
-        self._mask = mask_like(
-            run.value.new_zeros(padded.shape) if like is None and run is not None else like, padded, keeps
-        )
+        like, keeps = bench.values.get(name), bench.intent.padding_true != "ignore"
+        for run in masked_runs(bench):
+            if isinstance(run, Masked) and run.name == name:
+                like = run.value.new_zeros(padded.shape) if like is None else like
+                keeps = bool(run.meaning[0]) if run.bars != run.opens else keeps
+        self._mask = mask_like(like, padded, keeps)
         self._base = bench.run({name: self._mask})
 
     def _finding(self, sentence: str, evidence: str, fix: str = "") -> Finding:
@@ -124,19 +123,16 @@ class _Padded:
 
 def mask_like(given: Any, padded: Tensor, keeps: bool) -> Tensor:
     """Return a mask as the forward takes it, from `batch key` where True is padded."""
-    kept = ~padded
-    if isinstance(given, Tensor) and given.is_floating_point() and bool((given <= 0).all()) and given.dim() > 2:
-        value = torch.zeros(padded.shape, dtype=given.dtype).masked_fill(padded, torch.finfo(given.dtype).min)
-    else:
-        value = kept if keeps else padded
-        dtype = given.dtype if isinstance(given, Tensor) else torch.bool
-        value = value.to(dtype)
-    if isinstance(given, Tensor):
-        value = value.to(given.device)
-        if given.dim() == 2 and given.shape == padded.shape[::-1] and given.shape != padded.shape:
-            value = value.T
-        while value.dim() < given.dim():
-            value = value.unsqueeze(1)
-        if given.dim() > 2:
-            value = value.expand(value.shape[0], *given.shape[1:-2], given.shape[-2], value.shape[-1]).contiguous()
+    value = ~padded if keeps else padded
+    if not isinstance(given, Tensor):
+        return value
+    if given.is_floating_point() and given.dim() > 2 and bool((given <= 0).all()):
+        value = torch.zeros(padded.shape).masked_fill(padded, torch.finfo(given.dtype).min)
+    value = value.to(given)
+    if given.dim() == 2 and given.shape == padded.shape[::-1] != padded.shape:
+        value = value.T
+    while value.dim() < given.dim():
+        value = value.unsqueeze(1)
+    if given.dim() > 2:
+        value = value.expand(value.shape[0], *given.shape[1:-2], given.shape[-2], value.shape[-1]).contiguous()
     return value
