@@ -6,6 +6,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from mmap import mmap
 from threading import Lock
 from typing import Any
 from weakref import ref
@@ -43,19 +44,28 @@ class Shelf:
     What is allocated between the large blocks of a forward, and stays, keeps those from being joined and used again.
     """
 
+    _PAGE = 1 << 20
+
     def __init__(self) -> None:
-        self._bytes = bytearray()
+        self._page: mmap | None = None
+        self._used = 0
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Copy a tensor, and return what hands the copy out; one of another device stays there."""
         if tensor.device.type != "cpu":
             copied = tensor.clone()
             return lambda: copied
-        shape, dtype = tensor.shape, tensor.dtype
-        start = len(self._bytes)
-        self._bytes += tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        self._bytes += bytes(-len(self._bytes) % 16)
-        return lambda: torch.frombuffer(self._bytes, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+        size = tensor.numel() * tensor.element_size()
+        if self._page is None or self._used + size > len(self._page):
+            self._page, self._used = mmap(-1, max(size, self._PAGE)), 0
+        page, start, shape, dtype = self._page, self._used, tensor.shape, tensor.dtype
+        self._used += -(-size // 16) * 16
+
+        def get() -> Tensor:
+            return torch.frombuffer(page, dtype=dtype, count=shape.numel(), offset=start).view(shape)
+
+        get().copy_(tensor)
+        return get
 
 
 class Tensors:
@@ -142,15 +152,24 @@ class Tensors:
                 return seen
         return self._add(tensor, key, storage, number)
 
-    def stand_in(self, tensor: Tensor) -> Tensor:
-        """Return a tensor on meta that counts as this one, which was read, as it is now, and holds nothing of it."""
+    def stand_in(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Return what makes a tensor on meta that counts as this one, which was read, as it is now.
+
+        It holds nothing of torch's, which would stand between the large blocks of a forward.
+        """
         storage = self._storages[id(_look(tensor)[0])]
-        size = tensor.untyped_storage().nbytes() // tensor.element_size()
-        empty = torch.empty(size, dtype=tensor.dtype, device="meta")
-        memory = ref(empty.untyped_storage())
-        copied = self._storages[id(memory)] = _Storage(storage.number, storage.made_by, memory)
-        copied.seen = dict(storage.seen)
-        return empty.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        number, made_by, seen = storage.number, storage.made_by, dict(storage.seen)
+        size, dtype = tensor.untyped_storage().nbytes() // tensor.element_size(), tensor.dtype
+        shape, stride, offset = tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def make() -> Tensor:
+            empty = torch.empty(size, dtype=dtype, device="meta")
+            memory = ref(empty.untyped_storage())
+            copied = self._storages[id(memory)] = _Storage(number, made_by, memory)
+            copied.seen = seen
+            return empty.as_strided(shape, stride, offset)
+
+        return make
 
     def copy_kept(self, tensor: Tensor) -> None:
         """Copy what is kept of a tensor's memory, which is about to be written."""

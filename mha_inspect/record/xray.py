@@ -59,9 +59,11 @@ class _Later:
 
     place: int
     """Of the kernel in the recording."""
-    steps: Callable[[], Sequence[Tensor]]
-    """Describes the steps, and returns what comes last of them. It holds no tensor of the run."""
-    sight: Callable[[], Sight | None]
+    given: Callable[[], Any]
+    """Returns what it was given, with tensors on meta for those of the run: none of these is held."""
+    steps: Callable[[Do, Any], Sequence[Tensor]]
+    """Does the steps, and returns what comes last of them."""
+    sight: Callable[[Any], Sight | None]
     """Returns who sees whom in the weights."""
     check: Callable[[], Rounding] | None
     """Returns how far the steps are from what the kernel gave; None where that is known, or cannot be."""
@@ -185,18 +187,20 @@ class XRay(Recorder):
         given = result[0] if isinstance(result, tuple) else result
         shapes_only, runs = self._way_of_steps(given, 4 * prod(asked.scores_shape))
 
+        dtype = given.dtype  # what is described later holds no tensor of the run
+
         def laid_out(do: Do, asked: Asked) -> Asked:
             asked = asked.heads_first(do) if rows_first else asked
             return asked.without_batch(do) if unbatched else asked
 
         def steps(do: Do, asked: Asked) -> list[Tensor]:
             made = attention(do, laid_out(do, asked), described=not runs)
-            made = made if made.dtype == given.dtype else do(_A._to_copy.default, made, dtype=given.dtype)
+            made = made if made.dtype == dtype else do(_A._to_copy.default, made, dtype=dtype)
             made = do(_A.unsqueeze.default, made, 0) if unbatched else made
             return [do(_A.transpose.int, made, -3, -2) if rows_first else made]
 
         changes: dict[str, Any] = {"shapes_only": shapes_only}
-        made = self._run_steps(call, result, partial(steps, asked=asked)) if runs else None
+        made = self._run_steps(call, result, steps, asked) if runs else None
         check: Callable[[], Rounding] | None = None
         if asked.dropout > 0:
             changes |= {"drops": True, "note": "it draws its dropout itself, and its steps drop nothing: not compared"}
@@ -207,15 +211,17 @@ class XRay(Recorder):
             check = few_rows(whole, *pair, turn=len(self._kernels), shelf=self._shelf)
         if runs:
             return changes | (_checked(check) if check is not None else {})
-        stand_in = self._stand_in(call, result)
-        there = asked.with_tensors(stand_in)
         at_once = asked.bias is not None or asked.starts is not None
         seen = sight_of_kernel(laid_out(compute, asked)) if at_once else None
-
-        def sight() -> Sight | None:
-            return seen if at_once else sight_of_kernel(laid_out(compute, there))
-
-        self._describe_later(partial(steps, asked=there), sight, check)
+        self._log(call.known, call.args, call.kwargs, result)
+        makers = asked.with_tensors(self._tensors.stand_in)  # type: ignore[arg-type]  # each in the place of its tensor
+        self._later[self._entries[-1].number] = _Later(
+            len(self._kernels) - 1,
+            lambda: makers.with_tensors(lambda make: make()),  # type: ignore[operator]
+            steps,
+            lambda asked: seen if at_once else sight_of_kernel(laid_out(compute, asked)),
+            check,
+        )
         return changes
 
     def _has_put_on_a_batch(self) -> bool:
@@ -236,14 +242,21 @@ class XRay(Recorder):
         steps, few = PARTS[call.known.name]
         given = result if isinstance(result, tuple) else (result,)
         shapes_only, runs = self._way_of_steps(given[0], 4 * given[0].numel())
-        if runs:
-            made = self._run_steps(call, result, lambda do: steps(do, *call.args, **call.kwargs))
-        else:
-            made, kwargs = None, call.kwargs  # the call itself would hold its tensors until then
+        kwargs = call.kwargs
+
+        def all_steps(do: Do, args: Sequence[Any]) -> Sequence[Tensor]:
+            return steps(do, *args, **kwargs)
+
+        made = self._run_steps(call, result, all_steps, call.args) if runs else None
+        if not runs:
             seen = sight_of(None, result, -1) if call.known.base_name == "_masked_softmax" else None
-            stand_in = self._stand_in(call, result)
-            there = [stand_in(arg) if isinstance(arg, Tensor) else arg for arg in call.args]
-            self._describe_later(lambda do: steps(do, *there, **kwargs), lambda: seen)
+            self._log(call.known, call.args, call.kwargs, result)
+            makers = [
+                self._tensors.stand_in(arg) if isinstance(arg, Tensor) else partial(_same, arg) for arg in call.args
+            ]
+            self._later[self._entries[-1].number] = _Later(
+                len(self._kernels) - 1, lambda: [make() for make in makers], all_steps, lambda _: seen, None
+            )
         if not _is_comparable(given[0]):
             return {"shapes_only": shapes_only}
 
@@ -288,27 +301,14 @@ class XRay(Recorder):
         shapes_only = size > self._budget and not given.is_meta
         return shapes_only, (self._keeps and not shapes_only) or given.is_meta
 
-    def _run_steps(self, call: _Call, result: Any, steps: Callable[[Do], Sequence[Tensor]]) -> Sequence[Tensor]:
+    def _run_steps(
+        self, call: _Call, result: Any, steps: Callable[[Do, Any], Sequence[Tensor]], given: Any
+    ) -> Sequence[Tensor]:
         """Run the steps of a kernel, and lead from what comes last to what the kernel itself has made."""
-        made = steps(self._step)
+        made = steps(self._step, given)
         for last, output in zip(made, [result] if len(made) == 1 else result, strict=True):
             self._link(call, last, output)
         return made
-
-    def _stand_in(self, call: _Call, result: Any) -> Callable[[Tensor], Tensor]:
-        """Write a kernel down as one operation, and return what gives the tensors that stand for what it was given."""
-        self._log(call.known, call.args, call.kwargs, result)
-        return self._tensors.stand_in
-
-    def _describe_later(
-        self,
-        steps: Callable[[Do], Sequence[Tensor]],
-        sight: Callable[[], Sight | None],
-        check: Callable[[], Rounding] | None = None,
-    ) -> None:
-        """Note that the kernel that was written down last is to be described in steps when the run is over."""
-        later = _Later(len(self._kernels) - 1, partial(steps, self._describe), sight, check)
-        self._later[self._entries[-1].number] = later
 
     def _opened(self, entries: Iterable[Entry]) -> Iterable[Entry]:
         for entry in entries:
@@ -326,8 +326,9 @@ class XRay(Recorder):
         kernel = self._kernels[later.place]
         self._tensors.described = True
         try:
-            self._sight = later.sight()
-            made = later.steps()
+            given = later.given()
+            self._sight = later.sight(given)
+            made = later.steps(self._describe, given)
             results = [whole.outputs] if len(made) == 1 else [[output] for output in whole.outputs]
             for last, outputs in zip(made, results, strict=True):
                 self._number += 1
@@ -432,6 +433,10 @@ def _error(output: Tensor, exact: Tensor) -> float:
     """Return the largest rounding error, which to store the largest number alone may make half a step."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     return max(rounding_error(output, exact), float(largest) * torch.finfo(output.dtype).eps / 2)
+
+
+def _same(value: Any) -> Any:
+    return value
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

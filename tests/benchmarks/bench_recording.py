@@ -6,18 +6,13 @@ import math
 import statistics
 import subprocess
 import sys
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
 from mha_inspect.__main__ import run
-from mha_inspect.record.recorder import Recorder
 
 from .conftest import cpu_time
 from .models import blocks, model_and_input
@@ -25,82 +20,42 @@ from .models import blocks, model_and_input
 _GPT2, _BERT, _LARGE = "gpt2-like, 12 x 256, 2 x 64", "BERT-like, 12 x 768, 4 x 128", "24 x 1024, 1 x 256"
 
 
-class _Nothing(TorchDispatchMode):
-    """Does nothing: what is left is torch's own."""
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
 def _record(model: torch.nn.Module, x: torch.Tensor) -> None:
     with mha_inspect.recording():
         model(x)
 
 
-def _under(mode: Any, model: torch.nn.Module, x: torch.Tensor) -> None:
-    with mode:
+def _debug_mode(model: torch.nn.Module, x: torch.Tensor) -> None:
+    with pytest.importorskip("torch.utils._debug_mode").DebugMode():
         model(x)
 
 
-def _torchinfo(model: torch.nn.Module, x: torch.Tensor) -> None:
-    pytest.importorskip("torchinfo").summary(model, input_data=x, verbose=0)
-
-
-def _torchlens(model: torch.nn.Module, x: torch.Tensor) -> None:
-    pytest.importorskip("graphviz")  # torchlens does not start without it
-    pytest.importorskip("torchlens").trace(model, x)
-
-
-def _debug_mode(model: torch.nn.Module, x: torch.Tensor) -> None:
-    _under(pytest.importorskip("torch.utils._debug_mode").DebugMode(), model, x)
+def test_beside_torchs_debug_mode(add_row):
+    """What each adds to a plain forward, all in turn, beside what torch's own DebugMode adds to it."""
+    model, x = model_and_input(_GPT2)
+    runs = {"plain": lambda model, x: model(x), "DebugMode": _debug_mode}
+    runs |= {"recording()": _record, "trace": mha_inspect.trace}
+    took: dict[str, list[float]] = {name: [] for name in runs}
+    with torch.no_grad():
+        for _ in range(27):
+            for name, run_it in runs.items():
+                start = cpu_time()
+                run_it(model, x)
+                took[name].append(cpu_time() - start)
+    plain = statistics.median(took["plain"][2:])
+    added = {name: statistics.median(times[2:]) - plain for name, times in took.items()}
+    for name, bound in (("recording()", 0.45), ("trace", 1.5)):
+        detail = f"{added[name] * 1e3:.1f} ms against {added['DebugMode'] * 1e3:.1f} ms, plain {plain * 1e3:.1f} ms"
+        add_row(f"what {name} adds, {_GPT2}", "what DebugMode adds", added[name] / added["DebugMode"], bound, detail)
 
 
 @pytest.mark.parametrize(
-    ("how", "inspect", "bounds"),
-    [
-        ("trace", mha_inspect.trace, (3.0, 1.3)),
-        ("recording()", _record, (1.3, 1.05)),
-        ("a mode that does nothing", lambda model, x: _under(_Nothing(), model, x), (math.inf, math.inf)),
-        ("torch's DebugMode", _debug_mode, (math.inf, math.inf)),
-        ("torchinfo", _torchinfo, (math.inf, math.inf)),
-        ("torchlens", _torchlens, (math.inf, math.inf)),
-    ],
+    ("how", "inspect", "bound"), [("trace", mha_inspect.trace, 1.2), ("recording()", _record, 1.05)]
 )
-@pytest.mark.parametrize("size", [_GPT2, _BERT])
-def test_forward(side_by_side, size, how, inspect, bounds):
-    model, x = model_and_input(size)
-    rounds, bound = (25, bounds[0]) if size == _GPT2 else (9, bounds[1])
+def test_forward(side_by_side, how, inspect, bound):
+    model, x = model_and_input(_BERT)
     with torch.no_grad():
-        side_by_side(
-            f"{how}, {size}", lambda: inspect(model, x), "plain", lambda: model(x), at_most=bound, rounds=rounds
-        )
-
-
-def test_the_time_of_an_operation(add_row):
-    """What the recorder adds to an operation while it runs and afterwards, beside a mode that does nothing."""
-    (model, x), took = model_and_input(_GPT2), defaultdict(list)
-
-    def timed(name: str, what: Callable[[], object]) -> None:
-        start = cpu_time()
-        what()
-        took[name].append(cpu_time() - start)
-
-    with torch.no_grad():
-        for _ in range(25):
-            recorder = Recorder(model)
-            timed("plain", lambda: model(x))
-            timed("nothing", lambda: _under(_Nothing(), model, x))
-            timed("recorder", lambda recorder=recorder: _under(recorder, model, x))
-            timed("finish", recorder.finish)
-    number = len(recorder.finish().ops)
-    each = {name: statistics.median(times) / number * 1e6 for name, times in took.items()}
-    added, floor = each["recorder"] - each["plain"], each["nothing"] - each["plain"]
-    detail = f"{added:.0f} us against {floor:.0f} us, and {each['finish']:.0f} us afterwards, {number} operations"
-    add_row("recorder, added to an operation", "a mode that does nothing", added / floor, 2.5, detail)
+        side_by_side(f"{how}, {_BERT}", lambda: inspect(model, x), "plain", lambda: model(x), at_most=bound)
 
 
 def test_growth(add_row):
