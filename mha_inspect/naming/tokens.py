@@ -20,13 +20,14 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
     """
     atoms = list(resolve(dim))
     tokens: list[str | Axis] = []
-    known = [(name, resolve(group)) for name, group in groups]
+    known = [(name, resolve(group)) for name, group in groups if group]
     while atoms:
         for name, group in known:
+            run = tuple(atoms[: len(group)])
+            if run != group and not (name in _WIDTHS and _are_all_of(run, group, known)):
+                continue
             # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
-            alone = len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1
-            own = tuple(atoms[: len(group)])
-            if group and alone and (own == group or (name in _WIDTHS and _are_all_of(own, group, known))):
+            if len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1:
                 tokens.append(name)
                 del atoms[: len(group)]
                 break
@@ -50,7 +51,7 @@ def _are_all_of(atoms: Sequence[Axis], group: Dim, known: Sequence[Group]) -> bo
     What features that are turned in part are looked at apart for may leave another axis for one of their parts: it has
     the place and the size of that part, and is no part of anything else.
     """
-    if len(atoms) != len(group) or not set(atoms) & set(group):
+    if len(atoms) != len(group) or not any(atom in group for atom in atoms):
         return False
     named = {atom for _, own in known for atom in own}
     pairs = zip(atoms, group, strict=True)

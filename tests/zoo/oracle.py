@@ -370,8 +370,7 @@ def _batch(own: Configuration, module: nn.Module, told: Any, found: Findings) ->
             where = f"{at + 1} {left.module}: {stage.name} {stage.shape} [{stage.axes}]"
             moved = _moved(stage.tensor, other.tensor, stage.axes, "batch", every)
             if moved is None:
-                of_a_row = any("rows and heads are a loop" in note for note in left.notes)
-                if "batch" not in stage.axes and not of_a_row and not torch.equal(stage.tensor, other.tensor):
+                if "batch" not in stage.axes and not torch.equal(stage.tensor, other.tensor):
                     found.incomplete.append(f"{where}: no batch")
             # Where a module folds more into its batch, each row of what comes in is several of them.
             elif len(moved) > max(1, _length(stage, "batch", every) // rows):
