@@ -2,6 +2,9 @@
 
 The first tensor behind a projection whose features are heads and head_dim alone says where each feature of each head
 lies; from there it is arithmetic with strides to the column of the product, and on to the row of its matrix.
+
+In `q, k, v = qkv(x).chunk(3, -1)` the keys begin at feature 12 of 36: of 3 heads of 4 features, the second head's are
+at 16 to 19 in what the product gives, and so in rows 16 to 19 of the weight.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import prod
 
 import torch
@@ -132,13 +136,13 @@ class PartFinder:
         if shared >= heads:
             return ()
         users = [head * shared // heads for head in range(heads)]
-        every, own = wide(resolve(self._roles[0].heads)), wide(resolve(self._roles[0].kv_heads))
+        every, shared_axes = wide(resolve(self._roles[0].heads)), wide(resolve(self._roles[0].kv_heads))
         if len(self._turns) == heads:
             keys = [turn.stages["k_heads"].id for turn in self._turns]
             users = [[*dict.fromkeys(keys)].index(key) for key in keys]
-        elif set(own) <= set(every) and size_of(every) == heads and size_of(own) == shared:
-            users = _grid(every, _row_major([atom for atom in every if atom in own])).tolist()
-        return tuple(tuple(head for head, key in enumerate(users) if key == own) for own in range(shared))
+        elif set(shared_axes) <= set(every) and size_of(every) == heads and size_of(shared_axes) == shared:
+            users = _grid(every, _row_major([atom for atom in every if atom in shared_axes])).tolist()
+        return tuple(tuple(head for head, key in enumerate(users) if key == number) for number in range(shared))
 
     # -- where heads and features are ---------------------------------------------------------------------------------
 
@@ -152,12 +156,13 @@ class PartFinder:
         maps = roles.maps if letter in "qk" else ()
         features = [wide(resolve((*maps, *group))) for name, group in groups if name.endswith("head_dim")]
         dims = self._graph.dimensions.of(tensor)
-        for heads in [wide(resolve(group)) for wanted in names for name, group in groups if name == wanted]:
-            for own in [own for group in features for own in (*_wholes(group), *_turned(dims, group))]:
-                found = _steps(dims, tensor.stride, {*heads, *own})
-                if found is not None and (apart is None or not set(wide(*dims)) & apart - {*heads, *own}):
-                    at = tensor.offset + found[1] + _grid(heads, found[0])[:, None] + _grid(own, found[0])
-                    return _Heads(tensor, at, 0, at.shape[1])
+        features = [atoms for group in features for atoms in (*_wholes(group), *_turned(dims, group))]
+        counted = [wide(resolve(group)) for wanted in names for name, group in groups if name == wanted]
+        for heads, head_dim in product(counted, features):
+            steps, start = _steps(dims, tensor.stride, {*heads, *head_dim}) or ({}, -1)
+            if start >= 0 and (apart is None or not set(wide(*dims)) & apart - {*heads, *head_dim}):
+                places = tensor.offset + start + _grid(heads, steps)[:, None] + _grid(head_dim, steps)
+                return _Heads(tensor, places, 0, places.shape[1])
         return None
 
     def _unpacked(self, turn: int, letter: str, op: Op, heads: TensorRef) -> _Heads | None:
@@ -167,10 +172,12 @@ class PartFinder:
         path = next((step.path[::-1] for step in steps if self._recording.producer(step.tensor) is op), None)
         if path is None:
             return None
-        read = [{tensor.id for tensor in passed.inputs} for passed in path] + [{heads.id}]
-        made = [next((t for t in o.outputs if t.id in ids), o.output) for o, ids in zip((op, *path), read, strict=True)]
-        made.append(heads)  # also where it was written into piece by piece
-        tables = (self._table(self._roles[turn], letter, tensor, apart) for tensor in made)
+        reads = [{tensor.id for tensor in passed.inputs} for passed in path] + [{heads.id}]
+        tensors = [
+            next((t for t in o.outputs if t.id in ids), o.output) for o, ids in zip((op, *path), reads, strict=True)
+        ]
+        tensors.append(heads)  # also where it was written into piece by piece
+        tables = (self._table(self._roles[turn], letter, tensor, apart) for tensor in tensors)
         return next((table for table in tables if table is not None and self._before(table, op.output)), None)
 
     def _before(self, heads: _Heads, tensor: TensorRef) -> _Heads | None:
@@ -180,10 +187,10 @@ class PartFinder:
         """
         start = Elements(heads.tensor, heads.at.flatten(), torch.arange(heads.at.numel()))
         at, twice = torch.full((heads.at.numel(),), -1), torch.zeros(heads.at.numel(), dtype=torch.bool)
-        for own in origins(self._recording, start, lambda other: other.id == tensor.id):
-            if own.tensor.id == tensor.id:
-                twice[own.ids] |= (at[own.ids] >= 0) & (at[own.ids] != own.at)
-                at[own.ids] = own.at
+        for elements in origins(self._recording, start, lambda other: other.id == tensor.id):
+            if elements.tensor.id == tensor.id:
+                twice[elements.ids] |= (at[elements.ids] >= 0) & (at[elements.ids] != elements.at)
+                at[elements.ids] = elements.at
         known = ((at >= 0) & ~twice).reshape(heads.at.shape)
         columns = known.all(0).nonzero().flatten()
         if not len(columns) or len(columns) <= int(columns[-1] - columns[0]) or bool(known.any(0).sum() > len(columns)):
@@ -210,27 +217,27 @@ class PartFinder:
         side, parts, first = SIDES[letter], list[Part](), 0
         given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
         stops = {tensor.id for tensor in given if not self._graph.is_weight(tensor)}
-        own = [turn.stages[side] for turn in self._turns if side in turn.stages]
-        since = min((self._recording.producers.get(t.id, -1) for t in own if t.id in stops), default=-1)
+        sources = [turn.stages[side] for turn in self._turns if side in turn.stages]
+        since = min((self._recording.producers.get(t.id, -1) for t in sources if t.id in stops), default=-1)
         turns = {turn.stages[f"{letter}_heads"].id: place for place, turn in reversed([*enumerate(self._turns)])}
         for place in sorted(turns.values()):
             turn = self._turns[place]
-            heads, op = (
-                turn.stages[f"{letter}_heads"],
-                turn.projections.get(side) or self.attention.projections.get(side),
-            )
+            heads = turn.stages[f"{letter}_heads"]
+            op = turn.projections.get(side) or self.attention.projections.get(side)
             unpacked = None if op is None else self._unpacked(place, letter, op, heads)
             count = max(self.num_heads(letter) // len(turns), 1) if unpacked is None else len(unpacked.at)
             ends = {op.index} if op is not None and not self.attention.earlier.get(side) else set()
-            for met in self._meetings([heads], stops, ends, since):
-                kind = met.kind
-                if op is not None and met.op is not None:
-                    kind = "W" if met.op is op and kind == "before" else kind
-                    early = met.op.index < op.index and self._graph.is_projection(met.op)
+            for meeting in self._meetings([heads], stops, ends, since):
+                kind = meeting.kind
+                if op is not None and meeting.op is not None:
+                    kind = "W" if meeting.op is op and kind == "before" else kind
+                    early = meeting.op.index < op.index and self._graph.is_projection(meeting.op)
                     kind = "before" if kind == "b" and early else kind
-                where = None if met.op is None else self._heads_in(place, letter, op, met.op.output, unpacked)
-                found = self._parts(letter, _Meeting(met.op, met.weight, kind), where, range(first, first + count))
-                parts += [self._with_reads(part, turn) for part in found] if kind == "W" else found
+                where = None if meeting.op is None else self._heads_in(place, letter, op, meeting.op.output, unpacked)
+                of_meeting = self._parts(
+                    letter, _Meeting(meeting.op, meeting.weight, kind), where, range(first, first + count)
+                )
+                parts += [self._with_reads(part, turn) for part in of_meeting] if kind == "W" else of_meeting
             first += count
         return self._numbered(letter, _merged(parts))
 
@@ -244,9 +251,9 @@ class PartFinder:
             return part
         ends = torch.tensor([0, number - 1])
         at = [ends if place == len(taken.shape) - 1 else torch.zeros_like(ends) for place in range(len(taken.shape))]
-        for own in origins(self._recording, Elements.of(taken, at, ends), lambda tensor: tensor.id == given.id):
-            if own.tensor.id == given.id and len(own.at) == 2:
-                start, stop = coordinates(given, own.at)[-1].tolist()
+        for elements in origins(self._recording, Elements.of(taken, at, ends), lambda tensor: tensor.id == given.id):
+            if elements.tensor.id == given.id and len(elements.at) == 2:
+                start, stop = coordinates(given, elements.at)[-1].tolist()
                 if stop - start == number - 1:
                     return replace(part, reads=dict.fromkeys(part.heads, start), width=given.shape[-1])
         return part
@@ -262,7 +269,7 @@ class PartFinder:
             apart = [*dict.fromkeys(signs)]
             if len(apart) == shared:
                 parts = [
-                    replace(p, heads={apart.index(signs[h]): own for h, own in reversed(p.heads.items())})
+                    replace(p, heads={apart.index(signs[h]): places for h, places in reversed(p.heads.items())})
                     for p in parts
                 ]
         return parts
@@ -328,20 +335,20 @@ class PartFinder:
             heads = range(turn, turn + 1) if len(ops) > 1 else range(self.names.num_heads)
             parts += self._parts("o", _Meeting(op, self._weight(op), "W"), table, heads)
             since = min(self._recording.producers.get(context.id, -1) for context in contexts)
-            for met in self._meetings([taken], {context.id for context in contexts}, set(), since):
-                where = table if met.op is not None and met.op.output.shape == taken.shape else None
-                kind = "norm" if met.kind == "b" else met.kind
-                parts += self._parts("o", _Meeting(met.op, met.weight, kind), where, heads)
+            for meeting in self._meetings([taken], {context.id for context in contexts}, set(), since):
+                where = table if meeting.op is not None and meeting.op.output.shape == taken.shape else None
+                kind = "norm" if meeting.kind == "b" else meeting.kind
+                parts += self._parts("o", _Meeting(meeting.op, meeting.weight, kind), where, heads)
         known = {part.parameter.name for part in parts}
-        for met in self._meetings([output], set(), {op.index for op in ops}, min(op.index for op in ops) - 1):
-            if met.op not in ops or met.kind == "b":
-                added = self._parts("o", met, None, range(1))
+        for meeting in self._meetings([output], set(), {op.index for op in ops}, min(op.index for op in ops) - 1):
+            if meeting.op not in ops or meeting.kind == "b":
+                added = self._parts("o", meeting, None, range(1))
                 parts += [part for part in added if part.parameter.name not in known]
         return _merged(parts)
 
     # -- from operations to parameters --------------------------------------------------------------------------------
 
-    def _parts(self, letter: str, met: _Meeting, where: _Heads | None, heads: range) -> list[Part]:
+    def _parts(self, letter: str, meeting: _Meeting, where: _Heads | None, heads: range) -> list[Part]:
         """Return what the parameters behind a weight hold of these heads.
 
         Args:
@@ -350,12 +357,15 @@ class PartFinder:
             where: each feature of each head in what the operation gives (for W_o: takes); None where it is not known.
             heads: their numbers.
         """
-        exact, at = met.kind in ("W", "b"), None if where is None else self._in_weight(letter, met, where.coordinates)
+        exact, at = (
+            meeting.kind in ("W", "b"),
+            None if where is None else self._in_weight(letter, meeting, where.coordinates),
+        )
         whole = self.names.mixes_positions and self.names.num_heads > 1  # every feature is in every head, somewhere
         heads = range(self.num_heads(letter)) if whole and letter != "o" else heads
-        places = self._all_of(met) if at is None else at
+        places = self._all_of(meeting) if at is None else at
         parts = []
-        for parameter, ids, found in self._in_parameters(met.weight, [own.flatten() for own in places]):
+        for parameter, ids, found in self._in_parameters(meeting.weight, [own.flatten() for own in places]):
             by_head: dict[int, Tensor] = {}
             if whole or at is None:
                 belongs_to_none = not exact or whole or letter == "o"
@@ -366,19 +376,19 @@ class PartFinder:
                 for head, row in zip(heads, table.reshape(at[0].shape), strict=True):
                     if bool((row >= 0).all() if exact else (row >= 0).any()):
                         by_head[head] = where.in_all(row) if exact else torch.unique(row[row >= 0])
-            part = Part(met.kind, letter, parameter, by_head, operation=met.op)
+            part = Part(meeting.kind, letter, parameter, by_head, operation=meeting.op)
             first = [own.flatten()[ids[:1]] for own in places]
-            parts.append(self._with_inner(part, met.weight, first) if self._is_factor(met) else part)
+            parts.append(self._with_inner(part, meeting.weight, first) if self._is_factor(meeting) else part)
         return parts
 
-    def _in_weight(self, letter: str, met: _Meeting, where: list[Tensor]) -> list[Tensor] | None:
+    def _in_weight(self, letter: str, meeting: _Meeting, where: list[Tensor]) -> list[Tensor] | None:
         """Return where in a weight each feature of each head is met; None where it is not known."""
-        op, weight = met.op, met.weight
+        op, weight = meeting.op, meeting.weight
         if op is None:
             return None
-        if self._is_factor(met):
+        if self._is_factor(meeting):
             if letter == "o":
-                return None if met.kind == "before" else _Factor(self._graph, op).at(where, taken=True)
+                return None if meeting.kind == "before" else _Factor(self._graph, op).at(where, taken=True)
             return _Factor(self._graph, op).at(where, taken=False)
         if op.base_name == "convolution" or "batch_norm" in op.base_name or "group_norm" in op.base_name:
             return [where[1]]
@@ -387,16 +397,16 @@ class PartFinder:
             return [torch.zeros_like(c) if place == dim else c for place, c in enumerate(where)]
         return broadcast(where, op.output.shape, weight.shape)
 
-    def _all_of(self, met: _Meeting) -> list[Tensor]:
+    def _all_of(self, meeting: _Meeting) -> list[Tensor]:
         """Return where all of a weight is: of a matrix that all gives, and of a large table a row."""
-        op, shape = met.op, met.weight.shape
-        if op is not None and self._is_factor(met):
+        op, shape = meeting.op, meeting.weight.shape
+        if op is not None and self._is_factor(meeting):
             factor, rank = _Factor(self._graph, op), len(op.output.shape)
             features = torch.arange(op.output.shape[factor.given] if rank else 1)
             out = [features if dim == factor.given % rank else torch.zeros_like(features) for dim in range(rank)]
             return factor.at(out or [features], taken=False)
-        if met.weight.numel <= _LARGE:
-            return coordinates_of(torch.arange(met.weight.numel), shape)
+        if meeting.weight.numel <= _LARGE:
+            return coordinates_of(torch.arange(meeting.weight.numel), shape)
         row = torch.arange(shape[-1])
         return [row if dim == len(shape) - 1 else torch.zeros_like(row) for dim in range(len(shape))]
 
@@ -404,15 +414,15 @@ class PartFinder:
         """Yield each parameter that elements of a weight come from, their numbers, and where in its memory they are."""
         pieces: dict[str, tuple[Named, list[Tensor], list[Tensor]]] = {}
         start = Elements.of(weight, at, torch.arange(len(at[0]) if at else 1))
-        for own in origins(self._recording, start, lambda tensor: False):
+        for elements in origins(self._recording, start, lambda tensor: False):
             for parameter in {named.name: named for named in self._recording.parameters}.values():
                 tensor = parameter.tensor
-                places = own.at - tensor.offset
+                places = elements.at - tensor.offset
                 span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride, strict=True))
                 kept = (places >= 0) & (places <= span)
-                if tensor.storage == own.tensor.storage and bool(kept.any()):
+                if tensor.storage == elements.tensor.storage and bool(kept.any()):
                     _, ids, found = pieces.setdefault(parameter.name, (parameter, [], []))
-                    ids.append(own.ids[kept])
+                    ids.append(elements.ids[kept])
                     found.append(places[kept])
         for parameter, ids, found in pieces.values():
             yield parameter, torch.cat(ids), torch.cat(found)
@@ -436,9 +446,13 @@ class PartFinder:
         moved = prod(taps) == 1 and self._only_moved(weight)
         return replace(part, inner=inner, width=0 if inner is None else number, moved=moved)
 
-    def _is_factor(self, met: _Meeting) -> bool:
+    def _is_factor(self, meeting: _Meeting) -> bool:
         """Whether a weight is the matrix of a projection."""
-        return met.op is not None and met.kind in ("W", "before") and met.weight.id == self._weight(met.op).id
+        return (
+            meeting.op is not None
+            and meeting.kind in ("W", "before")
+            and meeting.weight.id == self._weight(meeting.op).id
+        )
 
     def _weight(self, op: Op) -> TensorRef:
         """Return the weight of a projection."""
@@ -503,9 +517,9 @@ def _steps(dims: Iterable[Dim], strides: Iterable[int], wanted: set[Axis]) -> tu
     all are there."""
     steps, start = dict[Axis, int](), 0
     for dim, stride in zip(dims, strides, strict=True):
-        own, offset = _piece(dim, wanted)
+        atoms, offset = _piece(dim, wanted)
         start += offset * stride
-        steps |= {atom: step * stride for atom, step in _row_major(own).items() if atom in wanted}
+        steps |= {atom: step * stride for atom, step in _row_major(atoms).items() if atom in wanted}
     return (steps, start) if steps.keys() == wanted else None
 
 
@@ -514,20 +528,20 @@ def _wholes(features: Dim) -> Iterator[Dim]:
     yield features
     start = 0
     for piece in features[0].joined if len(features) == 1 else ():
-        own = resolve(piece)
-        whole, place = own[0].origins.get(size_of(own), ((), 0)) if own else ((), 0)
+        atoms = resolve(piece)
+        whole, place = atoms[0].origins.get(size_of(atoms), ((), 0)) if atoms else ((), 0)
         if size_of(whole) == size_of(features) and place == start:
             yield wide(resolve(whole))
-        start += size_of(own)
+        start += size_of(atoms)
 
 
 def _turned(dims: Iterable[Dim], features: Dim) -> Iterator[Dim]:
     """Yield what stands for the features of a head, where some of their axes are others since they were turned."""
     for dim in dims:
         for place in range(len(dim) - len(features) + 1):
-            own = dim[place : place + len(features)]
-            if set(own) & set(features) and [atom.size for atom in own] == [atom.size for atom in features]:
-                yield own
+            run = dim[place : place + len(features)]
+            if set(run) & set(features) and [atom.size for atom in run] == [atom.size for atom in features]:
+                yield run
 
 
 def _piece(dim: Dim, wanted: set[Axis]) -> tuple[Dim, int]:

@@ -83,8 +83,6 @@ PADDED = torch.zeros(BATCH, 1, 1, LENGTH).index_fill(-1, torch.tensor([3, 4]), L
 CAUSAL_WAYS = {
     "filled": by_hand(lambda s: s.masked_fill(CAUSAL, LOW)),
     "compared": by_hand(lambda s: s.where(torch.arange(5)[:, None] >= torch.arange(5), torch.finfo(s.dtype).min)),
-    "added, as low as BERT's masks": by_hand(lambda s: s - 1e4 * CAUSAL),
-    "added, in the shape of the scores": by_hand(lambda s: s + torch.full_like(s, LOW).triu(1)),
     "of the fused kernel": fused(is_causal=True),
     "a bool given to the fused kernel": fused(attn_mask=~CAUSAL),
     "numbers given to the fused kernel": fused(attn_mask=torch.zeros(5, 5).masked_fill(CAUSAL, LOW)),
