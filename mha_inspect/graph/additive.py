@@ -112,7 +112,7 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> tupl
     while 0 < count < len(path) and path[count].call == path[ends[-1]].call:
         count += 1  # a bias
     keys = [(left, right) for out, left, right in _sides(graph.dimensions, op) if set(out) & over]
-    if len({(bool(left), bool(right)) for left, right in keys}) != 1 or all(keys[0]):
+    if {(bool(left), bool(right)) for left, right in keys} not in ({(True, False)}, {(False, True)}):
         return None
     if _is_statistic(graph, op.inputs[bool(keys[0][0])], {atom for pair in keys for dim in pair for atom in dim}):
         return None
