@@ -143,7 +143,9 @@ class Subject:
         changed((self.args, self.kwargs), held.append)
         if not all(isinstance(value, (torch.Tensor, *_PLAIN)) or value in ((), [], {}) for value in held):
             return []
-        shapes = [value.shape for value in held if isinstance(value, torch.Tensor) and value.dim() in (2, 3)]
+        tensors = [value for value in held if isinstance(value, torch.Tensor) and value.dtype != torch.bool]
+        # Features of several sequences, or tokens: without a batch nothing tells a mask's dimensions apart.
+        shapes = [value.shape for value in tensors if value.dim() == (3 if value.is_floating_point() else 2)]
         places = [place for place in (0, 1) if any(shape[place] == 1 for shape in shapes)]
         return [tuple(places), *((place,) for place in places if len(places) > 1)] if places else []
 
