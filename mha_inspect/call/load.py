@@ -15,9 +15,11 @@ from ..errors import InputError
 from ..files.memory import require_memory
 from ..layers.catalog import find_layer
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
+from ..record.arguments import tensors_in
 from ..running.subject import Subject
 from .call import Call, TargetFailedError, explaining
 from .inputs import Asked, make_call
+from .part import layer_inputs
 from .triple import Triple
 
 
@@ -64,13 +66,14 @@ def layer_called(
     target = Target(module, layer, plain_fields(spec), spec=spec, masks=find_layer(layer).masks)
     call = make_call(target, Asked(inputs, flags, seed=spec.seed, given=given))
     subject = replace(subject_of(target, call, spec.seed, run.grad), label=layer, layer=layer, notes=(), hint="")
-    if 1 not in (spec.num_heads, spec.head_dim, spec.embed_dim, spec.key_width, spec.value_width):
+    sizes = {spec.num_heads, spec.head_dim, spec.embed_dim, spec.key_width, spec.value_width}
+    if 1 not in sizes.union(*(tensor.shape for _, tensor in tensors_in((call.args, call.kwargs)))):
         return subject
-    small = _small(spec)
+    small, (query, key, _) = _small(spec), layer_inputs(module, call)
     few = InputSpec(
         batch=1 if inputs.unbatched else 7,
         seq_len=11,
-        key_len=None if inputs.key_len is None else 13,
+        key_len=None if key is query else 13,
         unbatched=inputs.unbatched,
         causal=inputs.causal or inputs.attn_mask is not None,
         padding=(2,) if inputs.padding else (),

@@ -267,34 +267,6 @@ _SPECS: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
 """A layer's class, to its name and what tells its sizes: `q` reads the query, `o` makes the output."""
 
 
-Heads = tuple[Tensor, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Places:
-    """Views into the parameters of a layer, one a head. Writing to a view writes to the parameter."""
-
-    w_q: Heads
-    """`head_dim embed` for each head; `head_dim head_dim` where `sliced`."""
-    w_k: Heads
-    """`head_dim kdim` for each key/value head."""
-    w_v: Heads
-    """`head_dim vdim` for each key/value head."""
-    w_o: Heads | None
-    """`embed head_dim` for each head; None where the layer has no output projection."""
-    b_q: Heads | None
-    """`head_dim` for each head; None where the layer has no biases."""
-    b_k: Heads | None
-    b_v: Heads | None
-    b_o: Tensor | None
-    """`embed`."""
-    bias_k: Heads | None
-    """`head_dim` for each head: the learned key that is appended to the sequence."""
-    bias_v: Heads | None
-    sliced: bool
-    """Whether head i reads slice i of the embedding only, so that its matrices have those columns and no others."""
-
-
 def spec_of(module: nn.Module) -> AttentionSpec:
     """The sizes that a layer has."""
     if isinstance(module, nn.MultiheadAttention):
@@ -304,35 +276,18 @@ def spec_of(module: nn.Module) -> AttentionSpec:
     return AttentionSpec(embed_dim=output.out_features, bias=bias, **sizes)
 
 
-def places_of(module: nn.Module) -> Places:
-    """Where this layer keeps each head's matrices."""
-    spec = spec_of(module)
-    roles = ROLES["torch" if type(module) is nn.MultiheadAttention else _SPECS[type(module)][0]](spec)
-    found: dict[str, dict[int, Tensor]] = defaultdict(dict)
+def places_of(module: nn.Module) -> dict[str, tuple[Tensor, ...]]:
+    """Views into the parameters of a layer, one a head, by part; of b_o one. Writing to a view writes to the parameter.
+
+    Where head i reads slice i of the embedding only, W_q, W_k and W_v have those columns and no others.
+    """
+    roles = ROLES["torch" if type(module) is nn.MultiheadAttention else _SPECS[type(module)][0]](spec_of(module))
+    views: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, parameter in module.named_parameters():
         for part in roles[name].parts:
-            # A part that belongs to no head is found as that of head 0.
-            slices = part.slices() or (HeadSlice(0, part.name, part.rows, part.columns),)
-            for piece in slices:
-                found[part.name][piece.head] = _view(parameter.detach(), piece)
-
-    def heads(part: str) -> Heads | None:
-        return tuple(found[part][head] for head in sorted(found[part])) or None
-
-    w_q, w_k, w_v = (heads(part) or () for part in ("W_q", "W_k", "W_v"))
-    return Places(
-        w_q=w_q,
-        w_k=w_k,
-        w_v=w_v,
-        w_o=heads("W_o"),
-        b_q=heads("b_q"),
-        b_k=heads("b_k"),
-        b_v=heads("b_v"),
-        b_o=found["b_o"].get(0),
-        bias_k=heads("bias_k"),
-        bias_v=heads("bias_v"),
-        sliced=w_q[0].shape[1] != spec.embed_dim,
-    )
+            for piece in part.slices() or (HeadSlice(0, part.name, part.rows, part.columns),):
+                views[part.name][piece.head] = _view(parameter.detach(), piece)
+    return {part: tuple(heads[head] for head in sorted(heads)) for part, heads in views.items()}
 
 
 def _view(parameter: Tensor, piece: HeadSlice) -> Tensor:
@@ -371,11 +326,6 @@ class AttentionWeights:
     def num_heads(self) -> int:
         """Number of query heads."""
         return self.w_q.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        """Number of key and value heads."""
-        return self.w_k.shape[0]
 
     @property
     def head_dim(self) -> int:
@@ -437,18 +387,17 @@ def read_weights(module: nn.Module) -> AttentionWeights:
     Where head i reads slice i of the embedding only (narrow), its matrices are given with zeros for all the rest: that
     is what they compute."""
     places = places_of(module)
-    return AttentionWeights(
-        w_q=_widened(places.w_q, places.sliced),
-        w_k=_widened(places.w_k, places.sliced),
-        w_v=_widened(places.w_v, places.sliced),
-        w_o=None if places.w_o is None else torch.stack(places.w_o, dim=1),
-        b_q=_stacked(places.b_q),
-        b_k=_stacked(places.b_k),
-        b_v=_stacked(places.b_v),
-        b_o=None if places.b_o is None else places.b_o.clone(),
-        bias_k=_stacked(places.bias_k),
-        bias_v=_stacked(places.bias_v),
-    )
+    tensors = {part.lower(): torch.stack(heads, dim=int(part == "W_o")) for part, heads in places.items()}
+    if "b_o" in places:
+        tensors["b_o"] = places["b_o"][0].clone()
+    if _is_sliced(module, places):
+        # Not torch.block_diag(...): that would lose the sign of a zero. Each block is put where it is.
+        for name in ("w_q", "w_k", "w_v"):
+            heads, width, _ = tensors[name].shape
+            blocks, tensors[name] = tensors[name], tensors[name].new_zeros(heads, width, heads * width)
+            for head, block in enumerate(blocks):
+                tensors[name][head, :, head * width : (head + 1) * width] = block
+    return AttentionWeights(**{"w_o": None, **tensors})
 
 
 def load_weights(module: nn.Module, weights: AttentionWeights) -> None:
@@ -457,34 +406,42 @@ def load_weights(module: nn.Module, weights: AttentionWeights) -> None:
     Key/value heads are repeated for a layer that has one for every head. Biases that are absent are written as zeros,
     an output projection that is absent as the identity.
     """
-    places = places_of(module)
+    places, tensors = places_of(module), weights.tensors()
+    is_sliced = _is_sliced(module, places)
+    for part, heads in places.items():
+        numbers = tensors.get(part.lower())
+        if numbers is None and part.startswith("bias"):
+            continue
+        if part == "W_o":
+            features = weights.num_heads * weights.head_dim
+            identity = torch.eye(features, dtype=weights.w_q.dtype).view(features, weights.num_heads, weights.head_dim)
+            pieces = (identity if numbers is None else numbers).unbind(1)
+        elif numbers is None:
+            pieces = [torch.zeros_like(place) for place in heads]
+        elif part == "b_o":
+            pieces = [numbers]
+        elif part in ("W_k", "W_v", "b_k", "b_v"):
+            pieces = _shared(numbers, weights.num_heads, len(heads)).unbind(0)
+        else:
+            pieces = numbers.unbind(0)
+        if is_sliced and part in ("W_q", "W_k", "W_v"):
+            pieces = _slices(torch.stack([*pieces]))
+        for place, piece in zip(heads, pieces, strict=True):
+            assert place.shape == piece.shape
+            place.copy_(piece)
 
-    def shared(tensor: Tensor) -> Tensor:
-        every = repeat(tensor, "kv_heads ... -> (kv_heads group) ...", group=weights.num_heads // tensor.shape[0])
-        groups = rearrange(every, "(kv_heads group) ... -> kv_heads group ...", kv_heads=len(places.w_k))
-        assert groups.isnan().any() or torch.equal(groups, groups[:, :1].expand_as(groups)), "heads of their own"
-        return groups[:, 0]
 
-    writes: list[tuple[Tensor, Tensor]] = []
-    matrices = (places.w_q, weights.w_q), (places.w_k, shared(weights.w_k)), (places.w_v, shared(weights.w_v))
-    for place, tensor in matrices:
-        writes += zip(place, _slices(tensor) if places.sliced else tensor.unbind(0), strict=True)
-    if places.w_o is not None:
-        features = weights.num_heads * weights.head_dim
-        identity = torch.eye(features, dtype=weights.w_q.dtype).reshape(features, weights.num_heads, weights.head_dim)
-        writes += zip(places.w_o, (identity if weights.w_o is None else weights.w_o).unbind(1), strict=True)
-    if places.b_o is not None:
-        writes.append((places.b_o, torch.zeros_like(places.b_o) if weights.b_o is None else weights.b_o))
-    b_k, b_v = (None if bias is None else shared(bias) for bias in (weights.b_k, weights.b_v))
-    for bias, given in ((places.b_q, weights.b_q), (places.b_k, b_k), (places.b_v, b_v)):
-        for i, head in enumerate(bias or ()):
-            writes.append((head, torch.zeros_like(head) if given is None else given[i]))
-    for appended, given in ((places.bias_k, weights.bias_k), (places.bias_v, weights.bias_v)):
-        if appended is not None and given is not None:
-            writes += zip(appended, given.unbind(0), strict=True)
-    for place, numbers in writes:
-        assert place.shape == numbers.shape
-        place.copy_(numbers)
+def _is_sliced(module: nn.Module, places: dict[str, tuple[Tensor, ...]]) -> bool:
+    """Whether head i reads slice i of the embedding only."""
+    return places["W_q"][0].shape[1] != spec_of(module).embed_dim
+
+
+def _shared(tensor: Tensor, num_heads: int, kv_heads: int) -> Tensor:
+    """Key/value heads as many as a layer has, of those that a group shares one."""
+    every = repeat(tensor, "kv_heads ... -> (kv_heads group) ...", group=num_heads // tensor.shape[0])
+    groups = rearrange(every, "(kv_heads group) ... -> kv_heads group ...", kv_heads=kv_heads)
+    assert groups.isnan().any() or torch.equal(groups, groups[:, :1].expand_as(groups)), "heads of their own"
+    return groups[:, 0]
 
 
 def _slices(matrices: Tensor) -> list[Tensor]:
@@ -493,18 +450,3 @@ def _slices(matrices: Tensor) -> list[Tensor]:
     columns = rearrange(matrices, "heads head_dim (slices width) -> heads slices head_dim width", slices=heads)
     assert not columns[~torch.eye(heads, dtype=torch.bool)].any()
     return [columns[head, head] for head in range(heads)]
-
-
-def _stacked(heads: Heads | None) -> Tensor | None:
-    return None if heads is None else torch.stack(heads)
-
-
-def _widened(heads: Heads, sliced: bool) -> Tensor:
-    """`heads head_dim embed`, with zeros for what a sliced head does not read."""
-    if not sliced:
-        return torch.stack(heads)
-    # Not torch.block_diag(...): that would lose the sign of a zero. Each block is put where it is.
-    matrices = heads[0].new_zeros(len(heads), heads[0].shape[0], len(heads) * heads[0].shape[1])
-    for head, block in enumerate(heads):
-        matrices[head, :, head * block.shape[1] : (head + 1) * block.shape[1]] = block
-    return matrices
