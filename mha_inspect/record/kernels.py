@@ -24,7 +24,7 @@ class NotOpenedError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class AttentionCall:
     """What an attention kernel was asked for: `... heads query head_dim`, `... heads key head_dim`."""
 
     query: Tensor
@@ -58,25 +58,25 @@ class Asked:
         aligned = self.from_end or self.starts is not None or max(self.window) >= 0
         return self.causal and not aligned and self.few is None
 
-    def heads_first(self, do: Do) -> Asked:
+    def heads_first(self, do: Do) -> AttentionCall:
         """Return the same with heads before rows, where they come after them."""
         query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
         return replace(self, query=query, key=key, value=value)
 
-    def without_batch(self, do: Do) -> Asked:
+    def without_batch(self, do: Do) -> AttentionCall:
         """Return the same without a batch of one."""
         given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
         batched = {name: tensor for name, tensor in given.items() if tensor is not None and tensor.dim() > 3}
         return replace(self, **{name: do(_A.squeeze.dim, tensor, 0) for name, tensor in batched.items()})
 
-    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Asked:
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> AttentionCall:
         """Return the same with something made of each tensor in its place."""
         given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
         starts = None if self.starts is None else (change(self.starts[0]), change(self.starts[1]))
         changed: dict[str, Any] = {name: tensor if tensor is None else change(tensor) for name, tensor in given.items()}
         return replace(self, starts=starts, **changed)
 
-    def of_head(self, head: tuple[int, ...], queries: range) -> Asked:
+    def of_head(self, head: tuple[int, ...], queries: range) -> AttentionCall:
         """Return the same of one head and these queries alone."""
         rows: tuple[Any, ...] = (*head, slice(queries.start, queries.stop, queries.step))
         group = self.query.shape[-3] // self.key.shape[-3] if head else 1
@@ -128,7 +128,7 @@ class Asked:
         return places[:, None] - (keys - second[other]), row[:, None] == other
 
 
-def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Asked, bool]:
+def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[AttentionCall, bool]:
     """Return what an attention kernel was asked for, its operands as given, and whether heads stand after rows.
 
     Every kernel is read by the names in its schema. Raises `NotOpenedError` for what the steps do not follow.
@@ -158,7 +158,7 @@ def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     if not isinstance(window, (list, tuple)):
         window = (-1 if given.get(end) is None else given[end] for end in ("window_size_left", "window_size_right"))
     before, after = map(int, window)
-    return Asked(
+    return AttentionCall(
         query,
         key,
         value,
@@ -196,7 +196,7 @@ def run(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def attention(do: Do, asked: Asked, finer: torch.dtype | None = None, *, described: bool = False) -> Tensor:
+def attention(do: Do, asked: AttentionCall, finer: torch.dtype | None = None, *, described: bool = False) -> Tensor:
     """Return softmax(q·kᵀ·scale + bias)·v, step by step; half precision is added up in float32, as kernels do.
 
     With `finer` it is computed in that dtype; `described` steps have shapes alone.
@@ -225,7 +225,7 @@ def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Any:
     return tensor if tensor.dtype == dtype else do(_A._to_copy.default, tensor, dtype=dtype)
 
 
-def _bias(do: Do, asked: Asked, dtype: torch.dtype, described: bool) -> Any:
+def _bias(do: Do, asked: AttentionCall, dtype: torch.dtype, described: bool) -> Any:
     """Return what is added to the scores, the lower triangle of a causal mask made in steps of its own."""
     bias = None if asked.bias is None else _filled(do, asked.bias, dtype, asked.device)
     shape, device = asked.scores_shape[-2:], asked.device

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .kernels import Asked
+    from .kernels import AttentionCall
 
 MASKED_BELOW = -1e4
 """A row of which every score is at most this has no key left, whatever weights its softmax gives."""
@@ -69,7 +69,7 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
     return _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim, blind)
 
 
-def sight_of_kernel(asked: Asked) -> Sight | None:
+def sight_of_kernel(asked: AttentionCall) -> Sight | None:
     """Return who sees whom in the weights of a fused kernel, read off what it was asked for."""
     shape = asked.scores_shape
     if asked.device.type == "meta" or shape[-2] * shape[-1] > _LARGEST:

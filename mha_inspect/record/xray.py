@@ -22,7 +22,7 @@ from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, Fused, fused
-from .kernels import FEW, PARTS, Asked, Do, NotOpenedError, attention, bound, described, read_attention
+from .kernels import FEW, PARTS, AttentionCall, Do, NotOpenedError, attention, bound, described, read_attention
 from .kernels import run as compute
 from .ops import Kernel, Op, Recording
 from .recorder import LINK, Entry, Recorder
@@ -189,11 +189,11 @@ class XRay(Recorder):
 
         dtype = given.dtype  # what is described later holds no tensor of the run
 
-        def laid_out(do: Do, asked: Asked) -> Asked:
+        def laid_out(do: Do, asked: AttentionCall) -> AttentionCall:
             asked = asked.heads_first(do) if rows_first else asked
             return asked.without_batch(do) if unbatched else asked
 
-        def steps(do: Do, asked: Asked) -> list[Tensor]:
+        def steps(do: Do, asked: AttentionCall) -> list[Tensor]:
             made = attention(do, laid_out(do, asked), described=not runs)
             made = made if made.dtype == dtype else do(_A._to_copy.default, made, dtype=dtype)
             made = do(_A.unsqueeze.default, made, 0) if unbatched else made
@@ -252,7 +252,8 @@ class XRay(Recorder):
             seen = sight_of(None, result, -1) if call.known.base_name == "_masked_softmax" else None
             self._log(call.known, call.args, call.kwargs, result)
             makers = [
-                self._tensors.stand_in(arg) if isinstance(arg, Tensor) else partial(_same, arg) for arg in call.args
+                self._tensors.stand_in(arg) if isinstance(arg, Tensor) else partial(_cast, arg, None)
+                for arg in call.args
             ]
             self._later[self._entries[-1].number] = _Later(
                 len(self._kernels) - 1, lambda: [make() for make in makers], all_steps, lambda _: seen, None
@@ -379,7 +380,7 @@ class XRay(Recorder):
 
 
 def few_rows(
-    asked: Asked, given: Tensor, made: Tensor | None = None, *, turn: int, shelf: Shelf
+    asked: AttentionCall, given: Tensor, made: Tensor | None = None, *, turn: int, shelf: Shelf
 ) -> Callable[[], Rounding]:
     """Return what compares a kernel's result with its steps', `... heads query head_dim`, beside measured rounding.
 
@@ -407,7 +408,7 @@ def few_rows(
     return lambda: _judged(copied.with_tensors(lambda get: get()), result())  # type: ignore[operator]
 
 
-def _judged(few: Asked, given: Tensor, difference: float | None = None) -> Rounding:
+def _judged(few: AttentionCall, given: Tensor, difference: float | None = None) -> Rounding:
     """Judge a difference, by default that of these rows from what a kernel gave for them."""
 
     def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
@@ -433,10 +434,6 @@ def _error(output: Tensor, exact: Tensor) -> float:
     """Return the largest rounding error, which to store the largest number alone may make half a step."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     return max(rounding_error(output, exact), float(largest) * torch.finfo(output.dtype).eps / 2)
-
-
-def _same(value: Any) -> Any:
-    return value
 
 
 def _cast(value: Any, dtype: torch.dtype | None) -> Any:

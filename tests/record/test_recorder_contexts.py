@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
 from mha_inspect.errors import RecordingError
-from mha_inspect.record.recorder import LINK, Recorder
-from mha_inspect.record.schema import about
+from mha_inspect.record.recorder import Recorder
 
 from ..recorded import record
 
@@ -243,53 +241,3 @@ def test_transforms_of_functions_inside_of_a_recording(name: str, known: bool, k
         recording = recorder.finish(returned)
     assert torch.equal(plain, returned)
     assert {op.module for op in recording.ops} >= {"net.first", "net.second"}
-
-
-def test_an_operation_that_ran_already_is_written_down_under_a_name_of_its_own() -> None:
-    class Opening(Recorder):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is not torch.ops.aten.sin.default:
-                return super().__torch_dispatch__(func, types, args, kwargs)
-            result = func(*args)
-            copy = func(*args)
-            self._asking = sys._getframe(1)
-            self._log(about(func), args, {}, copy)
-            self._log(LINK, (copy,), {"kernel": "sin"}, result, kind="copy")
-            self._asking = None
-            return result
-
-    def forward() -> torch.Tensor:
-        return torch.ones(3).sin().exp()
-
-    with Opening() as recorder:
-        out = forward()
-    recording = recorder.finish(out)
-    _, sin, same, exp = recording.ops
-    assert (sin.name, sin.pointwise, same.name, same.kind) == (
-        "aten.sin.default",
-        True,
-        "kernel.result.default",
-        "copy",
-    )
-    assert same.kwargs == {"kernel": "sin"}
-    assert recording.producer(exp.inputs[0]) is same
-    assert recording.producer(same.inputs[0]) is sin
-    assert sin.call == same.call != exp.call
-    assert sin.source == same.source != ""
-
-
-def test_calls_can_be_told_apart_and_held_together_by_whoever_knows() -> None:
-    class Marking(Recorder):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten.sin.default:
-                self._new_call = True
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    recorder = Marking()
-    with recorder, recorder._in_one_call():
-        x = torch.ones(3).exp().exp().sin().exp()
-    with recorder:
-        x.sin().cos().sin()
-    one, two = recorder.finish().ops[:5], recorder.finish().ops[5:]
-    assert len({op.call for op in one}) == 1
-    assert [op.call - two[0].call for op in two] == [0, 0, 1]

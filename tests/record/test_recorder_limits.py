@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.record.recorder import Recorder
 
 from ..built import trace_module
 from ..recorded import record
@@ -81,16 +80,6 @@ def test_flex_attention_is_opened_where_it_runs():
     weights = next(stage for stage in attention.stages if stage.name == "weights")
     assert weights.opened
     assert weights.shape == (2, 2, 128, 128)
-
-
-def test_a_lazy_module_can_be_built_and_run_inside_of_a_recording():
-    with Recorder() as recorder:
-        module = torch.nn.LazyLinear(5)
-        output = module(torch.ones(2, 3))
-    assert output.shape == (2, 5)
-    assert module.weight.shape == (5, 3)
-    (product,) = [op for op in recorder.finish(output).ops if op.base_name == "addmm"]
-    assert product.output.shape == (2, 5)
 
 
 @pytest.mark.parametrize("keep", [False, True])
