@@ -183,15 +183,26 @@ class PartFinder:
     def _before(self, heads: _Heads, tensor: TensorRef) -> _Heads | None:
         """Return where in a tensor the features of heads were that were made of it one by one, those that were.
 
+        Features that are turned are made of two each, and all of them together of as many: those in their order.
         None where it is not one run of them, the same for all heads.
         """
         start = Elements(heads.tensor, heads.at.flatten(), torch.arange(heads.at.numel()))
         at, twice = torch.full((heads.at.numel(),), -1), torch.zeros(heads.at.numel(), dtype=torch.bool)
+        sources: list[Tensor] = []
         for elements in origins(self._recording, start, lambda other: other.id == tensor.id):
             if elements.tensor.id == tensor.id:
                 twice[elements.ids] |= (at[elements.ids] >= 0) & (at[elements.ids] != elements.at)
                 at[elements.ids] = elements.at
+                sources.append(torch.stack([elements.ids, elements.at]))
         known = ((at >= 0) & ~twice).reshape(heads.at.shape)
+        if bool(twice.any()):
+            pairs, width = torch.cat(sources, 1), heads.at.shape[1]
+            for head, row in enumerate(known):
+                turned = (~row).nonzero().flatten()
+                made_of = torch.unique(pairs[1, torch.isin(pairs[0], turned + head * width)])
+                if len(made_of) == len(turned):
+                    at[turned + head * width] = made_of
+                    row[turned] = True
         columns = known.all(0).nonzero().flatten()
         if not len(columns) or len(columns) <= int(columns[-1] - columns[0]) or bool(known.any(0).sum() > len(columns)):
             return None

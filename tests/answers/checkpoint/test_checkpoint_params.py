@@ -106,7 +106,7 @@ PACKED = {
     "clip_text_model": {"num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 30},
     "deepseek_v3": {
         **{"num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 1, "q_lora_rank": 10},
-        **{"kv_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 5, "n_routed_experts": 8},
+        **{"kv_lora_rank": 14, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 5, "n_routed_experts": 8},
         **{"intermediate_size": 30, "moe_intermediate_size": 8},
     },
 }
