@@ -21,8 +21,6 @@ from contextlib import contextmanager
 
 _held = False
 
-_end = os._exit
-"""Held, because a target's own call of it is kept from ending the process."""
 _ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
 """Signals that end the process; SIGHUP is not known everywhere."""
 
@@ -61,7 +59,7 @@ def leave(number: int) -> None:
         word = b"Interrupted.\n" if number == signal.SIGINT else b"Terminated.\n"
         os.write(2, cursor + b"\n" + word if os.isatty(2) else word)
     finally:
-        _end(128 + number)  # as a shell tells it; 130 for Ctrl-C
+        os._exit(128 + number)  # as a shell tells it; 130 for Ctrl-C
 
 
 @contextmanager
