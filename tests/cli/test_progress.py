@@ -75,7 +75,7 @@ def test_ctrl_c_shows_the_cursor_again(monkeypatch, waits):
     monkeypatch.setattr(screen, "waits", waits)
     monkeypatch.setattr(process.os, "isatty", lambda _: True)
     monkeypatch.setattr(process.os, "write", lambda number, text: written.append((number, text)))
-    monkeypatch.setattr(process, "_end", codes.append)
+    monkeypatch.setattr(process.os, "_exit", codes.append)
     process.leave(2)
     assert codes == [130]
     assert written == [(2, (b"\x1b[?25h" if waits else b"") + b"\nInterrupted.\n")]
