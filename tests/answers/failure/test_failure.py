@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -222,9 +221,7 @@ def test_heads_are_told_however_a_projection_is_packed(packed: str):
 
     assert failure_of(Unsplit(), torch.randn(2, 7, 24)).operands[0].axes == "batch sequence 3 heads head_dim"
     failure = failure_of(Packed(), torch.randn(2, 7, 24))
-    # Before Python 3.11 the operation is told, a bmm, and not the expression that asked for it.
-    lead = "batch heads" if sys.version_info >= (3, 11) else "(batch heads)"
-    assert [o.axes for o in failure.operands] == [f"{lead} query head_dim", f"{lead} key head_dim"]
+    assert [o.axes for o in failure.operands] == ["batch heads query head_dim", "batch heads key head_dim"]
     assert failure.cause is not None
     assert failure.cause.name == "key_not_transposed"
 
