@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import zip_longest
+from textwrap import wrap
 
 import numpy as np
 
-from ..render.layout import pieces
 from ..text import cells, fitting, plural
 from .grid import RAMP, SPECIAL, Depth, Floats, Picture, PictureAxis, codes, reduced, steps
 
@@ -200,7 +200,7 @@ class _Drawing:
                 lines[-1] += f"   {part}"
             else:
                 lines.append(part)
-        return [*lines, *(line for note in notes for line in pieces(note, self.width))]
+        return [*lines, *(line for note in notes for line in wrap(note, self.width))]
 
     def bar(self, room: int) -> str:
         """Return the steps of the map from first to last, fewer of them where there is less room."""

@@ -1,4 +1,4 @@
-"""The page of `check`."""
+"""The pages of `check` and of `layers`."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.check import CheckReport, Finding
-from .page import Block, Column, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
+from ..reports.layers import LayersReport
+from .page import Block, Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
 from .parts import layer_page, notes
 
 
-def page(report: CheckReport) -> Page:
+def check_page(report: CheckReport) -> Page:
     """Return the page: what is wrong, or may be, what is so, what hangs on each head, what held, what was left out."""
     return layer_page(report.environment, report.layer, _sections(report))
 
@@ -33,32 +34,50 @@ def _sections(report: CheckReport) -> Iterator[Section]:
                 blocks.append(Verbatim(fact.picture, "query × key"))
         yield section("facts", *blocks)
     if report.heads:
-        yield section("heads", _heads(report), detail="what hangs on each")
+        columns = [
+            Column("module", lambda head: head.module, optional=True),
+            Column("head", lambda head: head.head, "right"),
+            Column("output changes without it", lambda head: text.percent(head.output_change), "right"),
+            Column("share of gradient", lambda head: _percent(head.gradient_share), "right", optional=True),
+        ]
+        yield section("heads", table(report.heads, columns), detail="what hangs on each")
     if report.held:
-        columns = [Column("held", tone="strong"), Column("which means", wrap=30)]
-        yield section("", table(columns, [(held.check, held.sentence) for held in report.held]))
+        means = Column("which means", lambda held: held.sentence, wrap=30)
+        yield section("", table(report.held, [Column("held", lambda held: held.check, tone="strong"), means]))
     if report.left_out:
-        columns = [Column("left out", tone="strong"), Column("why", wrap=30)]
-        yield section("", table(columns, [(left_out.check, left_out.reason) for left_out in report.left_out]))
+        why = Column("why", lambda left_out: left_out.reason, wrap=30)
+        yield section("", table(report.left_out, [Column("left out", lambda out: out.check, tone="strong"), why]))
     yield section("", *notes(report.notes))
 
 
 def _finding(finding: Finding, title: str, tone: Tone) -> Section:
     where = ", ".join(filter(None, (finding.source, finding.module)))
     fix = [facts(("fix", finding.fix))] if finding.fix else []
-    evidence = facts(("evidence", finding.evidence))
-    return section(title, Paragraph(finding.sentence, tone), evidence, *fix, detail=where)
+    return section(title, Paragraph(finding.sentence, tone), facts(("evidence", finding.evidence)), *fix, detail=where)
 
 
-def _heads(report: CheckReport) -> Table:
+def _percent(share: float | None) -> str:
+    return "" if share is None else text.percent(share)
+
+
+def layers_page(report: LayersReport) -> Page:
+    """Return the page: a row a layer, then how each splits its heads, what it takes and where it comes from."""
+    letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
     columns = [
-        Column("module", optional=True),
-        Column("head", "right"),
-        Column("output changes without it", "right"),
-        Column("share of gradient", "right", optional=True),
+        Column("layer", lambda layer: layer.name, tone="strong"),
+        Column("how it is written", lambda layer: layer.summary, wrap=30),
+        Column("parameters", lambda layer: layer.formula),
     ]
-    rows = []
-    for head in report.heads:
-        share = "" if head.gradient_share is None else text.percent(head.gradient_share)
-        rows.append((head.module, head.head, text.percent(head.output_change), share))
-    return table(columns, rows)
+    takes = [(layer.name, ", ".join(layer.takes) or "none") for layer in report.layers]
+    more = Paragraph("mha-inspect diff LEFT RIGHT shows where two of them part ways.", "muted")
+    return Page(
+        "layers",
+        f"{text.plural(len(report.layers), 'way')} to write attention, each for --layer and diff",
+        f"parameter counts with biases: {letters}",
+        (
+            section("", table(report.layers, columns)),
+            section("how the heads are split", facts(*((layer.name, layer.split) for layer in report.layers))),
+            section("settings beyond those that every layer takes", facts(*takes)),
+            section("source of the style", facts(*((layer.name, layer.source) for layer in report.layers)), more),
+        ),
+    )

@@ -6,26 +6,27 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from .. import text
-from ..reports.compare_heads import CompareHeadsReport, Focus, Gradients, HeadCount, HeadGradients, Timing, Training
-from .page import Cell, Column, Page, Paragraph, Section, Table, facts, section, table
-from .parts import (
-    MEASURED,
-    answered,
-    difference,
-    difference_columns,
-    layer_page,
-    multiple,
-    number,
-    shape_cell,
-    verdict_cell,
+from ..reports.compare_heads import (
+    CompareHeadsReport,
+    Focus,
+    Gradients,
+    HeadCount,
+    HeadFocus,
+    HeadGradients,
+    HeadsFocus,
+    HeadTime,
+    Timing,
+    Training,
 )
+from .page import Cell, Column, Page, Paragraph, Section, Table, facts, section, table
+from .parts import MEASURED, answered, difference_columns, layer_page, multiple, number, shape_cell, verdict_column
 
-_HEADS = Column("num_heads", "right", "strong")
+_HEADS = Column("num_heads", lambda count: count.num_heads, "right", "strong")
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
 """The parts of a layer that was built from flags; those of another module are its parameters, however many."""
 
 
-def page(report: CompareHeadsReport) -> Page:
+def compare_heads_page(report: CompareHeadsReport) -> Page:
     """Return the page: a row a head count, the reasons, and the answer, which comes last."""
     return layer_page(report.environment, report.layer, _sections(report))
 
@@ -76,20 +77,14 @@ def _reasons(counts: Sequence[HeadCount]) -> tuple[tuple[str, str], ...]:
 def _counts(report: CompareHeadsReport) -> Table:
     columns = [
         _HEADS,
-        Column("head_dim", "right"),
-        Column("parameters", "right", drop=3),
-        Column("same parameters", drop=4),
-        Column("output shape", tone="shape", drop=6),
-        *difference_columns("relative difference", (0, 2)),
-        Column("first differing stage", drop=5, optional=True),
+        Column("head_dim", lambda count: count.head_dim, "right"),
+        Column("parameters", lambda count: text.count(count.numel), "right", drop=3),
+        Column("same parameters", lambda c: Cell("yes") if c.same_parameters else Cell("no", "warn"), drop=4),
+        Column("output shape", lambda count: shape_cell(count.output_shape, ""), tone="shape", drop=6),
+        *difference_columns("relative difference", (0, 2), lambda count: count.num_heads == report.baseline),
+        Column("first differing stage", lambda count: count.first_differing_stage or "", drop=5, optional=True),
     ]
-    rows = []
-    for count in report.counts:
-        same = Cell("yes") if count.same_parameters else Cell("no", "warn")
-        shape, is_baseline = shape_cell(count.output_shape, ""), count.num_heads == report.baseline
-        sizes = count.num_heads, count.head_dim, text.count(count.numel), same, shape
-        rows.append((*sizes, *difference(count, baseline=is_baseline), count.first_differing_stage or ""))
-    return table(columns, rows)
+    return table(report.counts, columns)
 
 
 def _learning(report: CompareHeadsReport) -> Iterator[Section]:
@@ -110,22 +105,30 @@ def _gradients(gradients: Gradients, baseline: int) -> Section:
     names = list(dict.fromkeys(part.part for count in gradients.counts for part in count.parts))
     first = [part.part for part in gradients.counts[0].parts]
     across = first if set(first) <= _MATRICES else []
-    # Biases go first where the page is narrow, the last of them first.
-    parts = [Column(name, "right", drop=0 if name.startswith("W") else 1 + n) for n, name in enumerate(across)]
-    rows = []
-    for count in gradients.counts:
-        noise = max((part.times_noise for part in count.parts if part.times_noise is not None), default=None)
-        apart = (_apart(name, count) for name in across)
-        verdict = verdict_cell(count.verdict, baseline=count.num_heads == baseline)
-        rows.append((count.num_heads, text.statistic(count.loss), *apart, multiple(noise), verdict))
-    columns = [_HEADS, Column("loss", "right", drop=20), *parts, Column("× noise", "right"), Column("verdict")]
-    tables = [table(columns, rows)]
+
+    def noise(count: HeadGradients) -> str:
+        return multiple(max((part.times_noise for part in count.parts if part.times_noise is not None), default=None))
+
+    def part_column(name: str, drop: int) -> Column:
+        return Column(name, lambda count: _apart(name, count), "right", drop=drop)
+
+    def count_column(count: HeadGradients, drop: int) -> Column:
+        return Column(text.plural(count.num_heads, "head"), lambda name: _apart(name, count), "right", drop=drop)
+
+    columns = [
+        _HEADS,
+        Column("loss", lambda count: text.statistic(count.loss), "right", drop=20),
+        # Biases go first where the page is narrow, the last of them first.
+        *(part_column(name, 0 if name.startswith("W") else 1 + place) for place, name in enumerate(across)),
+        Column("× noise", noise, "right"),
+        verdict_column(lambda count: count.num_heads == baseline),
+    ]
+    tables = [table(gradients.counts, columns)]
     if not across:
         others = [count for count in gradients.counts if count.num_heads != baseline]
         # Where the page is narrow, the last counts go first.
-        counts = [Column(text.plural(count.num_heads, "head"), "right", drop=n) for n, count in enumerate(others)]
-        by_name = [(name, *(_apart(name, count) for count in others)) for name in names]
-        tables.append(table([Column("parameter", tone="strong"), *counts], by_name))
+        counts = [count_column(count, place) for place, count in enumerate(others)]
+        tables.append(table(names, [Column("parameter", str, tone="strong"), *counts]))
     detail = f"relative difference from the baseline's; loss {gradients.loss}"
     return section("gradients", *tables, Paragraph(gradients.answer), detail=detail)
 
@@ -146,68 +149,65 @@ def _apart(name: str, count: HeadGradients) -> str:
 def _training(training: Training, baseline: int) -> Section:
     columns = [
         _HEADS,
-        Column("loss before", "right", drop=3),
-        Column("loss after", "right", drop=2),
-        Column("moved", "right", drop=1),
-        Column("largest difference", "right", drop=4),
-        Column("apart / moved", "right"),
-        Column("× noise", "right"),
-        Column("verdict"),
+        Column("loss before", lambda count: text.statistic(count.first_loss), "right", drop=3),
+        Column("loss after", lambda count: text.statistic(count.last_loss), "right", drop=2),
+        Column("moved", lambda count: text.small(count.moved), "right", drop=1),
+        Column("largest difference", lambda count: number(count.max_abs_difference), "right", drop=4),
+        Column("apart / moved", lambda count: number(count.apart), "right"),
+        Column("× noise", lambda count: multiple(count.times_noise), "right"),
+        verdict_column(lambda count: count.num_heads == baseline),
     ]
-    rows = []
-    for count in training.counts:
-        losses = text.statistic(count.first_loss), text.statistic(count.last_loss)
-        distances = text.small(count.moved), number(count.max_abs_difference), number(count.apart)
-        verdict = verdict_cell(count.verdict, baseline=count.num_heads == baseline)
-        rows.append((count.num_heads, *losses, *distances, multiple(count.times_noise), verdict))
     detail = f"{text.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
-    return section("training", table(columns, rows), Paragraph(training.answer), detail=detail)
+    return section("training", table(training.counts, columns), Paragraph(training.answer), detail=detail)
 
 
 def _focus(focus: Focus) -> Section:
+    def attention(count: HeadsFocus) -> str:
+        return "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
+
+    def strongest(row: tuple[HeadsFocus, HeadFocus]) -> str:
+        return ", ".join(f"{pair.query} → {pair.key} {pair.weight:.2f}" for pair in row[1].strongest)
+
     columns = [
-        _HEADS,
-        Column("attention", optional=True),
-        Column("head", "right"),
-        Column("entropy", "right"),
-        Column("effective keys", "right"),
-        Column("distance", "right"),
-        Column("strongest", drop=1),
+        Column("num_heads", lambda row: row[0].num_heads, "right", "strong"),
+        Column("attention", lambda row: attention(row[0]), optional=True),
+        Column("head", lambda row: row[1].head, "right"),
+        Column("entropy", lambda row: text.statistic(row[1].entropy), "right"),
+        Column("effective keys", lambda row: text.statistic(row[1].effective_keys), "right"),
+        Column("distance", lambda row: text.statistic(row[1].distance), "right"),
+        Column("strongest", strongest, drop=1),
     ]
-    rows, spread = [], []
+    spread = []
     for count in focus.counts:
-        attention = "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
-        for head in count.by_head:
-            numbers = map(text.statistic, (head.entropy, head.effective_keys, head.distance))
-            strongest = ", ".join(f"{pair.query} → {pair.key} {pair.weight:.2f}" for pair in head.strongest)
-            rows.append((count.num_heads, attention, head.head, *numbers, strongest))
         if count.num_heads > 1:
             said = f"Jensen-Shannon divergence {text.small(count.divergence)} "
             said += f"of at most ln {count.num_heads} = {text.small(count.largest_divergence)}"
             for how, pair in (("most", count.most_alike), ("least", count.least_alike)):
                 if pair is not None and count.num_heads > 2:
                     said += f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
-            place = f", attention {attention}" if attention else ""
+            place = f", attention {attention(count)}" if attention(count) else ""
             spread.append((text.plural(count.num_heads, "head") + place, said))
     between = [facts(*spread)] if spread else []
     detail = f"the weights {focus.weights}; averages over the queries; entropy and divergence in nats; strongest: query"
     detail += " → key, of queries that have a choice"
-    return section("focus", table(columns, rows), *between, Paragraph(focus.answer), detail=detail)
+    rows = [(count, head) for count in focus.counts for head in count.by_head]
+    return section("focus", table(rows, columns), *between, Paragraph(focus.answer), detail=detail)
 
 
 def _timing(timing: Timing) -> Section:
+    def flops(name: str, drop: int) -> Column:
+        def written(count: HeadTime) -> str:
+            return text.flops(sum(stage.flops for stage in count.flops if stage.stage == name))
+
+        return Column(name, written, "right", drop=drop)
+
     names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
     columns = [
         _HEADS,
-        Column("median", "right"),
-        Column("half of the runs", "right"),
-        Column("runs", "right", drop=20),
-        *(Column(name, "right", drop=place) for place, name in enumerate(names, 1)),
+        Column("median", lambda count: f"{text.small(count.median_ms)} ms", "right"),
+        Column("half of the runs", lambda c: f"{text.small(c.low_ms)} to {text.small(c.high_ms)} ms", "right"),
+        Column("runs", lambda count: count.runs, "right", drop=20),
+        *(flops(name, place) for place, name in enumerate(names, 1)),
     ]
-    rows = []
-    for count in timing.counts:
-        flops = [sum(stage.flops for stage in count.flops if stage.stage == name) for name in names]
-        half = f"{text.small(count.low_ms)} to {text.small(count.high_ms)} ms"
-        rows.append((count.num_heads, f"{text.small(count.median_ms)} ms", half, count.runs, *map(text.flops, flops)))
     detail = f"the forward alone, in {text.plural(timing.threads, 'thread')}; operations of each stage's products"
-    return section("time", table(columns, rows), Paragraph(timing.answer), detail=detail)
+    return section("time", table(timing.counts, columns), Paragraph(timing.answer), detail=detail)

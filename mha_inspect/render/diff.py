@@ -1,19 +1,22 @@
-"""The page of `diff`."""
+"""The pages of `diff`: of two layers, and of two checkpoints."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import isinf
+from typing import Any
 
 from .. import text
+from ..reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair
 from ..reports.diff import DiffReport, DiffSide, StageRow, StageSide
-from .page import Block, Cell, Column, Page, Section, Table, facts, section, table
-from .parts import MEASURED, answered, difference, difference_columns, notes, shape_cell, sizes
+from ..reports.params import StoredName
+from .page import Block, Cell, Column, Page, Section, Table, Tone, facts, section, table
+from .parts import MEASURED, alike, answered, difference_columns, grouped, notes, number, shape_cell, sizes, times
 
 
-def page(report: DiffReport) -> Page:
+def diff_page(report: DiffReport) -> Page:
     """Return the page: how each side is run, a row a stage, where they part, and the answer, last."""
     left, right = report.left, report.right
     environments = [side.environment for side in (left, right)]
@@ -21,12 +24,9 @@ def page(report: DiffReport) -> Page:
     made_with.append(" and ".join(dict.fromkeys(e.dtype for e in environments)))
     made_with += [f"seed {left.environment.seed}", f"torch {left.environment.torch}"]
     # What is the left side's alone stands in its label: here it would read as that of both.
-    shared = replace(
-        left.layer, spec={name: value for name, value in left.layer.spec.items() if name not in left.settings}
-    )
-    return Page(
-        f"layer {left.label} against {right.label}", sizes(shared), ", ".join(made_with), tuple(_sections(report))
-    )
+    spec = {name: value for name, value in left.layer.spec.items() if name not in left.settings}
+    heading = f"layer {left.label} against {right.label}", sizes(replace(left.layer, spec=spec)), ", ".join(made_with)
+    return Page(*heading, tuple(_sections(report)))
 
 
 def _sections(report: DiffReport) -> Iterator[Section]:
@@ -44,7 +44,13 @@ def _sections(report: DiffReport) -> Iterator[Section]:
             blocks.append(facts(*noted))
     yield section("stages", *blocks, detail=f"in canonical axes; noise floor: {floor}, {against}")
     yield section("first stage that differs", facts(*_parting(report)))
-    yield section("output of the plain forward", _outputs(report))
+    columns = [
+        Column("output", lambda output: "output", tone="strong"),
+        Column("left", lambda output: shape_cell(report.left.output_shape, ""), tone="shape"),
+        Column("right", lambda output: shape_cell(report.right.output_shape, ""), tone="shape"),
+        *difference_columns("relative", (2, 3)),
+    ]
+    yield section("output of the plain forward", table([report.output], columns))
     yield section("", *notes(report.notes))
     yield answered(report.answer)
 
@@ -61,28 +67,29 @@ def _run(side: DiffSide) -> str:
 
 
 def _stages(rows: tuple[StageRow, ...]) -> Table:
+    def shape(side: StageSide | None) -> Cell:
+        if side is None:
+            return Cell("none", "muted")
+        several, mark = side.count > 1, "*" if side.opened else ""
+        shape = shape_cell(side.shape, side.axes)
+        return Cell(
+            f"{side.count} × {shape.text}" if several else shape.text, "shape", "" if several else side.axes, mark
+        )
+
+    def axes(side: StageSide | None) -> str:
+        return "" if side is None else side.axes
+
     opened = any(side is not None and side.opened for row in rows for side in (row.left, row.right))
-    number = rows[0].attention if rows else None
+    place = rows[0].attention if rows else None
     columns = [
-        Column("stage" if number is None else f"attention {number}", tone="strong"),
-        Column("left", tone="shape"),
-        Column("left axes", tone="axes", into="left"),
-        Column("right", tone="shape"),
-        Column("right axes", tone="axes", into="right"),
+        Column("stage" if place is None else f"attention {place}", lambda row: row.name, tone="strong"),
+        Column("left", lambda row: shape(row.left), tone="shape"),
+        Column("left axes", lambda row: axes(row.left), tone="axes", into="left"),
+        Column("right", lambda row: shape(row.right), tone="shape"),
+        Column("right axes", lambda row: axes(row.right), tone="axes", into="right"),
         *difference_columns("relative", (2, 3)),
     ]
-    cells = [(row.name, *_side(row.left), *_side(row.right), *difference(row)) for row in rows]
-    return table(columns, cells, legend="* inside a kernel of torch, opened where it ran" if opened else "")
-
-
-def _side(side: StageSide | None) -> tuple[Cell, str]:
-    """Return the shape of a stage, and its axes."""
-    if side is None:
-        return Cell("none", "muted"), ""
-    shape, mark = shape_cell(side.shape, side.axes), "*" if side.opened else ""
-    if side.count > 1:
-        return Cell(f"{side.count} × {shape.text}", shape.tone, mark=mark), side.axes
-    return replace(shape, mark=mark), side.axes
+    return table(rows, columns, legend="* inside a kernel of torch, opened where it ran" if opened else "")
 
 
 def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
@@ -93,26 +100,124 @@ def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
         compared = any(row.verdict for row in report.stages)
         yield "stage", f"none: {'every stage that both have is the same' if compared else 'there is none in both'}"
         return
-    yield "stage", _distance(row) + (f", in attention {row.attention}" if row.attention else "")
+    if row.times_noise is None:
+        distance = "of other sizes"
+    elif row.max_abs_difference is not None and isinf(row.max_abs_difference):
+        distance = "not finite on one side alone"
+    else:
+        distance = f"{text.times(row.times_noise)} times the noise floor"
+    yield "stage", f"{row.name}, {distance}" + (f", in attention {row.attention}" if row.attention else "")
     for name, side in (("left", row.left), ("right", row.right)):
         if side is not None:
             yield name, "given" if side.op is None else f"{side.op.name} at {side.op.source}"
 
 
-def _distance(row: StageRow) -> str:
-    if row.times_noise is None:
-        return f"{row.name}, of other sizes"
-    if row.max_abs_difference is not None and isinf(row.max_abs_difference):
-        return f"{row.name}, not finite on one side alone"
-    return f"{row.name}, {text.times(row.times_noise)} times the noise floor"
+# -- two checkpoints ---------------------------------------------------------------------------------------------------
+
+_MOST = 8
+"""Heads of a part whose differences stand in one field."""
 
 
-def _outputs(report: DiffReport) -> Table:
+def diff_checkpoints_page(report: CheckpointDiffReport) -> Page:
+    """Return the page: the two files, a row for tensors that are alike, the heads that are not, and the answer."""
+    title = f"checkpoint {report.left.name} against {report.right.name}"
+    return Page(title, "", "read, and not run", tuple(_of_checkpoints(report)))
+
+
+def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
+    def sizes(side: CheckpointSide) -> str:
+        numbers = (
+            f"{text.plural(side.tensors, 'tensor')}, {text.count(side.numel)} numbers, {text.byte_size(side.nbytes)}"
+        )
+        return f"{side.name}: {numbers}, {text.listed(side.dtypes)}"
+
+    yield section("files", facts(("left", sizes(report.left)), ("right", sizes(report.right))))
+    if report.tensors:
+        yield section("tensors", _tensors(report.tensors))
+    for where, names in (("left", report.only_left), ("right", report.only_right)):
+        if names:
+            yield section(f"only in the {where}", _only(names))
+    if report.parts:
+        yield section("heads", _parts(report.parts), detail="of attentions in which a tensor is not the same")
+    yield section("", *notes(report.notes))
+    yield answered(report.answer)
+
+
+def _tensors(pairs: Sequence[TensorPair]) -> Table:
+    """Return tensors as rows: those that repeat from layer to layer, and do not differ, as one."""
+
+    def kind(pair: TensorPair) -> object:
+        if pair.verdict == "differs":
+            return pair.name
+        name, other = alike(pair.name), alike(pair.other)
+        return replace(pair, name=name, other=other, max_abs_difference=None, relative_difference=None)
+
+    def on_the_right(group: list[TensorPair], left: str, right: str) -> Any:
+        """Return what stands on the right; nothing where it is as on the left."""
+        return "" if getattr(group[0], left) == getattr(group[0], right) else getattr(group[0], right)
+
+    def largest(group: list[TensorPair], field: str) -> str:
+        return number(max(getattr(pair, field) or 0 for pair in group) or None)
+
+    def right_name(group: list[TensorPair]) -> str:
+        return on_the_right(group, "name", "other") and times([pair.other for pair in group])
+
+    def right_shape(group: list[TensorPair]) -> str:
+        shape = on_the_right(group, "left_shape", "right_shape")
+        return shape if shape == "" else text.shape(shape)
+
     columns = [
-        Column("output", tone="strong"),
-        Column("left", tone="shape"),
-        Column("right", tone="shape"),
-        *difference_columns("relative", (2, 3)),
+        Column("name", lambda group: times([pair.name for pair in group]), tone="strong", wrap=24),
+        Column("right name", right_name, into="name", optional=True, wrap=24),
+        Column("shape", lambda group: text.shape(group[0].left_shape), tone="shape"),
+        Column("right shape", right_shape, tone="shape", into="shape", optional=True),
+        Column("dtype", lambda group: group[0].left_dtype, tone="muted"),
+        Column(
+            "right dtype",
+            lambda group: on_the_right(group, "left_dtype", "right_dtype"),
+            tone="muted",
+            into="dtype",
+            optional=True,
+        ),
+        Column(
+            "largest difference", lambda group: largest(group, "max_abs_difference"), "right", drop=2, optional=True
+        ),
+        Column("relative", lambda group: largest(group, "relative_difference"), "right", drop=1, optional=True),
+        Column("verdict", _verdict),
+        Column("note", lambda group: group[0].note, optional=True, wrap=16),
     ]
-    shapes = [shape_cell(side.output_shape, "") for side in (report.left, report.right)]
-    return table(columns, [("output", *shapes, *difference(report.output))])
+    return table(grouped(pairs, kind), columns)
+
+
+def _verdict(group: Sequence[TensorPair | PartPair]) -> Cell:
+    tones: dict[str, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
+    return Cell(group[0].verdict, tones.get(group[0].verdict, "good"))
+
+
+def _only(names: Iterable[StoredName]) -> Table:
+    groups = grouped(names, lambda tensor: (alike(tensor.name), tensor.shape))
+    name = Column("name", lambda group: times([tensor.name for tensor in group]), tone="strong")
+    return table(groups, [name, Column("shape", lambda group: text.shape(group[0].shape), tone="shape")])
+
+
+def _parts(parts: Sequence[PartPair]) -> Table:
+    def module(group: list[PartPair], side: str) -> str:
+        return times([getattr(pair, side) for pair in group]) or "the whole file"
+
+    def right(group: list[PartPair]) -> str:
+        return "" if group[0].left == group[0].right else module(group, "right")
+
+    def changes(group: list[PartPair]) -> str:
+        numbers = group[0].differences
+        order = sorted(range(len(numbers)), key=lambda head: -numbers[head])
+        return ", ".join(f"{head}: {text.small(numbers[head])}" for head in order[:_MOST] if numbers[head])
+
+    columns = [
+        Column("module", lambda group: module(group, "left"), tone="strong"),
+        Column("right module", right, into="module", optional=True),
+        Column("part", lambda group: group[0].part),
+        Column("verdict", _verdict),
+        Column("heads that changed most", changes, into="module", optional=True, wrap=20),
+    ]
+    groups = grouped(parts, lambda pair: replace(pair, left=alike(pair.left), right=alike(pair.right)))
+    return table(groups, columns)

@@ -1,14 +1,13 @@
 """A page as plain data: sections of tables, facts, paragraphs and verbatim text, before any format.
 
-A report becomes a page once; terminal, plain and html all show that. Every string is cleaned in one place, when the
-page is made, so that no renderer can forget to.
+A report becomes a page once; terminal, plain and html all show that.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, is_dataclass
 from typing import Any, Literal, TypeAlias
 
 from ..text import printable
@@ -17,8 +16,7 @@ Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
 """What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
 
 LONGEST = 1000
-"""Characters of a field of a table, and a quarter of those of a sentence. No name that anybody gave has so many; one
-that does loses its middle, but in JSON."""
+"""Characters of a field of a table, and a quarter of those of a sentence: a longer one loses its middle."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,8 @@ class Column:
     """One column of a table, and what may happen to it where the page is narrow."""
 
     title: str
+    of: Callable[[Any], object]
+    """What stands in it for an item: a cell, or anything that is written as a text."""
     align: Literal["left", "right"] = "left"
     tone: Tone = ""
     drop: int = 0
@@ -54,6 +54,8 @@ class Column:
     """Title of the column under whose text this one is put, as a second line, before anything is dropped."""
     optional: bool = False
     """Left out where every field is empty."""
+    after: str | None = None
+    """Only changes are shown: a text stands where it is another than in the row before, in the first row than this."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """The page. It is cleaned, and sections with nothing in them are taken out, when it is made."""
+    """The page. When it is made, its texts are cleaned, so that no renderer can forget to, and empty sections go."""
 
     title: str
     detail: str
@@ -120,50 +122,44 @@ class Page:
     sections: tuple[Section, ...]
 
     def __post_init__(self) -> None:
-        sections = tuple(section for section in self.sections if section.blocks or section.title)
-        vars(self).update(sections=sections)
-        _clean(self)
-
-
-def _clean(part: Any) -> None:
-    """Make every text of a part of a page printable, and none of them endless."""
-    longest = LONGEST if isinstance(part, (Cell, Column)) else 4 * LONGEST
-    for field in fields(part):
-        value = getattr(part, field.name)
-        if value and isinstance(value, (str, tuple)):
-            vars(part)[field.name] = _cleaned(value, longest)
+        vars(self)["sections"] = tuple(section for section in self.sections if section.blocks or section.title)
+        _cleaned(self, 0)
 
 
 def _cleaned(value: Any, longest: int) -> Any:
+    """Return a part of a page with every text in it printable, and none of them endless."""
     if isinstance(value, str):
         return printable(value, longest)
     if isinstance(value, tuple):
         return tuple(_cleaned(item, longest) for item in value)
     if is_dataclass(value):
-        _clean(value)
+        longest = LONGEST if isinstance(value, (Cell, Column)) else 4 * LONGEST
+        vars(value).update({name: _cleaned(item, longest) for name, item in vars(value).items() if item})
     return value
 
 
 def table(
-    columns: Sequence[Column],
-    rows: Iterable[Sequence[object]],
-    *,
-    legend: str = "",
-    total: bool = False,
-    split: bool = False,
+    items: Iterable[Any], columns: Sequence[Column], *, legend: str = "", total: bool = False, split: bool = False
 ) -> Table:
-    """Return a table, without optional columns that are empty. With a `total` the last row sums up the others.
+    """Return a table with a row for each item, without optional columns that are empty."""
+    items = list(items)
+    filled = [(column, _cells(items, column)) for column in columns]
+    shown = [(column, cells) for column, cells in filled if not column.optional or any(cell.text for cell in cells)]
+    rows = zip(*(cells for _, cells in shown), strict=True)
+    return Table(tuple(column for column, _ in shown), tuple(rows), legend, total, split)
 
-    What stands in a field is a cell, or anything that is written as a text.
-    """
-    cells = [tuple(field if isinstance(field, Cell) else Cell(str(field)) for field in row) for row in rows]
-    kept = [i for i, column in enumerate(columns) if not column.optional or any(row[i].text for row in cells)]
-    shown = tuple(tuple(row[i] for i in kept) for row in cells)
-    return Table(tuple(columns[i] for i in kept), shown, legend, total, split)
+
+def _cells(items: Iterable[Any], column: Column) -> list[Cell]:
+    values = map(column.of, items)
+    cells = [value if isinstance(value, Cell) else Cell(str(value)) for value in values]
+    if column.after is None:
+        return cells
+    before = [Cell(column.after), *cells]
+    return [Cell("") if cell == last else cell for cell, last in zip(cells, before, strict=False)]
 
 
 def facts(*items: tuple[str, str], tone: Tone = "") -> Facts:
-    """Return lines of a label and what it stands for; of one alone a sentence with what it is about before it."""
+    """Return lines of a label and what it stands for."""
     return Facts(items, tone)
 
 

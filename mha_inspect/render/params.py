@@ -4,41 +4,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .. import text
-from ..reports.params import (
-    HeadCountColumn,
-    HeadSlice,
-    LikeModule,
-    Parameter,
-    ParametersTotal,
-    ParamsReport,
-    StoredAttention,
-)
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, facts, section, table
-from .parts import AXES, SHAPE, alike, contents, grouped, layer_page, notes, shape_cell, statistics, times
+from ..reports.params import HeadCountColumn, HeadSlice, LikeModule, Parameter, ParametersTotal, ParamsReport
+from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
+from .parts import AXES, alike, contents, grouped, layer_page, notes, shape_cell, times
 
 
-def page(report: ParamsReport) -> Page:
+def params_page(report: ParamsReport) -> Page:
     """Return the page: every parameter, the total with its closed formula, and what belongs to which head."""
     title = "" if report.stored_attentions is None else f"checkpoint {report.layer.name}"
     return layer_page(report.environment, report.layer, _sections(report), title)
 
 
 def _sections(report: ParamsReport) -> Iterator[Section]:
-    parameters = report.parameters
+    parameters, total = report.parameters, report.total
     if report.stored_attentions:
         by = "by the names of their tensors" if report.like is None else f"by the run of {report.like.module}"
-        yield section("attentions", _attentions(report.stored_attentions), detail=by)
+        groups = grouped(report.stored_attentions, lambda a: (alike(a.module), replace(a, module="", parameters=())))
+        columns = [
+            Column("module", lambda group: times([a.module for a in group]) or "the whole file", tone="strong"),
+            Column("num_heads", lambda group: group[0].num_heads or "?", "right"),
+            Column("num_kv_heads", lambda group: group[0].num_kv_heads or "?", "right"),
+            Column("head_dim", lambda group: group[0].head_dim or "?", "right"),
+            Column("heads that fit", lambda group: ", ".join(map(str, group[0].fits)), wrap=24, optional=True),
+        ]
+        yield section("attentions", table(groups, columns), detail=by)
     if report.like is not None:
         yield section("fit", *_fit(report.like), detail=f"against {report.like.module}")
-    yield section(
-        "parameters",
-        _parameters(parameters if report.stored_attentions is None else _folded(parameters), report.total),
-        *_formula(report.total),
-        *statistics((p.name, p.stats) for p in parameters),
-        *contents((p.name, p.shape, p.axes, p.values) for p in parameters),
-    )
+    formula = []
+    if total.formula_numel is not None:
+        is_right = total.formula_numel == total.numel
+        wrong = f"but {text.count(total.numel)} were counted: one of the two is wrong"
+        said = f"{total.formula} = {text.count(total.formula_numel)}, {'as counted' if is_right else wrong}"
+        formula = [facts(("formula", said), tone="good" if is_right else "bad")]
+    rows = parameters if report.stored_attentions is None else _folded(parameters)
+    yield section("parameters", _parameters(rows, total), *formula, *contents(parameters))
     if any(p.heads is not None for p in parameters):
         yield _per_head(parameters)
     changes = [facts(("what changes", report.changes))] if report.changes else []
@@ -51,10 +53,13 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
 
 def _fit(like: LikeModule) -> Iterator[Block]:
     """Yield how a checkpoint fits a module: a line, and a row for all that does not."""
+    counts = {
+        "only in " + like.module: like.missing,
+        "only in the file": like.unexpected,
+        "of another shape": like.wrong_shape,
+    }
     fits = [f"{like.matching} of the same name and shape"]
-    fits += [f"{len(like.missing)} only in {like.module}"] if like.missing else []
-    fits += [f"{len(like.unexpected)} only in the file"] if like.unexpected else []
-    fits += [f"{len(like.wrong_shape)} of another shape"] if like.wrong_shape else []
+    fits += [f"{len(tensors)} {what}" for what, tensors in counts.items() if tensors]
     yield facts(("tensors", ", ".join(fits)), tone="good" if len(fits) == 1 else "warn")
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
@@ -64,10 +69,13 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     for tensor in like.wrong_shape:
         pieces.append(("wrong shape", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected)))
     if pieces:
-        groups = grouped(pieces, lambda piece: (piece[0], alike(piece[1]), *piece[2:]))
-        rows = [(group[0][0], times([name for _, name, *_ in group]), *group[0][2:]) for group in groups]
-        columns = [Column("what"), Column("name", tone="strong"), Column("in the file"), Column(f"in {like.module}")]
-        yield table(columns, rows)
+        columns = [
+            Column("what", lambda group: group[0][0]),
+            Column("name", lambda group: times([name for _, name, *_ in group]), tone="strong"),
+            Column("in the file", lambda group: group[0][2]),
+            Column(f"in {like.module}", lambda group: group[0][3]),
+        ]
+        yield table(grouped(pieces, lambda piece: (piece[0], alike(piece[1]), *piece[2:])), columns)
 
 
 def _folded(parameters: Sequence[Parameter]) -> list[Parameter]:
@@ -84,47 +92,23 @@ def _folded(parameters: Sequence[Parameter]) -> list[Parameter]:
     return folded
 
 
-def _attentions(attentions: Sequence[StoredAttention]) -> Table:
-    columns = [
-        Column("module", tone="strong"),
-        *(Column(title, "right") for title in ("num_heads", "num_kv_heads", "head_dim")),
-        Column("heads that fit", wrap=24, optional=True),
-    ]
-    rows = []
-    for group in grouped(attentions, lambda a: (alike(a.module), replace(a, module="", parameters=()))):
-        module, first = times([attention.module for attention in group]) or "the whole file", group[0]
-        numbers = (size or "?" for size in (first.num_heads, first.num_kv_heads, first.head_dim))
-        rows.append((module, *numbers, ", ".join(map(str, first.fits))))
-    return table(columns, rows)
-
-
 def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Table:
+    sum_of_all = Parameter("total", (), "", "", total.numel, total.nbytes, 0.0, "")
+
+    def unless_total(of: Any) -> Any:
+        return lambda p: "" if p is sum_of_all else of(p)
+
     columns = [
-        Column("name", tone="strong"),
-        SHAPE,
+        Column("name", lambda p: p.name, tone="strong"),
+        Column("shape", unless_total(lambda p: shape_cell(p.shape, p.axes)), tone="shape"),
         AXES,
-        Column("dtype", tone="muted", drop=3),
-        Column("count", "right"),
-        Column("bytes", "right", "muted", drop=2),
-        Column("share", "right", "muted", drop=1),
-        Column("role", wrap=24, into="axes"),
+        Column("dtype", lambda p: p.dtype, tone="muted", drop=3),
+        Column("count", lambda p: text.count(p.numel), "right"),
+        Column("bytes", lambda p: text.byte_size(p.nbytes), "right", "muted", drop=2),
+        Column("share", unless_total(lambda p: text.percent(p.share)), "right", "muted", drop=1),
+        Column("role", lambda p: p.role, wrap=24, into="axes"),
     ]
-    rows: list[tuple[object, ...]] = []
-    for p in parameters:
-        sizes = text.count(p.numel), text.byte_size(p.nbytes), text.percent(p.share)
-        rows.append((p.name, shape_cell(p.shape, p.axes), p.axes, p.dtype, *sizes, p.role))
-    rows.append(("total", "", "", "", text.count(total.numel), text.byte_size(total.nbytes), "", ""))
-    return table(columns, rows, total=True)
-
-
-def _formula(total: ParametersTotal) -> tuple[Facts, ...]:
-    """Return the closed formula beside the count."""
-    if total.formula_numel is None:
-        return ()
-    given, is_right = f"{total.formula} = {text.count(total.formula_numel)}", total.formula_numel == total.numel
-    wrong = f"but {text.count(total.numel)} were counted: one of the two is wrong"
-    said = f"{given}, {'as counted' if is_right else wrong}"
-    return (facts(("formula", said), tone="good" if is_right else "bad"),)
+    return table([*parameters, sum_of_all], columns, total=True)
 
 
 def _bounds(piece: HeadSlice) -> tuple[str, str]:
@@ -143,17 +127,16 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         for part in parts
         for line in _by_head([piece for _, piece in part], is_model=is_model)
     ]
-    groups = grouped(lines, lambda line: (alike(line[0]) if is_model else line[0], *line[1:]))
     columns = [
-        Column("parameter"),
-        Column("part", tone="strong"),
-        Column("head", "right"),
-        Column("rows", "right"),
-        Column("columns", "right", optional=True),
+        Column("parameter", lambda group: times([line[0] for line in group])),
+        Column("part", lambda group: group[0][1], tone="strong"),
+        Column("head", lambda group: group[0][2], "right"),
+        Column("rows", lambda group: group[0][3], "right"),
+        Column("columns", lambda group: group[0][4], "right", optional=True),
     ]
+    groups = grouped(lines, lambda line: (alike(line[0]) if is_model else line[0], *line[1:]))
     detail = "both ends included" + (", h the number of the head" if is_model else "")
-    rows = [(times([line[0] for line in group]), *group[0][1:]) for group in groups]
-    return section("by head", table(columns, rows), detail=detail)
+    return section("by head", table(groups, columns), detail=detail)
 
 
 def _by_head(pieces: Sequence[HeadSlice], *, is_model: bool) -> list[tuple[str, str, str]]:
@@ -192,10 +175,14 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
         for part in dict.fromkeys(part for parts in slices for part in parts):
             owned = _owned([parts.get(part) for parts in slices], [c.shapes.get(name, ()) for c in counts])
             lines.append((f"head 0 of {part}", owned))
-    columns = [Column("num_heads"), *(Column(str(c.num_heads), "right") for c in counts)]
-    tones: list[Tone] = ["strong" if len(set(line)) > 1 else "muted" for _, line in lines]
-    rows = [(name, *(Cell(field, tone) for field in line)) for (name, line), tone in zip(lines, tones, strict=True)]
-    return table(columns, rows, split=True)
+
+    def column(place: int) -> Column:
+        def cell(line: tuple[str, list[str]]) -> Cell:
+            return Cell(line[1][place], "strong" if len(set(line[1])) > 1 else "muted")
+
+        return Column(str(counts[place].num_heads), cell, "right")
+
+    return table(lines, [Column("num_heads", lambda line: line[0]), *map(column, range(len(counts)))], split=True)
 
 
 def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:

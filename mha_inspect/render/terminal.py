@@ -1,43 +1,44 @@
 """Tables for a terminal. The only importer of Rich, with `screen`.
 
-Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the page.
+Text reaches Rich as `Text`, never as markup, and was cleaned when it entered the page. Rich wraps; which columns there
+is room for, and how wide each is, is decided here.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from io import StringIO
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from .layout import GAP, Layout, ShownColumn, breaks, layouts, pieces
+from ..text import cells
 from .page import Block, Cell, Facts, Page, Paragraph, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
+GAP = 2
+"""Spaces between columns."""
 
 # Of the sixteen colours, which follow the palette that the reader has chosen, those that no common one makes pale:
 # yellow is on white, and bright black vanishes on black. No meaning hangs on a colour alone.
-STYLES: dict[Tone, str] = {
-    "": "",
-    "strong": "bold",
-    "muted": "dim",
-    "axes": "",
-    "shape": "",
-    "good": "green",
-    "bad": "bold red",
-    "warn": "red",
-}
+STYLES: dict[Tone, str] = {"strong": "bold", "muted": "dim", "good": "green", "bad": "bold red", "warn": "red"}
 
 AXIS_STYLES = {"heads": "magenta", "kv_heads": "magenta", "query": "cyan", "key": "blue", "head_dim": "green"}
 
 _RULES = box.Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
 """A line under the titles and one above the total."""
+
+_WHOLE = re.compile(r"(?:%\d+ )?\[[\d, ]*\]|× (?=\w)")
+"""A shape, an operand with its shape, `%3 [2, 12, 256]`, or `× noise`: a word, whatever spaces are in it."""
+_SPACE = "\ue000"
+"""A space in such a word while Rich wraps. No text of a page has this character: it is not printable."""
 
 
 def to_table(page: Page, *, width: int | None, color: bool) -> str:
@@ -56,7 +57,7 @@ def to_table(page: Page, *, width: int | None, color: bool) -> str:
         emoji=False,
     )
     _print(console, page)
-    return "\n".join(line.rstrip() for line in file.getvalue().split("\n"))
+    return "\n".join(line.rstrip() for line in file.getvalue().replace(_SPACE, " ").split("\n"))
 
 
 def _print(console: Console, page: Page) -> None:
@@ -83,38 +84,110 @@ def _title(title: str, detail: str) -> Text:
 
 def _block(block: Block, width: int) -> Iterator[RenderableType]:
     if isinstance(block, Table):
-        yield from _table(block, width)
+        for number, fit in enumerate(_parts(block, width)):
+            yield from [Text()] if number else []
+            yield _rows(block, fit)
+            if fit.dropped:
+                yield Text(f"no room at this width for: {', '.join(fit.dropped)}", STYLES["muted"])
+        if block.legend:
+            yield Text(block.legend, STYLES["muted"])
     elif isinstance(block, Facts):
-        yield _labelled(block)
+        # Sentences wrap beside their labels.
+        grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
+        grid.add_column(overflow="fold", no_wrap=False)
+        grid.add_column(overflow="fold", ratio=1)
+        for label, text in block.items:
+            grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES.get(block.tone, "")))
+        yield grid
     elif isinstance(block, Paragraph):
-        yield Text(block.text, STYLES[block.tone], overflow="fold")
+        yield Text(block.text, STYLES.get(block.tone, ""), overflow="fold")
     else:
         yield from _verbatim(block, width)
 
 
-def _labelled(facts: Facts) -> RenderableType:
-    """Return labels, and beside them sentences that wrap under themselves."""
-    grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
-    grid.add_column(overflow="fold", no_wrap=False)
-    grid.add_column(overflow="fold", ratio=1)
-    for label, text in facts.items:
-        grid.add_row(Text(label, STYLES["muted"]), Text(text, STYLES[facts.tone]))
-    return grid
+@dataclass(frozen=True)
+class _Fit:
+    """How a table, or a part of it, is shown. A column is the number of its place in the table."""
+
+    widths: dict[int, int]
+    """Of each column that is shown."""
+    below: dict[int, list[int]]
+    """Columns whose text is put under that of another."""
+    dropped: list[str]
+    """Titles of columns that there was no room for."""
 
 
-def _table(table: Table, width: int) -> Iterator[RenderableType]:
-    for number, layout in enumerate(layouts(table, width)):
-        if number:
-            yield Text()
-        yield _laid_out(table, layout)
-        if layout.dropped:
-            yield Text(f"no room at this width for: {', '.join(layout.dropped)}", STYLES["muted"])
-    if table.legend:
-        yield Text(table.legend, STYLES["muted"])
+def _parts(table: Table, width: int) -> list[_Fit]:
+    """Return how to show a table in `width` columns: as one, or in parts where it may be split."""
+    places = list(range(len(table.columns)))
+    if not table.split:
+        return [_fitted(table, places, width)] if places else []
+    needs = [
+        max([_longest_word(column.title), *(cells(row[place].full) for row in table.rows)])
+        for place, column in enumerate(table.columns)
+    ]
+    parts: list[list[int]] = [[]]
+    for place in places[1:]:
+        if parts[-1] and needs[0] + sum(GAP + needs[part] for part in (*parts[-1], place)) > width:
+            parts.append([])
+        parts[-1].append(place)
+    return [_fitted(table, [0, *part], width) for part in parts]
 
 
-def _laid_out(table: Table, layout: Layout) -> RichTable:
-    made = RichTable(
+def _fitted(table: Table, shown: Sequence[int], width: int) -> _Fit:
+    """Return how to show these columns. Some go under others, then some are dropped, then words are broken."""
+    columns, shown = table.columns, list(shown)
+    bodies = [max((cells(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
+    words = [max((_longest_word(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
+    below: dict[int, list[int]] = {}
+    dropped: list[str] = []
+    while True:
+        room = width - GAP * (len(shown) - 1)
+        least = {i: max([_longest_word(columns[i].title), *(2 + words[j] for j in below.get(i, []))]) for i in shown}
+        titles = {i: cells(columns[i].title) for i in shown}
+        wraps = {i: max(min(columns[i].wrap or bodies[i], bodies[i]), words[i], least[i]) for i in shown}
+        hosts = {columns[i].title: i for i in shown}
+        guest = next((i for i in shown if columns[i].into in hosts), None)
+        last = max(shown, key=lambda i: columns[i].drop)
+        if sum(wraps.values()) <= room:
+            whole = {i: max(wraps[i], titles[i]) for i in shown}
+            least = wraps = whole if sum(whole.values()) <= room else wraps
+            break
+        if guest is not None:
+            shown.remove(guest)
+            below.setdefault(hosts[columns[guest].into], []).append(guest)
+        elif columns[last].drop:
+            shown.remove(last)
+            dropped.insert(0, columns[last].title)
+        else:
+            wraps = {i: max(words[i], least[i]) for i in shown}
+            wraps = wraps if sum(wraps.values()) <= room else dict.fromkeys(shown, 1)
+            break
+    widths = _narrowed({i: max(bodies[i], least[i]) for i in shown}, wraps, room)
+    for host, guests in below.items():
+        missing = sum(2 + bodies[guest] for guest in guests) - widths[host]
+        widths[host] += max(min(missing, room - sum(widths.values())), 0)
+    return _Fit(widths, below, dropped)
+
+
+def _narrowed(widths: dict[int, int], floors: dict[int, int], room: int) -> dict[int, int]:
+    """Take from the widest that is above its floor, until all fit or none has anything to give."""
+    widths = dict(widths)
+    while sum(widths.values()) > room and (givers := [i for i in widths if widths[i] > floors[i]]):
+        widths[max(givers, key=lambda i: widths[i])] -= 1
+    return widths
+
+
+def _longest_word(text: str) -> int:
+    return max(map(cells, _in_words(text).split()), default=0)
+
+
+def _in_words(text: str) -> str:
+    return _WHOLE.sub(lambda match: match[0].replace(" ", _SPACE), text)
+
+
+def _rows(table: Table, fit: _Fit) -> RichTable:
+    rows = RichTable(
         box=_RULES,
         show_edge=False,
         pad_edge=False,
@@ -123,31 +196,29 @@ def _laid_out(table: Table, layout: Layout) -> RichTable:
         border_style=STYLES["muted"],
         header_style="",
     )
-    for shown in layout.columns:
-        column = table.columns[shown.index]
-        header = Text(column.title, STYLES["muted"])
-        if shown.below:
-            header.append(f"\n  {_behind([table.columns[i].title for i in shown.below])}")
-        made.add_column(header, justify=column.align, width=shown.width, overflow="fold")
+    for place, width in fit.widths.items():
+        column = table.columns[place]
+        header = Text(_in_words(column.title), STYLES["muted"])
+        if guests := fit.below.get(place):
+            header.append(f"\n  {_behind([table.columns[guest].title for guest in guests])}")
+        rows.add_column(header, justify=column.align, width=max(width, 1), overflow="fold")
     for number, row in enumerate(table.rows):
-        last = number == len(table.rows) - 1
-        if last and table.total:
-            made.add_section()
-        style = "bold" if last and table.total else ""
-        made.add_row(*(_field(table, shown, row) for shown in layout.columns), style=style)
-    return made
+        is_total = table.total and number == len(table.rows) - 1
+        if is_total:
+            rows.add_section()
+        fields = (_field(table, row, place, fit.below.get(place, [])) for place in fit.widths)
+        rows.add_row(*fields, style="bold" if is_total else "")
+    return rows
 
 
-def _field(table: Table, shown: ShownColumn, row: tuple[Cell, ...]) -> Text:
+def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int]) -> RenderableType:
     """Return the field, and under it those of the columns that were moved there."""
-    cell = row[shown.index]
-    text = _styled(cell.text, cell.tone or table.columns[shown.index].tone, cell.axes)
+    cell = row[place]
+    text = _styled(_in_words(cell.text), cell.tone or table.columns[place].tone, cell.axes)
     if cell.mark:
         text.append(f" {cell.mark}", STYLES["muted"])
-    text = Text("\n").join(text.divide(breaks(text.plain, shown.width)))
-    for line in pieces(_behind([row[i].text for i in shown.below]), shown.width - 2):
-        text.append(f"\n  {line}", STYLES["muted"])
-    return text
+    under = _in_words(_behind([row[guest].text for guest in guests]))
+    return Group(text, Padding(Text(under, STYLES["muted"], overflow="fold"), (0, 0, 0, 2))) if under else text
 
 
 def _behind(texts: list[str]) -> str:
@@ -157,7 +228,7 @@ def _behind(texts: list[str]) -> str:
 
 
 def _styled(content: str, tone: Tone, axes: str) -> Text:
-    text = Text(overflow="fold", style=STYLES[tone])
+    text = Text(overflow="fold", style=STYLES.get(tone, ""))
     for piece, axis in by_axis(content, tone, axes):
         text.append(piece, AXIS_STYLES.get(axis, ""))
     return text
@@ -174,5 +245,10 @@ def _verbatim(block: Verbatim, width: int) -> Iterator[RenderableType]:
         # A line that is too long goes on under its own first number, behind the brackets.
         opening = re.match(r"(?:tensor\()?[ \[]*", line)
         indent = min(opening.end() if opening else 0, max(width - 20, 0)) if len(line) > width else 0
-        for number, part in enumerate(pieces(line[indent:], width - indent) or [""]):
-            yield Text((" " * indent if number else line[:indent]) + part)
+        if indent:
+            grid = RichTable.grid()
+            grid.add_column(width=indent)
+            grid.add_row(Text(line[:indent]), Text(line[indent:], overflow="fold"))
+            yield grid
+        else:
+            yield Text(line, overflow="fold")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import AttentionReport, OpLine, OpTensor, Path, Proof, Returned, Stage, Trace
-from .failure import failure_sections
+from ..reports.failure import Failure
+from ..reports.trace import AttentionReport, OpLine, OpTensor, Path, Proof, Stage, Trace
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
-from .parts import AXES, DTYPE, SHAPE, changes_only, contents, grouped, layer_page, notes, shape_cell, statistics
+from .parts import AXES, SHAPE, contents, dtypes, grouped, layer_page, notes
 
 LEGENDS = {
     "*": "inside a kernel of torch, opened where it ran",
@@ -19,7 +19,7 @@ LEGENDS = {
 """What the signs behind the name of a stage mean."""
 
 
-def page(trace: Trace) -> Page:
+def trace_page(trace: Trace) -> Page:
     """Return the page: the stages, what is returned, how PyTorch runs it, and the proof, which is the last line.
 
     Of a forward that failed: what was completed, and the failure with its cause, which is the last line.
@@ -35,7 +35,9 @@ def _sections(trace: Trace) -> Iterator[Section]:
         none = "No attention was found: no softmax lies between two matrix products of activations."
         yield section("", Paragraph(none, "warn"))
     if trace.returns:
-        yield section("returned by the module", *_returns(trace.returns, trace.environment.dtype))
+        name = Column("name", lambda tensor: tensor.name, tone="strong")
+        tensors = table(trace.returns, [name, SHAPE, AXES, dtypes(trace.environment.dtype)])
+        yield section("returned by the module", tensors, *contents(trace.returns))
     if trace.failure is None or trace.attentions:
         yield section("kernels", _path(trace.path))
     if trace.ops is not None:
@@ -44,7 +46,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if trace.failure is None:
         yield section("", _proof(trace.proof))
     else:
-        yield from failure_sections(trace.failure, trace.environment.dtype)
+        yield from _failure(trace.failure, trace.environment.dtype)
 
 
 MOST_SHOWN = 4
@@ -81,13 +83,10 @@ def _kind(trace: Trace, number: int) -> object:
     return replace(attention, module="", call=None, scale=0.0, stages=stages)
 
 
-_NAMES = re.compile(r"\([^)]*\)|\S+")
-
-
 def _layout(attention: AttentionReport) -> Iterator[str]:
     """Yield what there is to say, once a page, of axes that share a dimension, and of a layout that turns."""
     sizes = {"heads": attention.num_heads, "head_dim": attention.head_dim}
-    patterns = [(stage, _NAMES.findall(stage.axes)) for stage in attention.stages]
+    patterns = [(stage, re.findall(r"\([^)]*\)|\S+", stage.axes)) for stage in attention.stages]
     for shared in ("(batch heads)", "(heads head_dim)"):
         size = next((s.shape[n.index(shared)] for s, n in patterns if shared in n and len(n) == len(s.shape)), None)
         if size is not None:
@@ -95,7 +94,8 @@ def _layout(attention: AttentionReport) -> Iterator[str]:
             product = f"{size // sizes[fast]} × {sizes[fast]} = {size}"
             yield f"{shared} is one axis with both in it, {fast} counting fastest: {product}."
             break
-    turned = [stage for stage, names in patterns if _is_sequence_first(names)]
+    order = {stage.name: re.findall(r"\b(?:query|key|batch)\b", stage.axes)[:2] for stage in attention.stages}
+    turned = [stage for stage in attention.stages if order[stage.name] in (["query", "batch"], ["key", "batch"])]
     if turned and any(names[:1] == ["batch"] for _, names in patterns):
         first, last = turned[0], turned[-1]
         inside = first.op is not None and first.op.source.startswith("torch/")
@@ -106,12 +106,6 @@ def _layout(attention: AttentionReport) -> Iterator[str]:
         )
 
 
-def _is_sequence_first(names: Sequence[str]) -> bool:
-    """Return whether positions stand before the batch."""
-    order = [name for name in re.findall(r"\w+", " ".join(names)) if name in ("query", "key", "batch")]
-    return order[:2] in (["query", "batch"], ["key", "batch"])
-
-
 def _path(path: Path) -> Facts:
     items = [("PyTorch runs", path.plain), ("reason", path.reason or ""), ("opened", ", ".join(path.opened))]
     items += [("not opened", kernel) for kernel in path.not_opened]
@@ -120,26 +114,27 @@ def _path(path: Path) -> Facts:
 
 def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
     """Return a table with one row an attention."""
+
+    def scores(attention: AttentionReport) -> Stage | None:
+        stages = {stage.name: stage for stage in attention.stages}
+        return stages.get("scores") or stages.get("weights")
+
+    def heads(attention: AttentionReport) -> object:
+        several = attention.num_kv_heads != attention.num_heads
+        return f"{attention.num_heads} over {attention.num_kv_heads}" if several else attention.num_heads
+
     columns = [
-        Column("#", "right", "muted"),
-        Column("module", tone="strong"),
-        Column("kind", drop=4, optional=True),
-        Column("num_heads", "right"),
-        Column("head_dim", "right", drop=1),
-        Column("scores", tone="shape"),
-        Column("axes", tone="axes", drop=3),
-        Column("scale", drop=2),
-        Column("notes", wrap=24, into="module", optional=True),
+        Column("#", lambda row: row[0], "right", "muted"),
+        Column("module", lambda row: _place(row[1]) or "(the layer itself)", tone="strong"),
+        Column("kind", lambda row: ", ".join(row[1].kind), drop=4, optional=True),
+        Column("num_heads", lambda row: heads(row[1]), "right"),
+        Column("head_dim", lambda row: row[1].head_dim, "right", drop=1),
+        Column("scores", lambda row: SHAPE.of(stage) if (stage := scores(row[1])) else "", tone="shape"),
+        Column("axes", lambda row: stage.axes if (stage := scores(row[1])) else "", tone="axes", drop=3),
+        Column("scale", lambda row: text.scale(row[1].scale, row[1].head_dim), drop=2),
+        Column("notes", lambda row: " ".join(row[1].notes), wrap=24, into="module", optional=True),
     ]
-    rows = []
-    for number, a in enumerate(attentions, 1):
-        heads = f"{a.num_heads} over {a.num_kv_heads}" if a.num_kv_heads != a.num_heads else a.num_heads
-        stages = {stage.name: stage for stage in a.stages}
-        scores = stages.get("scores") or stages.get("weights")
-        shape, axes = (shape_cell(scores.shape, scores.axes), scores.axes) if scores else ("", "")
-        place, scale = _place(a) or "(the layer itself)", text.scale(a.scale, a.head_dim)
-        rows.append((number, place, ", ".join(a.kind), heads, a.head_dim, shape, axes, scale, " ".join(a.notes)))
-    return table(columns, rows)
+    return table(enumerate(attentions, 1), columns)
 
 
 def _place(attention: AttentionReport) -> str:
@@ -159,68 +154,55 @@ def _attention(attention: AttentionReport, title: str, dtype: str, said: Iterabl
     return section(
         f"{title} in {place}" if place else title,
         _stages(attention.stages, dtype),
-        *statistics((stage.name, stage.stats) for stage in attention.stages),
-        *contents((stage.name, stage.shape, stage.axes, stage.values) for stage in attention.stages),
+        *contents(attention.stages),
         *notes(said),
         detail=", ".join(sizes),
     )
 
 
 def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
+    def mark(stage: Stage) -> str:
+        return "*" * stage.opened + "°" * stage.shape_only
+
     columns = [
-        Column("stage", tone="strong"),
+        Column("stage", lambda stage: Cell(stage.name, mark=mark(stage)), tone="strong"),
         SHAPE,
         AXES,
-        Column("computed", wrap=26, into="axes"),
-        DTYPE,
-        Column("bytes", "right", "muted", drop=2),
-        Column("FLOPs", "right", "muted", drop=3),
-        Column("memory", tone="muted", into="axes", optional=True),
+        Column("computed", lambda stage: stage.formula, wrap=26, into="axes"),
+        dtypes(dtype),
+        Column("bytes", lambda stage: text.byte_size(stage.nbytes), "right", "muted", drop=2),
+        Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", drop=3),
+        Column("memory", _moved, tone="muted", into="axes", optional=True),
     ]
-    rows, marks = [], ""
-    for stage, changed in zip(stages, changes_only((stage.dtype for stage in stages), dtype), strict=True):
-        mark = "*" * stage.opened + "°" * stage.shape_only
-        marks += mark
-        cells = Cell(stage.name, mark=mark), shape_cell(stage.shape, stage.axes), stage.axes, stage.formula, changed
-        rows.append((*cells, text.byte_size(stage.nbytes), text.flops(stage.flops), _moved(stage)))
-    return table(columns, rows, legend="; ".join(f"{sign} {said}" for sign, said in LEGENDS.items() if sign in marks))
+    marks = set("".join(map(mark, stages)))
+    return table(stages, columns, legend="; ".join(f"{sign} {said}" for sign, said in LEGENDS.items() if sign in marks))
 
 
-def _moved(stage: Stage | OpLine) -> str:
+def _moved(tensor: Stage | OpLine) -> str:
     """Return how a tensor came by its memory, where that is worth a word."""
-    return stage.memory if stage.memory in ("view", "copy") else ""
-
-
-def _returns(returned: tuple[Returned, ...], dtype: str) -> Iterator[Block]:
-    dtypes = changes_only((tensor.dtype for tensor in returned), dtype)
-    rows = [(t.name, shape_cell(t.shape, t.axes), t.axes, next(dtypes)) for t in returned]
-    yield table([Column("name", tone="strong"), SHAPE, AXES, DTYPE], rows)
-    yield from statistics((tensor.name, tensor.stats) for tensor in returned)
-    yield from contents((tensor.name, tensor.shape, tensor.axes, tensor.values) for tensor in returned)
+    return tensor.memory if tensor.memory in ("view", "copy") else ""
 
 
 def _ops(ops: tuple[OpLine, ...]) -> Table:
     def written(operands: tuple[OpTensor, ...]) -> str:
         return ", ".join(f"%{operand.id} {text.shape(operand.shape)}" for operand in operands)
 
+    def axes(op: OpLine) -> str:
+        return ", ".join(operand.axes for operand in op.outputs if operand.axes)
+
     columns = [
-        Column("#", "right", "muted"),
-        Column("operation", tone="strong"),
-        Column("inputs", wrap=18),
-        Column("outputs", wrap=18, into="inputs"),
-        Column("axes", tone="axes", drop=3, wrap=18, optional=True),
-        Column("settings", tone="muted", drop=4, wrap=14, optional=True),
-        Column("memory", tone="muted", drop=1, optional=True),
-        Column("stage", into="operation", optional=True),
-        Column("source", tone="muted", into="operation"),
-        Column("module", tone="muted", drop=2, optional=True),
+        Column("#", lambda op: op.index, "right", "muted"),
+        Column("operation", lambda op: op.name, tone="strong"),
+        Column("inputs", lambda op: written(op.inputs), wrap=18),
+        Column("outputs", lambda op: written(op.outputs), wrap=18, into="inputs"),
+        Column("axes", axes, tone="axes", drop=3, wrap=18, optional=True),
+        Column("settings", lambda op: op.settings, tone="muted", drop=4, wrap=14, optional=True),
+        Column("memory", _moved, tone="muted", drop=1, optional=True),
+        Column("stage", lambda op: op.stage, into="operation", optional=True),
+        Column("source", lambda op: op.source, tone="muted", into="operation"),
+        Column("module", lambda op: op.module, tone="muted", drop=2, optional=True),
     ]
-    rows = []
-    for op in ops:
-        axes = ", ".join(operand.axes for operand in op.outputs if operand.axes)
-        tensors = written(op.inputs), written(op.outputs), axes
-        rows.append((op.index, op.name, *tensors, op.settings, _moved(op), op.stage, op.source, op.module))
-    return table(columns, rows)
+    return table(ops, columns)
 
 
 def _proof(proof: Proof) -> Paragraph:
@@ -230,11 +212,72 @@ def _proof(proof: Proof) -> Paragraph:
         return Paragraph(f"the stages were not compared with a kernel's own result{note}", "muted")
     if proof.max_abs_difference == 0 and proof.noise_floor is None:
         return Paragraph(proof.note, "good")
-    measured = ""
+    measured = []
     if proof.max_abs_difference is not None:
-        measured += f": largest difference {text.small(proof.max_abs_difference)}"
+        measured.append(f"largest difference {text.small(proof.max_abs_difference)}")
     if proof.noise_floor is not None:
-        measured += f"{',' if measured else ':'} noise floor {text.small(proof.noise_floor)} (measured against float64)"
+        measured.append(f"noise floor {text.small(proof.noise_floor)} (measured against float64)")
     verdict = "agree" if proof.agrees else "DIFFER"
-    said = f"the opened stages and the kernels' own results {verdict}{measured}{note}"
+    numbers = f": {', '.join(measured)}" if measured else ""
+    said = f"the opened stages and the kernels' own results {verdict}{numbers}{note}"
     return Paragraph(said, "good" if proof.agrees else "bad")
+
+
+# -- a forward that failed: what was completed, then the failure, then why --------------------------------------------
+
+
+def _failure(failure: Failure, dtype: str) -> Iterator[Section]:
+    """Yield what was completed, the last operations, and the failure; the cause, where there is one, comes last."""
+    if failure.completed:
+        columns = [
+            Column("stage", lambda stage: stage.name, tone="strong", optional=True),
+            Column("called", lambda stage: stage.variable, optional=True),
+            SHAPE,
+            AXES,
+            dtypes(dtype),
+            Column("operation", lambda stage: stage.op, tone="muted", drop=2, optional=True),
+            Column("source", lambda stage: stage.source, tone="muted", drop=1, optional=True),
+        ]
+        yield section("completed before the failure", table(failure.completed, columns))
+    if failure.last_ops:
+        columns = [
+            Column("#", lambda op: op.index, "right", "muted"),
+            Column("operation", lambda op: op.name, tone="strong"),
+            Column("inputs", lambda op: ", ".join(map(text.shape, op.inputs)), wrap=18),
+            Column("outputs", lambda op: ", ".join(map(text.shape, op.outputs)), wrap=18, into="inputs"),
+            Column("source", lambda op: op.source, tone="muted", into="operation"),
+            Column("module", lambda op: op.module, tone="muted", drop=1, optional=True),
+        ]
+        shown = len(failure.last_ops)
+        detail = "" if shown == failure.num_ops else f"the last {shown} of {text.count(failure.num_ops)}"
+        yield section("operations", table(failure.last_ops, columns), detail=detail)
+    yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
+    if failure.cause is not None:
+        explained, fix = Paragraph(failure.cause.explanation, "bad"), facts(("fix", failure.cause.fix))
+        yield section("cause", explained, fix, detail=failure.cause.name.replace("_", " "))
+
+
+def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
+    items = [("line", failure.line), ("call", failure.call), ("operation", failure.op), ("module", failure.module)]
+    items += [("message", line) for line in failure.message.splitlines()]
+    yield facts(*((label, text) for label, text in items if text))
+    if failure.operands:
+
+        def odd(value: str, usual: str) -> Cell:
+            return Cell(value, "" if value == usual else "warn")
+
+        columns = [
+            Column("given", lambda operand: operand.name, tone="strong"),
+            Column("as", lambda operand: "" if operand.role == operand.name else operand.role, optional=True),
+            SHAPE,
+            AXES,
+            Column("dtype", lambda operand: odd(operand.dtype, dtype)),
+            Column("device", lambda operand: odd(operand.device, failure.operands[0].device)),
+        ]
+        yield table(failure.operands, columns)
+    if failure.clash:
+        yield Paragraph(failure.clash, "warn")
+    if failure.cause is None:
+        yield Paragraph("No mistake is told by the evidence: these are the facts.", "muted")
+    if failure.note:
+        yield facts(("note", failure.note))

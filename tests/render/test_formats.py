@@ -6,6 +6,7 @@ import copy
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from functools import cache
 from xml.etree import ElementTree
@@ -13,7 +14,8 @@ from xml.etree import ElementTree
 import pytest
 
 from mha_inspect.render import FORMATS, page_of, to_text
-from mha_inspect.render.page import Table
+from mha_inspect.render.page import Column, Page, Table, section, table
+from mha_inspect.render.terminal import to_table
 
 from .samples import REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE, VALUES
@@ -59,6 +61,22 @@ def test_no_number_of_a_tensor_is_lost_where_it_does_not_fit(width):
     assert [page.count(number) >= 3 for number in found] == [True] * len(found)
 
 
+def test_a_shape_is_one_word_and_no_other_character_stands_for_its_spaces():
+    columns = [Column("inputs", str, wrap=6), Column("note", lambda row: "")]
+    page = Page("", "", "", (section("", table(["%4 [1536], %2 [12, 512]", "漢字漢字 abcdefgh"], columns)),))
+    assert [line.split("  ")[0] for line in to_table(page, width=18, color=False).split("\n")[5:]] == [
+        *("%4 [1536],", "%2 [12, 512]", "漢字漢字", "abcdefgh", "")
+    ]
+
+
+@pytest.mark.parametrize("name", ["e" + "\u0301" * 20_000, "漢" * 20_000, "a" * 20_000, "e\u0301" * 20_000])
+def test_long_names_take_linear_time(name):
+    start = time.process_time()
+    page = to_text(replace(TRACE, notes=(name,), layer=replace(TRACE.layer, name=name)), "table", width=20)
+    assert "…" in page
+    assert time.process_time() - start < 2
+
+
 @pytest.mark.parametrize("name", REPORTS)
 def test_no_colour_means_no_escape(name):
     assert ESCAPE not in rendered(name, "table", width=100)
@@ -102,10 +120,10 @@ def test_html_is_tables_that_scroll_by_themselves_in_light_and_dark(name):
         list(around) for around in body.iter("div") if around.get("class") == "scroll" and around[0].tag == "table"
     ]
     assert len(found) == len(tables) == len(list(body.iter("table")))
-    for (shown,), table in zip(found, tables, strict=True):
-        assert ["".join(head.itertext()) for head in shown.iter("th")] == [column.title for column in table.columns]
+    for (shown,), block in zip(found, tables, strict=True):
+        assert ["".join(head.itertext()) for head in shown.iter("th")] == [column.title for column in block.columns]
         rows = [["".join(field.itertext()) for field in row.iter("td")] for row in shown.iter("tr")][1:]
-        assert rows == [[cell.full for cell in row] for row in table.rows]
+        assert rows == [[cell.full for cell in row] for row in block.rows]
 
 
 @pytest.mark.parametrize("name", REPORTS)
