@@ -63,15 +63,15 @@ class Destination:
         data = content.encode("utf-8", errors) if isinstance(content, str) else content
         try:
             before = self.real.stat() if self.real.exists() else None
-            if before is not None and not stat.S_ISREG(before.st_mode):
-                # A device or a pipe is written to; put a file in its place and it is gone. A pipe that nobody reads is
-                # refused by the system where it is not waited for.
-                descriptor = os.open(self.real, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
-                os.set_blocking(descriptor, True)
-                with open(descriptor, "wb") as device:
-                    device.write(data)
+            if before is None or stat.S_ISREG(before.st_mode):
+                self._replace(data, before)
                 return
-            self._replace(data, before)
+            # A device or a pipe is written to; put a file in its place and it is gone. A pipe that nobody reads is
+            # refused by the system where it is not waited for.
+            descriptor = os.open(self.real, os.O_WRONLY | getattr(os, "O_NONBLOCK", 0))
+            os.set_blocking(descriptor, True)
+            with open(descriptor, "wb") as device:
+                device.write(data)
         except OSError as error:
             kept = " The file that was there is as it was." if self.real.is_file() else ""
             raise ExportError(
@@ -83,14 +83,12 @@ class Destination:
         temporary = str(self.real.parent / f".mha-inspect-{os.urandom(8).hex()}.tmp")
         unfinished.add(temporary)
         try:
-            descriptor, has_name = _open(self.real.parent, temporary)
-            with open(descriptor, "wb") as file:
+            # Made by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+            with open(os.open(temporary, flags, 0o666), "wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-                if not has_name:
-                    # The folder is of no use to a whole path; without one Python links the link, and not the file.
-                    os.link(f"/proc/self/fd/{descriptor}", temporary, src_dir_fd=descriptor)
             if before is not None:
                 os.chmod(temporary, stat.S_IMODE(before.st_mode))
                 if hasattr(os, "chown"):
@@ -120,19 +118,7 @@ def _fault(asked: Path, real: Path) -> str:
     return ""
 
 
-def _open(folder: Path, temporary: str) -> tuple[int, bool]:
-    """Open a new file, and say whether it has a name: one without leaves nothing behind, whatever ends us.
-
-    Made by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
-    """
-    if hasattr(os, "O_TMPFILE") and os.path.isdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # a file system that has none without a name
-            return os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o666), False
-    return os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666), True
-
-
 def _name(path: Path) -> str:
-    """Return a path as a message repeats it."""
     return printable(path, 200)
 
 
