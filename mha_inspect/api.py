@@ -21,11 +21,10 @@ from .notebook.live import KeptTensors, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
 from .reports.check import CheckReport
-from .reports.checkpoint_diff import CheckpointDiffReport
 from .reports.compare_heads import CompareHeadsReport
-from .reports.diff import DiffReport
-from .reports.failure import Failure
+from .reports.diff import CheckpointDiffReport, DiffReport
 from .reports.params import ParamsReport
+from .reports.trace import Failure
 from .running.run import Run
 from .running.subject import Subject
 from .text import shown

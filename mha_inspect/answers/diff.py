@@ -64,11 +64,11 @@ def _stages(comparison: Comparison[Side], place: int, *, several: bool) -> list[
         measured = stage.difference
         rows.append(
             StageRow(
+                **_numbers(measured),
                 name=stage.name,
                 left=ours,
                 right=theirs,
                 compared=CANONICAL_AXES[stage.name] if measured is None else measured.compared,
-                **_numbers(measured),
                 note=_why_not_compared((left, right), stage, ours, theirs) if measured is None else measured.note,
                 attention=place + 1 if several else None,
             )

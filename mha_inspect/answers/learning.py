@@ -190,14 +190,14 @@ def _gradient_row(learner: Learner, pair: tuple[Gradient, Gradient], base: tuple
     for part, gradient in pair[0].parts.items():
         baseline, norm = base[0].parts.get(part), float(gradient.double().norm())
         if baseline is None or baseline.shape != gradient.shape:
-            parts.append(PartGradient(part, norm, None, None, None, None, None))
+            parts.append(PartGradient(None, None, None, None, None, part=part, norm=norm))
             continue
         largest, relative = distances(baseline, gradient)
         floor = _larger_error(learner, part, pair, base)
         times, verdict = judge(largest, floor)
         if verdict == "differs" and judge(max_difference(baseline, torch.zeros_like(baseline)), floor)[1] == "same":
             relative = math.inf  # the baseline's is rounding, and how often that goes into another says nothing
-        parts.append(PartGradient(part, norm, largest, relative, floor, times, verdict))
+        parts.append(PartGradient(largest, relative, floor, times, verdict, part=part, norm=norm))
     return HeadGradients(learner.num_heads, pair[0].loss, tuple(parts), overall([part.verdict for part in parts]))
 
 

@@ -9,8 +9,7 @@ import torch
 from ..layers.spec import Show
 from ..naming.kind import kinds_of, mask_notes
 from ..reports.common import Environment, LayerInfo
-from ..reports.failure import Failure
-from ..reports.trace import Trace
+from ..reports.trace import Failure, Trace
 from ..running.run import Run, run_and_record
 from ..running.state import State
 from ..running.subject import Subject

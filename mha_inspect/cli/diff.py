@@ -26,8 +26,7 @@ if TYPE_CHECKING:
     from ..call.triple import Triple
     from ..layers.catalog import LayerKind
     from ..layers.spec import DtypeName
-    from ..reports.checkpoint_diff import CheckpointDiffReport
-    from ..reports.diff import DiffReport, SideName
+    from ..reports.diff import CheckpointDiffReport, DiffReport, SideName
 
 
 PANEL = "Comparison"

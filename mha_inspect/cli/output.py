@@ -15,7 +15,7 @@ from ..text import shown
 
 if TYPE_CHECKING:
     from ..render import Format
-    from ..reports.report import Report
+    from ..reports.common import Report
     from .options import Options
     from .picture import Drawn
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..naming.stages import CANONICAL_AXES
 from ..record.rounding import distances, judge, rounding_error
-from ..reports.common import Difference
+from ..reports.common import Difference, Verdict
 
 BLOCKED_BELOW = -3e4
 """No score is that low but by a mask (-1e9, the lowest number of a dtype, -inf), and exp of it is 0 in every dtype."""
@@ -25,6 +25,7 @@ MERGED_HEADS = "the heads side by side"
 class StageDifference(Difference):
     """How far apart one stage of two runs is."""
 
+    verdict: Verdict
     compared: str
     """What was compared: `batch heads query key`, or what stands for it where the head counts differ."""
     note: str = ""

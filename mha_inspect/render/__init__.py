@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Literal, get_args
 
-from ..reports.report import Report
+from ..reports.common import Report
 from ..text import cells, printable_json
 from .page import Block, Facts, Page, Paragraph, Table, apart
 

@@ -9,8 +9,16 @@ from math import isinf
 from typing import Any
 
 from .. import text
-from ..reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair
-from ..reports.diff import DiffReport, DiffSide, StageRow, StageSide
+from ..reports.diff import (
+    CheckpointDiffReport,
+    CheckpointSide,
+    DiffReport,
+    DiffSide,
+    PartPair,
+    StageRow,
+    StageSide,
+    TensorPair,
+)
 from ..reports.params import StoredName
 from .page import Block, Cell, Column, Page, Section, Table, Tone, facts, section, table
 from .parts import MEASURED, alike, answered, difference_columns, grouped, notes, number, shape_cell, sizes, times

@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .. import text
-from ..reports.failure import Failure
-from ..reports.trace import AttentionReport, OpLine, OpTensor, Path, Proof, Stage, Trace
+from ..reports.trace import AttentionReport, Failure, OpLine, OpTensor, Path, Proof, Stage, Trace
 from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, SHAPE, contents, dtypes, grouped, layer_page, notes
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .common import Environment, LayerInfo
-from .report import Report
+from .common import Environment, LayerInfo, Report
 
 
 @dataclass(frozen=True)

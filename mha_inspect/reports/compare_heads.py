@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common import Environment, LayerInfo, MeasuredAgainst, Verdict
-from .report import Report
+from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Report, Verdict
 
 
-@dataclass(frozen=True)
-class HeadCount:
-    """One head count against the baseline."""
+@dataclass(frozen=True, kw_only=True)
+class HeadCount(Difference):
+    """One head count, and how far its output is from the baseline's, beside the rounding error of that."""
 
     num_heads: int
     head_dim: int
@@ -20,15 +19,10 @@ class HeadCount:
     """Whether every parameter equals the baseline's, bit for bit."""
     output_shape: tuple[int, ...]
     max_abs_difference: float
-    """Largest difference between an element of the output and the baseline's."""
     relative_difference: float
-    """‖output - baseline‖ / ‖baseline‖."""
     noise_floor: float
-    """Largest rounding error of the baseline's output against float64, measured in this run."""
     times_noise: float
-    """max_abs_difference / noise_floor."""
     verdict: Verdict
-    """Above 10 times the noise floor `differs`, at or below twice `same`, between `inconclusive`."""
     first_differing_stage: str | None
     """None where no stage differs."""
     reason: str
@@ -37,23 +31,19 @@ class HeadCount:
     """The same in three: of head counts whose first and last are the same, a page has all sizes in one sentence."""
 
 
-@dataclass(frozen=True)
-class PartGradient:
-    """The gradient of one matrix or bias under one head count, against the baseline's."""
+@dataclass(frozen=True, kw_only=True)
+class PartGradient(Difference):
+    """The gradient of one matrix or bias under one head count, against the baseline's.
+
+    Nothing of the difference where the baseline has no part of this name and shape. The relative one is infinite where
+    the baseline's gradient is 0, or rounding, and this one is not.
+    """
 
     part: str
     """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value. Of a
     module that was brought along the parameter, by its own name."""
     norm: float
     """‖gradient‖."""
-    max_abs_difference: float | None
-    """None, as all that follows, where the baseline has no part of this name and shape."""
-    relative_difference: float | None
-    """‖gradient - baseline's‖ / ‖baseline's‖; infinite where the baseline's is 0, or rounding, and this one is not."""
-    noise_floor: float | None
-    """The larger rounding error of the two gradients, each measured against float64."""
-    times_noise: float | None
-    verdict: Verdict | None
 
 
 @dataclass(frozen=True)

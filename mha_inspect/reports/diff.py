@@ -1,15 +1,16 @@
-"""The report of `diff`."""
+"""The reports of `diff`: of two layers, and of two checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Verdict
-from .report import Report
+from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Report, Verdict
+from .params import StoredName
 from .trace import OpRef, Path
 
 SideName = Literal["left", "right"]
+TensorVerdict = Literal["same bits", "same within rounding", "same, permuted", "differs", "other shape"]
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,9 @@ class StageSide:
     """How many such tensors there are: one a head, where a layer loops over its heads."""
 
 
-@dataclass(frozen=True)
-class StageRow:
-    """A stage on both sides."""
+@dataclass(frozen=True, kw_only=True)
+class StageRow(Difference):
+    """A stage on both sides, and how far apart they are; no verdict where one side does not have the stage."""
 
     name: str
     left: StageSide | None
@@ -59,14 +60,6 @@ class StageRow:
     right: StageSide | None
     compared: str
     """The canonical axes in which it was compared, or what stands for them."""
-    max_abs_difference: float | None
-    """None where there is nothing to subtract."""
-    relative_difference: float | None
-    """‖left - right‖ / ‖left‖."""
-    noise_floor: float | None
-    times_noise: float | None
-    verdict: Verdict | None
-    """None where one side does not have the stage."""
     note: str = ""
     attention: int | None = None
     """Which of several attentions, from 1; None where each side has one."""
@@ -114,3 +107,69 @@ class DiffReport(Report):
     """Sentences that a reader should not miss."""
     answer: tuple[str, ...]
     """The answer in plain sentences, from what was measured."""
+
+
+@dataclass(frozen=True)
+class CheckpointSide:
+    """One of the two that are compared."""
+
+    name: str
+    tensors: int
+    numel: int
+    nbytes: int
+    dtypes: tuple[str, ...]
+    """Those of its tensors, the most frequent first."""
+
+
+@dataclass(frozen=True)
+class TensorPair:
+    """A tensor on both sides."""
+
+    name: str
+    """On the left."""
+    other: str
+    """On the right: the same name, or one under which the same numbers lie."""
+    left_shape: tuple[int, ...]
+    right_shape: tuple[int, ...]
+    left_dtype: str
+    right_dtype: str
+    verdict: TensorVerdict
+    max_abs_difference: float | None
+    """None where there is nothing to subtract, or nothing to be found in it."""
+    relative_difference: float | None
+    """‖left - right‖ / ‖left‖."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class PartPair:
+    """A matrix or a bias of an attention, head by head."""
+
+    left: str
+    """Path of the attention."""
+    right: str
+    part: str
+    """`W_q`, `b_v`."""
+    verdict: TensorVerdict
+    differences: tuple[float, ...]
+    """‖left - right‖ / ‖left‖ of each head; empty where they are the same, or of another shape."""
+
+
+@dataclass(frozen=True, repr=False)
+class CheckpointDiffReport(Report):
+    """Two checkpoints, tensor by tensor and head by head."""
+
+    command = "diff-checkpoints"
+
+    left: CheckpointSide
+    right: CheckpointSide
+    tensors: tuple[TensorPair, ...]
+    only_left: tuple[StoredName, ...]
+    only_right: tuple[StoredName, ...]
+    parts: tuple[PartPair, ...]
+    """Those of attentions in which a tensor is not the same."""
+    verdict: Literal["same", "differs"]
+    """`same` where every tensor is on both sides, with the same bits or within the rounding of the dtypes."""
+    notes: tuple[str, ...]
+    answer: tuple[str, ...]
+    """The answer in plain sentences."""

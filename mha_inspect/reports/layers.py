@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .report import Report
+from .common import Report
 
 
 @dataclass(frozen=True)

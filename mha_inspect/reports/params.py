@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .common import Environment, LayerInfo, Stats, Values
-from .report import Report
+from .common import Environment, LayerInfo, Report, Stats, Values
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,7 @@ import torch
 from mha_inspect.layers.spec import Show
 from mha_inspect.measure import statistics as content
 from mha_inspect.measure.statistics import stats_of, values_of
-from mha_inspect.reports.common import Stats
-from mha_inspect.reports.report import to_data
+from mha_inspect.reports.common import Stats, to_data
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000])

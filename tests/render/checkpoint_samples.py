@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from mha_inspect.reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair
 from mha_inspect.reports.common import Environment, LayerInfo
+from mha_inspect.reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair
 from mha_inspect.reports.params import (
     LikeModule,
     Parameter,

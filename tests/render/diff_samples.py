@@ -40,7 +40,7 @@ LOST = "narrow gives head 0 the features 0–255 of the embedding and no others:
 
 
 def _row(name: str, left: StageSide | None, right: StageSide | None, *numbers: object, note: str = "") -> StageRow:
-    return StageRow(name, left, right, "batch query embed", *numbers, note)
+    return StageRow(*numbers, name=name, left=left, right=right, compared="batch query embed", note=note)
 
 
 SAME_ROW = (0.0, 0.0, None, 0.0, "same")

@@ -102,7 +102,18 @@ FULL_PARAMS = replace(
 def _count(n: int, difference: float, relative: float, noise: float, verdict, stage, reason: str) -> HeadCount:
     times = difference / noise if noise else (math.nan if not difference else math.inf)
     return HeadCount(
-        n, 512 // n, 1050624, True, (1, 12, 512), difference, relative, noise, times, verdict, stage, reason
+        num_heads=n,
+        head_dim=512 // n,
+        numel=1050624,
+        same_parameters=True,
+        output_shape=(1, 12, 512),
+        max_abs_difference=difference,
+        relative_difference=relative,
+        noise_floor=noise,
+        times_noise=times,
+        verdict=verdict,
+        first_differing_stage=stage,
+        reason=reason,
     )
 
 
@@ -139,11 +150,12 @@ ONE_KEY_COMPARE = replace(
 )
 
 _PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o")
-_ROUNDED = PartGradient("b_k", 7e-10, 1e-9, 1.66, 7e-10, 1.4, "same")
+_ROUNDED = PartGradient(1e-9, 1.66, 7e-10, 1.4, "same", part="b_k", norm=7e-10)
 
 
 def _gradients(num_heads: int, relative: float) -> HeadGradients:
-    parts = [PartGradient(p, 0.0749, 1e-3 * relative, relative, 1e-9, 1e6 * relative, "differs") for p in _PARTS]
+    difference = 1e-3 * relative, relative, 1e-9, 1e6 * relative, "differs"
+    parts = [PartGradient(*difference, part=part, norm=0.0749) for part in _PARTS]
     if not relative:
         parts = [replace(part, verdict="same") for part in parts]
     return HeadGradients(num_heads, 0.9544, tuple(parts), "differs" if relative else "same")
@@ -160,7 +172,7 @@ LEARNING_COMPARE = replace(
             ),
             replace(
                 _gradients(4, 0.859),
-                parts=tuple(PartGradient(part, 0.05, None, None, None, None, None) for part in _PARTS),
+                parts=tuple(PartGradient(None, None, None, None, None, part=part, norm=0.05) for part in _PARTS),
             ),
         ),
         "A first step of learning would change the weights differently.",

@@ -14,8 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema
 from mha_inspect import reports
 from mha_inspect.answers.failure.report import CAUSES
 from mha_inspect.naming.stages import STAGES
-from mha_inspect.reports.common import SCHEMA_VERSION
-from mha_inspect.reports.report import Report
+from mha_inspect.reports.common import SCHEMA_VERSION, Report
 
 NARROWER: dict[tuple[str, str], dict[str, Any]] = {
     ("Stage", "name"): {"enum": list(STAGES)},
@@ -76,7 +75,7 @@ def schema_of_reports() -> dict[str, Any]:
 
 
 def _as_written(cls: type, part: dict[str, Any]) -> None:
-    """Say what `reports.report` does with a default of None and with a report, and what is narrower than the type."""
+    """Say what `to_data` does with a default of None and with a report, and what is narrower than the type."""
     part.pop("title", None)
     part["required"] = []
     for field in fields(cls):

@@ -14,8 +14,7 @@ import jsonschema
 import pytest
 
 from mha_inspect.render import to_text
-from mha_inspect.reports.common import Stats, Values
-from mha_inspect.reports.report import to_data
+from mha_inspect.reports.common import Stats, Values, to_data
 from mha_inspect.schemas import FILE, commands, load_schema
 
 from .checkpoint_samples import CHECKPOINT_DIFF

@@ -14,7 +14,7 @@ from ...files.attentions import NamedAttention, StoredProjection, find_attention
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.stored import StoredTensor
 from ...files.tensors import read_stored
-from ...reports.checkpoint_diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
+from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
 from ...text import listed, plural, shown
 from .heads import Distance, distance, numbers_of

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from math import isfinite
 
-from ...reports.checkpoint_diff import CheckpointDiffReport, PartPair, TensorVerdict
+from ...reports.diff import CheckpointDiffReport, PartPair, TensorVerdict
 from ...text import listed, percent, plural, shown, spans
 
 _NAMED = 5

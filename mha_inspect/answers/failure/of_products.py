@@ -6,7 +6,7 @@ import re
 from math import prod
 
 from ...record.ops import TensorRef
-from ...reports.failure import Cause
+from ...reports.trace import Cause
 from .of_tensors import SAME_EXAMPLES, SAME_SEQUENCE
 from .operand import HEADS, SEQUENCES, Operand
 from .scene import VIEWS, Scene

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ... import text
-from ...reports.failure import Cause
+from ...reports.trace import Cause
 from .operand import ATTENTION, HEADS, LAYERS, SDPA, Operand
 from .scene import Scene, first_clash
 

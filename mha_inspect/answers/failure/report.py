@@ -15,8 +15,7 @@ from ...layers.spec import Show
 from ...record.arguments import with_copies
 from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
-from ...reports.failure import Cause, FailedOperand, Failure, ReachedOp, ReachedStage
-from ...reports.trace import Proof
+from ...reports.trace import Cause, FailedOperand, Failure, Proof, ReachedOp, ReachedStage
 from ...running.run import Run, run_and_record
 from ...running.state import State
 from ...running.subject import Subject

@@ -12,7 +12,7 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.errors import ForwardError
-from mha_inspect.reports.failure import Failure
+from mha_inspect.reports.trace import Failure
 
 X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from mha_inspect.answers.failure.report import CAUSES
 from mha_inspect.errors import ForwardError
-from mha_inspect.reports.failure import Failure
+from mha_inspect.reports.trace import Failure
 
 from ...built import trace_module
 
