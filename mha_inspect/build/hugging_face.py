@@ -24,7 +24,7 @@ from torch import nn
 
 from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError, is_out_of_memory
 from ..files.memory import require_memory
-from ..files.stored import opened
+from ..files.tensors import opened
 from ..text import did_you_mean, message_of, shown
 from .arguments import of_bounded_number, unknown_setting
 from .hf_small import small_values

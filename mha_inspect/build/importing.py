@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any
 
 from ..errors import InputError
-from ..files.stored import opened
+from ..files.tensors import opened
 from ..text import MESSAGE, did_you_mean, first_few, message_of, shown
 
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"

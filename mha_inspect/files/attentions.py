@@ -5,27 +5,72 @@ And what one tensor of an attention is for, and where in it each head lies: in w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from math import prod
+from typing import Any, NamedTuple
 
 from ..layers.spec import divisors
 from ..reports.params import HeadSlice, StoredAttention
-from .parts import Parts, Widths, axes_of_stack, parts_by_owner, widths_of
-from .stored import StoredTensor
+from .tensors import StoredTensor
 
+_LETTERS = {
+    "q": "q_proj query q wq to_q q_lin linear_q query_proj w_q q_linear query_layer q_b_proj",
+    "k": "k_proj key k wk to_k k_lin linear_k key_proj w_k k_linear key_layer",
+    "v": "v_proj value v wv to_v v_lin linear_v value_proj w_v v_linear value_layer",
+    "o": "o_proj out_proj dense c_proj o wo to_out.0 to_out out_lin linear_out proj out w_o out_linear linear_proj "
+    "output_proj",
+    "qkv": "in_proj c_attn qkv qkv_proj wqkv query_key_value attn_qkv to_qkv w_pack qkv_linear c_qkv linear_qkv "
+    "qkv_net",
+    "kv": "kv_proj to_kv kv wkv key_value kv_b_proj linear_kv",
+}
+_WORDS = {word: letters for letters, words in _LETTERS.items() for word in words.split()}
+_NAME = re.compile(
+    r"(?:(?P<owner>.*)\.)?(?:(?P<word>to_out\.0|[^.]+?)[._](?P<kind>weight|bias)|(?P<each>[Wb])_(?P<letter>[QKVO]))"
+)
+"""`W_Q` of TransformerLens has three dimensions, one of which counts the heads."""
+_LATENT = "kv_a_proj_with_mqa"
+"""What makes the keys and values narrower, with a key of positions that all heads share."""
+_NO_HEAD = ": it belongs to no head"
+_NORMS = {
+    **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "scales the queries after their projection"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "k_ln", "key_norm"), "scales the keys after their projection"),
+}
+_BESIDE = {
+    **_NORMS,
+    "q_a_proj": f"a projection to something narrower, on the way to the queries{_NO_HEAD}",
+    "q_a_layernorm": f"scales what is on the way to the queries, before they are projected{_NO_HEAD}",
+    _LATENT: f"a projection to something narrower, on the way to the keys and values{_NO_HEAD}",
+    "kv_a_layernorm": f"scales what is on the way to the keys and values, before they are projected{_NO_HEAD}",
+}
+"""What a tensor does beside the projections, by its name."""
+_TELLING = (
+    ("relative_(?:attention_bias|position_bias_table)", "positions heads", "added to the scores"),
+    ("relative_position_bias_table", "heads rows columns", "added to the scores"),
+    ("attention_biases", "heads positions", "added to the scores"),
+    ("pos_bias_[uv]|r_[rsw]_bias", "heads head_dim", "added to the queries"),
+    ("rel_pos_[hw]", "positions head_dim", "its products with the queries are added to the scores"),
+    ("logit_scale|temperature|head_scale.*", "heads 1 1", "a factor for each head"),
+    ("head_scale.*", "1 heads 1 1", "a factor for each head"),
+    (".*talking_heads.*|proj_[lw]|reattn_weights", "heads heads", "mixes the heads with one another"),
+    (".*talking_heads.*|reattn_weights", "heads heads 1 1", "mixes the heads with one another"),
+)
+"""Tensors whose shapes tell how many heads there are, or how wide one is: names, axes, and what they do."""
+_HEADS = (
+    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
+    *("encoder_attention_heads", "decoder_attention_heads"),
+)
+_WIDTH = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
 _GROUPED = frozenset({"gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon", "internlm2", "deberta"})
 """Types of config whose packed projection lies group by group: the queries of a key, that key, its value."""
 _SIDE_BY_SIDE = frozenset({"gpt2", "phi3", "mpt", "dbrx", "modernbert", "qwen", "baichuan", "nomic_bert", "glm"})
 """Types of config whose packed projection lies part by part."""
-_IN_FOUR = "codegen"
-"""The type of config whose packed projection lies in four groups, each of queries, values and keys in this order."""
 _UNCERTAIN = frozenset({"query_key_value", "wqkv"})
 """Words under which some pack head by head, and others not."""
-
-Packing = Literal["part by part", "group by group", "unknown"]
+_WAYS = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}
 
 
 @dataclass(frozen=True)
@@ -45,10 +90,8 @@ class StoredProjection:
     axis: int
     """The dimension of a head's features."""
     starts: tuple[int, ...]
-    """Where those of each head begin; empty where another dimension counts the heads."""
+    """Where those of each head begin; empty where the first dimension counts the heads."""
     width: int
-    heads_axis: int | None = None
-    """The dimension that counts the heads."""
 
     def slices(self, shape: tuple[int, ...]) -> Iterator[HeadSlice]:
         """Return the rows and columns of each head; nothing where they are a matrix for each."""
@@ -56,145 +99,6 @@ class StoredProjection:
             bounds = [(0, size) for size in shape]
             bounds[self.axis] = (start, start + self.width)
             yield HeadSlice(head, self.part, bounds[0], bounds[1] if len(shape) > 1 else None)
-
-
-class TensorRole:
-    """One tensor of an attention: where in it each head lies, in words and in numbers."""
-
-    def __init__(
-        self,
-        parts: Parts,
-        part: str,
-        shape: tuple[int, ...],
-        widths: Widths,
-        counts: Mapping[str, int | None],
-        config: Mapping[str, Any],
-    ) -> None:
-        self._parts, self._shape, self._widths, self._counts = parts, shape, widths, counts
-        self._matrix, self._letters = part.split("_")
-        self._is_matrix, self._of_no_head = self._matrix == "W", part == "b_o"
-        self._is_stack = parts.stacked and len(shape) == (3 if self._is_matrix else 2)
-        self._axis = 1 if self._is_matrix and (self._letters == "o") != parts.across else 0
-        self._in_four = config.get("model_type") == _IN_FOUR and self._letters == "qkv" and (counts["q"] or 0) % 4 == 0
-        self._order = "qvk" if self._in_four else self._letters
-        self._groups = 4 if self._in_four else counts["k"] or 1
-        self._packing = self._packed(config)
-
-    @property
-    def fits(self) -> bool:
-        """Whether its size is what the others say."""
-        size = self._shape[self._axis] if len(self._shape) > self._axis else None
-        return self._is_stack or self._of_no_head or size == self._widths.of(self._letters)
-
-    def _packed(self, config: Mapping[str, Any]) -> Packing:
-        kind, word = str(config.get("model_type", "")), self._parts.words.get(self._letters, "")
-        if len(self._letters) == 1 or kind in _SIDE_BY_SIDE:
-            return "part by part"
-        by_group = self._in_four or kind in _GROUPED or word in ("kv_b_proj", "linear_qkv")
-        if by_group or (kind == "gpt_bigcode" and config.get("multi_query") is False):
-            return "group by group"
-        return "unknown" if word in _UNCERTAIN or kind == _IN_FOUR else "part by part"
-
-    @property
-    def _grouped(self) -> bool:
-        """Whether heads share keys and values."""
-        return self._widths.k < self._widths.q and self._parts.latent is None
-
-    def _width(self, letter: str) -> int | None:
-        """Return the features of one head; None where their number is not known."""
-        count = self._counts[letter]
-        return None if count is None else self._widths.of(letter) // count
-
-    def role(self) -> Role:
-        """Return what it is for."""
-        if self._of_no_head:
-            return Role("embed", "b_o: added once, it belongs to no head")
-        return Role(self._axes(), self._text())
-
-    def _axes(self) -> str:
-        letters, latent = self._letters, self._parts.latent is not None
-        heads = "kv_heads" if self._grouped and letters in ("k", "v", "kv") else "heads"
-        head_dim = "v_head_dim" if latent and letters == "o" else "head_dim"
-        inner = "latent" if latent and letters in ("kv", "q") and self._parts.words[letters] != "q_proj" else "embed"
-        if self._is_stack:
-            if not self._is_matrix:
-                return f"{heads} {head_dim}"
-            names = dict(zip(axes_of_stack(self._parts, letters), (heads, head_dim), strict=True))
-            return " ".join(names.get(dim, inner) for dim in range(3))
-        query = self._parts.shape("W_q")
-        if letters in ("k", "v") and self._is_matrix and query is not None and query[1] != self._shape[1]:
-            inner = f"{letters}dim"
-        if len(letters) == 1:
-            side = f"({heads} {head_dim})"
-        elif self._packing == "unknown" or self._in_four:
-            side = "packed"
-        elif latent or len({self._widths.of(letter) for letter in letters}) > 1:
-            by_group = self._packing == "group by group" and self._counts["k"] != 1
-            side = f"({'heads' if latent else 'kv_heads'} packed)" if by_group else "packed"
-        else:
-            outer = f"{letters} {heads}" if self._packing == "part by part" else f"{heads} {letters}"
-            side = f"({outer} head_dim)"
-        return side if not self._is_matrix else f"{side} {inner}" if self._axis == 0 else f"{inner} {side}"
-
-    def _text(self) -> str:
-        letters, unit = self._letters, "elements" if not self._is_matrix else ("rows", "columns")[self._axis]
-        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
-        listed = ", ".join(f"{self._matrix}_{letter}" for letter in self._order)
-        heads, kv_heads = self._counts["q"], self._counts["k"]
-        shared = ""
-        if self._grouped and letters in ("k", "v") and heads and kv_heads:
-            shared = f", each for {heads // kv_heads} query heads"
-        if len(letters) == 1:
-            if not self._is_matrix:
-                return listed + shared
-            if self._is_stack:
-                return f"{listed}: a matrix for each head"
-            each = self._width(letters)
-            return f"{listed}: its {unit} are the heads {way}" + (f", {each} each" if each else "") + shared
-        if self._packing == "unknown":
-            return f"{listed} in one: neither its name nor its shape tells whether head by head"
-        if self._packing == "group by group" and (kv_heads is None or kv_heads > 1 or kv_heads == heads):
-            return f"{listed} {self._in_groups(unit)}"
-        places = list(accumulate((self._widths.of(letter) for letter in letters), initial=0))
-        return f"{listed} {way}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
-
-    def _in_groups(self, unit: str) -> str:
-        way = "group by group" if self._in_four or (self._grouped and "q" in self._letters) else "head by head"
-        said: list[str] = []
-        for letter in self._order:
-            # So many heads of it are in one group.
-            width, each = self._width(letter), (self._counts[letter] or 1) // self._groups
-            if width is None:
-                return way
-            said.append(f"{f'{each}·' if each > 1 else ''}{width}{'' if said else ' ' + unit} of {letter}")
-        return f"{way}: {', '.join(said)} each"
-
-    def projections(self, name: str) -> list[StoredProjection]:
-        """Return where each head of each part lies; nothing where the number of heads or the packing is not known."""
-        letters = self._letters
-        if None in self._counts.values() or self._packing == "unknown" or self._of_no_head:
-            return []
-        if self._is_stack:
-            heads_axis, axis = axes_of_stack(self._parts, letters) if self._is_matrix else (0, 1)
-            return [StoredProjection(f"{self._matrix}_{letters}", name, axis, (), self._shape[axis], heads_axis)]
-        widths = {letter: self._width(letter) or 1 for letter in letters}
-        groups = self._groups if self._packing == "group by group" else 1
-        # In each group, so many heads of each.
-        order = [letter for letter in self._order for _ in range((self._counts[letter] or 1) // groups)] * groups
-        starts: dict[str, list[int]] = {letter: [] for letter in letters}
-        for letter, start in zip(order, accumulate((widths[part] for part in order), initial=0), strict=False):
-            starts[letter].append(start)
-        return [
-            StoredProjection(f"{self._matrix}_{letter}", name, self._axis, tuple(starts[letter]), widths[letter])
-            for letter in starts
-        ]
-
-
-_HEADS = (
-    *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
-    *("encoder_attention_heads", "decoder_attention_heads"),
-)
-_WIDTH = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
 
 
 @dataclass(frozen=True)
@@ -207,6 +111,46 @@ class NamedAttention:
     """Empty where the number of heads is not known; without those whose packing is not."""
 
 
+class _Tensor(NamedTuple):
+    name: str
+    word: str
+    """What it is called in its module."""
+    shape: tuple[int, ...]
+
+
+@dataclass
+class _Owner:
+    """What lies in one module: an attention, where its names are those of projections."""
+
+    path: str
+    parts: dict[str, _Tensor] = field(default_factory=dict)
+    """By `W_q`, `b_qkv`."""
+    beside: dict[str, str] = field(default_factory=dict)
+    """Names of other tensors, to what they do."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """What the shapes of those tell: `heads`, `head_dim`, and `latent` of multi-head latent attention."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it has queries, keys and values."""
+        has_keys = {"W_k", "W_v"} <= {*self.parts} or "W_kv" in self.parts
+        return "W_qkv" in self.parts or ("W_q" in self.parts and has_keys)
+
+    def axes(self, part: str) -> tuple[int, ...]:
+        """Return the dimension of the features of all heads, or those that count the heads and their features."""
+        kind, letters, shape = part[0], part[2:], self.parts[part].shape
+        if len(shape) == (3 if kind == "W" else 2):
+            return (0, 1 if kind == "b" or letters == "o" else 2)
+        packed = self.parts.get("W_qkv")
+        # Weights of GPT-2's Conv1D are `in out`.
+        across = packed is not None and packed.word == "c_attn" and packed.shape[1] > packed.shape[0]
+        return (int(kind == "W" and (letters == "o") != across),)
+
+    def width(self, part: str) -> int:
+        """Return the features of all heads together; 0 for a part that it has not."""
+        return prod(self.parts[part].shape[axis] for axis in self.axes(part)) if part in self.parts else 0
+
+
 def find_attentions(
     tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], asked: int | None
 ) -> list[NamedAttention]:
@@ -217,74 +161,208 @@ def find_attentions(
         config: what config.json says, which may name head counts.
         asked: a number of heads that somebody has given; it stands where it fits.
     """
-    attentions = []
-    for parts in parts_by_owner(tensors).values():
-        widths = widths_of(parts) if parts.whole else None
-        if widths is not None:
-            attentions.append(_attention(parts, widths, config, asked))
-    return attentions
+    owners: dict[str, _Owner] = {}
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is not None:
+            owner = owners.setdefault(match["owner"] or "", _Owner(match["owner"] or ""))
+            _add(owner, name, match["letter"] or match["word"], match["each"] or match["kind"], tensor.shape)
+    for path, owner in owners.items():
+        around, _, last = path.rpartition(".")
+        if last in ("self", "attention") and owner.is_whole and "W_o" not in owner.parts:  # as BERT has it
+            output = owners.get(f"{around}.output", owner).parts
+            owner.parts |= {part: output[part] for part in ("W_o", "b_o") if part in output}
+    whole = {path: owner for path, owner in owners.items() if owner.is_whole}
+    for name, tensor in tensors.items():
+        around, _, word = name.removesuffix(".weight").rpartition(".")
+        path = around if around in whole else around.rpartition(".")[0]
+        if path in whole:
+            _add_telling(whole[path], name, word, tensor.shape)
+    widths = {path: _widths(owner) for path, owner in whole.items()}
+    return [_attention(whole[path], width, config, asked) for path, width in widths.items() if min(width.values()) > 0]
 
 
-def _attention(parts: Parts, widths: Widths, config: Mapping[str, Any], asked: int | None) -> NamedAttention:
-    fits: Sequence[int] = (parts.num_heads,) if parts.stacked and parts.num_heads else ()
-    if parts.latent is not None:
-        fits = _fitting_latent(parts, widths)
-    fits = fits or fitting_counts(*widths, parts.head_dim)
-    told = fits or "head_ratio" in config
-    if not fits:  # W_o takes in more than the values of the heads: which of its columns are theirs is not in the names
-        widths = widths._replace(o=widths.v * widths.q // widths.k)
-        fits = fitting_counts(*widths, parts.head_dim)
-    known = (parts.num_heads, asked, *(_of_config(config, parts, widths) if told else ()))
-    count = next((n for n in known if n in fits), fits[0] if len(fits) == 1 else None)
-    head_dim = None if count is None else widths.q // count
-    kv_heads = count if parts.latent is not None or head_dim is None else widths.k // head_dim
-    counts = {"q": count, "k": kv_heads, "v": kv_heads, "o": count}
-    tensors = {
-        name: TensorRole(parts, part, stored.shape, widths, counts, config)
-        for part, (name, stored) in parts.tensors.items()
-    }
-    tensors = {name: tensor for name, tensor in tensors.items() if tensor.fits}
-    roles = {name: tensor.role() for name, tensor in tensors.items()}
-    roles |= {name: Role("", text) for name, text in parts.beside.items()}
-    left = () if count is not None else tuple(fits)
-    stored = StoredAttention(parts.owner, tuple(roles), count, kv_heads, head_dim, left)
-    projections = (projection for name, tensor in tensors.items() for projection in tensor.projections(name))
+def _add(owner: _Owner, name: str, word: str, kind: str, shape: tuple[int, ...]) -> None:
+    """Add a tensor of which the name tells what it is."""
+    matrix, is_stack, folded = kind in ("W", "weight"), kind in ("W", "b"), word.casefold()
+    if folded in _BESIDE:
+        owner.beside[name] = _BESIDE[folded]
+        if folded in _NORMS and len(shape) == 1:
+            owner.sizes["head_dim"] = shape[0]
+        if folded == _LATENT and matrix:
+            owner.sizes["latent"] = shape[0]
+        return
+    letters = folded if is_stack else _WORDS.get(folded)
+    if letters and len(shape) == 1 + matrix + (is_stack and (matrix or letters != "o")):
+        owner.parts.setdefault(f"{'W' if matrix else 'b'}_{letters}", _Tensor(name, word, shape))
+        if is_stack and matrix and letters == "q":
+            owner.sizes["heads"] = shape[0]
+
+
+def _add_telling(owner: _Owner, name: str, word: str, shape: tuple[int, ...]) -> None:
+    """Add a tensor beside the projections whose shape tells of the heads."""
+    for words, axes, text in _TELLING:
+        sizes = {**dict(zip(axes.split(), shape, strict=False)), "1": 1}
+        if re.fullmatch(words, word) and [sizes.get(axis) for axis in axes.split()] == [*shape]:
+            owner.beside[name] = text
+            owner.sizes = {**sizes, **owner.sizes}
+
+
+def _widths(owner: _Owner) -> dict[str, int]:
+    """Return the features of all heads together: of q, k and v, and those that W_o takes in; 0 where nothing tells."""
+    query, out, packed = owner.width("W_q"), owner.width("W_o"), owner.width("W_kv")
+    key, value = owner.width("W_k"), owner.width("W_v")
+    if "W_qkv" in owner.parts:
+        query = out or owner.width("W_qkv") // 3
+        packed = owner.width("W_qkv") - query
+    if packed:
+        # Latent keys are wider than values, by what they have of positions.
+        value = out if "latent" in owner.sizes else packed // 2 if packed % 2 == 0 else 0
+        key = packed - value
+    return {"q": query, "k": key, "v": value, "o": out or query}
+
+
+def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any], asked: int | None) -> NamedAttention:
+    latent, fits = owner.sizes.get("latent"), fitting_counts(*widths.values(), owner.sizes.get("head_dim"))
+    if latent is not None and "W_kv" in owner.parts:
+        # A query is as wide as its key: the head's own part, and the part for positions, which all heads share.
+        shared = latent - owner.parts["W_kv"].shape[1]
+        count, rest = divmod(widths["q"] - widths["k"], shared) if shared > 0 else (0, 0)
+        fits = (count,) if count > 0 and not (rest or any(widths[letter] % count for letter in "qkv")) else ()
+    known = (owner.sizes.get("heads"), asked, *_of_config(config, owner, widths["q"]))
+    heads = next((n for n in known if n in fits), fits[0] if len(fits) == 1 else None)
+    head_dim = None if heads is None else widths["q"] // heads
+    kv_heads = heads if latent is not None or head_dim is None else widths["k"] // head_dim
+    roles, projections = {}, list[StoredProjection]()
+    for part, tensor in owner.parts.items():
+        if part == "b_o":
+            roles[tensor.name] = Role("embed", "b_o: added once, it belongs to no head")
+        elif owner.width(part) == sum(widths[letter] for letter in part[2:]):
+            by_group = False if len(part) == 3 else _is_by_group(tensor.word, config)
+            layout = _Layout(owner, part, widths, heads, kv_heads, by_group)
+            roles[tensor.name] = Role(layout.pattern(), layout.text())
+            projections += layout.projections()
+    roles |= {name: Role("", text) for name, text in owner.beside.items()}
+    stored = StoredAttention(owner.path, tuple(roles), heads, kv_heads, head_dim, fits if heads is None else ())
     return NamedAttention(stored, roles, tuple(projections))
 
 
-def _of_config(config: Mapping[str, Any], parts: Parts, widths: Widths) -> list[int]:
+def _of_config(config: Mapping[str, Any], owner: _Owner, width: int) -> list[int]:
     """Return the numbers of heads in a config, and in the configs in it, for an attention of this width and name."""
-    configs = [("", config)]
-    configs += [(key, inner) for key, inner in config.items() if key.endswith("_config") and isinstance(inner, dict)]
-    query = parts.shape("W_q") or parts.shape("W_qkv") or ()
+    configs = {key: inner for key, inner in config.items() if key.endswith("_config") and isinstance(inner, dict)}
+    query = owner.parts["W_q" if "W_q" in owner.parts else "W_qkv"].shape
     counts: list[tuple[bool, int]] = []
-    for key, inner in configs:
-        width = next((inner[name] for name in _WIDTH if type(inner.get(name)) is int), None)
-        head_dim = inner.get("head_dim")
-        for name in _HEADS:
-            count = inner.get(name)
-            if type(count) is not int or (len(configs) > 1 and width is not None and width not in query):
-                continue
-            if type(head_dim) is int and parts.latent is None and count * head_dim != widths.q:
-                continue
-            # ConvBERT has convolutions in the place of some of its heads.
-            ratio = inner.get("head_ratio", 1)
-            word = (key or name).partition("_")[0]
-            counts.append((word not in parts.owner, count // ratio if type(ratio) is int and ratio > 0 else count))
+    for key, inner in {"": config, **configs}.items():
+        hidden = next((inner[name] for name in _WIDTH if type(inner.get(name)) is int), None)
+        for name in _HEADS if not configs or hidden is None or hidden in query else ():
+            count, head_dim = inner.get(name), inner.get("head_dim")
+            if type(count) is int and (
+                type(head_dim) is not int or "latent" in owner.sizes or count * head_dim == width
+            ):
+                counts.append(((key or name).partition("_")[0] not in owner.path, count))
     return [count for _, count in sorted(counts, key=lambda pair: pair[0])]
 
 
-def _fitting_latent(parts: Parts, widths: Widths) -> tuple[int, ...]:
-    """Return the number of heads of multi-head latent attention: the one that gives each query what the keys have.
+def _is_by_group(word: str, config: Mapping[str, Any]) -> bool | None:
+    """Return whether several parts lie head by head, or group by group, in one tensor; None where nothing tells."""
+    kind = str(config.get("model_type", ""))
+    if kind in _SIDE_BY_SIDE:
+        return False
+    if kind in _GROUPED or word in ("kv_b_proj", "linear_qkv"):
+        return True
+    if kind == "gpt_bigcode":
+        return config.get("multi_query") is False
+    return None if word in _UNCERTAIN or kind == "codegen" else False
 
-    A query is as wide as its key, and that is the head's own part and the part for positions, which all heads share.
-    """
-    latent, inner = parts.latent, parts.shape("W_kv")
-    shared = 0 if latent is None or inner is None or len(latent.shape) != 2 else latent.shape[0] - inner[1]
-    if shared <= 0 or (widths.q - widths.k) % shared:
-        return ()
-    count = (widths.q - widths.k) // shared
-    return (count,) if count > 0 and not any(width % count for width in widths[:3]) else ()
+
+class _Layout(NamedTuple):
+    """How the heads of one part, or of several, lie in a tensor."""
+
+    owner: _Owner
+    part: str
+    widths: Mapping[str, int]
+    heads: int | None
+    kv_heads: int | None
+    by_group: bool | None
+
+    def _each(self) -> dict[str, tuple[int, int]]:
+        """Return of each letter the number of heads and the features of one; one head where nothing tells."""
+        counts = {letter: (self.kv_heads if letter in "kv" else self.heads) or 1 for letter in self.part[2:]}
+        return {letter: (count, self.widths[letter] // count) for letter, count in counts.items()}
+
+    @property
+    def _is_shared(self) -> bool:
+        """Whether heads share keys and values."""
+        return self.widths["k"] < self.widths["q"] and "latent" not in self.owner.sizes
+
+    def pattern(self) -> str:
+        """Return what each dimension is."""
+        letters, tensor, axes = self.part[2:], self.owner.parts[self.part], self.owner.axes(self.part)
+        is_latent, inner = "latent" in self.owner.sizes, "embed"
+        heads = "kv_heads" if self._is_shared and letters in ("k", "v", "kv") else "heads"
+        if is_latent and letters in ("kv", "q") and tensor.word != "q_proj":
+            inner = "latent"
+        elif letters in ("k", "v") and self.part[0] == "W" and self.owner.parts["W_q"].shape[1] != tensor.shape[1]:
+            inner = f"{letters}dim"
+        dims: tuple[str, ...] = (heads, "v_head_dim" if is_latent and letters == "o" else "head_dim")
+        if self.by_group is None:
+            dims = ("packed",)
+        elif len({self.widths[letter] for letter in letters}) > 1:
+            by_head = self.by_group and self.kv_heads != 1
+            dims = (f"({'heads' if is_latent else 'kv_heads'} packed)" if by_head else "packed",)
+        elif len(letters) > 1:
+            dims = (f"({heads} {letters} head_dim)" if self.by_group else f"({letters} {heads} head_dim)",)
+        elif len(axes) == 1:
+            dims = (f"({' '.join(dims)})",)
+        words = dict(zip(axes, dims, strict=True))
+        return " ".join(words.get(dim, inner) for dim in range(len(tensor.shape)))
+
+    def text(self) -> str:
+        """Return which parts it holds, and how its heads lie."""
+        kind, letters, each = self.part[0], self.part[2:], self._each()
+        axes, heads, kv_heads = self.owner.axes(self.part), self.heads, self.kv_heads
+        unit = "elements" if kind == "b" else ("rows", "columns")[axes[0]]
+        listed = ", ".join(f"{kind}_{letter}" for letter in letters)
+        if len(letters) == 1:
+            shared = ""
+            if self._is_shared and letters in "kv" and heads and kv_heads:
+                shared = f", each for {heads // kv_heads} query heads"
+            if kind == "b":
+                return listed + shared
+            if len(axes) > 1:
+                return f"{listed}: a matrix for each head"
+            width = f", {each[letters][1]} each" if heads else ""
+            return f"{listed}: its {unit} are the heads {_WAYS[unit]}{width}{shared}"
+        if self.by_group is None:
+            return f"{listed} in one: neither its name nor its shape tells whether head by head"
+        if self.by_group and (kv_heads != 1 or heads == 1):
+            way = "group by group" if self._is_shared and "q" in letters else "head by head"
+            if not kv_heads:
+                return f"{listed} {way}"
+            sizes = [(f"{n // kv_heads}·" if n > kv_heads else "") + str(width) for n, width in each.values()]
+            sizes[0] += f" {unit}"
+            sizes = [f"{size} of {letter}" for size, letter in zip(sizes, letters, strict=True)]
+            return f"{listed} {way}: {', '.join(sizes)} each"
+        places = list(accumulate((self.widths[letter] for letter in letters), initial=0))
+        return f"{listed} {_WAYS[unit]}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
+
+    def projections(self) -> list[StoredProjection]:
+        """Return where each head of each part lies; nothing where their number or the packing is not known."""
+        kind, axes, tensor = self.part[0], self.owner.axes(self.part), self.owner.parts[self.part]
+        if self.heads is None or self.by_group is None:
+            return []
+        if len(axes) > 1:
+            return [StoredProjection(self.part, tensor.name, axes[1], (), tensor.shape[axes[1]])]
+        each, groups = self._each(), (self.kv_heads or 1) if self.by_group else 1
+        # In each group, so many heads of each.
+        order = [letter for letter, (count, _) in each.items() for _ in range(count // groups)] * groups
+        starts: dict[str, list[int]] = {letter: [] for letter in each}
+        for letter, start in zip(order, accumulate((each[letter][1] for letter in order), initial=0), strict=False):
+            starts[letter].append(start)
+        return [
+            StoredProjection(f"{kind}_{letter}", tensor.name, axes[0], tuple(starts[letter]), width)
+            for letter, (_, width) in each.items()
+        ]
 
 
 @cache

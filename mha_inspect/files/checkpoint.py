@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, in one file or in many, and the numbers of the config.json beside them."""
+"""The tensors of a checkpoint, in one file or in many, and what the config.json beside them says."""
 
 from __future__ import annotations
 
@@ -14,21 +14,11 @@ from typing import Any
 
 from ..errors import InputError, UnsafeFileError
 from ..text import a_kind, plural, shown
-from .content import READERS, content_of
-from .pickled import Unknown, Unusual, made_by_code
-from .stored import StoredTensor, opened, path_name
+from .tensors import READERS, StoredTensor, Unknown, Unusual, content_of, made_by_code, opened, path_name
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _INDEX = ".index.json"
-_PLACES = (
-    "*.safetensors.index.json",
-    "*.safetensors",
-    "*.bin.index.json",
-    "pytorch_model*.bin",
-    "*.bin",
-    "*.pth",
-    "*.pt",
-)
+_PLACES = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pth", "*.pt")
 """What is looked for in a folder: the first of these that is there."""
 _STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net", "params", "ema", "weights")
 """Under what training scripts save the state dict of a model, beside that of its optimizer."""
@@ -64,25 +54,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
     files, notes = _files(path), []
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        held, inside = _state_dict(content_of(file, SUFFIXES), file)
-        twice = next((name for name in held if name in tensors), None)
+        inner, key = _state_dict(content_of(file, SUFFIXES), file)
+        twice = next((name for name in inner if name in tensors), None)
         if twice is not None:
             raise InputError(f"{shown(twice)} is in two files of {path_name(path)}. Name one of the files.")
-        tensors |= held
-        notes += [f"The tensors are those under {inside!r} of the file."] if inside else []
-    if not tensors:
-        raise InputError(f"{path_name(path)} holds no tensors. Give a file that has some: {', '.join(SUFFIXES)}.")
+        tensors |= inner
+        notes += [f"The tensors are those under {key!r} of the file."] if key else []
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
             notes.append(f"{wrapper} stands before every name in the file, and is left out.")
     if len(files) > 1:
         notes.append(f"The tensors lie in {plural(len(files), 'file')}.")
-    ordered = {name: tensors[name] for name in sorted(tensors, key=_natural)}
     config: Mapping[str, Any] = {}
     with suppress(InputError):  # it only adds to what the tensors say
-        config = _json((path if os.path.isdir(path) else path.parent) / "config.json")
-    return Checkpoint(path, ordered, config, tuple(notes))
+        config = read_json((path if os.path.isdir(path) else path.parent) / "config.json")
+    return Checkpoint(path, {name: tensors[name] for name in sorted(tensors, key=_natural)}, config, tuple(notes))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
@@ -96,22 +83,23 @@ def _files(path: Path) -> list[Path]:
     except OSError as error:
         raise InputError(f"{path_name(path)} cannot be read: {error.strerror}.") from None
     places = ([path / name for name in fnmatch.filter(names or [], place)] for place in _PLACES)
-    found = [path] if names is None else next((own for own in places if own), [])
-    if not found:
+    files = [path] if names is None else next(filter(None, places), [])
+    if not files:
         raise InputError(f"{path_name(path)} has no file of tensors in it: {', '.join(SUFFIXES)}. Name another folder.")
-    if not found[0].name.casefold().endswith(_INDEX):
-        return found
-    weights = _json(found[0]).get("weight_map")
+    if not files[0].name.casefold().endswith(_INDEX):
+        return files
+    weights = read_json(files[0]).get("weight_map")
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
-        raise InputError(f"{path_name(found[0])} is no index of shards: it has no weight_map. Name the files' folder.")
+        raise InputError(f"{path_name(files[0])} is no index of shards: it has no weight_map. Name the files' folder.")
     shards = sorted(set(weights.values()))
     outside = next((name for name in shards if Path(name).name != name), None)
     if outside is not None:
-        raise UnsafeFileError(f"{path_name(found[0])} names {shown(outside)}: shards lie beside their index alone.")
-    return [found[0].parent / name for name in shards]
+        raise UnsafeFileError(f"{path_name(files[0])} names {shown(outside)}: shards lie beside their index alone.")
+    return [files[0].parent / name for name in shards]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a file; an empty one where it has none. Raises `InputError` where it cannot be read."""
     with opened(path, ".json") as (file, size):
         try:
             if size > _LONGEST_JSON:
@@ -124,29 +112,26 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]:
     """Return the tensors in a file by name, and under what they lie in it."""
-    if isinstance(content, dict):
-        named = {name: _flat(content[name]) for name in _STATE_DICTS if isinstance(content.get(name), dict)}
-        if any(isinstance(value, StoredTensor) for value in content.values()):
-            named = {}
-        inside = next((name for name, own in named.items() if own), "")
-        own = named.get(inside, _flat(content))
-        if own:
-            return own, inside
     if isinstance(content, StoredTensor):
         return {path.stem: content}, ""
     if isinstance(content, Unknown):
         raise made_by_code(path_name(path), content.name)
     what = content.kind if isinstance(content, Unusual) else a_kind(content)
-    what = "a dict without tensors" if isinstance(content, dict) else what
+    if isinstance(content, dict):
+        what = "a dict without tensors"
+        inside = () if any(isinstance(value, StoredTensor) for value in content.values()) else _STATE_DICTS
+        for name in (*inside, ""):
+            tensors = _flat(content.get(name) if name else content)
+            if tensors:
+                return tensors, name
     raise InputError(f"{path_name(path)} is {what}, and not a state dict. Save model.state_dict().")
 
 
-def _flat(content: Mapping[Any, Any]) -> dict[str, StoredTensor]:
+def _flat(content: object, depth: int = 0) -> dict[str, StoredTensor]:
     """Return the tensors in dicts within dicts, with points between the names."""
-    found: dict[str, StoredTensor] = {}
-    level = {str(key): held for key, held in content.items()}
-    for _ in range(_DEEPEST):
-        found |= {name: held for name, held in level.items() if isinstance(held, StoredTensor)}
-        dicts = {name: held for name, held in level.items() if isinstance(held, dict)}
-        level = {f"{name}.{key}": inner for name, held in dicts.items() for key, inner in held.items()}
-    return found
+    tensors: dict[str, StoredTensor] = {}
+    for key, value in content.items() if isinstance(content, dict) and depth < _DEEPEST else ():
+        if isinstance(value, StoredTensor):
+            tensors[str(key)] = value
+        tensors |= {f"{key}.{name}": tensor for name, tensor in _flat(value, depth + 1).items()}
+    return tensors

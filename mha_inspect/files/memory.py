@@ -15,13 +15,13 @@ from ..text import byte_size
 if TYPE_CHECKING:
     import torch
 
-
 _TO_LOAD = 768 * 2**20
 """Address space that torch takes while it is loaded, before it computes anything."""
 _SMALL = 1 << 24
 """Bytes for which nobody asks how much is free: that takes as long as to fill them."""
 _SHARE = 0.97
 """Of what is free, how much a command may take: the kernel needs pages of its own to map them."""
+_STATUS = Path("/proc/self/status")
 
 
 def require_loadable() -> None:
@@ -42,7 +42,7 @@ def require_loadable() -> None:
     from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
 
     limit, _ = getrlimit(RLIMIT_AS)
-    used = _field(Path("/proc/self/status"), "VmSize:")
+    used = _field(_STATUS, "VmSize:")
     if limit != RLIM_INFINITY and used is not None and limit - used * 1024 < _TO_LOAD:
         raise DoesNotFitError(
             f"torch takes {byte_size(_TO_LOAD)} of address space to load, and a limit leaves "
@@ -58,7 +58,7 @@ def limited_to_what_is_free(device: str = "cpu") -> Iterator[int | None]:
     uses. A limit that is there and lower stays.
     """
     free = linux_free_memory() if sys.platform == "linux" and not device.startswith("cuda") else None
-    used = _field(Path("/proc/self/status"), "VmData:")
+    used = _field(_STATUS, "VmData:")
     if free is None or used is None:
         yield None
         return
@@ -76,85 +76,6 @@ def limited_to_what_is_free(device: str = "cpu") -> Iterator[int | None]:
         setrlimit(RLIMIT_DATA, (soft, hard))
 
 
-def free_memory(device: torch.device | str) -> int | None:
-    """Bytes that can still be allocated on the device; None where it cannot be known or nothing is allocated (meta)."""
-    kind = str(device).partition(":")[0]
-    if kind in ("cuda", "mps"):
-        import torch
-    if kind == "cuda":
-        # What the caching allocator holds without using it is free to us, though not to the driver.
-        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + held
-    if kind == "mps":
-        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    if kind == "meta":
-        return None
-    return linux_free_memory() if sys.platform == "linux" else _sysconf_memory()
-
-
-def _sysconf_memory() -> int | None:
-    """Free pages where the system tells them (macOS does not: its physical memory stands in, an upper bound)."""
-    sysconf = getattr(os, "sysconf", None)
-    if sysconf is None:
-        return None
-    for pages in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):
-        with suppress(ValueError, OSError):
-            return int(sysconf(pages)) * int(sysconf("SC_PAGE_SIZE"))
-    return None
-
-
-def linux_free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The least of what the kernel calls available and what each control group above this process has left.
-
-    A container sees the whole machine's /proc/meminfo; its limit is in its control group (version 1 or 2).
-    """
-    available = _field(proc / "meminfo", "MemAvailable:")
-    whole = [] if available is None else [available * 1024]
-    return min((*whole, *_group_bounds(proc, cgroups)), default=None)
-
-
-def _group_bounds(proc: Path, cgroups: Path) -> Iterator[int]:
-    try:
-        lines = (proc / "self" / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            root, limit, used, cache = cgroups, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, cache = cgroups / "memory", "total_inactive_file"
-            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        parts = Path(path).parts[1:]
-        # Every ancestor may set a limit. Inside a container only the mounted root may be visible.
-        for depth in range(len(parts) + 1):
-            group = root.joinpath(*parts[:depth])
-            most, now = _number(group / limit), _number(group / used)
-            if most is not None and now is not None:
-                # Pages of files that nobody uses are counted as used, and given up on demand.
-                reclaimable = _field(group / "memory.stat", cache) or 0
-                yield max(0, most - now + reclaimable)
-
-
-def _number(path: Path) -> int | None:
-    """The number in a control file; None where there is no file, or it says `max`."""
-    with suppress(OSError, ValueError):
-        return int(path.read_text())
-    return None
-
-
-def _field(path: Path, name: str) -> int | None:
-    """The number after `name` in a file of names and numbers."""
-    with suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            words = line.split()
-            if len(words) >= 2 and words[0] == name:
-                return int(words[1])
-    return None
-
-
 def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:
     """Let it pass when `need` bytes fit on the device, or when that cannot be known.
 
@@ -167,10 +88,59 @@ def require_memory(need: int, device: torch.device | str, asked: str, way_out: s
     Raises:
         DoesNotFitError: with the need, what is free, and the way out.
     """
-    if need <= _SMALL:
-        return
-    free = free_memory(device)
+    free = free_memory(device) if need > _SMALL else None
     if free is not None and need > free:
         raise DoesNotFitError(
             f"{asked} needs about {byte_size(need)} and {byte_size(free)} are free on {device}. {way_out}"
         )
+
+
+def free_memory(device: torch.device | str) -> int | None:
+    """Bytes that can still be allocated on the device; None where it cannot be known or nothing is allocated (meta)."""
+    kind = str(device).partition(":")[0]
+    if kind == "cuda":
+        import torch
+
+        # What the caching allocator holds without using it is free to us, though not to the driver.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    if kind == "cpu" and sys.platform == "linux":
+        return linux_free_memory()
+    with suppress(ValueError, OSError, AttributeError):  # macOS tells its physical memory: an upper bound, for mps too
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kind != "meta" else None
+    return None
+
+
+def linux_free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """The least of what the kernel calls available and what each control group above this process has left.
+
+    A container sees the whole machine's /proc/meminfo; its limit is in its control group (version 1 or 2).
+    """
+    available = _field(proc / "meminfo", "MemAvailable:")
+    bounds = [] if available is None else [available * 1024]
+    groups = (proc / "self" / "cgroup").read_text().splitlines() if (proc / "self" / "cgroup").exists() else []
+    for _, controllers, path in (line.split(":", 2) for line in groups):
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, limit, used, cache = cgroups, "memory.max", "memory.current", "inactive_file"
+        if controllers:  # version 1
+            root, cache = cgroups / "memory", "total_inactive_file"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
+        group = root / path.lstrip("/")
+        # Every ancestor may set a limit. Inside a container only the mounted root may be visible.
+        for place in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            with suppress(OSError, ValueError):  # no such file, or it says `max`
+                most, now = (int((place / name).read_text()) for name in (limit, used))
+                # Pages of files that nobody uses are counted as used, and given up on demand.
+                bounds.append(max(0, most - now + (_field(place / "memory.stat", cache) or 0)))
+    return min(bounds, default=None)
+
+
+def _field(path: Path, name: str) -> int | None:
+    """The number after `name` in a file of names and numbers."""
+    with suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            words = line.split()
+            if len(words) >= 2 and words[0] == name:
+                return int(words[1])
+    return None

@@ -1,20 +1,90 @@
-"""Tensors out of .pt, .npy and .safetensors files, copied once their sizes are checked: no file stays mapped."""
+"""The tensors of a .pt, .npy or .safetensors file: shapes and dtypes first, and their numbers once they are asked for.
+
+Nothing in a file is run, its sizes are checked before anything is copied, and no file stays mapped.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import stat
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import torch
-from torch import Tensor
+from ..errors import DoesNotFitError, InputError, UnsafeFileError, is_out_of_memory
+from ..text import MESSAGE, a_kind, byte_size, printable, shortened, shown
 
-from ..errors import DoesNotFitError, InputError, is_out_of_memory
-from ..text import MESSAGE, a_kind, byte_size, shortened, shown
-from .content import content_of
-from .pickled import Unknown, Unusual, made_by_code
-from .stored import StoredTensor, path_name
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
+"""Of files of inputs and masks."""
+_LONGEST_PATH = 200
+_SAFETENSORS_DTYPES = {
+    **{"BOOL": ("bool", 8), "BF16": ("bfloat16", 16), "C64": ("complex64", 64)},
+    **{f"I{bits}": (f"int{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"U{bits}": (f"uint{bits}", bits) for bits in (8, 16, 32, 64)},
+    **{f"F{bits}": (f"float{bits}", bits) for bits in (16, 32, 64)},
+    **{"F8_E4M3": ("float8_e4m3fn", 8), "F8_E5M2": ("float8_e5m2", 8), "F8_E8M0": ("float8_e8m0fnu", 8)},
+    **{"F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8)},
+    **{"F4": ("float4_e2m1", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)},
+}
+"""A format's name of a dtype, to torch's name and the bits of an element."""
+_LONGEST_SAFETENSORS_HEADER = 25_000_000
+"""Bytes: some 200,000 tensors."""
+_MOST_DIMENSIONS = 64
+"""More than any tensor that torch or numpy computes with has."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, whose numbers have not been read."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name of it."""
+    nbytes: int
+    """Bytes of the whole tensor, with every element that a stride of 0 repeats."""
+    read: Callable[[], Tensor] | None
+    """Returns a contiguous copy on the CPU; None where the file has no numbers for it (meta)."""
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    @property
+    def has_numbers(self) -> bool:
+        """Whether it has real numbers in the file."""
+        return self.numel > 0 and self.read is not None and not self.dtype.startswith("complex")
+
+
+class Unusual:
+    """Stands for a tensor whose elements are not laid out with strides."""
+
+    kind = "a sparse, nested or quantized tensor"
+
+
+class Unknown:
+    """Stands for an object whose class torch.load does not know: it has the name of the class, and nothing is run."""
+
+    name = ""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Unknown:
+        """Return an object without anything in it."""
+        return object.__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
 
 
 def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
@@ -41,9 +111,11 @@ def read_tensor(path: Path) -> Tensor:
 
     Raises as `read_tensors`, and `InputError` when there are several.
     """
+    import torch
+
     with torch.device("cpu"):  # of a mask the numbers are needed, whatever runs where
         content = read_tensors(path)
-    content = {"": content} if isinstance(content, Tensor) else content
+    content = {"": content} if not isinstance(content, dict) else content
     if len(content) != 1:
         names = shortened(", ".join(map(repr, content)) or "none", MESSAGE // 2)
         raise InputError(
@@ -63,36 +135,243 @@ def _read(value: Any, name: str) -> Tensor:
         raise InputError(f"{name} is {a_kind(value)} and not a tensor. Save a tensor, or a dict of tensors by name.")
     if value.numel == 0:
         raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
-    if torch.get_default_device().type == "meta":
-        return torch.empty(value.shape, dtype=_dtype_of(value, name))
     return read_stored(value, name)
 
 
 def read_stored(stored: StoredTensor, name: str) -> Tensor:
-    """Return a copy of a stored tensor that has elements, on the CPU.
+    """Return a copy of a stored tensor that has elements, on the CPU; a shape alone where meta is the default device.
 
     Raises:
         InputError: it is on meta, the file has become shorter, or this version of torch has no such dtype.
         DoesNotFitError: it is larger than the free memory.
     """
-    shape = list(stored.shape)
+    import torch
+
+    dtype = getattr(torch, stored.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise InputError(
+            f"{name} holds {stored.dtype}, which torch {torch.__version__} has no dtype for. Cast it first."
+        )
+    if torch.get_default_device().type == "meta":
+        return torch.empty(stored.shape, dtype=dtype)
     if stored.read is None:
+        shape = list(stored.shape)
         raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
-    _dtype_of(stored, name)
     try:
         return stored.read()
     except (RuntimeError, MemoryError) as error:  # a stride of 0 lets a file of a few bytes claim any size
         if not is_out_of_memory(error):
             raise
         raise DoesNotFitError(
-            f"{name} with shape {shown(shape)} takes {byte_size(stored.nbytes)}, more than is free. Save a smaller one."
+            f"{name} with shape {shown([*stored.shape])} takes {byte_size(stored.nbytes)}, more than is free. "
+            "Save a smaller one."
         ) from None
 
 
-def _dtype_of(stored: StoredTensor, name: str) -> torch.dtype:
-    dtype = getattr(torch, stored.dtype, None)
-    if not isinstance(dtype, torch.dtype):
+def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
+    """Return the tensors of a file as `StoredTensor`, in the dicts that they lie in.
+
+    What is no tensor is as it is, or is `Unusual`, or `Unknown`.
+
+    Args:
+        path: the file.
+        suffixes: those that are meant, of `READERS`.
+
+    Raises:
+        InputError: the file is absent, cannot be read, or is damaged.
+        UnsafeFileError: it is compressed or holds nothing but objects that code makes.
+    """
+    kinds = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
+    with opened(path, kinds) as (file, size):
+        suffix = path.suffix.lower()
+        if suffix not in suffixes:
+            raise InputError(f"{path_name(path)} is not a {kinds} file by its suffix. Give one of those.")
+        return READERS[suffix](file, size, path)
+
+
+@contextmanager
+def opened(path: Path, kinds: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Open a plain file, and give its size in bytes too. Nothing else is opened: a pipe would wait, a device act.
+
+    Raises `InputError` where it is not there, is something else or empty, or cannot be read; `kinds` are the suffixes
+    that the message offers.
+    """
+    name = path_name(path)
+    if "\0" in str(path):
+        raise InputError(f"{name} cannot be the name of a file. Give the path of a {kinds} file.")
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise InputError(f"{name} is not a file. Give the path of a {kinds} file.")
+        # What is put in its place meanwhile is not waited for.
+        flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+        with open(os.open(path, flags), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size == 0:
+                raise InputError(f"{name} is empty: 0 bytes. Save it again.")
+            yield file, size
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            raise InputError(f"{name} is not there. Give the path of a {kinds} file.") from None
+        raise InputError(f"{name} cannot be read: {error.strerror or 'it is cut short or damaged'}.") from None
+
+
+def path_name(path: Path) -> str:
+    """Return a path as a message repeats it."""
+    return printable(path, _LONGEST_PATH)
+
+
+def made_by_code(name: str, kind: str) -> UnsafeFileError:
+    """Return the error for an object that only running its class could make."""
+    return UnsafeFileError(
+        f"{name} is an object that only runs as code ({shown(kind)}), and opening it would run that code. "
+        "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
+    )
+
+
+def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, StoredTensor]:
+    """Read the header by ourselves: it needs neither torch nor a library that a checkpoint is shown without."""
+    try:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, _LONGEST_SAFETENSORS_HEADER):
+            raise ValueError
+        header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+        start, entries = 8 + length, {key: value for key, value in header.items() if key != "__metadata__"}
+        tensors = {}
+        for key, entry in entries.items():
+            dtype, bits = _SAFETENSORS_DTYPES[entry["dtype"]]
+            shape, (first, last) = _sizes(entry["shape"]), _sizes(entry["data_offsets"])
+            if first > last or start + last > size or prod(shape) * bits != 8 * (last - first):
+                raise ValueError
+            read = partial(_read_bytes, path, start + first, last - first, shape, dtype)
+            tensors[key] = StoredTensor(shape, dtype, last - first, read)
+        return tensors
+    # RecursionError: nested as deep as no header is.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise InputError(f"{path_name(path)} is not a .safetensors file, or it is cut short. Save it again.") from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    named = dict(pairs)
+    if len(named) != len(pairs):
+        raise ValueError
+    return named
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    """Return a shape or offsets out of a header. Raises `ValueError` for what cannot be one."""
+    if not isinstance(value, (list, tuple)) or len(value) > _MOST_DIMENSIONS:
+        raise ValueError
+    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _read_bytes(path: Path, offset: int, nbytes: int, shape: tuple[int, ...], dtype: str) -> Tensor:
+    import torch
+
+    data = bytearray(nbytes)
+    with opened(path, "readable") as (file, _):
+        file.seek(offset)
+        if file.readinto(data) != nbytes:  # type: ignore[attr-defined]  # a buffered reader has it
+            raise _shorter(path)
+    kind: torch.dtype = getattr(torch, dtype)
+    if kind == torch.bool:  # a byte that is neither 0 nor 1 may be anything to torch's kernels
+        return torch.frombuffer(data, dtype=torch.uint8).ne(0).reshape(shape)
+    return torch.frombuffer(data, dtype=kind).reshape(shape)
+
+
+def _shorter(path: Path) -> InputError:
+    return InputError(f"{path_name(path)} has become shorter meanwhile. Try it again.")
+
+
+def _read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
+    """Check the header by ourselves before numpy reads the array: what it claims, numpy allocates."""
+    from numpy.lib import format
+
+    name = path_name(path)
+    if file.read(6) != format.MAGIC_PREFIX:
+        raise InputError(f"{name} is not a .npy file: numpy's signature is missing. Save it with numpy.save.")
+    file.seek(0)
+    try:
+        old = format.read_magic(file) == (1, 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            shape, _, dtype = (format.read_array_header_1_0 if old else format.read_array_header_2_0)(file)
+        shape = _sizes(shape)
+    except Exception:  # numpy's reading of a header raises what its tokenizer and its parser do
+        raise InputError(f"{name} is cut short or damaged: its header cannot be read. Save it again.") from None
+    if dtype.hasobject:
+        end = "and opening it would run their code. Save an array of numbers."
+        raise UnsafeFileError(f"{name} holds Python objects, {end}")
+    if dtype.kind not in "biufc" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
         raise InputError(
-            f"{name} holds {stored.dtype}, which torch {torch.__version__} has no dtype for. Cast it first."
+            f"{name} holds {shown(dtype.name)}, and tensors hold numbers or booleans. Save an array of those."
         )
-    return dtype
+    nbytes = prod(shape) * dtype.itemsize
+    if file.tell() + nbytes > size:
+        raise InputError(f"{name} is cut short: its header says shape {shown([*shape])}, and the file is smaller.")
+
+    def read() -> Tensor:
+        import torch
+
+        with opened(path, ".npy") as (again, _), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                array = format.read_array(again, allow_pickle=False)
+            except ValueError:
+                raise _shorter(path) from None
+        return torch.from_numpy(array.astype(dtype.newbyteorder("="), order="C"))
+
+    return StoredTensor(shape, dtype.name, nbytes, read)
+
+
+def _read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
+    """Read what torch.save wrote, without a class that torch does not know. Numbers of an archive stay in the file."""
+    import torch
+    from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+    name = path_name(path)
+    classes: list[str] = []
+    try:
+        zipped = file.read(4) == b"PK\x03\x04"
+        if zipped:
+            with zipfile.ZipFile(file) as archive:
+                compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
+            if compressed:
+                raise UnsafeFileError(
+                    f"{name} is compressed, and may unpack to any size; torch.save does not compress. "
+                    "Save the tensor again with torch.save."
+                )
+            classes = get_unsafe_globals_in_checkpoint(path)
+        stand_ins = [(type("Unknown", (Unknown,), {"name": name}), name) for name in classes]
+        with warnings.catch_warnings(), torch.device("cpu"), safe_globals(list(stand_ins)):
+            warnings.simplefilter("ignore")
+            return _with_stored(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped))
+    except (InputError, UnsafeFileError, OSError):
+        raise
+    except Exception as error:  # zipfile and torch raise a dozen kinds for damaged files
+        if is_out_of_memory(error):
+            raise
+        if classes:
+            raise made_by_code(name, classes[0]) from None
+        raise InputError(f"{name} is not a file that torch.save wrote, or it is cut short. Save it again.") from None
+
+
+def _with_stored(content: Any) -> Any:
+    """Return the content with a `StoredTensor` for each tensor in its dicts."""
+    import torch
+
+    if isinstance(content, torch.Tensor):
+        if content.layout != torch.strided or content.is_quantized or content.is_nested:
+            return Unusual()
+        values = content.detach().resolve_conj().resolve_neg()
+        copied = partial(values.clone, memory_format=torch.contiguous_format)
+        dtype, nbytes = str(values.dtype).removeprefix("torch."), values.numel() * values.element_size()
+        return StoredTensor(tuple(values.shape), dtype, nbytes, None if values.is_meta else copied)
+    return {key: _with_stored(value) for key, value in content.items()} if isinstance(content, dict) else content
+
+
+READERS: dict[str, Callable[[BinaryIO, int, Path], Any]] = {
+    **dict.fromkeys((".pt", ".pth", ".bin"), _read_pickled),
+    **{".npy": _read_npy, ".safetensors": _read_safetensors},
+}

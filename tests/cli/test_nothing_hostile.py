@@ -143,8 +143,7 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
     import numpy as np
 
     from mha_inspect.errors import InputError
-    from mha_inspect.files.content import content_of
-    from mha_inspect.files.tensors import SUFFIXES, read_stored
+    from mha_inspect.files.tensors import SUFFIXES, content_of, read_stored
 
     np.save(tmp_path / "x.npy", np.zeros((3, 7)))
     stored = content_of(tmp_path / "x.npy", SUFFIXES)

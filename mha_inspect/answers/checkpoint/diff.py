@@ -5,26 +5,30 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import inf, isfinite, sqrt
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ...errors import SpecError
 from ...files.attentions import NamedAttention, StoredProjection, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
-from ...files.stored import StoredTensor
-from ...files.tensors import read_stored
+from ...files.tensors import StoredTensor, read_stored
+from ...record.rounding import parts, same_bits
 from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
-from ...text import listed, plural, shown
-from .heads import Distance, distance, numbers_of
-from .sentences import answer
+from ...text import listed, percent, plural, shown, spans
+from .heads import numbers_of
 
 _SAME: tuple[TensorVerdict, ...] = ("same bits", "same within rounding")
 _WORSE: tuple[TensorVerdict, ...] = (*_SAME, "same, permuted", "other shape", "differs")
 """The verdict of several tensors is the last of theirs in this order."""
 _FIRST = 64
 """Elements that are compared before two tensors are compared whole."""
+_NAMED = 5
+"""Heads that the answer names."""
 
 
 def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None) -> CheckpointDiffReport:
@@ -42,201 +46,258 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
         DoesNotFitError: a tensor takes more memory than is free.
     """
     ours, theirs = (_Side.of(read_checkpoint(path), num_heads) for path in (left, right))
-    counts = [own.stored.num_heads for side in (ours, theirs) for own in side.attentions.values()]
+    counts = [attention.stored.num_heads for side in (ours, theirs) for attention in side.attentions.values()]
     if num_heads is not None and counts and num_heads not in counts:
         raise SpecError(f"num_heads {num_heads} does not fit the shapes of any attention in the two files.")
-    pairs = {name: _pair(name, name, ours, theirs) for name in ours.tensors if name in theirs.tensors}
-    parts: list[PartPair] = []
-    unknown = 0
-    every = [*pairs.values()]
-    for one, other in _paired(ours, theirs):
-        names = one.stored.parameters
-        if {*names} == {*other.stored.parameters} and all(pairs[name].verdict in _SAME for name in names):
+    same_name = {name: _pair(name, name, ours, theirs) for name in ours.tensors if name in theirs.tensors}
+    pairs, of_parts, unknown = [*same_name.values()], list[PartPair](), 0
+    for attention, other in _paired(ours, theirs):
+        names = attention.stored.parameters
+        if {*names} == {*other.stored.parameters} and all(same_name[name].verdict in _SAME for name in names):
             continue
-        count = one.stored.num_heads or other.stored.num_heads
+        count = attention.stored.num_heads or other.stored.num_heads
         if count is None:
             unknown += 1
             continue
-        attentions = ours.with_heads(one, count), theirs.with_heads(other, count)
-        compared = _parts(*attentions, ours, theirs)
-        parts += compared
-        every += _renamed(*attentions, compared, ours, theirs)
-    every += _moved(ours, theirs, {pair.name for pair in every}, {pair.other for pair in every})
-    only_left = _absent(ours, {pair.name for pair in every})
-    only_right = _absent(theirs, {pair.other for pair in every})
+        both = ours.with_heads(attention, count), theirs.with_heads(other, count)
+        compared = _parts(*both, ours, theirs)
+        of_parts += compared
+        pairs += _renamed(*both, {part.part: part.verdict for part in compared}, ours, theirs)
+    pairs += _moved(ours, theirs, {pair.name for pair in pairs}, {pair.other for pair in pairs})
+    only_left = _absent(ours, {pair.name for pair in pairs})
+    only_right = _absent(theirs, {pair.other for pair in pairs})
     place = {name: number for number, name in enumerate(ours.tensors)}
-    same = not only_left and not only_right and all(pair.verdict in _SAME for pair in every)
+    same = not only_left and not only_right and all(pair.verdict in _SAME for pair in pairs)
+    notes = [f"The {name}: {note}" for name, side in (("left", ours), ("right", theirs)) for note in side.file.notes]
+    if unknown:
+        notes.append(
+            f"Nothing tells the heads of {plural(unknown, 'attention')} that differ: give them, as in --num-heads "
+            "8, to see which heads changed."
+        )
     report = CheckpointDiffReport(
         ours.report(),
         theirs.report(),
-        tuple(sorted(every, key=lambda pair: place[pair.name])),
+        tuple(sorted(pairs, key=lambda pair: place[pair.name])),
         only_left,
         only_right,
-        tuple(parts),
+        tuple(of_parts),
         "same" if same else "differs",
-        tuple(_notes(ours, theirs, unknown)),
+        tuple(notes),
         (),
     )
-    return replace(report, answer=tuple(answer(report)))
+    return replace(report, answer=tuple(_answer(report)))
 
 
 @dataclass(frozen=True)
 class _Side:
-    checkpoint: Checkpoint
+    file: Checkpoint
     attentions: dict[str, NamedAttention]
     """By the path of the module."""
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, num_heads: int | None) -> _Side:
-        attentions = find_attentions(checkpoint.tensors, checkpoint.config, num_heads)
-        return cls(checkpoint, {attention.stored.module: attention for attention in attentions})
+    def of(cls, file: Checkpoint, num_heads: int | None) -> _Side:
+        attentions = find_attentions(file.tensors, file.config, num_heads)
+        return cls(file, {attention.stored.module: attention for attention in attentions})
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        return self.checkpoint.tensors
+        return self.file.tensors
 
     def report(self) -> CheckpointSide:
         tensors = self.tensors.values()
-        dtypes = Counter(tensor.dtype for tensor in tensors).most_common()
-        return CheckpointSide(
-            self.checkpoint.path.resolve().name,
-            len(self.tensors),
-            sum(tensor.numel for tensor in tensors),
-            sum(tensor.nbytes for tensor in tensors),
-            tuple(dtype for dtype, _ in dtypes),
-        )
+        dtypes = [dtype for dtype, _ in Counter(tensor.dtype for tensor in tensors).most_common()]
+        numel, nbytes = sum(tensor.numel for tensor in tensors), sum(tensor.nbytes for tensor in tensors)
+        return CheckpointSide(self.file.path.resolve().name, len(tensors), numel, nbytes, tuple(dtypes))
 
     def with_heads(self, attention: NamedAttention, count: int) -> NamedAttention:
         """Return one attention as it is with so many heads; as it was where they do not fit."""
         tensors = {name: self.tensors[name] for name in attention.stored.parameters}
-        return next(iter(find_attentions(tensors, self.checkpoint.config, count)), attention)
+        return next(iter(find_attentions(tensors, self.file.config, count)), attention)
 
     def read(self, name: str) -> Tensor:
         return read_stored(self.tensors[name], shown(name))
 
 
-def _paired(left: _Side, right: _Side) -> Iterator[tuple[NamedAttention, NamedAttention]]:
-    """Yield the attentions of one path; where names share none, and both have as many, those in one place."""
+def _paired(left: _Side, right: _Side) -> Iterable[tuple[NamedAttention, NamedAttention]]:
+    """Return the attentions of one path; where names share none, and both have as many, those in one place."""
     ours, theirs = left.attentions, right.attentions
     if not ours.keys() & theirs.keys() and len(ours) == len(theirs):
-        yield from zip(ours.values(), theirs.values(), strict=True)
-        return
-    yield from ((attention, theirs[module]) for module, attention in ours.items() if module in theirs)
+        return zip(ours.values(), theirs.values(), strict=True)
+    return ((attention, theirs[module]) for module, attention in ours.items() if module in theirs)
 
 
-# -- heads ------------------------------------------------------------------------------------------------------------
-
-
-def _parts(one: NamedAttention, other: NamedAttention, left: _Side, right: _Side) -> list[PartPair]:
+def _parts(attention: NamedAttention, other: NamedAttention, left: _Side, right: _Side) -> list[PartPair]:
     """Compare two attentions part by part: `W_q`, `b_q` and so on, by head."""
-    ours = numbers_of(one.projections, left.tensors)
-    theirs = numbers_of(other.projections, right.tensors)
+    ours, theirs = numbers_of(attention.projections, left.tensors), numbers_of(other.projections, right.tensors)
     pairs = []
     for part in sorted({*ours} & {*theirs}, key=lambda part: (part[0], "qkvo".find(part[-1]))):
         verdict: TensorVerdict = "other shape"
         differences: tuple[float, ...] = ()
         if ours[part].shape == theirs[part].shape:
-            verdict = _verdict(distance(ours[part], theirs[part]))
+            verdict = _distance(ours[part], theirs[part]).verdict
         if verdict == "differs":
-            differences = tuple(distance(*heads).relative for heads in zip(ours[part], theirs[part], strict=True))
-        pairs.append(PartPair(one.stored.module, other.stored.module, part, verdict, differences))
+            differences = tuple(_distance(*heads).relative for heads in zip(ours[part], theirs[part], strict=True))
+        pairs.append(PartPair(attention.stored.module, other.stored.module, part, verdict, differences))
     return pairs
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
 
 
-def _verdict(apart: Distance) -> TensorVerdict:
-    return "same bits" if apart.same_bits else "same within rounding" if apart.within_rounding else "differs"
+class _Distance(NamedTuple):
+    """How far apart two tensors of one shape are."""
+
+    verdict: TensorVerdict
+    largest: float
+    relative: float
+    """‖left - right‖ / ‖left‖, of the numbers that are finite."""
+
+
+def _distance(left: Tensor, right: Tensor) -> _Distance:
+    """Return how far apart two tensors of one shape are: a NaN is equal to a NaN, and infinitely far from a number."""
+    if same_bits(left, right):
+        return _Distance("same bits", 0.0, 0.0)
+    floats = [torch.finfo(side.dtype) for side in (left, right) if side.dtype.is_floating_point]
+    slack, lowest = sum(info.eps for info in floats) / 2, sum(info.tiny * info.eps for info in floats)
+    is_rounding, largest, squares, left_squares = True, 0.0, 0.0, 0.0
+    for ours, theirs in parts(left, right):
+        a, b = ours.double(), theirs.double()
+        equal = (a == b) | (a.isnan() & b.isnan())
+        apart = torch.where(equal, 0, (a - b).abs().nan_to_num(inf, inf, inf))
+        allowed = slack * torch.maximum(a.abs(), b.abs()) + lowest
+        is_rounding &= bool((equal | (apart <= allowed.nan_to_num(0, 0, 0))).all())
+        largest = max(largest, float(apart.max()))
+        squares += float(apart.square().sum())
+        left_squares += float(a.nan_to_num(0, 0, 0).square().sum())
+    relative = sqrt(squares / left_squares) if left_squares else (inf if squares else 0.0)
+    return _Distance("same within rounding" if is_rounding else "differs", largest, relative)
 
 
 def _pair(name: str, other: str, left: _Side, right: _Side) -> TensorPair:
     """Compare two tensors."""
     ours, theirs = left.tensors[name], right.tensors[other]
     pair = TensorPair(name, other, ours.shape, theirs.shape, ours.dtype, theirs.dtype, "other shape", None, None)
-    turned = ours.shape != theirs.shape
-    if turned and (ours.shape != theirs.shape[::-1] or len(ours.shape) != 2):
+    is_turned = ours.shape != theirs.shape
+    if is_turned and (ours.shape != theirs.shape[::-1] or len(ours.shape) != 2):
         return pair
     if not ours.numel:
         return replace(pair, verdict="same bits")
     if not (ours.has_numbers and theirs.has_numbers):
         absent = ours.read is None or theirs.read is None
         return replace(pair, verdict="differs", note="it has no numbers in the file" if absent else "complex numbers")
-    if turned:
-        same = distance(left.read(name).T.contiguous(), right.read(other)).within_rounding
-        return replace(pair, verdict="same, permuted", note="transposed") if same else pair
-    apart = distance(left.read(name), right.read(other))
-    return replace(pair, verdict=_verdict(apart), max_abs_difference=apart.largest, relative_difference=apart.relative)
+    numbers = left.read(name).T.contiguous() if is_turned else left.read(name)
+    verdict, largest, relative = _distance(numbers, right.read(other))
+    if is_turned:
+        return replace(pair, verdict="same, permuted", note="transposed") if verdict in _SAME else pair
+    return replace(pair, verdict=verdict, max_abs_difference=largest, relative_difference=relative)
 
 
 def _renamed(
-    one: NamedAttention, other: NamedAttention, parts: Iterable[PartPair], left: _Side, right: _Side
+    attention: NamedAttention,
+    other: NamedAttention,
+    verdicts: Mapping[str, TensorVerdict],
+    left: _Side,
+    right: _Side,
 ) -> Iterator[TensorPair]:
     """Yield the tensors of two attentions that have the same parts under other names, or in more tensors or fewer."""
-    verdicts = {part.part: part.verdict for part in parts}
-    where = {projection.part: projection for projection in other.projections if projection.tensor not in left.tensors}
+    where = {theirs.part: theirs for theirs in other.projections if theirs.tensor not in left.tensors}
     shared: dict[tuple[str, str], list[tuple[StoredProjection, StoredProjection]]] = {}
-    for ours in one.projections:
+    for ours in attention.projections:
         if ours.part in where and ours.part in verdicts and ours.tensor not in right.tensors:
             theirs = where[ours.part]
             shared.setdefault((ours.tensor, theirs.tensor), []).append((ours, theirs))
-    for (name, other_name), projections in shared.items():
+    for names, projections in shared.items():
         verdict = max((verdicts[ours.part] for ours, _ in projections), key=_WORSE.index)
-        note = _packing(shared, (name, other_name))
-        if not note and any(ours.axis != theirs.axis for ours, theirs in projections):
-            note = "transposed"
-        verdict = "same, permuted" if note and verdict in _SAME else verdict
-        ours_stored, theirs_stored = left.tensors[name], right.tensors[other_name]
-        shapes, dtypes = (ours_stored.shape, theirs_stored.shape), (ours_stored.dtype, theirs_stored.dtype)
-        yield TensorPair(name, other_name, *shapes, *dtypes, verdict, None, None, note)
-
-
-def _packing(
-    shared: Mapping[tuple[str, str], list[tuple[StoredProjection, StoredProjection]]], pair: tuple[str, str]
-) -> str:
-    """Return in words that several tensors of one side are one on the other; empty where they are not."""
-    for side, (packed, apart) in enumerate((("left", "right"), ("right", "left"))):
-        several = [names for names in shared if names[side] == pair[side]]
-        if len(several) > 1:
-            letters = sorted((ours.part[-1] for names in several for ours, _ in shared[names]), key="qkv".find)
-            return f"{listed(letters)} lie in one tensor on the {packed}, in several on the {apart}"
-    return ""
+        note = "transposed" if any(ours.axis != theirs.axis for ours, theirs in projections) else ""
+        for side, (packed, apart) in enumerate((("left", "right"), ("right", "left"))):
+            several = [pairs for pair, pairs in shared.items() if pair[side] == names[side]]
+            if len(several) > 1:
+                letters = sorted((ours.part[-1] for pairs in several for ours, _ in pairs), key="qkv".find)
+                note = f"{listed(letters)} lie in one tensor on the {packed}, in several on the {apart}"
+        if note and verdict in _SAME:
+            verdict = "same, permuted"
+        stored = left.tensors[names[0]], right.tensors[names[1]]
+        shapes, dtypes = [tensor.shape for tensor in stored], [tensor.dtype for tensor in stored]
+        yield TensorPair(*names, *shapes, *dtypes, verdict, None, None, note)
 
 
 def _moved(left: _Side, right: _Side, named: Collection[str], others: Collection[str]) -> Iterator[TensorPair]:
     """Yield tensors that are on one side under one name and on the other under another, with the same numbers."""
-    by_shape: dict[tuple[int, ...], list[str]] = {}
+    by_shape: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for other, stored in right.tensors.items():
         if other not in others and stored.has_numbers:
-            by_shape.setdefault(stored.shape, []).append(other)
-    first = {name: right.read(name).flatten()[:_FIRST].clone() for names in by_shape.values() for name in names}
+            by_shape.setdefault(stored.shape, {})[other] = right.read(other).flatten()[:_FIRST].clone()
     for name, stored in left.tensors.items():
         if name in named or not stored.has_numbers or stored.shape not in by_shape:
             continue
-        numbers = left.read(name)
-        is_constant = bool(
-            (numbers == numbers.flatten()[0]).all()
-        )  # a norm that never learned: others are so by chance
-        for other in by_shape[stored.shape]:
-            alike = name.rsplit(".", 2)[-2:] == other.rsplit(".", 2)[-2:]
-            if (is_constant and not alike) or not distance(numbers.flatten()[:_FIRST], first[other]).within_rounding:
-                continue
-            pair = _pair(name, other, left, right)
-            if pair.verdict in _SAME:
-                by_shape[stored.shape].remove(other)
-                yield pair
-                break
+        numbers = left.read(name).flatten()
+        is_constant = bool((numbers == numbers[0]).all())  # a norm that never learned: others are so by chance
+        for other, first in by_shape[stored.shape].items():
+            alike = not is_constant or name.rsplit(".", 2)[-2:] == other.rsplit(".", 2)[-2:]
+            if alike and _distance(numbers[:_FIRST], first).verdict in _SAME:
+                pair = _pair(name, other, left, right)
+                if pair.verdict in _SAME:
+                    del by_shape[stored.shape][other]
+                    yield pair
+                    break
 
 
 def _absent(side: _Side, names: Collection[str]) -> tuple[StoredName, ...]:
     return tuple(StoredName(name, stored.shape) for name, stored in side.tensors.items() if name not in names)
 
 
-def _notes(left: _Side, right: _Side, unknown: int) -> Iterator[str]:
-    for name, side in (("left", left), ("right", right)):
-        yield from (f"The {name}: {note}" for note in side.checkpoint.notes)
-    if unknown:
-        yield (
-            f"Nothing tells the heads of {plural(unknown, 'attention')} that differ: give them, as in --num-heads "
-            "8, to see which heads changed."
-        )
+# -- the answer -------------------------------------------------------------------------------------------------------
+
+
+def _answer(report: CheckpointDiffReport) -> Iterator[str]:
+    """Yield whether both are the same, and what makes the difference, in sentences."""
+    verdicts = Counter(pair.verdict for pair in report.tensors)
+    number = len(report.tensors)
+    renamed = sum(pair.name != pair.other for pair in report.tensors)
+    if verdicts["same bits"] == number and not (report.only_left or report.only_right or renamed):
+        yield f"Yes: all {plural(number, 'tensor')} are the same bit for bit."
+        return
+    rounded = [pair for pair in report.tensors if pair.verdict == "same within rounding"]
+    dtypes = sorted({dtype for pair in rounded for dtype in (pair.left_dtype, pair.right_dtype)})
+    words: dict[TensorVerdict, str] = {
+        "same bits": "the same bit for bit",
+        "same within rounding": f"the same within the rounding of {listed(dtypes)}",
+        "same, permuted": "the same numbers in another order",
+        "differs": "different",
+        "other shape": "of another shape",
+    }
+    said = [f"{count:,} {words[verdict]}" for verdict in words if (count := verdicts[verdict])]
+    answer = "Yes" if report.verdict == "same" else "No"
+    yield f"{answer}: {plural(number, 'tensor')} on both sides{': ' if said else ''}{listed(said)}."
+    beside = [f"{renamed:,} of them under another name"] if renamed else []
+    for names, where in ((report.only_left, "left"), (report.only_right, "right")):
+        beside += [f"{len(names):,} only in the {where}"] if names else []
+    if beside:
+        yield f"{listed(beside)}."
+    times = Counter(name for pair in report.tensors for name in (("left", pair.name), ("right", pair.other)))
+    packed = (pair for pair in report.tensors if times["left", pair.name] > 1 or times["right", pair.other] > 1)
+    for note in dict.fromkeys(pair.note for pair in packed):
+        yield f"{note[0].upper()}{note[1:]}."
+    yield from _most_changed([part for part in report.parts if part.part.startswith("W") and part.differences])
+
+
+def _most_changed(matrices: list[PartPair]) -> Iterator[str]:
+    """Yield the heads that differ most, and where few heads of an attention do."""
+    heads = [(change, pair, head) for pair in matrices for head, change in enumerate(pair.differences) if change > 0]
+    heads.sort(key=lambda item: -item[0])
+    said = [
+        f"head {head} of {pair.part}{f' in {shown(pair.left)}' if pair.left else ''} "
+        f"({percent(change) if isfinite(change) else 'not finite'})"
+        for change, pair, head in heads[:_NAMED]
+    ]
+    if said:
+        yield f"Heads that changed most, by their share of the left one's norm: {', '.join(said)}."
+    modules = dict.fromkeys(pair.left for _, pair, _ in heads)
+    for module in modules if len(modules) <= _NAMED else ():
+        few = []
+        for pair in (pair for pair in matrices if pair.left == module):
+            changed = [head for head, change in enumerate(pair.differences) if change > 0]
+            if 0 < len(changed) < len(pair.differences):
+                few.append(f"head{'s' if len(changed) > 1 else ''} {spans(changed)} of {pair.part}")
+        if few:
+            yield f"In {shown(module) or 'the file'} only {listed(few)} changed."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 from ...errors import SpecError
 from ...files.attentions import StoredProjection, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
-from ...files.stored import StoredTensor
+from ...files.tensors import StoredTensor, read_stored
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport, StoredAttention
 from ...text import did_you_mean, first_few, listed, plural, shown
-from .known import Known
+from .like import Known, held_against
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from ...layers.spec import Show
     from ...running.subject import Subject
-    from .heads import Numbers
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """What of config.json is said above the table."""
@@ -57,66 +56,81 @@ def params_of_checkpoint(
     """
     checkpoint = read_checkpoint(path)
     tensors = checkpoint.tensors
-    known = _by_names(checkpoint, num_heads, per_head)
+    known = _by_names(checkpoint, num_heads)
     if like is not None:
         known = _by_run(checkpoint, known, like)
+    attentions, notes = known.attentions, [*checkpoint.notes, *known.notes]
     if module:
         tensors = _below(module, tensors)
         of = plural(len(checkpoint.tensors), "tensor")
-        known = known.within(tensors, f"Those of {shown(module)} alone: {len(tensors)} of {of}.")
+        notes.append(f"Those of {shown(module)} alone: {len(tensors)} of {of}.")
+        attentions = tuple(pair for pair in attentions if any(name in tensors for name in pair[0].parameters))
     whole = sum(tensor.numel for tensor in tensors.values())
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
-    sizes: tuple[HeadNorms, ...] = ()
-    unusual: tuple[str, ...] = ()
+    sizes: list[HeadNorms] = []
     if norms or (show is not None and show.stats):
-        from .heads import look_at
+        from .heads import norms_of
 
-        sizes, unusual = look_at((own.module, read) for own, read in zip(known.attentions, known.reading, strict=True))
+        for attention, read in attentions:
+            of_attention, unusual = norms_of(attention.module, read())
+            sizes += of_attention
+            notes += unusual
+    shown_config = {name: checkpoint.config.get(name) for name in _SHOWN}
     return ParamsReport(
         environment=Environment(torch="", device="", dtype=dtypes.most_common(1)[0][0], seed=None),
-        layer=LayerInfo(path.resolve().name, _numbers(checkpoint.config)),
+        layer=LayerInfo(path.resolve().name, dict(_plain(shown_config))),
         parameters=tuple(_parameter(name, tensor, known, whole, per_head, show) for name, tensor in tensors.items()),
         total=ParametersTotal(whole, sum(tensor.nbytes for tensor in tensors.values()), "", None),
-        notes=(*checkpoint.notes, *known.notes, *unusual),
-        head_norms=sizes if norms else None,
-        stored_attentions=known.attentions,
+        notes=tuple(notes),
+        head_norms=tuple(sizes) if norms else None,
+        stored_attentions=tuple(attention for attention, _ in attentions),
         like=known.like,
     )
 
 
+def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the texts and the numbers of a size that JSON's readers have."""
+    for name, value in values.items():
+        if isinstance(value, str) or (isinstance(value, int) and 0 <= value < 2**63):
+            yield name, shown(value) if isinstance(value, str) else value
+
+
 def _below(module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return what is below one path. Raises `SpecError` where nothing is."""
-    own = {name: tensor for name, tensor in tensors.items() if name == module or name.startswith(f"{module}.")}
-    if not own:
+    inside = {name: tensor for name, tensor in tensors.items() if f"{name}.".startswith(f"{module}.")}
+    if not inside:
         each = (name.split(".") for name in tensors)
         paths = dict.fromkeys(".".join(pieces[:at]) for pieces in each for at in range(1, len(pieces) + 1))
         there = first_few([path for path in paths if "." not in path], 8)
         raise SpecError(
             f"module {shown(module)} holds no tensor of the file, which has {there}.{did_you_mean(module, paths)}"
         )
-    return own
+    return inside
 
 
-def _by_names(checkpoint: Checkpoint, num_heads: int | None, per_head: bool) -> Known:
-    found = find_attentions(checkpoint.tensors, checkpoint.config, num_heads)
-    attentions = tuple(own.stored for own in found)
-    if num_heads is not None and found and not any(own.num_heads == num_heads for own in attentions):
-        allowed = sorted({n for own in attentions for n in (own.fits or (own.num_heads,)) if n is not None})
+def _by_names(checkpoint: Checkpoint, num_heads: int | None) -> Known:
+    """Return what names and shapes tell. Raises `SpecError` where no attention can have so many heads."""
+    named = find_attentions(checkpoint.tensors, checkpoint.config, num_heads)
+    attentions = [attention.stored for attention in named]
+    if num_heads is not None and named and not any(stored.num_heads == num_heads for stored in attentions):
+        allowed = sorted({n for stored in attentions for n in (*stored.fits, stored.num_heads) if n is not None})
         where, counts = shown(checkpoint.path), listed(list(map(str, allowed)))
         raise SpecError(f"num_heads {num_heads} does not fit the shapes in {where}: {counts} do.")
-    heads: dict[str, list[HeadSlice]] = {}
-    for projection in (one for own in found for one in own.projections) if per_head else ():
-        heads.setdefault(projection.tensor, []).extend(projection.slices(checkpoint.tensors[projection.tensor].shape))
+    heads: dict[str, tuple[HeadSlice, ...]] = {}
+    for projection in (projection for attention in named for projection in attention.projections):
+        slices = projection.slices(checkpoint.tensors[projection.tensor].shape)
+        heads[projection.tensor] = (*heads.get(projection.tensor, ()), *slices)
     return Known(
-        attentions,
-        {name: role for own in found for name, role in own.roles.items()},
-        {name: tuple(own) for name, own in heads.items() if own},
-        tuple(_notes(checkpoint, attentions, num_heads)),
-        tuple(partial(_read, own.projections, checkpoint.tensors) for own in found),
+        tuple(
+            (attention.stored, partial(_numbers_of, attention.projections, checkpoint.tensors)) for attention in named
+        ),
+        {name: role for attention in named for name, role in attention.roles.items()},
+        heads,
+        tuple(_notes(attentions, from_config=num_heads is None and bool(checkpoint.config))),
     )
 
 
-def _read(projections: Sequence[StoredProjection], tensors: Mapping[str, StoredTensor]) -> Numbers:
+def _numbers_of(projections: Sequence[StoredProjection], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
     from .heads import numbers_of
 
     return numbers_of(projections, tensors)
@@ -127,25 +141,16 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) 
     import torch
 
     from ...running.subject import Subject
-    from .like import held_against
 
-    own = like if isinstance(like, Subject) else Subject(like, (), {})
-    seen = None
-    if own is like:
-        with torch.no_grad(), own.replaying(own.state()):
-            seen = own.recorded(keep=True)
-    counts = {found.module: found.num_heads for found in by_names.attentions if found.num_heads is not None}
-    found = held_against(checkpoint.tensors, own.module, seen, own.name, counts if checkpoint.config else {})
-    return replace(by_names, like=found.like) if seen is None else found
-
-
-def _numbers(config: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: config.get(name) for name in _SHOWN}
-    return {name: shown(value) if isinstance(value, str) else value for name, value in found.items() if _plain(value)}
-
-
-def _plain(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, int) and 0 <= value < 2**63)
+    subject = like if isinstance(like, Subject) else Subject(like, (), {})
+    run = None
+    if subject is like:
+        with torch.no_grad(), subject.replaying(subject.state()):
+            run = subject.recorded(keep=True)
+    stored = [stored for stored, _ in by_names.attentions if stored.num_heads is not None and checkpoint.config]
+    counts = {attention.module: attention.num_heads or 0 for attention in stored}
+    by_run = held_against(checkpoint.tensors, subject.module, run, subject.name, counts)
+    return replace(by_names, like=by_run.like) if run is None else by_run
 
 
 def _parameter(
@@ -154,7 +159,6 @@ def _parameter(
     role = known.roles.get(name)
     stats = values = None
     if show is not None and (show.stats or show.values) and tensor.numel and tensor.read is not None:
-        from ...files.tensors import read_stored
         from ...measure.statistics import stats_of, values_of
 
         numbers = read_stored(tensor, shown(name))
@@ -169,26 +173,24 @@ def _parameter(
         nbytes=tensor.nbytes,
         share=tensor.numel / whole if whole else 0.0,
         role="" if role is None else role.text,
-        heads=known.heads.get(name) if per_head else None,
+        heads=(known.heads.get(name) or None) if per_head else None,
         stats=stats,
         values=values,
     )
 
 
-def _notes(checkpoint: Checkpoint, attentions: Iterable[StoredAttention], asked: int | None) -> list[str]:
-    attentions = list(attentions)
+def _notes(attentions: Sequence[StoredAttention], *, from_config: bool) -> Iterator[str]:
     if not attentions:
-        return ["No tensors have the names of an attention's projections: what they are for is not known."]
-    notes = ["What the tensors are for is told by their names and shapes: nothing was run."]
-    for fits in dict.fromkeys(own.fits for own in attentions if own.fits):
-        number = sum(own.fits == fits for own in attentions)
-        notes.append(
+        yield "No tensors have the names of an attention's projections: what they are for is not known."
+        return
+    yield "What the tensors are for is told by their names and shapes: nothing was run."
+    for fits, number in Counter(stored.fits for stored in attentions if stored.fits).items():
+        yield (
             f"num_heads is not in the file: {listed(list(map(str, fits)))} fit the shapes of "
             f"{plural(number, 'attention')}, and it would load silently with any of them. Give it: --num-heads N."
         )
-    if asked is None and checkpoint.config and any(own.num_heads for own in attentions):
-        notes.append("Head counts are those of config.json, or the only ones that the shapes allow.")
-    without = sum(not own.fits and own.num_heads is None for own in attentions)
+    if from_config and any(stored.num_heads for stored in attentions):
+        yield "Head counts are those of config.json, or the only ones that the shapes allow."
+    without = sum(not stored.fits and stored.num_heads is None for stored in attentions)
     if without:
-        notes.append(f"No number of heads fits the shapes of {plural(without, 'attention')}.")
-    return notes
+        yield f"No number of heads fits the shapes of {plural(without, 'attention')}."
