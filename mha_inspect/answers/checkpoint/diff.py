@@ -173,10 +173,14 @@ def _distance(left: Tensor, right: Tensor) -> _Distance:
     return _Distance("same within rounding" if is_rounding else "differs", largest, relative)
 
 
+def _beside(name: str, other: str, left: _Side, right: _Side) -> TensorPair:
+    ours, theirs = left.tensors[name], right.tensors[other]
+    return TensorPair(name, other, ours.shape, theirs.shape, ours.dtype, theirs.dtype, "other shape", None, None)
+
+
 def _pair(name: str, other: str, left: _Side, right: _Side) -> TensorPair:
     """Compare two tensors."""
-    ours, theirs = left.tensors[name], right.tensors[other]
-    pair = TensorPair(name, other, ours.shape, theirs.shape, ours.dtype, theirs.dtype, "other shape", None, None)
+    ours, theirs, pair = left.tensors[name], right.tensors[other], _beside(name, other, left, right)
     is_turned = ours.shape != theirs.shape
     if is_turned and (ours.shape != theirs.shape[::-1] or len(ours.shape) != 2):
         return pair
@@ -216,9 +220,7 @@ def _renamed(
                 note = f"{listed(letters)} lie in one tensor on the {packed}, in several on the {apart}"
         if note and verdict in _SAME:
             verdict = "same, permuted"
-        stored = left.tensors[names[0]], right.tensors[names[1]]
-        shapes, dtypes = [tensor.shape for tensor in stored], [tensor.dtype for tensor in stored]
-        yield TensorPair(*names, *shapes, *dtypes, verdict, None, None, note)
+        yield replace(_beside(*names, left, right), verdict=verdict, note=note)
 
 
 def _moved(left: _Side, right: _Side, named: Collection[str], others: Collection[str]) -> Iterator[TensorPair]:
