@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 def main() -> int:
     """Run the command line of this process; the exit code."""
     try:
-        from .cli.process import end_collection, hold_collection, leave_on_interrupt
+        import gc
+
+        from .cli.process import hold_collection, leave_on_interrupt
 
         hold_collection()
         with leave_on_interrupt():
             code = run()
-        end_collection()
+        gc.freeze()  # all of it goes with the process
     except KeyboardInterrupt:  # before it is answered elsewhere, or after
         code = 130
     return code
@@ -25,10 +27,10 @@ def main() -> int:
 
 def run(args: Sequence[str] | None = None) -> int:
     """Run a command line; the exit code. Whatever goes wrong is said on stderr."""
-    from .cli.app import command
-
     try:
-        return int(command().run(args) or 0)
+        from .cli.app import main_command
+
+        return int(main_command().run(args) or 0)
     except (Exception, KeyboardInterrupt) as error:
         from .cli.messages import explain
 

@@ -1,26 +1,31 @@
-"""The Typer app: `mha-inspect COMMAND`. A command's own file is imported when it is the one that was asked for."""
+"""The Typer app: `mha-inspect COMMAND`, how a command is made of a function, and the pages of --help."""
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Annotated, Any
 
 import typer
+from typer._click.exceptions import UsageError
+from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
+from typer.models import OptionInfo
 
+from .. import __version__
+from ..build.vocabulary import dashed
 from ..errors import ExitCode, SpecError
 from ..render import screen
 from ..text import did_you_mean, shown
-from .help import GroupedGroup, examples, write_list
+from .options import SHARED, Options, is_target
+from .output import write
 
 PROGRAM = "mha-inspect"
-
 COMPLETE = "_MHA_INSPECT_COMPLETE"
 """The variable by which a shell asks for completions."""
-
 COMMANDS = {
     "trace": "Show every stage of one forward pass: its shape, its axes, what is computed.",
     "params": "Show every parameter, what it is for, and which part belongs to which head.",
@@ -29,10 +34,63 @@ COMMANDS = {
     "check": "Check whether attention that runs is right: heads, masks, caches, batches.",
     "layers": "List the ways to write attention that --layer and diff take.",
 }
-"""Each command with its line in the help; its file in this folder bears its name."""
+"""Each command with its line in the help; its file in this folder bears its name, and is imported when it is used."""
+VARIABLES = (
+    "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
+    "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
+)
 
 
-class Commands(GroupedGroup):
+class _Grouped:
+    """The help of a command: options in groups, names never cut, examples at the end; bold on a terminal in colour."""
+
+    epilog: Any
+    get_params: Any
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Parse the command line; an error of it knows the command, which Typer's parser does not tell."""
+        try:
+            return super().parse_args(ctx, args)  # type: ignore[misc]  # of the class beside this one
+        except UsageError as error:
+            error.ctx = error.ctx or ctx
+            raise
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the page; Typer takes the escapes out again where it thinks that there is no terminal."""
+        ctx.color = screen.in_color(sys.stdout)
+        super().format_help(ctx, formatter)  # type: ignore[misc]  # of the class beside this one
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the options under the panel that each belongs to, in the order in which the panels come."""
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            if (record := parameter.get_help_record(ctx)) is not None:
+                said = record[1].replace("[default: (", "[default: ").replace(")]", "]")
+                panels.setdefault(parameter.rich_help_panel or "Options", []).append((record[0], said))
+        # What stands in no panel (--help) is the least of it: last.
+        for panel in sorted(panels, key="Options".__eq__):
+            _write_list(ctx, formatter, panel, panels[panel])
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        """Write the examples, one a line, never wrapped: they are there to be copied."""
+        lines = "".join(f"  {PROGRAM} {line}\n" for line in self.epilog.split("\n"))
+        formatter.write(f"\n{_bold('Examples:', ctx)}\n{lines}")
+
+
+def _write_list(ctx: Any, formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
+    with formatter.section(_bold(title, ctx)):
+        formatter.write_dl([(_bold(name, ctx), said) for name, said in rows])
+
+
+def _bold(text: str, ctx: Any) -> str:
+    return typer.style(text, bold=True) if ctx.color else text
+
+
+class Command(_Grouped, TyperCommand):
+    """A command with its options in groups."""
+
+
+class Commands(_Grouped, TyperGroup):
     """The commands, each loaded when it is used."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -50,8 +108,6 @@ class Commands(GroupedGroup):
         """Find the command that was asked for. Raises `SpecError` with the nearest one where there is none."""
         asked = args[0]
         if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
-            from .options import is_target
-
             near = did_you_mean(asked, COMMANDS)
             if not near and is_target(asked):
                 near = f" Did you mean {PROGRAM} trace {shown(asked)}?"
@@ -60,9 +116,10 @@ class Commands(GroupedGroup):
             )
         return super().resolve_command(ctx, args)
 
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands without loading them."""
-        write_list(ctx, formatter, "Commands", list(COMMANDS.items()))
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands without loading them, then the options."""
+        _write_list(ctx, formatter, "Commands", list(COMMANDS.items()))
+        super().format_options(ctx, formatter)
 
     def run(self, args: Sequence[str] | None = None) -> Any:
         """Run the command and return what it returns; every error goes to the caller, who knows the exit codes."""
@@ -77,16 +134,14 @@ class Commands(GroupedGroup):
 
 app = typer.Typer(
     cls=Commands,
-    epilog=examples(
-        "trace --embed-dim 512 --num-heads 2 --seq-len 12", "compare-heads --embed-dim 512 --heads 1,2,4,8,16"
-    ),
+    epilog="trace --embed-dim 512 --num-heads 2 --seq-len 12\ncompare-heads --embed-dim 512 --heads 1,2,4,8,16",
     rich_markup_mode=None,
     invoke_without_command=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
-def command() -> Commands:
+def main_command() -> Commands:
     """Return the app as the command that can be run."""
     group = get_command(app)
     assert isinstance(group, Commands)
@@ -95,9 +150,6 @@ def command() -> Commands:
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from .. import __version__
-        from .output import write
-
         write(f"{PROGRAM} {__version__}\n")
         raise typer.Exit
 
@@ -115,7 +167,41 @@ def mha_inspect(
     `mha-inspect COMMAND --help` has the options of each. All have defaults, and read MHA_INSPECT_<NAME> as well.
     """
     if ctx.invoked_subcommand is None:
-        from .output import write
-
         write(ctx.get_help() + "\n")
     return ExitCode.OK
+
+
+def command(
+    *examples: str, only: Sequence[str] = (), without: Sequence[str] = ()
+) -> Callable[[Callable[..., ExitCode]], typer.Typer]:
+    """Make a command of a function that takes an `Options` first: every shared option becomes a parameter of its own.
+
+    Its own options come first in `--help`. It shares `only` those that are named, or all `without` those that it has no
+    use for: these are at their defaults.
+    """
+
+    def made(function: Callable[..., ExitCode]) -> typer.Typer:
+        # Not get_type_hints: Python 3.10 puts Optional around what has None for a default, and Typer finds no option.
+        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        shared = [
+            parameter for parameter in SHARED if (parameter.name in only if only else parameter.name not in without)
+        ]
+        for parameter in (*own, *shared):
+            if isinstance(parameter.default, OptionInfo) and not parameter.default.param_decls:
+                parameter.default.param_decls = (dashed(parameter.name),)
+
+        def flat(ctx: typer.Context, **given: Any) -> ExitCode:
+            return function(Options.parsed(ctx, {option.name: given.pop(option.name) for option in shared}), **given)
+
+        context, _ = inspect.signature(flat, eval_str=True).parameters.values()
+        signature = inspect.Signature([context, *own, *shared])
+        flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for
+        paragraphs = [*inspect.cleandoc(function.__doc__ or "").split("\n\n"), *([] if only else [VARIABLES])]
+        flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+        typed = typer.Typer(add_completion=False, rich_markup_mode=None)
+        settings = {"auto_envvar_prefix": "MHA_INSPECT", "allow_extra_args": True}
+        name = function.__name__.replace("_", "-")
+        typed.command(name, cls=Command, epilog="\n".join(examples), context_settings=settings)(flat)
+        return typed
+
+    return made

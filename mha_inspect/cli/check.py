@@ -8,7 +8,8 @@ from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..text import shown
 from . import subject
-from .options import NUMBERS, TARGET, Options, command, option, size
+from .app import command
+from .options import NUMBERS, TARGET, Options, option, size
 from .output import give, prepare, write
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
 PANEL = "Check"
 INTENT = "What is meant"
-_MEANINGS = ("keep", "ignore")
 
 
 @command(
@@ -33,13 +33,13 @@ def check(
     ),
     padding_side: str | None = option(INTENT, "Where padding stands.", known=("left", "right"), show_default="right"),
     cache: str | None = option(INTENT, "The argument that takes what the forward returned second.", metavar="NAME"),
-    batch_axis: int | None = size(INTENT, "The dimension that counts sequences: 0 or 1.", show_default="0, if unsaid"),
+    batch_axis: int | None = size(INTENT, "The dimension that counts sequences: 0 or 1.", unset="0, if unsaid"),
     scale: str | None = option(INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",)),
     reference: str | None = option(INTENT, "A trusted TARGET with the same arguments.", metavar="TARGET"),
     only: list[str] | None = option(PANEL, "Make this check alone; again for another.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Leave this check out; again for another.", metavar="NAME"),
     evidence_only: bool = option(PANEL, "Run it once, and tell what one recording shows.", False),
-    list_checks: bool = option(PANEL, "List the checks, and leave.", False, "--list"),
+    list_checks: bool = option(PANEL, "List the checks, and leave.", False, "--list", envvar="MHA_INSPECT_LIST"),
 ) -> ExitCode:
     """Check whether attention that runs is right: run it again with one thing changed, and see which outputs move.
 
@@ -81,11 +81,10 @@ def check(
 
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
+        checked = _load(target, options)
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
-
-        own = _load(target, options)
-        with explaining(own):
-            report = report_of(own, Intent(**declared), tick=tick, **asked)
+        with explaining(checked):
+            report = report_of(checked, Intent(**declared), tick=tick, **asked)
     give(report, options, export)
     return ExitCode.CONDITION if report.failed else ExitCode.OK
 
@@ -95,7 +94,7 @@ def _meaning(mask: str | None) -> dict[str, str]:
     if mask is None:
         return {}
     name, sign, means = mask.partition("=")
-    if not name or (sign and means not in _MEANINGS):
+    if not name or (sign and means not in ("keep", "ignore")):
         raise SpecError(
             f"--mask {shown(mask)} is not NAME=keep or NAME=ignore: say what 1 or True means, as in "
             "--mask attention_mask=keep."
@@ -104,17 +103,14 @@ def _meaning(mask: str | None) -> dict[str, str]:
 
 
 def _load(target: str | None, options: Options) -> Subject:
-    """Return what is checked.
-
-    That a target is causal is what is meant: one that has no setting and no mask for it is built without.
+    """Return what is checked: a target without a setting and a mask for causal, which is what is meant, all the same.
 
     Raises `MhaInspectError` where it cannot be built or called.
     """
-    if target is None or not options.causal:
-        return subject.load(target, options)
-    options.causal = "causal" in options.typed
-    try:
-        return subject.load(target, options)
-    except MhaInspectError:
-        options.causal = False
-        return subject.load(target, options)
+    if target is not None and options.causal:
+        options.causal = "causal" in options.typed
+        try:
+            return subject.load(target, options)
+        except MhaInspectError:
+            options.causal = False
+    return subject.load(target, options)

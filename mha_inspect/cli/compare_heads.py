@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..build.vocabulary import flag_of
 from ..errors import ExitCode, SpecError
 from ..layers.spec import divisors, require_steps
 from ..text import listed, shown
 from . import subject
-from .options import FAIL_IF, NUMBERS, TARGET, Options, command, counts, option, require_numbers, size
-from .output import give, prepare
-from .picture import Drawn, keep_weights, require_drawable
+from .app import command
+from .options import FAIL_IF, NUMBERS, TARGET, Options, counts, option, require_numbers, size
+from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
+    from ..answers.comparable_run import ComparableRun
     from ..call.call import Call
     from ..pictures.grid import Picture
     from ..running.subject import Subject
@@ -43,7 +44,9 @@ def compare_heads(
     steps: int | None = size(PANEL, "Train each head count for N steps on the same task, and compare the weights."),
     focus: bool = option(PANEL, "Measure what each head looks at; with --steps before training and after it.", False),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
-    picture: bool = option(PANEL, "Draw the weights of each head count, averaged over the heads.", False, envvar=""),
+    picture: bool = option(
+        PANEL, "Draw the weights of each head count, averaged over the heads.", False, allow_from_autoenv=False
+    ),
     fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
     """Run the same weights and the same input through several head counts, and say what differs, where and why.
@@ -54,94 +57,109 @@ def compare_heads(
     """
     if steps is not None:
         require_steps(steps)
-    asked: dict[str, Any] = {"gradients": gradients, "steps": steps or 0}
-    asked |= {"focus": focus, "time": time}
     compared = _checked_counts(target, options, counts("heads", heads))
     if picture:
         require_drawable(options)
     export = prepare(options, draws=picture)
-    seen: list[tuple[int, list[Picture]]] = []
-    counted = f" {listed([str(count) for count in compared])}" if compared else ""
-    with subject.running(options, f"comparing{counted} heads") as tick:
+    weights: list[tuple[int, list[Picture]]] = []
+    named = f" {listed([str(count) for count in compared])}" if compared else ""
+    with subject.running(options, f"comparing{named} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
         from ..call.call import explaining
 
-        if target is not None and not compared:
-            compared = chosen_counts(_of_its_width(target, options), ())
-        made = _made(target, options, compared)
-        own = made[0][1]
-        with explaining(own):
-            report = report_of(made, **asked, tick=tick, see=partial(keep_weights, seen) if picture else None)
+        subjects = _subjects(target, options, compared)
+        baseline = subjects[0][1]
+        with explaining(baseline):
+            report = report_of(
+                subjects,
+                gradients=gradients,
+                steps=steps or 0,
+                focus=focus,
+                time=time,
+                tick=tick,
+                see=partial(_keep_weights, weights) if picture else None,
+            )
     drawn = None
     if picture:
         from ..pictures.stages import counts_pictures
 
-        drawn = Drawn(counts_pictures(seen), printed=True)
-    subject.tell(own.notes, options)
+        drawn = Drawn(counts_pictures(weights))
+    subject.tell(baseline.notes, options)
     give(report, options, export, drawn)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
 
-def _checked_counts(text: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
+def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the head counts to compare; none where they hang on the width that a target has by itself.
 
     Raises `MhaInspectError` where none will do, before torch is imported.
     """
     sizes = " The shapes side by side: `mha-inspect params --num-heads 1,2,4 --device meta`."
     require_numbers(options.device, "compare", sizes)
-    if text is None:
+    if target is None:
         options.require_no_target_settings("compare-heads")
         compared = chosen_counts(options, heads)
         subject.check_layer(options, compared)
-        subject.show(options)
         return compared
-    subject.check_target(text, options, "compare-heads")
+    subject.check_target(target, options, "compare-heads")
     known = heads or "embed_dim" in options.given or len(subject.head_counts(options)) > 1
     compared = chosen_counts(options, heads) if known else ()
     subject.inputs(options)
-    subject.show(options)
     subject.require_open_head_count(options, compared or USUAL, "--heads gives the counts to compare.")
     return compared
 
 
-def _of_its_width(text: str, options: Options) -> Options:
-    """Return the options with the embed_dim that a target has with them.
-
-    Raises `MhaInspectError` where it cannot be built, takes no number of heads, or has no argument for its width.
-    """
-    target = subject.load_target(text, subject.with_heads(options, 1))
-    subject.require_head_count(target, "compare-heads")
-    widths = [value for name, value in target.arguments.items() if flag_of(name) == "embed_dim"]
-    if not widths or not isinstance(widths[0], int):
-        raise SpecError(
-            f"compare-heads builds {shown(text)} once for each number of heads, and nothing tells which fit: give "
-            "them, as in --heads 1,2,4."
-        )
-    changed = copy(options)
-    changed.embed_dim = widths[0]
-    return changed
-
-
-def _made(text: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
+def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
     """Build a layer or a target with each number of heads; all have the same input.
 
     Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
     """
-    if text is None:
+    if target is None:
         from ..call.head_counts import layers_with_heads
 
         spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
         return layers_with_heads(spec, compared, inputs, run, options.layer)
     from ..call.load import subject_of
 
-    made: list[tuple[int, Subject]] = []
+    subjects: list[tuple[int, Subject]] = []
     call: Call | None = None
-    for count in compared:
-        target = subject.load_target(text, subject.with_heads(options, count))
-        subject.require_head_count(target, "compare-heads")
-        call = subject.call_of(target, options, call)
-        made.append((count, subject_of(target, call, options.seed)))
-    return made
+    for count in compared or chosen_counts(_of_its_width(target, options), ()):
+        built = subject.load_target(target, subject.with_heads(options, count))
+        subject.require_head_count(built, "compare-heads")
+        call = subject.call_of(built, options, call)
+        subjects.append((count, subject_of(built, call, options.seed)))
+    return subjects
+
+
+def _of_its_width(target: str, options: Options) -> Options:
+    """Return the options with the embed_dim that a target has with them.
+
+    Raises `MhaInspectError` where it cannot be built, takes no number of heads, or has no argument for its width.
+    """
+    built = subject.load_target(target, subject.with_heads(options, 1))
+    subject.require_head_count(built, "compare-heads")
+    width = next((value for name, value in built.arguments.items() if flag_of(name) == "embed_dim"), None)
+    if not isinstance(width, int):
+        raise SpecError(
+            f"compare-heads builds {shown(target)} once for each number of heads, and nothing tells which fit: give "
+            "them, as in --heads 1,2,4."
+        )
+    changed = copy(options)
+    changed.embed_dim = width
+    return changed
+
+
+def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: ComparableRun) -> None:
+    """Keep pictures of the weights of each attention of the run of a head count, averaged over the heads."""
+    from ..pictures.stages import Attended, averaged
+
+    pictures, several = [], len(run.attentions) > 1
+    for place in range(len(run.attentions)):
+        stages = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
+        contents = {stage: tensor for stage, tensor in stages.items() if tensor is not None}
+        name = f"attention {place + 1} of {len(run.attentions)}" if several else ""
+        pictures.append(averaged(Attended(name, count, count, partial(dict, contents))))
+    weights.append((count, pictures))
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
@@ -153,23 +171,19 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     Raises `SpecError` when fewer than two are left.
     """
     named = subject.head_counts(options)
-    if named == subject.head_counts(Options(layer=options.layer)) or (heads and len(named) > 1):
+    if named == subject.head_counts(Options()) or (heads and len(named) > 1):
         named = ()
     if not heads and len(named) < 2:
         subject.attention(options, 1)
         usual = tuple(count for count in USUAL if options.embed_dim % count == 0)
         heads = usual if len(usual) > 1 else tuple(divisors(options.embed_dim))
     compared = tuple(dict.fromkeys((*named, *heads)))
-    if len(compared) < 2:
-        raise SpecError(_nothing_to_compare(options.embed_dim, compared))
-    return compared
-
-
-def _nothing_to_compare(embed_dim: int, compared: tuple[int, ...]) -> str:
+    if len(compared) > 1:
+        return compared
     if min(compared, default=1) < 1:
-        return f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2."
-    only = f"heads {compared[0]} is one head count: there is nothing to compare it with."
-    others = [count for count in divisors(embed_dim) if count not in compared] if embed_dim > 0 else []
-    if not others:
-        return f"{only} embed_dim {embed_dim} has no other; try --embed-dim 512."
-    return f"{only} Give two or more, as in --heads {compared[0]},{others[0]}."
+        raise SpecError(f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
+    others = [count for count in divisors(options.embed_dim) if count not in compared] if options.embed_dim > 0 else []
+    way = f"embed_dim {options.embed_dim} has no other; try --embed-dim 512."
+    if others:
+        way = f"Give two or more, as in --heads {compared[0]},{others[0]}."
+    raise SpecError(f"heads {compared[0]} is one head count: there is nothing to compare it with. {way}")

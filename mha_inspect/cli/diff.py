@@ -15,7 +15,8 @@ from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, find_layer
 from ..text import shown
 from . import subject
-from .options import FAIL_IF, FORMS, NUMBERS, Options, command, completing, is_target, option, require_numbers
+from .app import command
+from .options import FAIL_IF, FORMS, NUMBERS, Options, completing, is_target, option, require_numbers
 from .output import give, prepare
 from .sides import AskedSide, LayerSide, layer_side, require_alike, setting_of
 

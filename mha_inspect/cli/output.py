@@ -1,24 +1,24 @@
-"""Bring an answer to where it was asked for: stdout, and the file of --export."""
+"""Bring an answer to where it was asked for, with its pictures: stdout, and the file of --export."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
-from typing import TYPE_CHECKING, TextIO
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Any
 
-from ..errors import ExitCode, ExportError, MhaInspectError
+from ..errors import ExitCode, ExportError, MhaInspectError, SpecError
 from ..files.memory import require_loadable
-from ..render.export import IMAGES, Destination, ExportFormat
+from ..render.export import IMAGES, Destination
 from ..render.screen import columns, in_color, is_terminal
 from ..text import shown
+from .options import Options, require_numbers
 
 if TYPE_CHECKING:
-    from ..render import Format
+    from ..pictures.grid import Picture
     from ..reports.common import Report
-    from .options import Options
-    from .picture import Drawn
-
 
 # Windows reports a reader that is gone as EINVAL.
 GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
@@ -31,12 +31,44 @@ class ClosedPipeError(MhaInspectError):
     exit_code = ExitCode.CLOSED_PIPE
 
 
-def prepare(options: Options, *, draws: bool = False, computes: bool = True) -> Destination | None:
+@dataclass(frozen=True)
+class Drawn:
+    """Pictures that go with a report."""
+
+    pictures: tuple[Picture, ...]
+    printed: bool = True
+    """Whether they follow the report on stdout; else they are in the file of --export alone."""
+    viewed: dict[str, Any] | None = None
+    """What a page shows of all there is; None where that is nothing but the pictures."""
+
+    def text(self, stream: IO[str] | None = None) -> str:
+        """Return the pictures as text for a stream; for a file where there is none."""
+        from ..pictures.grid import depth_shown
+        from ..pictures.terminal import draw
+
+        width = None if stream is None else columns(stream)
+        depth = depth_shown() if stream is not None and in_color(stream) else "none"
+        return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
+
+
+def require_drawable(options: Options, *, in_json: bool = False) -> None:
+    """Raise `SpecError` or `DeviceError` where there are no numbers to draw, or nowhere to draw them.
+
+    `in_json` JSON has them too.
+    """
+    if options.format == "json" and options.ending not in (".png", ".svg", ".html") and not in_json:
+        raise SpecError(
+            "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
+        )
+    require_numbers(options.device, "draw")
+
+
+def prepare(options: Options, *, draws: bool | None = None, computes: bool = True) -> Destination | None:
     """Return where --export goes, looked at before anything is computed; None where nothing is exported.
 
     Args:
         options: what was asked for.
-        draws: whether there is a picture.
+        draws: whether there is a picture; None for a command that has none.
         computes: whether torch is needed.
 
     Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, `InputError` when
@@ -49,7 +81,7 @@ def prepare(options: Options, *, draws: bool = False, computes: bool = True) -> 
     export = Destination.of(options.export)
     if export.format in IMAGES:
         if not draws:
-            way = "Add --picture, or end it in" if options.has_picture else "End it in"
+            way = "End it in" if draws is None else "Add --picture, or end it in"
             raise ExportError(f"{shown(export.asked)} is a picture, and none is drawn. {way} .html, .txt or .json.")
         from ..pictures.plot import require_matplotlib
 
@@ -59,8 +91,6 @@ def prepare(options: Options, *, draws: bool = False, computes: bool = True) -> 
 
 def give(report: Report, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
     """Print a report on stdout in the format that was asked for, and write it to the file of --export.
-
-    Pictures go with it where they were asked for.
 
     Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
     not), and `ClosedPipeError` when the reader of stdout is gone.
@@ -73,75 +103,73 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
             export.write(_exported(report, export.format, drawn))
         except ExportError as error:
             failure = error
-    chosen: Format = options.format or ("table" if is_terminal(sys.stdout) else "plain")
     out = sys.stdout
+    chosen = options.format or ("table" if is_terminal(out) else "plain")
     text = to_text(report, chosen, width=columns(out), color=in_color(out))
     if chosen != "json" and drawn is not None and drawn.printed:
-        text += drawn.text(chosen, out)
+        text += drawn.text(out)
     write(text, chosen)
     if failure is not None:
         raise failure
 
 
+def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:
+    """Return what goes into a file: the report, the pictures, or both."""
+    from ..render import to_text
+
+    if drawn is None or format == "json":
+        return to_text(report, format)
+    if format in IMAGES:
+        from ..pictures.plot import to_file
+
+        return to_file(drawn.pictures, format)
+    text = to_text(report, format)
+    if drawn.viewed is not None:
+        from ..pictures.viewer import with_viewer
+
+        return with_viewer(text, drawn.viewed)
+    if not drawn.printed:
+        return text
+    from ..render.html import with_pre
+
+    return text + drawn.text() if format == "plain" else with_pre(text, drawn.text())
+
+
 def write(text: str, format: str = "plain") -> None:
-    """Write text to stdout, whole.
+    """Write text to stdout, whole; what its encoding lacks is written as escapes, which JSON reads back as it was.
 
     Raises `ClosedPipeError` when the reader is gone, `ExportError` when stdout is a file that takes no more.
     """
-    if sys.stdout is None:
+    out = sys.stdout
+    if out is None:
         raise ExportError(
             "stdout is closed: there is nowhere to print to. Use --export FILE.txt, or leave stdout open."
         )
+    encoding = out.encoding or "utf-8"
     try:
-        sys.stdout.write(_encodable(text, format, sys.stdout))
-        sys.stdout.flush()
+        text.encode(encoding, out.errors or "strict")
+    except UnicodeEncodeError:
+        if format == "json":
+            text = "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in text)
+        else:
+            text = text.encode(encoding, "backslashreplace").decode(encoding)
+    try:
+        out.write(text)
+        out.flush()
     except OSError as error:
         raise unwritable(error) or error from None
 
 
 def unwritable(error: OSError) -> MhaInspectError | None:
     """Return what an error means for stdout: nobody reads it, or there is no room; None for any other error."""
-    if error.errno in GONE:
-        forget_stdout()
-        return ClosedPipeError()
-    if error.errno in FULL:
-        forget_stdout()
-        return ExportError(f"stdout could not be written: {error.strerror}. Make room, or send it somewhere else.")
-    return None
-
-
-def forget_stdout() -> None:
-    """Point stdout to nowhere, so that Python does not try once more at exit, and complain."""
-    try:
+    if error.errno not in GONE + FULL:
+        return None
+    try:  # point stdout to nowhere, so that Python does not try once more at exit, and complain
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
     except (OSError, ValueError):
         pass
-
-
-def _exported(report: Report, format: ExportFormat, drawn: Drawn | None) -> str | bytes:
-    """Return what goes into a file: the report, the pictures, or both."""
-    image = None if drawn is None else drawn.image(format)
-    if image is not None:
-        return image
-    assert format != "png"  # `prepare` lets no image pass without a picture
-    assert format != "svg"
-    from ..render import to_text
-
-    text = to_text(report, format)
-    return text if drawn is None or format == "json" else drawn.added(text, format)
-
-
-def _encodable(text: str, format: str, stream: TextIO) -> str:
-    """Return the text with what the stream's encoding lacks written as escapes, which JSON reads back as it was."""
-    encoding = stream.encoding or "utf-8"
-    try:
-        text.encode(encoding, getattr(stream, "errors", None) or "strict")
-    except UnicodeEncodeError:
-        if format == "json":
-            import json
-
-            return "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in text)
-        return text.encode(encoding, "backslashreplace").decode(encoding)
-    return text
+    if error.errno in GONE:
+        return ClosedPipeError()
+    return ExportError(f"stdout could not be written: {error.strerror}. Make room, or send it somewhere else.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -10,18 +9,22 @@ from typing import TYPE_CHECKING, Any
 
 from ..build.vocabulary import dashed
 from ..errors import ExitCode, MhaInspectError, SpecError
+from ..files.checkpoint import is_checkpoint
 from ..layers.catalog import LAYERS
 from ..text import shown
 from . import subject
-from .options import TARGET, Options, command, option
-from .output import give, prepare
-from .picture import Drawn, require_drawable
+from .app import command
+from .options import TARGET, Options, option
+from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
-    from ..running.subject import Subject
 
 PANEL = "Params"
+_OF_INPUTS = ("causal", "padding", "attn_mask", "input")
+"""Options that say more of the inputs than their sizes: a layer's parameters do not depend on them."""
+_OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
+"""Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
 
 
 @command(
@@ -33,7 +36,9 @@ def params(
     options: Options,
     target: str | None = TARGET,
     per_head: bool = option(PANEL, "Show the rows and columns of each head, read off a run of it.", False),
-    picture: bool = option(PANEL, "Draw how large each head's part of W_q, W_k, W_v and W_o is.", False, envvar=""),
+    picture: bool = option(
+        PANEL, "Draw how large each head's part of W_q, W_k, W_v and W_o is.", False, allow_from_autoenv=False
+    ),
     like: str | None = option(
         PANEL,
         "Hold a checkpoint against this TARGET, built without memory: what does not fit, and what tensors are for.",
@@ -56,8 +61,6 @@ def params(
     Its headers are read and nothing is run: what the tensors are for is told by their names and shapes. With --like it
     is held against a module, which is run without memory, and --stats, --values and --picture read the tensors.
     """
-    from ..files.checkpoint import is_checkpoint
-
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
     if is_file:
@@ -75,40 +78,29 @@ def params(
     else:
         options.require_no_target_settings("params")
         subject.check_layer(options, heads)
-        unused = sorted(options.typed & {*_OF_INPUTS})
-        if unused:
+        for name in sorted(options.typed & {*_OF_INPUTS}):
             raise SpecError(
-                f"{dashed(unused[0])} says what goes in, and a layer has the same parameters whatever does: drop it."
+                f"{dashed(name)} says what goes in, and a layer has the same parameters whatever does: drop it."
             )
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
     reads = picture or options.stats or options.values
     export = prepare(options, draws=picture, computes=not is_file or reads or like is not None)
-
     if is_file:
-        report = _of_checkpoint(str(target), options, like, per_head=per_head, norms=picture, module=module or "")
+        asked |= {"show": asked["show"] if options.stats or options.values else None, "module": module or ""}
+        report = _of_checkpoint(str(target), options, like, asked)
     elif target is None:
         report = _of_layer(options, heads, asked)
     else:
         report = _of_target(target, options, heads, asked)
-    give(report, options, export, _drawn(report))
+    drawn = None
+    if report.head_norms is not None:
+        from ..pictures.stages import norms_picture
+
+        drawn = Drawn((norms_picture(report.head_norms),))
+    give(report, options, export, drawn)
     return ExitCode.OK
-
-
-def _drawn(report: ParamsReport) -> Drawn | None:
-    """Return the picture of a report that has norms."""
-    if report.head_norms is None:
-        return None
-    from ..pictures.stages import norms_picture
-
-    return Drawn((norms_picture(report.head_norms),), printed=True)
-
-
-_OF_INPUTS = ("causal", "padding", "attn_mask", "input")
-"""Options that say more of the inputs than their sizes: a layer's parameters do not depend on them."""
-_OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
-"""Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
 
 
 def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
@@ -121,27 +113,23 @@ def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
         subject.check_target(like, options, "params")
 
 
-def _of_checkpoint(text: str, options: Options, like: str | None, **asked: Any) -> ParamsReport:
+def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[str, Any]) -> ParamsReport:
+    """Read a checkpoint; beside a target, or a layer by its name, that is built without memory."""
     from ..answers.checkpoint.params import params_of_checkpoint
 
-    asked |= {"show": subject.show(options) if options.stats or options.values else None}
     if like is None:
         count = subject.single_head_count(options, "a checkpoint") if "num_heads" in options.typed else None
         with subject.waiting(options, f"reading {text}"):
             return params_of_checkpoint(Path(text), num_heads=count, **asked)
     with subject.running(options, f"reading {text}"):
-        return params_of_checkpoint(Path(text), like=_on_meta(like, options), **asked)
+        on_meta = copy(options)
+        on_meta.device = "meta"
+        on_meta.layer = like if like in LAYERS else options.layer
+        beside = subject.load(None if like in LAYERS else like, on_meta)
+        return params_of_checkpoint(Path(text), like=beside, **asked)
 
 
-def _on_meta(text: str, options: Options) -> Subject:
-    """Build a target, or a layer by its name, with its arguments and without memory."""
-    there = copy(options)
-    there.device = "meta"
-    there.layer = text if text in LAYERS else options.layer
-    return subject.load(None if text in LAYERS else text, there)
-
-
-def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
+def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -> ParamsReport:
     with subject.running(options, f"reading {options.layer}"):
         from ..answers.params import INPUTS, params
         from ..call.load import load_layer
@@ -151,7 +139,7 @@ def _of_layer(options: Options, heads: Sequence[int], asked: dict[str, Any]) -> 
         return params(first, beside=others, **asked)
 
 
-def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[str, Any]) -> ParamsReport:
+def _of_target(text: str, options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -> ParamsReport:
     """Build the target, and report its parameters: what they are for is read off one call of it.
 
     Where its inputs cannot be made, or its forward raises, the report of one head count says why, and has no roles.
@@ -167,7 +155,7 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
         from ..running.subject import Subject
 
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
-        targets = [subject.load_target(text, one) for one in each]
+        targets = [subject.load_target(text, changed) for changed in each]
         first = targets[0]
         if many:
             subject.require_head_count(first, "params")
@@ -178,8 +166,8 @@ def _of_target(text: str, options: Options, heads: Sequence[int], asked: dict[st
         except MhaInspectError as error:
             if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise
-            own = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
-            report = params(own, called=False, **asked)
+            unrun = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
+            report = params(unrun, called=False, **asked)
             why = f"What they are for is read off a run, and there is none: {error}"
     subject.tell(first.notes, options)
     return replace(report, notes=(*report.notes, *filter(None, [why])))

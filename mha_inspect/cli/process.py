@@ -19,18 +19,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _held = False
-
-_ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
-"""Signals that end the process; SIGHUP is not known everywhere."""
 
 
 def hold_collection() -> None:
     """Collect nothing from here on: for a process of our own, at its start."""
     global _held
-    if gc.isenabled():
-        gc.disable()
-        _held = True
+    _held = gc.isenabled()
+    gc.disable()
 
 
 def resume_collection() -> None:
@@ -40,11 +37,6 @@ def resume_collection() -> None:
         _held = False
         gc.freeze()
         gc.enable()
-
-
-def end_collection() -> None:
-    """Leave everything alone from here on: for a process of our own, at its end."""
-    gc.freeze()
 
 
 def leave(number: int) -> None:
@@ -66,13 +58,12 @@ def leave(number: int) -> None:
 def leave_on_interrupt() -> Iterator[None]:
     """Make Ctrl-C end the process with exit code 130 at once, wherever it is; SIGTERM with 143, SIGHUP with 129.
 
-    A signal that is ignored on purpose (Ctrl-C in a background job, SIGHUP under nohup) stays so. Where this is not the
-    main thread, or the platform has no pipe that can be a wakeup descriptor, everything stays as it is.
+    A signal that is ignored on purpose (Ctrl-C in a background job, SIGHUP under nohup) stays so, as does everything
+    where the platform has no pipe that can be a wakeup descriptor.
     """
     usual = (signal.default_int_handler, signal.SIG_DFL)
-    known = [getattr(signal, name) for name in _ENDING if hasattr(signal, name)]
-    ending = {number: found for number in known if (found := signal.getsignal(number)) in usual}
-    if os.name != "posix" or not ending:
+    before = {number: handler for number in _ENDING if (handler := signal.getsignal(number)) in usual}
+    if os.name != "posix" or not before:
         yield
         return
     waiting, woken = os.pipe()
@@ -80,27 +71,21 @@ def leave_on_interrupt() -> Iterator[None]:
 
     def watch() -> None:
         while received := os.read(waiting, 64):
-            for number in ending:
+            for number in before:
                 if number in received:
                     leave(number)
         os.close(waiting)
 
-    try:
-        before = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    except ValueError:
-        os.close(woken)
-        os.close(waiting)
-        yield
-        return
+    descriptor = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
     # The thread answers alone: an exception in the main thread as well would race with it, and can end in the noise of
     # an import or a destructor that was cut in two.
-    for number in ending:
+    for number in before:
         signal.signal(number, lambda number, frame: None)
     _thread.start_new_thread(watch, ())
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        for number, found in ending.items():
-            signal.signal(number, found)
+        signal.set_wakeup_fd(descriptor)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         os.close(woken)

@@ -1,24 +1,28 @@
-"""`mha-inspect trace`: every stage of one forward pass."""
+"""`mha-inspect trace`: every stage of one forward pass, and its pictures."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
+import os
+import re
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..naming.stages import STAGES
 from ..text import did_you_mean, shown
 from . import subject
-from .options import TARGET, Options, command, option, size
-from .output import give, prepare
-from .picture import Wanted, check_text, draw, wanted, with_text
+from .app import command
+from .options import TARGET, Options, option, size
+from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
+    from ..render.export import Destination
     from ..reports.trace import Trace
     from ..running.run import Run
 
 PANEL, PICTURE = "Trace", "Picture"
-_ITSELF = "The only one is in the layer itself: leave --module out."
 
 
 @command(
@@ -28,7 +32,7 @@ _ITSELF = "The only one is in the layer itself: leave --module out."
 def trace(
     options: Options,
     target: str | None = TARGET,
-    attention: int | None = size(PANEL, "Show this attention of several in full.", show_default="each kind once"),
+    attention: int | None = size(PANEL, "Show this attention of several in full.", unset="each kind once"),
     module: str | None = option(
         PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"
     ),
@@ -63,28 +67,32 @@ def trace(
     """
     subject.check(target, options, "trace")
     if text is not None:
-        check_text(target, options)
-    want = wanted(options, picture, head, batch_row, tokens)
-    export = prepare(options, draws=want is not None)
+        _check_text(target, options)
+    wanted = _wanted(options, picture, head, batch_row, tokens)
+    export = prepare(options, draws=wanted is not None)
     if text is not None:
-        options, want = with_text(text, target, options, want)
+        from ..build.hugging_face import tokenized
+
+        options.ids, names = tokenized(str(target), text)
+        options.seq_len, options.batch = options.ids.shape[1], 1
+        wanted = wanted and replace(wanted, tokens=wanted.tokens or names)
     try:
-        report, run = _trace(target, options, want)
+        report, run = _traced(target, options, keep=wanted is not None)
     except DoesNotFitError as error:
-        if want is None or want.asked or export is None or export.format != "html":
+        if wanted is None or wanted.printed or options.ending != ".html":
             raise
         subject.tell([f"The page has no pictures, for which the tensors have to be kept: {error}"], options)
-        want = None
-        report, run = _trace(target, options, None)
+        wanted = None
+        report, run = _traced(target, options)
     if run is None:
         give(report, options, export)
         return ExitCode.CONDITION
     report = choose(report, attention, module)
-    give(report, options, export, None if want is None else draw(report, run, want, export))
+    give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
     return ExitCode.OK
 
 
-def _trace(target: str | None, options: Options, want: Wanted | None) -> tuple[Trace, Run | None]:
+def _traced(target: str | None, options: Options, *, keep: bool = False) -> tuple[Trace, Run | None]:
     """Build what was asked for, run it, and report what it did; where its forward raises, as far as it came.
 
     The run comes with it, its tensors kept where they are to be drawn; None where the forward raised.
@@ -94,18 +102,17 @@ def _trace(target: str | None, options: Options, want: Wanted | None) -> tuple[T
         TargetFailedError: the call did not fit its forward.
     """
     show = subject.show(options)
-    keep = want is not None or show.stats or show.values
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
         from ..call.call import explaining, way_out
 
-        own = subject.load(target, options)
+        asked = subject.load(target, options)
         try:
-            with explaining(own):
-                return traced(own, show, keep=keep)
+            with explaining(asked):
+                return traced(asked, show, keep=keep or show.stats or show.values)
         except ForwardError as failed:
             told = failed.trace.failure is not None and failed.trace.failure.cause is not None
-            notes = (*failed.trace.notes, *own.notes, *filter(None, ["" if told else way_out(own)]))
+            notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if told else way_out(asked)]))
             return replace(failed.trace, notes=notes), None
 
 
@@ -114,22 +121,134 @@ def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:
 
     Raises `SpecError` when there is no such attention.
     """
-    if attention is None and module is None:
-        return trace
-    count = len(trace.attentions)
-    paths = [one.module for one in trace.attentions]
-    if attention is not None and not 1 <= attention <= count:
-        there = "none was found" if not count else "there is only 1" if count == 1 else f"there are 1 to {count}"
-        raise SpecError(f"attention {attention} is not there: {there}. Without --attention all are listed.")
-    chosen = set(range(1, count + 1)) if attention is None else {attention}
+    paths = [report.module for report in trace.attentions]
+    chosen = set(range(1, len(paths) + 1))
+    if attention is not None:
+        if attention not in chosen:
+            there = {0: "none was found", 1: "there is only 1"}.get(len(paths), f"there are 1 to {len(paths)}")
+            raise SpecError(f"attention {attention} is not there: {there}. Without --attention all are listed.")
+        chosen = {attention}
     if module is not None:
         inside = {n for n, path in enumerate(paths, 1) if path == module or path.startswith(f"{module}.")}
         if not inside:
-            listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if count > 4 else "")
-            where = f"Modules that have one: {listed or 'none'}." if listed or not count else _ITSELF
+            listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if len(paths) > 4 else "")
+            where = f"Modules that have one: {listed or 'none'}."
+            if paths and not listed:
+                where = "The only one is in the layer itself: leave --module out."
             raise SpecError(f"module {shown(module)} has no attention. {where}{did_you_mean(module, paths)}")
         chosen &= inside
         if not chosen:
-            own = shown(paths[(attention or 1) - 1])
-            raise SpecError(f"attention {attention} is in module {own}, not in {shown(module)}.")
-    return replace(trace, chosen=tuple(sorted(chosen)))
+            where = shown(paths[(attention or 1) - 1])
+            raise SpecError(f"attention {attention} is in module {where}, not in {shown(module)}.")
+    return trace if attention is None and module is None else replace(trace, chosen=tuple(sorted(chosen)))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which pictures were asked for, and where they go."""
+
+    stage: str
+    heads: tuple[int, ...] | None
+    """All where it is None."""
+    batch_row: int
+    tokens: tuple[str, ...]
+    printed: bool
+    """Whether they follow the report; else they go into a file alone."""
+
+
+def _wanted(options: Options, stage: str | None, head: str, batch_row: int, tokens: str | None) -> Wanted | None:
+    """Return what is to be drawn; None where nothing is.
+
+    Raises `SpecError` where an option has nothing to draw, or cannot be read, `DeviceError` where there are no numbers.
+    """
+    heads, labels = heads_of(head) if head else None, () if tokens is None else tokens_of(tokens)
+    if stage is None and options.ending not in (".png", ".html"):
+        for flag, given in (("--head", head), ("--batch-row", batch_row), ("--tokens", tokens)):
+            if given:
+                raise SpecError(
+                    f"{flag} {shown(given)} says what a picture shows, and none is drawn. Add --picture weights."
+                )
+        return None
+    if options.device == "meta" and stage is None and options.ending == ".html":
+        return None
+    require_drawable(options)
+    return Wanted(stage or "weights", heads, batch_row, labels, stage is not None)
+
+
+def _check_text(target: str | None, options: Options) -> None:
+    """Raise `SpecError` where no tokenizer can be there for --text, or something else says what the input is."""
+    if target is None or not target.startswith("hf:"):
+        raise SpecError("--text needs a tokenizer: name a model with one, as in mha-inspect trace hf:DIRECTORY.")
+    for flag, name in (("--input", "input"), ("--seq-len", "seq_len"), ("--batch", "batch")):
+        if name in options.typed:
+            raise SpecError(f"--text and {flag} both say what goes in: drop one of the two.")
+
+
+def heads_of(typed: str) -> tuple[int, ...]:
+    """Return the heads that `0,3-5` names, each once. Raises `SpecError` where it names none."""
+    heads: list[int] = []
+    for part in typed.split(","):
+        match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        if last < first:
+            raise SpecError(
+                f"head {shown(typed)} is no list of heads: write numbers and spans of them, as in --head 0,3-5."
+            )
+        heads += range(first, last + 1)
+    return tuple(dict.fromkeys(heads))
+
+
+def tokens_of(typed: str) -> tuple[str, ...]:
+    """Return the labels in a file, one a line, or of a comma list. Raises `SpecError` where the file cannot be read."""
+    path = Path(typed)
+    if not path.is_file():
+        if "," in typed or not (path.suffix or os.sep in typed):
+            return tuple(part.strip() for part in typed.split(","))
+        raise SpecError(f"tokens {shown(typed)}: there is no such file. Name one with a token a line, or write a,b,c.")
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            return tuple(file.read(1 << 20).splitlines())
+    except OSError as error:
+        raise SpecError(f"tokens {shown(typed)} could not be read: {error.strerror}. Name another file.") from None
+
+
+def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) -> Drawn | None:
+    """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
+
+    None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
+    of the kind that was asked for.
+    """
+    from ..naming.canonical import contents_of
+    from ..pictures.stages import Attended, for_viewer
+    from ..reports.trace import attention_names
+
+    attended = [
+        Attended(name, report.num_heads, report.num_kv_heads, partial(contents_of, run, *attention))
+        for name, report, attention in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
+    ]
+    shown_first = trace.chosen or (1,)
+    viewed: dict[str, Any] | None = None
+    if export is not None and export.format == "html":
+        viewed = for_viewer(
+            attended,
+            more=[wanted.stage],
+            batch_row=wanted.batch_row,
+            labels=wanted.tokens,
+            attention=shown_first[0] - 1,
+            stage=wanted.stage,
+            head=wanted.heads[0] if wanted.heads else 0,
+        )
+        # A row that is not there is an error, as of any picture.
+        if viewed is None and not wanted.printed and (not wanted.batch_row or for_viewer(attended) is None):
+            return None
+    if not attended:
+        raise SpecError(f"{wanted.stage} cannot be drawn: no attention was found.")
+    if not wanted.printed and viewed is not None:
+        return Drawn((), printed=False, viewed=viewed)
+    settings: Any = {"heads": wanted.heads, "batch_row": wanted.batch_row, "labels": wanted.tokens}
+    pictures = [attended[number - 1].picture(wanted.stage, **settings) for number in shown_first]
+    if trace.chosen is None and len(attended) > 1:
+        others = "Attention 2 is" if len(attended) == 2 else f"Attentions 2 to {len(attended)} are"
+        note = f"{others} drawn with --attention N or --module PATH."
+        pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
+    return Drawn(tuple(pictures), wanted.printed, viewed)

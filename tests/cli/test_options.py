@@ -88,12 +88,7 @@ def test_an_export_that_a_machine_reads_holds_every_value():
 def test_the_shared_options_are_the_same_in_every_command():
     everywhere = [parameters(command) for command in APPS]
     for name in SHARED:
-        # A command without pictures writes none.
-        alike = {
-            (tuple(own[name].opts), own[name].default, own[name].help)
-            for own in everywhere
-            if name in own and (name != "export" or "picture" in own)
-        }
+        alike = {(tuple(own[name].opts), own[name].default, own[name].help) for own in everywhere if name in own}
         assert len(alike) == 1, name
 
 
@@ -162,9 +157,9 @@ def test_every_option_reads_the_variable_of_its_name(command):
     for parameter in parameters(command).values():
         if parameter.name != "help" and parameter.param_type_name == "option":
             name = parameter.opts[-1].removeprefix("--").replace("-", "_").upper()
-            # Where --picture has no value the command reads its variable, which may have one for trace.
-            read = parameter.envvar or f"MHA_INSPECT_{'PICTURE' if parameter.is_flag else ''}"
-            assert read == f"MHA_INSPECT_{name}"
+            # Where --picture has no value the command reads no variable, which may have one for trace.
+            assert parameter.allow_from_autoenv is not (parameter.name == "picture" and parameter.is_flag)
+            assert (parameter.envvar or f"MHA_INSPECT_{parameter.name.upper()}") == f"MHA_INSPECT_{name}"
 
 
 def test_the_variable_sets_the_option_and_the_flag_wins(monkeypatch):

@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from mha_inspect.cli.picture import heads_of, tokens_of
+from mha_inspect.cli.trace import heads_of, tokens_of
 from mha_inspect.errors import SpecError
 from mha_inspect.pictures.grid import RAMP, codes
 
