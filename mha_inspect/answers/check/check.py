@@ -1,55 +1,67 @@
-"""Check a module: every check in turn, what it found, and what could not be checked."""
+"""Check a module: every check in turn, what each finds, and what could not be checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
 from ...errors import InputError
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
 from ...naming.stage_facts import unlike_dot
-from ...reports.check import CheckReport, Finding, PassedCheck, SkippedCheck
+from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
 from ...running.subject import Subject
-from ...text import plural
+from ...text import first_few, plural
 from ..run_report import environment_of, layer_of
-from .behaviour import batch, causal, inputs, mixing, repeat, scale, training, window
-from .bench import Bench
-from .cache import cache
-from .facts import facts_of, heads_of, without_heads
-from .heads import grouped, heads
+from .arguments import Arguments
+from .behaviour import batch, causal, inputs, mixing, window
+from .evidence import Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
-from .numbers import finite
-from .padding import padding
-from .reference import reference
+from .padding import mask_facts, padding
+from .parameters import heads_of, parameters
 from .rotary import rotary
-from .runner import NotPossibleError, RaisedError, Runner
-from .softmax import lone_softmaxes, masking, softmax
-from .weights import UnreadFinding, parameters
+from .same import cache, reference, repeat, training
+from .scores import finite, lone_softmaxes, masking, scale, scale_words, softmax
+from .tokens import grouped, heads
 
-_RUNS: dict[str, Callable[[Bench], Iterator[Finding | SkippedCheck] | Iterator[Finding]]] = {
-    run.__name__: run
-    for run in (
-        *(inputs, heads, softmax, masking, finite, grouped, rotary, batch, mixing, parameters, repeat),
-        *(training, causal, window, padding, cache, scale, reference),
-    )
+
+class Check(NamedTuple):
+    """What is asked of the evidence; `CHECKS` says what holds where nothing is found."""
+
+    find: Callable[[Evidence], Iterator[Finding | SkippedCheck] | Iterator[Finding]]
+    """Yields what is wrong, or raises `NotPossibleError` with the reason where that cannot be told."""
+    runs: bool = False
+    """Whether the module is run again."""
+    on_meta: str = ""
+    """What holds where a run without numbers shows nothing; empty where it shows nothing at all."""
+    follows: tuple[str, ...] = ()
+    """Checks of whose findings those of this one are a consequence."""
+
+
+_CHECKS = {
+    "inputs": Check(inputs),
+    "heads": Check(heads),
+    "softmax": Check(softmax, follows=("finite",)),
+    "masking": Check(masking),
+    "finite": Check(finite),
+    "grouped": Check(grouped),
+    "rotary": Check(rotary),
+    "batch": Check(batch, runs=True),
+    "mixing": Check(mixing, runs=True, follows=("heads", "batch", "finite")),
+    "parameters": Check(parameters, runs=True, on_meta="every projection is read, once"),
+    "repeat": Check(repeat, runs=True, follows=("finite",)),
+    "training": Check(training, runs=True),
+    "causal": Check(causal),
+    "window": Check(window),
+    "padding": Check(padding, runs=True),
+    "cache": Check(cache, runs=True),
+    "scale": Check(scale, on_meta=CHECKS["scale"]),
+    "reference": Check(reference),
 }
-"""What makes each check, by its name."""
-_NEED_RUNS = ("batch", "mixing", "parameters", "repeat", "training", "padding", "cache")
-"""Checks that run the module again."""
-_NEED_NO_NUMBERS = ("scale", "parameters")
-"""Checks that a run on meta is enough for."""
-_ON_META = {"parameters": "every projection is read, once"}
-"""What holds where one of them finds nothing there, in the place of what `CHECKS` says."""
-_NEED_NUMBERS = ("heads", "softmax", "masking", "finite", "grouped", "rotary", "reference")
-"""Checks that read the tensors of the base run: they come before those are let go."""
-_FOLLOWS = {
-    "mixing": {"heads", "batch", "finite"},
-    "parameters": {"masking"},
-    "softmax": {"finite"},
-    "repeat": {"finite"},
-}
-"""Checks whose findings follow from those of others."""
+"""In the order of `CHECKS`."""
 
 
 def check(
@@ -72,82 +84,106 @@ def check(
     intent = intent or Intent()
     names = chosen_checks(only, skip)
     runner = Runner(subject, tick)
-    bench = Bench(runner, runner.subject, intent, once=evidence_only)
     for argument in filter(None, (intent.padding, intent.cache)):
-        bench.given.require(argument)
-    results: list[Finding | PassedCheck | SkippedCheck] = []
-    again = not evidence_only and not bench.on_meta
+        Arguments(subject).require(argument)
+    findings: list[Finding] = []
+    others: list[PassedCheck | SkippedCheck] = []
     with runner.changed_by(nn.Module.eval):
-        if not bench.recorded.attentions:
-            results += lone_softmaxes(bench)
-            if not results:
-                raise InputError(_nothing(bench))
-            results += [SkippedCheck(name, "no attention is found around this softmax") for name in names]
-            names = ()
-        for name in (name for name in names if name in _NEED_NUMBERS):
-            results += _results(bench, name)
-        without = without_heads(bench)
-        bench.base.release()
-        for name in (name for name in names if name not in _NEED_NUMBERS):
-            results += _results(bench, name)
-        facts = tuple(facts_of(bench, runs=again))
-        hanging = tuple(heads_of(bench, without, runs=again))
+        evidence = evidence_of(runner, runner.subject, intent, once=evidence_only)
+        if not evidence.run.attentions:
+            findings = list(lone_softmaxes(evidence))
+            if not findings:
+                raise InputError(_nothing(evidence))
+            others = [SkippedCheck(name, "no attention is found around this softmax") for name in names]
+        for name in names if evidence.run.attentions else ():
+            failed = {finding.check for finding in findings if finding.sure}
+            for result in _results(evidence, name):
+                if not isinstance(result, Finding):
+                    others.append(result)
+                elif result.check == name or result.check not in failed:
+                    findings.append(result)
+        facts, hanging = tuple(_facts(evidence)), tuple(heads_of(evidence))
+    sure = {finding.check for finding in findings if finding.sure}
     order = list(CHECKS)
-    results.sort(key=lambda result: order.index(result.check))
+    causes = [finding for finding in findings if not sure.intersection(_CHECKS[finding.check].follows)]
     return CheckReport(
-        environment=replace(environment_of(subject), seed=runner.seed),
+        environment=replace(environment_of(subject), seed=runner.subject.seed),
         layer=layer_of(subject),
         intent=intent.told(),
-        findings=_causes([result for result in results if isinstance(result, Finding)]),
+        findings=tuple(sorted(causes, key=lambda finding: (not finding.sure, order.index(finding.check)))),
         facts=facts,
         heads=hanging,
-        held=tuple(result for result in results if isinstance(result, PassedCheck)),
-        left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
+        held=tuple(result for result in others if isinstance(result, PassedCheck)),
+        left_out=tuple(result for result in others if isinstance(result, SkippedCheck)),
         runs=runner.runs,
-        notes=(*subject.notes, *unlike_dot(bench.recorded)),
+        notes=(*subject.notes, *unlike_dot(evidence.run)),
     )
 
 
-def _results(bench: Bench, name: str) -> list[Finding | PassedCheck | SkippedCheck]:
-    """Make one check, and return what it found; else that it held, or why it was left out."""
-    if bench.on_meta and name not in _NEED_NO_NUMBERS:
-        return [SkippedCheck(name, "the module is on meta, and this needs numbers: use --device cpu")]
-    if bench.once and name in _NEED_RUNS:
-        return [SkippedCheck(name, "needs more runs than one")]
-    bench.runner.tick(name)
-    results: list[Finding | PassedCheck | SkippedCheck] = []
-    is_made = True
+def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | SkippedCheck]:
+    """Make one check: yield what it finds; else that it holds, or why it is left out."""
+    asked = _CHECKS[name]
+    if evidence.on_meta and not asked.on_meta:
+        yield SkippedCheck(name, "the module is on meta, and this needs numbers: use --device cpu")
+        return
+    if evidence.once and asked.runs:
+        yield SkippedCheck(name, "needs more runs than one")
+        return
+    evidence.runner.tick(name)
+    holds = True
     try:
-        for result in _RUNS[name](bench):
-            results.append(result)
-    except (NotPossibleError, RaisedError) as error:
+        for result in asked.find(evidence):
+            holds = holds and not isinstance(result, Finding)
+            yield result
+    except NotPossibleError as error:
         raised = "the forward raises under a changed input: " if isinstance(error, RaisedError) else ""
-        results.append(SkippedCheck(name, raised + " ".join(str(error).split())))
-        is_made = False
-    findings = [result for result in results if isinstance(result, Finding)]
-    bench.failed |= {finding.check for finding in findings if finding.sure}
-    if is_made and not findings:
-        results.insert(0, PassedCheck(name, _ON_META.get(name, CHECKS[name]) if bench.on_meta else CHECKS[name]))
-    return results
+        yield SkippedCheck(name, raised + " ".join(str(error).split()))
+        return
+    if holds:
+        yield PassedCheck(name, asked.on_meta if evidence.on_meta else CHECKS[name])
 
 
-def _causes(findings: list[Finding]) -> tuple[Finding, ...]:
-    """Return the findings without those that follow from others, the sure ones first."""
-    sure = {finding.check for finding in findings if finding.sure}
-    follow = {name for name, causes in _FOLLOWS.items() if causes & sure}
-    follow -= {finding.check for finding in findings if isinstance(finding, UnreadFinding)}
-    return tuple(sorted((f for f in findings if f.check not in follow), key=lambda finding: not finding.sure))
-
-
-def _nothing(bench: Bench) -> str:
+def _nothing(evidence: Evidence) -> str:
     """Return why there is nothing to check, with the products that were seen."""
-    recording = bench.recorded.recording
-    products = [op for op in recording.ops if op.does("product")]
-    softmaxes = sum(op.does("softmax") for op in recording.ops)
+    ops = evidence.run.recording.ops
+    products = [op for op in ops if op.does("product")]
+    softmaxes = sum(op.does("softmax") for op in ops)
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
-        f"{type(bench.module).__name__} has no attention to check: looked for a product, a softmax of it, and a "
+        f"{type(evidence.module).__name__} has no attention to check: looked for a product, a softmax of it, and a "
         f"product of that with values, and saw {plural(len(products), 'product')}"
         + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
         + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. `mha-inspect trace` shows what it does."
     )
+
+
+# -- facts ------------------------------------------------------------------------------------------------------------
+
+
+def _facts(evidence: Evidence) -> Iterator[Fact]:
+    """Yield what is so of each attention, and may well be meant: its scale, who sees whom, what masks do."""
+    every = evidence.run.attentions
+    scales = ((f"{scale_words(each, names)} (head_dim {names.head_dim})", (), each.module) for each, names in every)
+    yield from _by_words("scale", scales)
+    yield from _by_words("attended over", ((_over(each, names), (), each.module) for each, names in every))
+    yield from _by_words("who sees whom", ((s.words(), s.picture, s.module) for s in evidence.sights))
+    if not evidence.once and not evidence.on_meta:
+        yield from mask_facts(evidence)
+
+
+def _by_words(name: str, told: Iterable[tuple[str, tuple[str, ...], str]]) -> Iterator[Fact]:
+    """Yield what is told of attentions, once: words, a picture, and the module of each; nothing for no words."""
+    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for words, picture, module in told:
+        groups.setdefault((words, picture), []).append(module)
+    for (words, picture), modules in groups.items():
+        where = f" in {first_few(modules, 1)}" if len(groups) > 1 and any(modules) else ""
+        if words:
+            yield Fact(name, words + where, picture)
+
+
+def _over(attention: Attention, names: AxisNames) -> str:
+    """Return what is attended over, where it is not the keys; else empty."""
+    if attention.over_queries:
+        return "the queries, which compete for each key"
+    return "the features of a head, not positions" if names.over_features else ""

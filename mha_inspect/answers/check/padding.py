@@ -1,138 +1,359 @@
-"""What padding masks show: whether they move real outputs, and whether they mean what was declared."""
+"""What masks among the arguments do: which keys they mask for whom, and whether padding moves real outputs.
+
+Each mask is changed at some keys, and what the scores show then is compared with what they showed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...reports.check import Finding, SkippedCheck
-from .bench import LOOSE, Bench
-from .masks import Masked, mask_faults, masked_runs, padded_source
-from .reach import other_tokens
-from .runner import NotPossibleError, RaisedError, difference
-from .sources import Source
+from ...reports.check import Fact, Finding, SkippedCheck
+from ...text import shortened, spans
+from .arguments import Source
+from .evidence import OTHER_SIZES, Evidence, NotPossibleError, remembered
+from .scores import masks_everything, softmax, weak_masks
+from .sight import SeenKeys
+
+_MOST = 2
+"""Mask arguments that are looked at."""
 
 
-def padding(bench: Bench) -> Iterator[Finding | SkippedCheck]:
+@dataclass(frozen=True)
+class Masked:
+    """A run in which a mask argument has another value at some keys."""
+
+    name: str
+    value: Tensor
+    """What it has elsewhere."""
+    other: Tensor
+    """What it has there."""
+    keys: Tensor
+    """`batch key`: True where it is the other value."""
+    source: Source
+    """The tokens that are the keys."""
+    output: Tensor
+    """Of the run."""
+    faults: tuple[Finding, ...]
+    """What is wrong with its weights for sure."""
+    pairs: tuple[tuple[SeenKeys, SeenKeys], ...]
+    """What each attention whose keys these are sees with the mask as it was given, and with this one."""
+
+    @property
+    def hides(self) -> bool:
+        """Whether any attention sees less."""
+        return any(bool((before.seen & ~after.seen).any()) for before, after in self.pairs)
+
+    @property
+    def opens(self) -> bool:
+        """Whether any attention sees more."""
+        return any(bool((after.seen & ~before.seen).any()) for before, after in self.pairs)
+
+    @property
+    def meaning(self) -> tuple[Tensor, Tensor]:
+        """The value that keeps a key, and the one that ignores it."""
+        return (self.value, self.other) if self.hides else (self.other, self.value)
+
+    @property
+    def places(self) -> str:
+        """The keys of the first row at which it is the other value: `keys 6–7 of row 0`."""
+        return f"keys {_places(self.keys[0])} of row 0"
+
+    @property
+    def line(self) -> str:
+        """The line of the mask; empty where no attention has these keys."""
+        return self.pairs[0][1].line if self.pairs else ""
+
+
+@remembered
+def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
+    """Return a run for each mask argument, or a fact where the forward does not take another value.
+
+    The declared padding mask is among them where it was not given: it is run for that, and keeps all.
+    """
+    values = evidence.values
+    masks = {n: v for n, v in values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
+    runs: list[Masked | Fact] = []
+    name = evidence.intent.padding
+    if name is not None and values.get(name) is None and any(s.positions is not None for s in evidence.sources):
+        source = _padded_source(evidence, name)
+        ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (evidence.intent.padding_true != "ignore")
+        run = _masked_run(evidence, name, ones)
+        runs += filter(None, [_masked_run(evidence, name, ones.long()) if isinstance(run, Fact) else run])
+    for name, value in masks.items():
+        runs += filter(None, [_masked_run(evidence, name, value) if value.dim() > 1 and len(runs) < _MOST else None])
+    return runs
+
+
+def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact | None:
+    """Return a run with another value in a mask; None where its keys are not known, or it has several values there."""
+    source = next((s for s in evidence.sources if s.positions is not None and s.length == given.shape[-1]), None)
+    if source is None or source.length < 4 or name in source.names:
+        return None
+    keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
+    count = max(2, source.length // 4)
+    causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in evidence.sights)
+    # Behind a causal mask nobody sees the last keys; the first one is left, so that each query has a key.
+    keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
+    by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
+    if by_row:
+        keys[1::2] = False
+    value = given[..., keys[0]].flatten()[0]
+    if not bool((given[..., keys[0]] == value).all()):
+        return None
+    additive = given.is_floating_point() and bool((given <= 0).all()) and (given.dim() > 2 or bool(given.any()))
+    other = ((-1e9 if value == 0 else 0.0) * torch.ones(()) if additive else 1 - value.long()).to(given)
+    changed = given.clone()
+    changed[slice(None, None, 2) if by_row else slice(None), ..., keys[0]] = other
+    try:
+        masked = evidence.with_arguments({name: changed})
+        pairs = _pairs(evidence.sights, masked.sights, source)
+        return Masked(name, value, other, keys, source, masked.output, tuple(_of_weights(masked)), pairs)
+    except NotPossibleError as error:
+        return Fact("mask", f"{name}: the forward does not take another value ({error})")
+
+
+def _pairs(
+    before: tuple[SeenKeys, ...], after: tuple[SeenKeys, ...], source: Source
+) -> tuple[tuple[SeenKeys, SeenKeys], ...]:
+    """Return what the attentions whose keys are these tokens see in two runs."""
+    pairs = zip(before, after, strict=True) if len(before) == len(after) else ()
+    shape = (source.rows, source.length)
+    return tuple((was, now) for was, now in pairs if was.seen.shape == now.seen.shape and was.seen.shape[::2] == shape)
+
+
+def _padded_source(evidence: Evidence, name: str) -> Source:
+    """Return the tokens that the declared padding mask is of."""
+    given = evidence.values.get(name)
+    sources = [source for source in evidence.sources if source.positions is not None]
+    fitting = [source for source in sources if isinstance(given, Tensor) and given.shape[-1] == source.length]
+    if not fitting and any(word in name for word in ("encoder", "memory", "key", "src", "context")):
+        fitting = sources[1:2]
+    return (fitting or sources)[0]
+
+
+def mask_facts(evidence: Evidence) -> Iterator[Fact]:
+    """Yield which value of each mask argument keeps a key."""
+    for run in masked_runs(evidence):
+        if isinstance(run, Fact):
+            yield run
+        elif run.hides != run.opens:
+            kept, ignored = run.meaning
+            yield Fact("mask", f"{run.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
+        elif run.pairs and not run.hides:
+            place = int(run.keys[0].nonzero()[0])
+            yield Fact("mask", f"{run.name} bars nothing here: key {place} is seen alike with either value")
+
+
+def _word(value: Tensor) -> str:
+    return f"{value.item():.3g}" if value.is_floating_point() else str(value.item())
+
+
+def _places(marks: Tensor) -> str:
+    return shortened(spans(int(place) for place in marks.nonzero().flatten()), 40)
+
+
+# -- what a mask hides ------------------------------------------------------------------------------------------------
+
+
+def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     """Yield where padding moves real outputs, or its mask means the opposite of what was declared."""
-    findings = list(mask_faults(bench))
+    findings: list[Finding] = []
+    for run in masked_runs(evidence):
+        if isinstance(run, Masked):
+            findings += _misplaced(run, declared=run.name == evidence.intent.padding)
+            findings += _of_declared(evidence, run) if run.name == evidence.intent.padding else ()
+            findings += _nan(evidence, run)
+            told = f"With {run.name} {_word(run.other)} at some keys."
+            findings += [replace(fault, evidence=f"{told} {fault.evidence}") for fault in run.faults]
     yield from findings
-    name = bench.intent.padding
+    name = evidence.intent.padding
     if name is None and not findings:
         raise NotPossibleError("not declared: padding")
     if name is None or any(finding.sure for finding in findings):
         return
-    if not bench.sources or not bench.follows or bench.sources[0].batch is None:
+    if not evidence.follows or evidence.source.batch is None:
         raise NotPossibleError("the output has no place for each token of each row")
-    source = padded_source(bench, name)
+    source = _padded_source(evidence, name)
     if source.length < 3:
         raise NotPossibleError("there are fewer than 3 tokens: give more")
-    fault = _Padded(bench, name, source).fault()
-    if fault is not None:
-        yield fault
+    yield from _of_padding(evidence, name, source)
 
 
-class _Padded:
-    """Every other row of the batch, the first among them, with padding at one end, and what moves then."""
-
-    def __init__(self, bench: Bench, name: str, source: Source) -> None:
-        self._bench, self._name, self._source = bench, name, source
-        self._is_first = source is bench.sources[0]
-        self._side = bench.intent.padding_side or "right"
-        count = max(min(2, source.length - 2), source.length // 4)
-        cut = source.length - count if self._side == "right" else count
-        self._real, pads = slice(0, cut), slice(cut, None)
-        if self._side == "left":
-            self._real, pads = pads, self._real
-        self._pads = range(source.length)[pads]
-        padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
-        padded[0::2, pads] = True
-        like, keeps = bench.values.get(name), bench.intent.padding_true != "ignore"
-        for run in masked_runs(bench):
-            if isinstance(run, Masked) and run.name == name:
-                like = run.value.new_zeros(padded.shape) if like is None else like
-                keeps = bool(run.meaning[0]) if run.bars != run.opens else keeps
-        self._mask = mask_like(like, padded, keeps)
-        self._base = bench.run({name: self._mask})
-
-    def _finding(self, sentence: str, evidence: str, fix: str = "") -> Finding:
-        return Finding("padding", sentence, evidence, source=self._bench.mask_line, fix=fix)
-
-    def fault(self) -> Finding | SkippedCheck | None:
-        """Return what is wrong, or why its length could not be checked; None where nothing is."""
-        bench, name, means = self._bench, self._name, self._bench.intent.padding_true
-        ends = f"the {'last' if self._side == 'right' else 'first'} {len(self._pads)} tokens of row 0 were padded"
-        real = bench.base_row(self._real if self._is_first else slice(None))
-        if bool(self._base[real].isnan().any()):
-            return self._finding("Padding gives NaN at real tokens.", f"T{ends[1:]} with {name}.")
-        others = other_tokens(bench, self._source, self._source.at(0, torch.tensor(self._pads)), by=6.0)
-        moved = bench.moved(bench.run({name: self._mask, **others}), self._base)[0]
-        leaks = float((moved[self._real] if self._is_first else moved).max())
-        if leaks:
-            return self._finding(
-                "The content of padding moves real outputs"
-                + ("." if means else ", whichever value of the mask ignores."),
-                f"With {name} True or 1 for {means or 'keep'}, {ends} and changed, and a real output moved by "
-                f"{leaks:.3g}.",
-                "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
+def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
+    """Yield the first attention that masks queries for keys, or keys of another row of the batch."""
+    if run.hides == run.opens:
+        return
+    kept, ignored = run.meaning
+    keys, rows = run.keys, run.keys.any(1)
+    for before, after in run.pairs:
+        changed = before.seen != after.seen
+        # What padding's own queries see is of no account.
+        real = changed & ~keys[:, :, None] if before.queries == before.keys else changed
+        by_key, sure, fix = real.any(1), True, ""
+        told = f"With {run.name} {_word(run.other)} at {run.places}"
+        if bool(changed[~rows].any()):
+            sentence = "The mask of one row bars keys of another row."
+            other = int((~rows).nonzero()[0])
+            told += f" and {_word(run.value)} in row {other}, the scores of that row are masked otherwise as well."
+            fix = (
+                "repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) for "
+                "(batch heads)."
             )
-        return self._of_length(self._base[real])
+        elif run.hides and bool(changed.any()) and not bool(real.any()):
+            if bool(after.seen[0, keys[0]].any()):
+                continue
+            sentence = "The mask bars queries, not keys: what it marks is seen by all others."
+            told += ", these queries see nothing, and the others see what they saw."
+            fix = "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key."
+        elif bool((by_key & ~keys).any()):
+            sentence = f"The mask bars other keys than those where {run.name} is {_word(ignored)}."
+            told += f", the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps."
+            sure = declared
+        else:
+            continue
+        yield Finding("padding", sentence, told, sure, after.line, after.module, fix)
+        return
 
-    def _of_length(self, before: Tensor) -> Finding | SkippedCheck | None:
-        """Return what is wrong where row 0 gives something else without its padding."""
-        bench, count = self._bench, len(self._pads)
-        try:
-            short = self._cropped()
-        except RaisedError as error:
-            return SkippedCheck("padding", f"its length: the forward does not take the row without it ({error})")
-        apart = float(difference(short[bench.base_row(slice(None))], before).max())
-        if apart <= LOOSE * bench.limit:
-            return None
-        start = self._real.start
-        is_left = self._side == "left"
-        return self._finding(
-            f"{'The side' if is_left else 'The length'} of the padding moves real outputs, by {apart:.3g}.",
-            f"Row 0 with {count} tokens of padding on the {self._side} gives something else at tokens {start}–"
-            f"{start + self._source.length - count - 1} than without it; the padding's content moves nothing.",
-            "count positions from the first real token: position_ids = mask.cumsum(-1) - 1." if is_left else "",
+
+def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
+    """Yield a declared mask that moves nothing, or means the opposite of what was declared."""
+    name, means = run.name, evidence.intent.padding_true
+    if not run.hides and not run.opens and torch.equal(run.output, evidence.output):
+        sentence = f"{name} changes nothing: no score and no output hangs on it."
+        told = f"With {_word(run.other)} at {run.places} the output is the same to the bit."
+        yield Finding("padding", sentence, told, source=run.line, fix="apply it to the scores before the softmax.")
+    kept, ignored = run.meaning
+    if run.hides != run.opens and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
+        sentence = f"The mask works the other way round: what {name} keeps is barred."
+        told = (
+            f"With {_word(ignored)} at {run.places} they are not seen, and {name} was said to {means} where it is True "
+            "or 1."
+        )
+        fix = f"turn the mask round where it is applied (~{name}), or say what it means otherwise."
+        yield Finding("padding", sentence, told, source=run.line, fix=fix)
+
+
+def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
+    """Yield a mask under which a query is left no key, and becomes NaN."""
+    nan = run.output.isnan()
+    if not evidence.follows or bool(evidence.output.isnan().any()) or not bool(nan.any()):
+        return
+    marked = run.keys if run.source is evidence.source and run.hides else torch.zeros_like(run.keys)
+    rows = evidence.moved(nan.float(), torch.zeros_like(evidence.output), times=0) > 0
+    real = marked.shape != rows.shape or bool((rows & ~marked).any())
+    yield Finding(
+        "finite",
+        f"With {run.name} some queries are left no key, and give NaN"
+        + ("." if real else ": padding's own rows, which a next layer may spread."),
+        f"{run.name} was {_word(run.other)} at {run.places}, and the output is NaN at {int(rows.sum())} tokens"
+        + ("." if real else ", all of them padding."),
+        sure=real,
+        source=run.line,
+        fix="bar with a large negative number instead of -inf, or leave each query itself.",
+    )
+
+
+def _of_weights(masked: Evidence) -> Iterator[Finding]:
+    """Yield what is wrong with the weights of a run with a mask for sure."""
+    findings = [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
+    with suppress(NotPossibleError):
+        findings += softmax(masked)
+    yield from (finding for finding in findings if finding.sure)
+
+
+# -- what padding moves -----------------------------------------------------------------------------------------------
+
+
+def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Finding | SkippedCheck]:
+    """Yield what is wrong where every other row of the batch, the first among them, has padding at one end."""
+    side, means = evidence.intent.padding_side or "right", evidence.intent.padding_true
+    count = max(min(2, source.length - 2), source.length // 4)
+    start, stop = (0, source.length - count) if side == "right" else (count, source.length)
+    real, pads = slice(start, stop), slice(stop, None) if side == "right" else slice(0, start)
+    mask = _padding_mask(evidence, name, source, pads)
+    ends = f"he {'last' if side == 'right' else 'first'} {count} tokens of row 0 were padded"
+    base = evidence.output_with({name: mask})
+    # Keys of another source leave every output real.
+    places = real if source is evidence.source else slice(None)
+    row = evidence.source.at(slice(0, 1), places)[: base.dim()]
+    if bool(base[row].isnan().any()):
+        yield _finding(evidence, "Padding gives NaN at real tokens.", f"T{ends} with {name}.")
+        return
+    others = source.others(source.at(0, pads), evidence.draw, by=6.0)
+    leaks = float(evidence.moved(evidence.output_with({name: mask, **others}), base)[0, places].max())
+    if leaks:
+        yield _finding(
+            evidence,
+            "The content of padding moves real outputs" + ("." if means else ", whichever value of the mask ignores."),
+            f"With {name} True or 1 for {means or 'keep'}, t{ends} and changed, and a real output moved by "
+            f"{leaks:.3g}.",
+            "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
+        )
+        return
+    try:
+        short = evidence.output_with(_first_row_without(evidence, {name: mask}, source, real))
+        apart = evidence.apart(short, base[row], times=OTHER_SIZES)
+    except NotPossibleError as error:
+        yield SkippedCheck("padding", f"its length: the forward does not take the row without it ({error})")
+        return
+    if apart:
+        yield _finding(
+            evidence,
+            f"The {'side' if side == 'left' else 'length'} of the padding moves real outputs, by {apart:.3g}.",
+            f"Row 0 with {count} tokens of padding on the {side} gives something else at tokens {start}–{stop - 1} "
+            "than without it; the padding's content moves nothing.",
+            "count positions from the first real token: position_ids = mask.cumsum(-1) - 1." if side == "left" else "",
         )
 
-    def _cropped(self) -> Tensor:
-        """Return the output of row 0 alone, without its padding."""
-        bench, length, rows = self._bench, self._source.length, self._source.rows
-        given = {name: value for name, value in bench.values.items() if isinstance(value, Tensor)}
-        changes: dict[str, Tensor] = {}
-        for name, value in {**given, self._name: self._mask}.items():
-            sizes, index = list(value.shape), [slice(None)] * value.dim()
-            same = next((source for source in bench.sources if name in source.names), None)
-            pairs = name in given and sizes == [length, length]
-            if same is not None:
-                index = list(same.at(slice(0, 1), self._real if same is self._source else slice(None)))
-            elif value.dim() > 1 and sizes[0] == rows and not pairs:
-                index[0] = slice(0, 1)
-            if same is None and (self._is_first or name == self._name):
-                for place in range(max(value.dim() - 2, 0), value.dim()):
-                    if sizes[place] == length and (place > 0 or pairs):
-                        index[place] = self._real
-            changes[name] = value[tuple(index)]
-        return bench.run(changes)
+
+def _finding(evidence: Evidence, sentence: str, told: str, fix: str = "") -> Finding:
+    return Finding("padding", sentence, told, source=evidence.mask_line, fix=fix)
 
 
-def mask_like(given: Any, padded: Tensor, keeps: bool) -> Tensor:
-    """Return a mask as the forward takes it, from `batch key` where True is padded."""
-    value = ~padded if keeps else padded
-    if not isinstance(given, Tensor):
-        return value
-    if given.is_floating_point() and given.dim() > 2 and bool((given <= 0).all()):
-        value = torch.zeros(padded.shape).masked_fill(padded, torch.finfo(given.dtype).min)
-    value = value.to(given)
-    if given.dim() == 2 and given.shape == padded.shape[::-1] != padded.shape:
-        value = value.T
-    while value.dim() < given.dim():
-        value = value.unsqueeze(1)
-    if given.dim() > 2:
-        value = value.expand(value.shape[0], *given.shape[1:-2], given.shape[-2], value.shape[-1]).contiguous()
-    return value
+def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:
+    """Return a mask as the forward takes it, with padding in every other row."""
+    padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
+    padded[0::2, pads] = True
+    like: Any = evidence.values.get(name)
+    keeps = evidence.intent.padding_true != "ignore"
+    for run in masked_runs(evidence):
+        if isinstance(run, Masked) and run.name == name:
+            like = run.value.new_zeros(padded.shape) if like is None else like
+            keeps = bool(run.meaning[0]) if run.hides != run.opens else keeps
+    mask = ~padded if keeps else padded
+    if not isinstance(like, Tensor):
+        return mask
+    if like.is_floating_point() and like.dim() > 2 and bool((like <= 0).all()):
+        mask = torch.zeros(padded.shape).masked_fill(padded, torch.finfo(like.dtype).min)
+    mask = mask.to(like)
+    if like.dim() < 3:
+        return mask
+    mask = mask.reshape(len(mask), *(1 for _ in like.shape[1:-1]), -1)
+    return mask.expand(-1, *like.shape[1:-1], -1).contiguous()
+
+
+def _first_row_without(evidence: Evidence, mask: dict[str, Tensor], source: Source, real: slice) -> dict[str, Tensor]:
+    """Return the arguments of row 0 alone, without the padding of a source."""
+    length, rows = source.length, source.rows
+    given = {name: value for name, value in evidence.values.items() if isinstance(value, Tensor)}
+    changes: dict[str, Tensor] = {}
+    for name, value in {**given, **mask}.items():
+        index = [slice(None)] * value.dim()
+        same = next((other for other in evidence.sources if name in other.names), None)
+        pairs = name not in mask and [*value.shape] == [length, length]
+        if same is not None:
+            index = list(same.at(slice(0, 1), real if same is source else slice(None)))
+        elif value.dim() > 1 and value.shape[0] == rows and not pairs:
+            index[0] = slice(0, 1)
+        if same is None and (source is evidence.source or name in mask):
+            for place in range(max(value.dim() - 2, 0), value.dim()):
+                if value.shape[place] == length and (place > 0 or pairs):
+                    index[place] = real
+        changes[name] = value[tuple(index)]
+    return changes

@@ -1,4 +1,4 @@
-"""Who sees whom, read off the scores and weights of a run."""
+"""Who sees whom, read off the scores and weights of a run, and whether that is causal or a window."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SeenKeys:
 
     @cached_property
     def known(self) -> Tensor:
-        """`1 key`: True where any query sees the key: one that is barred to all is padding."""
+        """`1 key`: True where any query sees the key: one that is masked for all is padding."""
         return self.any_row.any(0)[None]
 
     @property
@@ -59,19 +59,20 @@ class SeenKeys:
         return bool(self.seen.all())
 
     @property
-    def shift(self) -> int:
-        """How many keys come before the first query's own, with a cache."""
-        return max(self.keys - self.queries, 0)
-
-    @property
     def alone(self) -> bool:
         """Whether each query sees itself at most."""
-        return self.queries == self.keys and not bool((self.any_row & ~torch.eye(self.keys, dtype=torch.bool)).any())
+        return self.queries == self.keys and not bool((self.any_row & (self.distance != 0)).any())
 
     @cached_property
     def distance(self) -> Tensor:
-        """`query key`: how far the key lies before the query; negative in its future."""
-        return torch.arange(self.queries)[:, None] + self.shift - torch.arange(self.keys)[None]
+        """`query key`: how far the key lies before the query; negative in its future. A cache comes before all."""
+        first = max(self.keys - self.queries, 0)
+        return torch.arange(self.queries)[:, None] + first - torch.arange(self.keys)[None]
+
+    @property
+    def sees_future(self) -> bool:
+        """Whether any query sees a key behind its own."""
+        return bool((self.any_row & (self.distance < 0)).any())
 
     @property
     def width(self) -> int | None:
@@ -83,7 +84,7 @@ class SeenKeys:
     @property
     def is_causal(self) -> bool:
         """Whether no query sees a key behind its own, and some key is hidden from some query."""
-        return not self.open and not self.alone and not bool((self.any_row & (self.distance < 0)).any())
+        return not self.open and not self.alone and not self.sees_future
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -104,8 +105,8 @@ class SeenKeys:
             sees_itself = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
             if torch.equal(self.any_row, expected & self.known):
-                barred = int((~self.known).sum())
-                return f"{name}; {barred} keys are barred to all" if barred else name
+                masked = int((~self.known).sum())
+                return f"{name}; {masked} keys are barred to all" if masked else name
             return f"{name}, with gaps" if sees_itself else f"{name}, and a query does not see itself"
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
@@ -120,49 +121,47 @@ class SeenKeys:
 
     def against_causal(self, window: int | None) -> Finding | None:
         """Judge it as causal, within a window if one is given; None where it is."""
-        if self.queries < 2 or (self.queries > self.keys):
+        if self.queries < 2 or self.queries > self.keys:
             return None
-        future = self.any_row & (self.distance < 0)
-        if bool(future.any()):
-            off = bool((self.distance[future] == -1).all())
+        unseen = self.known & ~self.any_row
+        if self.sees_future:
+            future = self.any_row & (self.distance < 0)
+            late = bool((self.distance[future] == -1).all())
             return self.finding(
                 "causal",
-                "A position sees its future" + (", by one: the mask begins a diagonal too late." if off else "."),
+                "A position sees its future" + (", by one: the mask begins a diagonal too late." if late else "."),
                 f"{self._first(future, 'weight')}; {int(future.sum())} such pairs of {int((self.distance < 0).sum())}.",
                 "triu(diagonal=1) is what a causal mask bars.",
             )
-        unseen = (self.distance == 0) & self.known & ~self.any_row
-        if bool(unseen.any()) and self.shift == 0:
+        itself = unseen & (self.distance == 0)
+        if bool(itself.any()) and self.queries == self.keys:
             return self.finding(
                 "causal",
                 "A position does not see itself: the mask bars the diagonal.",
-                f"Query {int(unseen.nonzero()[0][0])} gives no weight to its own key; {int(unseen.sum())} such of "
+                f"Query {int(itself.nonzero()[0][0])} gives no weight to its own key; {int(itself.sum())} such of "
                 f"{self.queries}.",
                 "triu(diagonal=1), not diagonal=0.",
             )
-        if window is None:
-            missing = (self.distance > 0) & self.known & ~self.any_row
-            if bool(missing.any()):
-                query, key = missing.nonzero()[0].tolist()
-                evidence = f"Query {query} gives no weight to key {key}; {int(missing.sum())} such pairs."
-                return self.finding("causal", "A position does not see all of its past.", evidence)
+        past = unseen & (self.distance > 0)
+        if window is None and bool(past.any()):
+            query, key = past.nonzero()[0].tolist()
+            evidence = f"Query {query} gives no weight to key {key}; {int(past.sum())} such pairs."
+            return self.finding("causal", "A position does not see all of its past.", evidence)
         return None
 
     def against_window(self, width: int, causal: bool | None) -> Finding | None:
         """Judge it as a window of this width; None where it fits."""
         if self.keys <= width or self.queries < 2:
             return None
-        limit = width - 1
-        beyond = self.any_row & (self.distance > limit)
-        if causal is not True and bool((self.any_row & (self.distance < 0)).any()):
-            # To both sides, a window of 2 · n + 1, or of n to each side, is called n by some.
-            beyond = self.any_row & (self.distance.abs() > limit)
+        # To both sides, a window of 2 · n + 1, or of n to each side, is called n by some.
+        both = causal is not True and self.sees_future
+        beyond = self.any_row & ((self.distance.abs() if both else self.distance) >= width)
         if bool(beyond.any()):
             far = int(self.distance[self.any_row].max()) + 1
             sentence = f"A position sees beyond its window of {width}: it sees {far} positions, its own included."
             return self.finding("window", sentence, f"{self._first(beyond, 'weight')}.")
-        missing = (self.distance >= 0) & (self.distance <= limit) & self.known & ~self.any_row
-        if bool(missing.any()) and causal is not False and not bool((self.any_row & (self.distance < 0)).any()):
+        missing = (self.distance >= 0) & (self.distance < width) & self.known & ~self.any_row
+        if bool(missing.any()) and causal is not False and not self.sees_future:
             sentence = f"A position does not see all of its window of {width}."
             return self.finding("window", sentence, f"{self._first(missing, 'no weight')}.")
         return None
@@ -193,7 +192,6 @@ def sights_of(run: Run) -> tuple[SeenKeys, ...]:
 
 
 def _content(run: Run, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
-    """Return a stage in canonical axes; None where it was never made, or an axis has no name."""
-    turns = attention.branches or (attention,)
-    known = all(stage in turn.stages and turn.stages[stage].id in run.recording.values for turn in turns)
-    return content_of(run, attention, names, stage) if known else None
+    """Return a stage in canonical axes; None where there is none, or an axis has no name."""
+    has_stage = all(stage in turn.stages for turn in (attention, *attention.branches))
+    return content_of(run, attention, names, stage) if has_stage else None

@@ -6,187 +6,135 @@ token each row of a product holds, whatever moves, norms and rotations stand in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, wraps
 from math import prod
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...graph.dataflow import made_of
-from ...graph.evaluate import run_again
-from ...graph.products import Product
 from ...naming.axes import AxisNames
+from ...record.arguments import tensors_in
 from ...record.ops import Op, Recording, TensorRef
+from ...reports.check import Finding
 from ...running.run import Run
-from ...running.subject import Subject
+from ...text import listed
+from .evidence import Evidence, NotPossibleError
 
 Row = tuple[int, int]
 """Group (what the product counts as batch: sequences and heads) and row in it."""
+Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
+"""Yields what is wrong with one attention."""
+SIDES = ("query", "key", "value")
 _MOST = 64
 """Pieces of a projection that are followed."""
 
 
 class LostError(Exception):
-    """A tensor cannot be computed again."""
+    """What is asked of an attention cannot be told: a tensor cannot be computed again, say."""
 
 
-class Flow:
-    """Computes tensors of a recording again, with others changed."""
-
-    def __init__(self, run: Run, subject: Subject) -> None:
-        self.recording = run.recording
-        self.values: dict[int, Tensor] = {**subject.leaves(run.recording), **run.recording.values}
-        """By the id of a tensor."""
-
-    def value(self, tensor: TensorRef) -> Tensor:
-        """Return the content of a tensor. Raises `LostError` where it was not kept."""
-        if tensor.id not in self.values:
-            raise LostError
-        return self.values[tensor.id].detach()
-
-    def again(self, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
-        """Return the content of a tensor where others are as given. Raises `LostError` where it cannot be computed."""
-        known = dict(changed)
-        hangs = between(self.recording, changed, target)
-        if not hangs and target.id not in known:
-            raise LostError
-        for op in hangs:
-            if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
-                # What was changed may lie otherwise in memory than what ran.
-                known[op.output.id] = known[op.inputs[0].id].reshape(op.output.shape)
-                continue
-            try:
-                with torch.no_grad():
-                    results = run_again(op, self._reading(known, is_written=op.kind == "write"))
-            except Exception as error:  # whatever an operation that is called from outside may raise
-                raise LostError from error
-            known.update({tensor.id: value for tensor, value in results if tensor.id not in changed})
-        return known[target.id]
-
-    def _reading(self, known: dict[int, Tensor], *, is_written: bool) -> Callable[[TensorRef], Tensor]:
-        """Return what reads a tensor: a copy where it is written into, which happens once, in the run."""
-
-        def content(tensor: TensorRef) -> Tensor:
-            value = known[tensor.id] if tensor.id in known else self.value(tensor)
-            return value.clone() if is_written else value
-
-        return content
+def kinds(run: Run) -> list[tuple[Attention, AxisNames, int]]:
+    """Return each kind of attention once, by its lines and shapes, with how many there are."""
+    groups: dict[tuple[object, ...], list[tuple[Attention, AxisNames]]] = defaultdict(list)
+    for attention, names in run.attentions:
+        ops = (attention.score_product.op, attention.value_product.op)
+        sign = (*((op.source, op.output.shape, op.name) for op in ops), attention.scale, len(attention.masks))
+        groups[sign].append((attention, names))
+    return [(*group[0], len(group)) for group in groups.values()]
 
 
-@dataclass(frozen=True)
-class Factor:
-    """One factor of a product and the stage that it is made of: which token of the one is which row of the other."""
+def each_kind(without: str = "") -> Callable[[Judge], Callable[[Evidence], Iterator[Finding]]]:
+    """Make a check of a function that judges one attention, and raises `LostError` where it cannot be told.
 
-    flow: Flow
-    source: TensorRef
-    """`... features`: what a projection gave."""
-    target: TensorRef
-    rows: int
-    """The dimension of the target that counts positions, from behind."""
-    width: int
-    """Features of a head."""
+    The check yields what it finds in each kind of attention, with its module, and how many attentions have it. Raises
+    `NotPossibleError`, saying what is `without`, where it can be told of none; unless nothing is said of that.
+    """
 
-    @cached_property
-    def base(self) -> Tensor:
-        """The content of the target, computed again from the source as it was."""
-        return self.flow.again({self.source.id: self.flow.value(self.source)}, self.target)
+    def of(judge: Judge) -> Callable[[Evidence], Iterator[Finding]]:
+        @wraps(judge)
+        def check(evidence: Evidence) -> Iterator[Finding]:
+            is_told = not without
+            for attention, names, count in kinds(evidence.run):
+                try:
+                    findings = list(judge(evidence, attention, names))
+                except LostError:
+                    continue
+                is_told = True
+                more = f" The same in {count} attentions." if count > 1 else ""
+                for finding in findings:
+                    yield replace(finding, module=attention.module, evidence=finding.evidence + more)
+            if not is_told:
+                raise NotPossibleError(without)
 
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The shape of the source without its features."""
-        return self.source.shape[:-1]
+        return check
 
-    def token(self, number: int) -> tuple[int, ...]:
-        """Return the index of a token by its number."""
-        index = list[int]()
-        for size in reversed(self.tokens[1:]):
-            number, place = divmod(number, size)
-            index.insert(0, place)
-        return (number, *index) if self.tokens else ()
-
-    def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
-        """Return the rows that move where features of a token are others."""
-        source = self.flow.value(self.source).clone()
-        piece = source[token][start:stop]
-        source[token][start:stop] = piece + 1 + piece.abs()
-        content = self.flow.again({self.source.id: source}, self.target)
-        by_row = _differing(content, self.base).any(dim=-1 if self.rows == -2 else -2)
-        by_row = by_row.reshape(-1, by_row.shape[-1])
-        return {(int(group), int(row)) for group, row in by_row.nonzero().tolist()}
-
-    def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
-        """Return where each piece of a token's features begins that reaches the target, and the rows that it is in.
-
-        A piece is as wide as a head, were those side by side; those of several projections are among them.
-        """
-        features = self.source.shape[-1]
-        starts = range(0, features, self.width) if features <= _MOST * self.width else ()
-        reached = {start: self.changed(token, start, start + self.width) for start in starts}
-        return {start: rows for start, rows in reached.items() if rows}
+    return of
 
 
-class Tokens:
-    """The three factors of an attention, and where each token of them is."""
-
-    def __init__(self, flow: Flow, attention: Attention, names: AxisNames) -> None:
-        self.flow, self.attention, self.names = flow, attention, names
-
-    def factor(self, name: str) -> Factor:
-        """Return the query, key or value from its projection to the product. Raises `LostError` without one."""
-        attention = self.attention
-        product = attention.value_product if name == "value" else attention.score_product
-        source = attention.stages.get(f"{name[0]}_proj") or attention.stages.get(name)
-        projection = attention.projections.get(name)
-        if source is None or not product.multiply.does("product") or len(source.shape) < 2:
-            raise LostError
-        if projection is not None and projection.base_name == "convolution":
-            raise LostError
-        left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[name]
-        target = product.left if left else product.right
-        # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
-        rows = (-2 if left else -1) if name != "value" else (-1 if left else -2)
-        return Factor(self.flow, source, target, rows, max(self.names.head_dim, 1))
-
-    def weights(self) -> tuple[Tensor, int]:
-        """Return the factor that meets the values, and the dimension of it that the product sums over."""
-        product: Product = self.attention.value_product
-        if not product.multiply.does("product"):
-            raise LostError
-        left = not self.attention.value_first
-        return self.flow.value(product.left if left else product.right), (-1 if left else -2)
-
-    def concat_rows(self, rows: Iterable[Row]) -> set[tuple[int, ...]]:
-        """Return the tokens of concat that move where these rows of the context are others."""
-        context = self.attention.value_product.op.output
-        target = self.attention.stages.get("concat")
-        if target is None:
-            raise LostError
-        value = self.flow.value(context)
-        shape = value.shape
-        scores = self.attention.score_product.op.output.shape
-        queries = (
-            scores[-1] if self.attention.key_first else scores[-2],
-            shape[-1] if self.attention.value_first else shape[-2],
-        )
-        if prod(scores[:-2]) != prod(shape[:-2]) or queries[0] != queries[1]:
-            raise LostError  # chunks that overlap: a row of the one product is none of the other
-        flat = value.reshape(-1, *shape[-2:]).clone()
-        for group, row in rows:
-            index = (group, row) if not self.attention.value_first else (group, slice(None), row)
-            if group >= flat.shape[0]:
-                raise LostError
-            flat[index] = flat[index] + 1 + flat[index].abs()
-        base = self.flow.again({context.id: value}, target)
-        changed = self.flow.again({context.id: flat.reshape(shape)}, target)
-        return {tuple(index) for index in _differing(changed, base).any(-1).nonzero().tolist()}
+# -- computing again --------------------------------------------------------------------------------------------------
 
 
-def _differing(left: Tensor, right: Tensor) -> Tensor:
-    """Whether each number is another one; a NaN is like any other."""
-    return (left != right) & ~(left.isnan() & right.isnan())
+def content_of(evidence: Evidence, tensor: TensorRef) -> Tensor:
+    """Return the content of a recorded tensor. Raises `LostError` where it was not kept."""
+    value = evidence.content(tensor)
+    if value is None:
+        raise LostError
+    return value
+
+
+def again(evidence: Evidence, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
+    """Return the content of a tensor where others are as given. Raises `LostError` where it cannot be computed."""
+    known = dict(changed)
+    path = between(evidence.run.recording, changed, target)
+    if not path and target.id not in known:
+        raise LostError
+    for op in path:
+
+        def content(tensor: TensorRef, op: Op = op) -> Tensor:
+            value = known[tensor.id] if tensor.id in known else content_of(evidence, tensor)
+            return value.clone() if op.kind == "write" else value  # written into once, in the run
+
+        try:
+            with torch.no_grad():
+                results = zip(op.outputs, _results(op, content), strict=False)
+                known.update({tensor.id: value for tensor, value in results if tensor.id not in changed})
+        except Exception as error:  # whatever an operation that is called from outside may raise
+            raise LostError from error
+    return known[target.id]
+
+
+def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
+    """Run an operation once more; return what came out. Raises `LostError` where its shape is another."""
+    if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
+        # What was changed may lie otherwise in memory than what ran.
+        return [content(op.inputs[0]).reshape(op.output.shape)]
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            return content(value)
+        if isinstance(value, tuple):
+            return [argument(item) for item in value]
+        if isinstance(value, str):
+            if value.startswith("torch."):
+                return getattr(torch, value.removeprefix("torch."))
+            if value.split(":")[0] in ("cpu", "cuda", "mps", "meta", "xpu"):
+                return torch.device(value)
+        return value
+
+    namespace, name, overload = op.name.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    result = function(*map(argument, op.args), **{key: argument(value) for key, value in op.kwargs.items()})
+    results = [tensor for _, tensor in tensors_in(result)]
+    if [tuple(tensor.shape) for tensor in results] != [tensor.shape for tensor in op.outputs]:
+        raise LostError
+    return results
 
 
 def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> list[Op]:
@@ -204,3 +152,238 @@ def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> 
     ordered = [needed[index] for index in sorted(needed)]
     made_ids = made_of(reached, ordered)
     return [op for op in ordered if any(tensor.id in made_ids for tensor in op.inputs)] if target.id in made_ids else []
+
+
+# -- tokens and rows --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One factor of a product and the stage that it is made of: which token of the one is which row of the other."""
+
+    evidence: Evidence
+    source: TensorRef
+    """`... features`: what a projection gave."""
+    target: TensorRef
+    rows: int
+    """The dimension of the target that counts positions, from behind."""
+    width: int
+    """Features of a head."""
+
+    @cached_property
+    def base(self) -> Tensor:
+        """The content of the target, computed again from the source as it was."""
+        return self.of(content_of(self.evidence, self.source))
+
+    def of(self, source: Tensor) -> Tensor:
+        """Return the target where the source is another. Raises `LostError` where it cannot be computed."""
+        return again(self.evidence, {self.source.id: source}, self.target)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The shape of the source without its features."""
+        return self.source.shape[:-1]
+
+    def token(self, number: int) -> tuple[int, ...]:
+        """Return the index of a token by its number."""
+        return tuple(int(place) for place in np.unravel_index(number, self.tokens))
+
+    def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
+        """Return the rows that move where features of a token are others."""
+        source = content_of(self.evidence, self.source).clone()
+        piece = source[token][start:stop]
+        source[token][start:stop] = piece + 1 + piece.abs()
+        by_row = _differing(self.of(source), self.base).any(dim=-1 if self.rows == -2 else -2)
+        by_row = by_row.reshape(-1, by_row.shape[-1])
+        return {(int(group), int(row)) for group, row in by_row.nonzero().tolist()}
+
+    def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
+        """Return where each piece of a token's features begins that reaches the target, and the rows that it is in.
+
+        A piece is as wide as a head, were those side by side; those of several projections are among them.
+        """
+        features = self.source.shape[-1]
+        starts = range(0, features, self.width) if features <= _MOST * self.width else ()
+        reached = {start: self.changed(token, start, start + self.width) for start in starts}
+        return {start: rows for start, rows in reached.items() if rows}
+
+
+def factor_of(evidence: Evidence, attention: Attention, names: AxisNames, side: str) -> Factor:
+    """Return the query, key or value from its projection to the product. Raises `LostError` without one."""
+    product = attention.value_product if side == "value" else attention.score_product
+    source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
+    projection = attention.projections.get(side)
+    if source is None or not product.multiply.does("product") or len(source.shape) < 2:
+        raise LostError
+    if projection is not None and projection.base_name == "convolution":
+        raise LostError
+    left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[side]
+    # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
+    rows = -2 if left != (side == "value") else -1
+    return Factor(evidence, source, product.left if left else product.right, rows, max(names.head_dim, 1))
+
+
+def _tokens_of_concat(evidence: Evidence, attention: Attention, rows: Iterable[Row]) -> list[tuple[int, ...]]:
+    """Return the tokens of concat that move where these rows of the context are others, in order."""
+    context, target = attention.value_product.op.output, attention.stages["concat"]
+    value, scores = content_of(evidence, context), attention.score_product.op.output.shape
+    queries = (scores[-1 if attention.key_first else -2], value.shape[-1 if attention.value_first else -2])
+    if prod(scores[:-2]) != prod(value.shape[:-2]) or queries[0] != queries[1]:
+        raise LostError  # chunks that overlap: a row of the one product is none of the other
+    flat = value.reshape(-1, *value.shape[-2:]).clone()
+    for group, row in rows:
+        index = (group, slice(None), row) if attention.value_first else (group, row)
+        flat[index] = flat[index] + 1 + flat[index].abs()
+    base, changed = (again(evidence, {context.id: side.reshape(value.shape)}, target) for side in (value, flat))
+    return sorted(tuple(index) for index in _differing(changed, base).any(-1).nonzero().tolist())
+
+
+def _differing(left: Tensor, right: Tensor) -> Tensor:
+    """Whether each number is another one; a NaN is like any other."""
+    return (left != right) & ~(left.isnan() & right.isnan())
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+@each_kind("no projection leads to the products by steps that can be computed again")
+def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield where heads are split or merged so that tokens are mixed."""
+    looked_at, shared = 0, 0
+    split: dict[str, dict[str, str]] = defaultdict(dict)
+    for side in ("key", "value", "query"):
+        try:
+            factor = factor_of(evidence, attention, names, side)
+            pieces = factor.by_piece(factor.token(1 if prod(factor.tokens) > 1 else 0))
+        except LostError:
+            continue
+        looked_at += 1
+        shared = shared or (len(pieces) if side != "query" else 0)
+        apart = _apart(pieces)
+        if apart is None or (side == "query" and 0 < shared < len(pieces)):
+            continue  # beside a key head that they share, query heads may stand in the rows of one product
+        start, other, group, row, other_row = apart
+        end = factor.width - 1
+        split[_splitting(evidence, factor) or attention.score_product.op.source][side] = (
+            f"Changed in one token of {side[0]}_proj: features {start}–{start + end} are position {row} of head "
+            f"{group}, features {other}–{other + end} position {other_row} of the same head."
+        )
+    for source, told in split.items():
+        sides = [side for side in SIDES if side in told]
+        yield Finding(
+            "heads",
+            f"The heads of the {listed(sides)} are split without transposing: pieces of one token stand where "
+            "positions of one head belong, so a head attends within a few tokens alone.",
+            told[sides[0]],
+            source=source,
+            fix="view(batch, positions, heads, head_dim), then transpose(1, 2).",
+        )
+    if not split:
+        try:
+            yield from _merged(evidence, attention, names)
+        except LostError:
+            if not looked_at:
+                raise
+
+
+def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None:
+    """Return two pieces of one token that are two rows of one group; None where there are none."""
+    first: dict[int, tuple[int, int]] = {}
+    for start, rows in pieces.items():
+        if len({row for _, row in rows}) > 1:
+            return None  # neighbours are mixed on purpose, as by a convolution
+        for group, row in rows:
+            if group in first and first[group][1] != row:
+                return first[group][0], start, group, first[group][1], row
+            first.setdefault(group, (start, row))
+    return None
+
+
+def _splitting(evidence: Evidence, factor: Factor) -> str:
+    """Return the line of the view that splits the heads; empty where there is none."""
+    tensor, source = factor.target, ""
+    while (op := evidence.run.recording.producer(tensor)) is not None and tensor.id != factor.source.id and op.inputs:
+        if op.kind == "view" and len(op.output.shape) > len(op.inputs[0].shape):
+            source = op.source
+        tensor = op.inputs[0]
+    return source
+
+
+def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield what is wrong with the rows of concat, each of which should have the numbers of one token.
+
+    Raises `LostError` where that cannot be told.
+    """
+    factor = factor_of(evidence, attention, names, "query")
+    concat = attention.stages.get("concat")
+    if concat is None or attention.branches:
+        raise LostError
+    total = prod(factor.tokens)
+    comparable = factor.tokens == concat.shape[:-1] and len(set(factor.tokens)) == len(factor.tokens)
+    for number in sorted({0, 1, total // 2, total - 1} & set(range(total))):
+        token = factor.token(number)
+        rows = factor.changed(token)
+        if len(rows) > names.num_heads:
+            raise LostError  # a token is in several rows of a head on purpose, as with windows that overlap
+        spread = _tokens_of_concat(evidence, attention, rows)
+        told = f"The context of the query at {list(token)} was changed"
+        if len(spread) > 1:
+            sentence = (
+                f"The heads are merged without transposing: the context of one query is spread over {len(spread)} "
+                "tokens of concat, each of which holds numbers of several queries."
+            )
+            more = ", …" if len(spread) > 4 else ""
+            told += f" in all heads, and concat moved at {', '.join(str(list(row)) for row in spread[:4])}{more}."
+        elif comparable and spread and spread[0] != token:
+            sentence = "The context comes out at another token than the one that asked: queries change places."
+            told += f", and concat moved at {list(spread[0])}."
+        else:
+            continue
+        fix = "transpose(1, 2) before the heads are put side by side."
+        yield Finding("heads", sentence, told, source=evidence.line_of(concat), fix=fix)
+        return
+
+
+@each_kind("no key heads are shared, or it cannot be told which")
+def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield where shared key heads are given to other query heads than those of their group."""
+    if names.num_kv_heads == 1 and names.num_heads == 1:
+        raise LostError
+    query, key, value = (_heads_read(factor_of(evidence, attention, names, side)) for side in SIDES)
+    heads, kv, values = (len(set(groups.values())) for groups in (query, key, value))
+    alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
+    if not alike or kv in (1, heads) or heads % kv:
+        raise LostError
+    order = sorted(query, key=query.__getitem__)
+    reads, each = [key[group] for group in order], heads // kv
+    means, tiled = [place // each for place in range(heads)], [place % kv for place in range(heads)]
+    reading = f"Query heads 0–{heads - 1} read key heads {', '.join(map(str, reads))}"
+    if [value[group] for group in order] != reads:
+        yield Finding(
+            "grouped",
+            "A query head takes its values from another head than its keys.",
+            f"{reading}, and value heads {', '.join(str(value[group]) for group in order)}.",
+            source=attention.value_product.op.source,
+        )
+    elif reads != means:
+        yield Finding(
+            "grouped",
+            "The shared key heads are repeated in the wrong order: "
+            + ("one after the other (repeat, expand in front)" if reads == tiled else "in an order of its own")
+            + f", so query head 1 reads key head {reads[1]}, and a group of {each} neighbours should share one. "
+            "Weights that were trained as Llama's or torch's are met by the wrong heads.",
+            f"{reading}; in groups it is {', '.join(map(str, means))}.",
+            source=attention.score_product.op.source,
+            fix="repeat_interleave(group, dim=1), or expand behind the heads.",
+        )
+
+
+def _heads_read(factor: Factor) -> dict[int, int]:
+    """Return for each group of the product the head of a projection that it reads, by one token.
+
+    Raises `LostError` where that is not one each.
+    """
+    rows = [(group, place) for place, rows in enumerate(factor.by_piece(factor.token(0)).values()) for group, _ in rows]
+    if len(dict(rows)) < len(rows):
+        raise LostError
+    return dict(rows)

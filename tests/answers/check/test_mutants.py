@@ -67,7 +67,7 @@ def test_a_mistake_is_found(case: tuple[str, str, str, str], tmp_path: Path) -> 
 def test_most_mistakes_are_found_with_nothing_declared(tmp_path: Path) -> None:
     cases = MUTANTS[::5]
     failed = [report_of(c[0], mutated(c[0], c[2], c[3]), tmp_path, f"m{n}").failed for n, c in enumerate(cases)]
-    assert sum(failed) >= 0.6 * len(cases)  # those of `cases`, most of which are, are not among them
+    assert sum(failed) >= 0.65 * len(cases)  # those of `cases`, most of which are, are not among them
 
 
 @pytest.mark.parametrize("case", ORDERS, ids=named)

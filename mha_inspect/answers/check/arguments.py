@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from inspect import BoundArguments, Parameter, Signature
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from ...running.subject import Subject
 from ...text import did_you_mean, shown
 from .intent import Intent
 
-_ANY = inspect.signature(lambda *args, **kwargs: None)
-"""Of a forward that does not tell its own."""
+_NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
+"""Arguments of these names hold no tokens."""
 
 
 class Arguments:
@@ -28,53 +29,44 @@ class Arguments:
 
     def __init__(self, subject: Subject) -> None:
         self._forward = f"{type(subject.module).__name__}.forward"
-        try:
-            self._bound = inspect.signature(subject.module.forward).bind(*subject.args, **subject.kwargs)
-        except (TypeError, ValueError):
-            self._bound = _ANY.bind(*subject.args, **subject.kwargs)
-        self.parameters: Mapping[str, inspect.Parameter] = self._bound.signature.parameters
-        """What the forward takes, by name."""
+        self._bound = _bound(subject)
+        self.parameters: Mapping[str, Parameter] = self._bound.signature.parameters
+        self._others = next((name for name, p in self.parameters.items() if p.kind is Parameter.VAR_KEYWORD), "")
 
     @cached_property
     def values(self) -> dict[str, Any]:
-        """The arguments by name, those of **kwargs among them, and `args.0` for the first of *args."""
-        values: dict[str, Any] = {}
-        for name, value in self._bound.arguments.items():
-            kind = self.parameters[name].kind
-            if kind is inspect.Parameter.VAR_KEYWORD:
-                values |= value
-            elif kind is inspect.Parameter.VAR_POSITIONAL:
-                values |= {f"{name}.{place}": item for place, item in enumerate(value)}
-            else:
-                values[name] = value
-        return values
+        """The arguments by name, those of **kwargs among them."""
+        values = dict(self._bound.arguments)
+        return {**values, **values.pop(self._others, {})}
 
     def require(self, name: str) -> None:
         """Raise `InputError`, with those that there are, for what is no argument of the forward."""
-        takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self.parameters.values())
-        if name in self.parameters or name in self.values or takes_any:
-            return
-        raise InputError(
-            f"{shown(name)} is no argument of {self._forward}, which takes {', '.join(self.parameters) or 'none'}."
-            f"{did_you_mean(name, self.parameters)}"
-        )
+        if name not in self.parameters and not self._others:
+            raise InputError(
+                f"{shown(name)} is no argument of {self._forward}, which takes {', '.join(self.parameters) or 'none'}."
+                f"{did_you_mean(name, self.parameters)}"
+            )
 
     def of_call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with changes by name, every tensor a copy that may be written into."""
-        given, left = dict(self._bound.arguments), dict(changes)
-        for name, parameter in self.parameters.items():
-            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
-                given[name] = {**given.get(name, {}), **left}
-            elif parameter.kind is not inspect.Parameter.VAR_POSITIONAL and name in left:
-                given[name] = left.pop(name)
-            elif name in given and parameter.kind is inspect.Parameter.VAR_POSITIONAL:
-                given[name] = tuple(left.pop(f"{name}.{place}", item) for place, item in enumerate(given[name]))
-        bound = inspect.BoundArguments(self._bound.signature, given)
+        given = {name: value for name, value in {**self.values, **changes}.items() if name in self.parameters}
+        if self._others:
+            given[self._others] = {n: v for n, v in {**self.values, **changes}.items() if n not in self.parameters}
+        bound = BoundArguments(self._bound.signature, given)
         return with_copies((bound.args, bound.kwargs))
 
 
-_NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
-"""Arguments of these names hold no tokens."""
+def _bound(subject: Subject) -> BoundArguments:
+    """Return the arguments by name; the place where the forward does not tell its own."""
+    args, kwargs = subject.args, subject.kwargs
+    try:
+        bound = inspect.signature(subject.module.forward).bind(*args, **kwargs)
+        if not any(bound.signature.parameters[name].kind is Parameter.VAR_POSITIONAL for name in bound.arguments):
+            return bound
+    except (TypeError, ValueError):
+        pass
+    places = [Parameter(f"input_{place}", Parameter.POSITIONAL_ONLY) for place in range(len(args))]
+    return Signature([*places, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs)]).bind(*args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -112,6 +104,21 @@ class Source:
             index[self.positions] = position
         return tuple(index)
 
+    def others(self, index: tuple[Any, ...], draw: torch.Generator, *, by: float = 2.0) -> dict[str, Tensor]:
+        """Return the arguments with other tokens at an index: other numbers of the same kind, or ids that occur."""
+        changed = self.value.detach().clone()
+        old = changed[index]
+        if changed.is_floating_point():
+            spread = float(self.value.detach().float().std()) or 1.0
+            changed[index] = (torch.randn(old.shape, generator=draw) * spread * by).to(old)
+        else:
+            known = torch.unique(self.value)
+            known = torch.cat([known, known.new_tensor([int(known.max()) - 1])]) if len(known) < 2 else known
+            place = torch.searchsorted(known, old.contiguous())
+            step = torch.randint(1, len(known), old.shape, generator=draw).to(old.device)
+            changed[index] = known[(place + step) % len(known)]
+        return dict.fromkeys(self.names, changed)
+
 
 def sources_of(
     module: nn.Module, values: Mapping[str, Any], intent: Intent, rank_of_output: Callable[[], int]
@@ -127,10 +134,9 @@ def sources_of(
             continue
         if not _has_tokens(name, value, first=not groups, flat=rank == 2):
             continue
-        for names, other in groups:
-            if other is value or (other.shape == value.shape and torch.equal(other, value)):
-                names.append(name)
-                break
+        same = (names for names, other in groups if other.shape == value.shape and torch.equal(other, value))
+        if (names := next(same, None)) is not None:
+            names.append(name)
         else:
             groups.append(([name], value))
 

@@ -1,0 +1,406 @@
+"""Faults of parameters: a projection of which nothing is made, that serves twice, or that gets no gradient.
+
+With the gradients also what hangs on each head.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from einops import EinopsError, rearrange
+from torch import Tensor
+
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...naming.canonical import sizes_in
+from ...naming.pattern import dims_of
+from ...record.arguments import tensors_in
+from ...record.ops import Op, Recording, TensorRef
+from ...reports.check import Finding, Head, SkippedCheck
+from ...running.run import Run
+from ...text import shortened, spans
+from .evidence import Evidence, NotPossibleError, remembered
+from .scores import masks_everything
+from .tokens import SIDES, LostError, again, content_of, each_kind, kinds
+
+_EXACT = (torch.float32, torch.float64)
+"""What is small does not come out as zero in these."""
+_LARGEST = 1 << 24
+"""Elements of what a projection gives up to which it is looked at which of them are read."""
+_MOST_HEADS = 64
+"""Heads of which it is said what hangs on them."""
+
+
+class Readers:
+    """What reads a parameter, among the operations that a recording's outputs hang on."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+        self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
+        ids, storages = {named.tensor.id for named in recording.outputs}, set[int]()
+        written = {named.tensor.storage for named in (*recording.inputs, *recording.buffers)}
+        self.ops: list[Op] = []
+        for op in reversed(recording.ops):
+            into = {op.inputs[0].storage} if op.kind == "write" and op.inputs else set()
+            if any(tensor.id in ids for tensor in op.outputs) or into & (storages | written):
+                self.ops.append(op)
+                ids |= {tensor.id for tensor in op.inputs}
+                storages |= {tensor.storage for tensor in op.inputs}
+
+    @cached_property
+    def by_storage(self) -> dict[int, list[Op]]:
+        """Storage to the operations that compute with what is in it, each call once."""
+        calls: dict[int, dict[int, Op]] = defaultdict(dict)
+        for op in self.ops:
+            for tensor in op.inputs if op.kind != "view" else ():
+                calls[tensor.storage].setdefault(op.call, op)
+        return {storage: list(ops.values()) for storage, ops in calls.items()}
+
+    @cached_property
+    def by_name(self) -> dict[str, list[Op]]:
+        """Parameter to the operations that compute with it."""
+        return {named.name: self.by_storage.get(named.tensor.storage, []) for named in self.recording.parameters}
+
+    def unread(self, told: set[str]) -> list[str]:
+        """Return parameters that nothing computes with, but for those that are told, or that are of a told module."""
+        names = (name for name, ops in self.by_name.items() if not ops)
+        return [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in told)]
+
+    def unread_features(self, result: TensorRef, *, further: bool = False) -> set[int]:
+        """Return the features of a result that no operation reads; `further`, of what one operation makes of all."""
+        if result.numel > _LARGEST or result.stride != torch.empty(result.shape, device="meta").stride():
+            return set()
+        read = torch.zeros(result.offset + result.numel, dtype=torch.bool)
+        tensors = [tensor for op in self.ops if op.kind != "view" for tensor in op.inputs]
+        for tensor in (*tensors, *(named.tensor for named in self.recording.outputs)):
+            if tensor.storage == result.storage and tensor.shape and tensor.numel:
+                read.as_strided(tensor.shape, tensor.stride, tensor.offset).fill_(True)
+        by_feature = read[result.offset :].reshape(-1, result.shape[-1]).any(0)
+        unread = {int(place) for place in (~by_feature).nonzero().flatten()}
+        readers = self.by_storage.get(result.storage, [])
+        if further and not unread and len(readers) == 1 and readers[0].pointwise:  # a bias, say
+            return self.unread_features(readers[0].output) if readers[0].output.numel == result.numel else unread
+        return unread
+
+
+def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
+    """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
+    if not evidence.run.recording.outputs:
+        raise NotPossibleError("the forward returns no tensor, and nothing is known to hang on its parameters")
+    readers, told = Readers(evidence.run.recording), set[str]()
+    yield from _twice(evidence, readers, told)
+    yield from _copied_heads(evidence)
+    for attention, _, _ in kinds(evidence.run):
+        yield from _unused(readers, attention, told)
+        yield from _unread_features(evidence, readers, attention, told)
+    if evidence.on_meta:
+        yield SkippedCheck("parameters", "on meta nothing tells whether each gets a gradient: use --device cpu")
+    elif not any(map(masks_everything, evidence.sights)):
+        yield from _without_gradient(evidence, readers, told)
+
+
+def _twice(evidence: Evidence, readers: Readers, told: set[str]) -> Iterator[Finding]:
+    """Yield parameters that serve twice beside one of the same shape and place that serves nowhere."""
+    sides: dict[str, dict[str, Op]] = defaultdict(dict)
+    turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
+    inside = {f"{turn.module}." if turn.module else "" for turn in turns}
+    for turn in turns:
+        for side, op in turn.projections.items():
+            if _is_whole(evidence, op):
+                sides[weight_of(evidence, op)].setdefault(side, op)
+    for name in [name for name, ops in readers.by_name.items() if len(ops) > 1 or len(sides[name]) > 1]:
+        if name not in sides and not name.startswith(tuple(inside)):
+            continue
+        spare = {n: _beside(n, name) for n in readers.unread(told) if readers.shapes[n] == readers.shapes[name]}
+        spare = {n: path for n, path in spare.items() if path}
+        if not spare:
+            continue
+        told.update(spare.values())
+        ops, names = readers.by_name[name], list(spare)
+        uses = f"projects the {' and the '.join(sides[name])}" if len(sides[name]) > 1 else f"serves {len(ops)} times"
+        others = f"{', '.join(names[:2])}{' and more' if len(names) > 2 else ''}"
+        yield Finding(
+            "parameters",
+            f"{name} {uses}, and {others} {'is' if len(names) == 1 else 'are'} read by nothing.",
+            "What has the same shape and stands beside it gets no gradient.",
+            source=(list(sides[name].values()) or ops)[-1].source,
+            module=ops[-1].module if ops else "",
+            fix=f"use {names[0]} where it belongs.",
+        )
+
+
+def _beside(name: str, other: str) -> str:
+    """Return the module that one parameter is of and that stands beside the other's; empty where none does.
+
+    `k_norm` for `k_norm.weight` beside `q_norm.weight`, `heads.1` for `heads.1.key.weight` beside `heads.0.key.weight`.
+    """
+    left, right = name.split("."), other.split(".")
+    differ = [place for place, pair in enumerate(zip(left, right, strict=False)) if pair[0] != pair[1]]
+    if len(left) != len(right) or len(differ) != 1 or (differ[0] == len(left) - 1 and len(left) > 1):
+        return ""
+    return ".".join(left[: differ[0] + 1])
+
+
+def weight_of(evidence: Evidence, op: Op) -> str:
+    """Return the name of the parameter that a projection multiplies by, or a piece of; empty where it is none."""
+    graph, storages = evidence.run.graph, evidence.run.recording.parameter_storages
+    for tensor in reversed(op.inputs):
+        if tensor.storage in storages and len(tensor.shape) > 1 and graph.is_weight(tensor):
+            return storages[tensor.storage].name
+    return ""
+
+
+def _is_whole(evidence: Evidence, op: Op) -> bool:
+    """Whether a projection multiplies by all of a parameter, and not by a piece."""
+    name = weight_of(evidence, op)
+    sizes = {named.name: named.tensor.numel for named in evidence.run.recording.parameters}
+    return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
+
+
+@each_kind()
+def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[Finding]:
+    """Yield where two turns of a loop over heads have the same weights and the same inputs."""
+    signs: dict[tuple[object, ...], int] = {}
+    turns = attention.branches
+    for place, turn in enumerate(turns):
+        sign = tuple(
+            (side, tensor.storage, tensor.offset, tensor.shape, turn.stages[f"{side[0]}_heads"].offset)
+            for side in SIDES
+            if side in turn.projections
+            for tensor in turn.projections[side].inputs
+        )
+        first = signs.setdefault(sign, place)
+        anew = all(turns[first].projections.get(side) is not turn.projections.get(side) for side in SIDES)
+        if len(sign) >= 2 * len(SIDES) and first != place and anew:
+            yield Finding(
+                "parameters",
+                f"Heads {first} and {place} are one: they have the same weights, and give the same.",
+                "W_q, W_k and W_v of both turns of the loop lie in the same memory.",
+                source=turn.score_product.op.source,
+                fix="make each head anew: [Head() for _ in range(heads)], not [Head()] * heads.",
+            )
+            return
+
+
+def _unused(readers: Readers, attention: Attention, told: set[str]) -> Iterator[Finding]:
+    """Yield weights of an attention's module of which nothing is made."""
+    shapes = readers.shapes
+    # `self_attn` holds the projection of `self_attn.q_proj.weight`.
+    spare = [n for n in readers.unread(told) if len(shapes[n]) > 1 and ".".join(n.split(".")[:-2]) == attention.module]
+    told |= set(spare)
+    width = attention.stages["concat"].shape[-1] if "concat" in attention.stages else None
+    missed = [name for name in spare if "output" not in attention.projections and width in shapes[name]]
+    for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
+        if names:
+            yield Finding(
+                "parameters",
+                f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
+                f"{'is' if len(names) == 1 else 'are'} read by nothing"
+                + (": the heads are never projected back." if sure else "."),
+                "The output hangs on no operation that reads it.",
+                sure=sure,
+                module=attention.module,
+            )
+
+
+def _unread_features(evidence: Evidence, readers: Readers, attention: Attention, told: set[str]) -> Iterator[Finding]:
+    """Yield projections of whose output a part is read by nothing: one of q, k and v is made of another's part."""
+    packed = Counter(op.index for side, op in attention.projections.items() if side in SIDES)
+    for side in SIDES:
+        op = attention.projections.get(side)
+        if op is None or packed.pop(op.index, 0) < 2 or attention.branches:
+            continue
+        unread, features = readers.unread_features(op.output, further=True), op.output.shape[-1]
+        if attention.stages[f"{side[0]}_heads"].shape[-1] <= len(unread) < features:
+            name = weight_of(evidence, op)
+            told.add(name)
+            yield Finding(
+                "parameters",
+                f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
+                "query, key and value are not three parts of it.",
+                f"No operation that the output hangs on reads features {shortened(spans(unread), 60)}.",
+                source=op.source,
+                module=attention.module,
+                fix="take query, key and value from their own parts.",
+            )
+
+
+# -- gradients --------------------------------------------------------------------------------------------------------
+
+
+def _without_gradient(evidence: Evidence, readers: Readers, told: set[str]) -> Iterator[Finding]:
+    """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
+    gradients = gradients_of(evidence)
+    # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
+    saturated = not evidence.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in evidence.sights)
+    for attention, _, _ in kinds(evidence.run):
+        for side, op in attention.projections.items():
+            name, part = weight_of(evidence, op), ""
+            if name in told or name not in gradients:
+                continue
+            gradient = gradients[name]
+            if gradient is None:
+                part = "gets no gradient" if _is_whole(evidence, op) else ""
+            elif side in SIDES and not saturated and gradient.dim() == 2 and gradient.dtype in _EXACT:
+                # A square matrix is taken for nn.Linear's, which has the features that come out first.
+                out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
+                dead = (gradient == 0).all(1 - out)
+                dead[sorted(readers.unread_features(op.output, further=True))] = False
+                number = int(dead.sum())
+                if attention.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
+                    part = f"gets no gradient for {number} of its {dead.numel()} features"
+            if part:
+                told.add(name)
+                yield Finding(
+                    "parameters",
+                    f"{name} projects the {side}, and {part}: the graph is cut behind it.",
+                    "A sum of the output was taken back through the module.",
+                    source=op.source,
+                    module=attention.module,
+                    fix="take detach(), no_grad() or .data out of the way.",
+                )
+
+
+@remembered
+def gradients_of(evidence: Evidence) -> dict[str, Tensor | None]:
+    """Return the gradient of each projection's parameter that wants one; None where it gets none.
+
+    There are those of each kind of attention, and those from the heads to the output. Raises `NotPossibleError` where
+    none can be taken.
+    """
+    run, runner = evidence.run, evidence.runner
+    attentions = [attention for attention, _ in _first_attentions(run)] + [attention for attention, _, _ in kinds(run)]
+    names = {weight_of(evidence, op) for attention in attentions for op in attention.projections.values()}
+    parameters = {
+        name: parameter
+        for name, parameter in evidence.module.named_parameters()
+        if name in names and parameter.requires_grad and parameter.is_floating_point()
+    }
+    if not parameters:
+        raise NotPossibleError("no projection wants a gradient")
+    without_cache = {"use_cache": False} if "use_cache" in evidence.arguments.parameters else {}
+    subject = replace(runner.prepared(evidence.arguments.of_call(without_cache)), grad=True)
+    try:
+        with subject.settings():
+            returned = subject.module(*subject.args, **subject.kwargs)
+            outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
+            if not outputs:
+                raise NotPossibleError("the output hangs on no projection that wants a gradient")
+            for whole in (False, True):
+                losses = [_mixed(output if whole else _first_row(evidence, output)) for output in outputs]
+                loss = torch.stack([loss.to(outputs[0].dtype) for loss in losses]).sum()
+                gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+                if not any(map(_lacks, gradients)):  # else rows may attend to others
+                    break
+    except NotPossibleError:
+        raise
+    except Exception as error:  # whatever somebody's code may raise under gradients
+        raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
+    finally:
+        runner.restore()
+    return dict(zip(parameters, gradients, strict=True))
+
+
+def _first_row(evidence: Evidence, output: Tensor) -> Tensor:
+    """Return the first row of the batch of an output; all of it where that is not known."""
+    source = next(iter(evidence.sources), None)
+    known = source is not None and source.batch is not None and output.shape[source.batch :][:1] == (source.rows,)
+    return output.narrow(source.batch or 0, 0, 1) if source is not None and known else output
+
+
+def _mixed(output: Tensor) -> Tensor:
+    """Return a sum of an output in which every row and every feature counts otherwise."""
+    draw = torch.Generator().manual_seed(2)
+    rows = output.reshape(-1, output.shape[-1])
+    left, right = (torch.randn(size, generator=draw).to(output) for size in rows.shape)
+    return (rows @ right) @ left
+
+
+def _lacks(gradient: Tensor | None) -> bool:
+    """Whether there is none, or none for a whole row or column."""
+    return gradient is None or any(bool((gradient == 0).all(axis).any()) for axis in range(min(gradient.dim(), 2)))
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+def _first_attentions(run: Run) -> list[tuple[Attention, AxisNames]]:
+    """Return as many attentions as have `_MOST_HEADS` heads together."""
+    heads = list(accumulate(names.num_heads for _, names in run.attentions))
+    return [attention for attention, number in zip(run.attentions, heads, strict=True) if number <= _MOST_HEADS]
+
+
+def heads_of(evidence: Evidence) -> Iterator[Head]:
+    """Yield what hangs on each head: the output of its attention without it, and its share of the gradient."""
+    gradients: dict[str, Tensor | None] = {}
+    with suppress(NotPossibleError):
+        gradients = {} if evidence.once or evidence.on_meta else gradients_of(evidence)
+    for attention, names in _first_attentions(evidence.run):
+        with suppress(LostError):
+            changes = _without_each(evidence, attention, names)
+            share = _shares(evidence, attention, names, gradients)
+            for head, change in enumerate(changes):
+                yield Head(attention.module, head, change, share[head] if share else None)
+
+
+def _without_each(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
+    """Return how much the output of an attention changes when a head's context is zero, beside the output."""
+    target = attention.stages.get("output") or attention.stages.get("concat")
+    if target is None:
+        raise LostError
+    context = attention.stages["context"]
+    base = again(evidence, {context.id: content_of(evidence, context)}, target).double()
+    size = float(base.norm()) or 1.0
+    changed = (again(evidence, {ref.id: value}, target) for ref, value in _contexts(evidence, attention, names))
+    return [round(float((output.double() - base).norm()) / size, 6) for output in changed]
+
+
+def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
+    """Yield for each head the context that has it, and its numbers with zeros for that head."""
+    if attention.branches:
+        contexts = [branch.stages["context"] for branch in attention.branches]
+        if len({context.id for context in contexts}) < names.num_heads:
+            raise LostError
+        yield from ((context, torch.zeros_like(content_of(evidence, context))) for context in contexts)
+        return
+    context, axes = attention.stages["context"], names.of_stage("context")
+    value, dims = content_of(evidence, context), dims_of(axes)
+    heads = [name for name in ("heads", "kv_heads", "group") if any(name in dim for dim in dims)]
+    others = [name for dim in dims for name in dim if name not in (*heads, "1")]
+    shared = {name for dim in dims if len(dim) > 1 for name in dim}
+    sizes = {name: size for name, size in sizes_in(attention, names, "context").items() if name in shared}
+    places = torch.arange(value.numel(), device=value.device).view(value.shape)
+    try:
+        by_head = rearrange(places, f"{axes} -> ({' '.join(heads)}) ({' '.join(others)})", **sizes)
+    except EinopsError as error:
+        raise LostError from error
+    if len(by_head) != names.num_heads:
+        raise LostError
+    for of_head in by_head:
+        yield context, value.flatten().index_fill(0, of_head, 0).view(value.shape)
+
+
+def _shares(
+    evidence: Evidence, attention: Attention, names: AxisNames, gradients: dict[str, Tensor | None]
+) -> list[float] | None:
+    """Return each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| over its columns."""
+    op = attention.projections.get("output")
+    name = weight_of(evidence, op) if op else ""
+    gradient, parameter = gradients.get(name), dict(evidence.module.named_parameters()).get(name)
+    width = names.num_heads * names.head_dim
+    if gradient is None or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
+        return None
+    if "concat" not in attention.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
+        return None
+    taylor = (parameter.detach() * gradient).double()
+    # A square matrix is taken for nn.Linear's, which has the features that come in last.
+    taylor = taylor if parameter.shape[1] == width else taylor.T
+    each = taylor.reshape(taylor.shape[0], names.num_heads, names.head_dim).sum((0, 2)).abs()
+    total = float(each.sum())
+    return [round(float(share) / total, 6) for share in each] if total else None

@@ -1,0 +1,271 @@
+"""Faults that show where the same is to come out: run again, in train, from a cache, by a reference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import MhaInspectError
+from ...reports.check import Finding
+from ...running.subject import Subject
+from ..comparable_run import ComparableRun
+from ..comparison import Comparison
+from .arguments import Source
+from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
+
+_OTHER_KERNELS = 20.0
+"""Train may take other kernels than eval, which round otherwise: so many times what counts within one."""
+_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
+"""Names of arguments that take what the forward returned second."""
+_CHUNKS, _SINGLES = "chunks", "token by token"
+
+
+def repeat(evidence: Evidence) -> Iterator[Finding]:
+    """Yield where two runs give something else."""
+    if isinstance(evidence.again, RaisedError):
+        raise evidence.again
+    if not evidence.apart(evidence.output_of(evidence.again)):
+        return
+    recording = evidence.run.recording
+    by_seed = evidence.apart(evidence.output_of(evidence.returned(more_seed=1)))
+    by_state = evidence.apart(evidence.output_of(evidence.returned(go_on=True)))
+    if by_state:
+        buffers = {named.tensor.storage for named in recording.buffers}
+        yield Finding(
+            "repeat",
+            "A run changes what the next one gives: the module keeps something between calls.",
+            f"Two runs in a row on the same input, with the same seed, are {by_state:.3g} apart.",
+            sure=not any(op.inputs[0].storage in buffers for op in evidence.writes),
+        )
+    elif by_seed:
+        no_dropout = "native_dropout", (False,)
+        drawn = [op for op in recording.ops if op.does("draws") and (op.base_name, op.args[2:3]) != no_dropout]
+        dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
+        where = next(iter(dropout or drawn), None)
+        cause, fix = "Random numbers are drawn in eval, and two runs give different outputs.", ""
+        if dropout:
+            cause = "Dropout is on in eval: two runs give different outputs."
+            fix = "pass training=self.training to F.dropout (dropout_p=self.p if self.training else 0.0)."
+        yield Finding(
+            "repeat",
+            cause,
+            f"Two runs on the same input with other seeds are {by_seed:.3g} apart.",
+            sure=bool(dropout),
+            source=where.source if where else "",
+            module=where.module if where else "",
+            fix=fix,
+        )
+
+
+def training(evidence: Evidence) -> Iterator[Finding]:
+    """Yield where train gives something else than eval, with every dropout set to 0."""
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.module.modules()):
+        raise NotPossibleError("batch norm takes other statistics in train")
+    with evidence.runner.changed_by(_train_without_dropout):
+        output = evidence.output_with({})
+        apart = evidence.apart(output, times=_OTHER_KERNELS)
+        if not apart:
+            return
+        if evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
+            raise NotPossibleError("dropout that cannot be set to 0 is drawn in train")
+    yield Finding(
+        "training",
+        f"Train gives something else than eval, and no dropout is on: {apart:.3g} apart.",
+        "The same input with the same seed in both modes, every dropout set to 0.",
+    )
+
+
+def _train_without_dropout(module: nn.Module) -> None:
+    for part in module.modules():
+        part.training = True
+        for name, value in list(vars(part).items()):
+            drops = "drop" in name.lower() or (isinstance(part, nn.modules.dropout._DropoutNd) and name == "p")
+            if drops and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+# -- a cache ----------------------------------------------------------------------------------------------------------
+
+
+def cache(evidence: Evidence) -> Iterator[Finding]:
+    """Yield where going on from a cache gives something else than going in one go."""
+    declared = evidence.intent.cache
+    name = declared or _cache_name(evidence)
+    if name is None:
+        raise NotPossibleError("not declared: cache")
+    evidence.arguments.require(name)
+    if not evidence.follows or evidence.source.length < 3:
+        raise NotPossibleError("the output has no place for each of 3 tokens or more")
+    length = evidence.source.length
+    half, first = length // 2, length - 3 if length > 16 else 1
+    ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(first, length + 1)]}
+    if declared is None:
+        del ways[_SINGLES]  # where nobody declared the cache it costs little to look
+    apart: dict[str, Tensor] = {}
+    for way, places in ways.items():
+        try:
+            output = _stepwise(evidence, name, places)
+        except RaisedError as error:
+            if declared is None:
+                raise NotPossibleError("not declared: cache") from error
+            yield Finding(
+                "cache",
+                f"The forward raises when it goes on from its cache, {way}: {error}.",
+                f"It was given what it returned second as {name}, and the tokens that follow.",
+            )
+            return
+        apart[way] = evidence.moved(output, times=OTHER_SIZES).amax(0)
+    wrong = {way: moved.nonzero().flatten().tolist() for way, moved in apart.items()}
+    if not any(wrong.values()):
+        return
+    hows = [way for way, places in wrong.items() if places]
+    cause, fix = _cause(wrong)
+    told = (
+        f"{way}: {f'{len(places)} of {length} positions differ' if places else 'the same'}"
+        for way, places in wrong.items()
+    )
+    yield Finding(
+        "cache",
+        f"Going on from the cache ({', '.join(hows)}) gives something else than one go, from position "
+        f"{wrong[hows[0]][0]} on, by {float(apart[hows[0]].max()):.3g}. {cause}",
+        f"{'; '.join(told)}.",
+        source=evidence.mask_line,
+        fix=fix,
+    )
+
+
+def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
+    """Return why going on gives something else, and the fix, from where it does in chunks and token by token."""
+    if _SINGLES not in wrong:
+        return (
+            "The mask of a chunk may be aligned top left, positions may begin at 0 in each call, or keys be put in "
+            "another order.",
+            "offset positions by the length of the cache, and align the mask bottom right: triu(diagonal=1 + past).",
+        )
+    if not wrong[_SINGLES]:
+        return (
+            "The mask of a chunk is aligned top left: its queries do not see the keys in front of them, or see too "
+            "few.",
+            "align it bottom right: triu(diagonal=1 + past), past = keys - queries.",
+        )
+    if 0 in (*wrong[_CHUNKS][:1], *wrong[_SINGLES][:1]):
+        return "In one go sees what is not there yet token by token: the future.", ""
+    return (
+        "What was cached is not what one go computes: positions that begin at 0 in each call do this, keys that are "
+        "cached before they are rotated, and new keys that are not put behind the earlier ones.",
+        "offset positions by the length of the cache.",
+    )
+
+
+def _cache_name(evidence: Evidence) -> str | None:
+    """Return the argument that takes a cache by its name, of a causal module that returns something second."""
+    takes, sights = evidence.arguments.parameters, evidence.sights
+    name = next((name for name in _CACHES if name in takes and evidence.values.get(name) is None), None)
+    if not sights or not all(sight.is_causal and sight.queries == sight.keys for sight in sights):
+        return None
+    return None if _second(evidence.run.returned) is None else name
+
+
+def _stepwise(evidence: Evidence, name: str, places: list[int]) -> Tensor:
+    """Return the outputs of calls that follow each other, side by side; each begins at one of these places."""
+    source = evidence.source
+    outputs, past = [], None
+    for start, stop in pairwise(places):
+        changes: dict[str, Any] = {} if past is None else {name: past}
+        for argument, value in evidence.values.items():
+            if isinstance(value, Tensor) and argument != name:
+                changes[argument] = _piece(argument, value, source, start, stop)
+        returned = evidence.returned(changes)
+        outputs.append(evidence.output_of(returned))
+        past = _second(returned)
+        if past is None:
+            raise NotPossibleError("the forward returns no second thing that could be its cache")
+    return torch.cat(outputs, dim=source.positions or 0)
+
+
+def _piece(name: str, value: Tensor, source: Source, start: int, stop: int) -> Tensor:
+    """Return the part of an argument that belongs to some positions; of a mask, to those before them as well."""
+    length = source.length
+    if name in source.names:
+        return value[source.at(slice(None), slice(start, stop))]
+    if "mask" in name or value.dtype == torch.bool:
+        if value.dim() > 1 and value.shape[-2] == length:
+            value = value.narrow(-2, start, stop - start)
+        return value.narrow(-1, 0, stop) if value.shape[-1] == length else value
+    if "position" in name and value.shape[-1] == length:
+        return value.narrow(-1, start, stop - start)
+    return value
+
+
+def _second(returned: Any) -> Any:
+    """Return what a forward returned second, its cache; None where there is none."""
+    for name in ("past_key_values", "past_key_value", "cache"):
+        if getattr(returned, name, None) is not None:
+            return getattr(returned, name)
+    if hasattr(returned, "to_tuple"):
+        returned = returned.to_tuple()
+    values = tuple(returned.values()) if isinstance(returned, dict) else returned
+    return values[1] if isinstance(values, (tuple, list)) and len(values) > 1 else None
+
+
+# -- a reference ------------------------------------------------------------------------------------------------------
+
+
+def reference(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first stage at which a trusted module computes something else, each with the weights that it has.
+
+    Weights are not copied by their part in the attention: that would hide a query that was taken for a key.
+    """
+    trusted = evidence.intent.reference
+    if trusted is None:
+        raise NotPossibleError("not declared: reference")
+    args, kwargs = evidence.arguments.of_call({})
+    other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, without_ones=None)
+    with other.replaying(other.state()):
+        trusted.eval()
+        yield from list(_parting(evidence, other))
+
+
+def _parting(evidence: Evidence, other: Subject) -> Iterator[Finding]:
+    try:
+        theirs = evidence.output_of(other.plain())
+    except NotPossibleError:
+        raise
+    except Exception as error:  # whatever somebody's code may raise
+        raise NotPossibleError(f"the reference raises on these arguments: {type(error).__name__}") from error
+    if theirs.shape != evidence.output.shape:
+        said = f"The output is {list(evidence.output.shape)}, and the reference's is {list(theirs.shape)}."
+        yield Finding("reference", said, "Both were run on the same arguments.")
+        return
+    apart = evidence.apart(theirs, times=OTHER_SIZES)
+    if not apart:
+        return
+    place, stage = _first_difference(evidence.subject, other) or (0, "")
+    attention, _ = evidence.run.attentions[place]
+    where = f"{stage} of attention {place + 1}" if stage else "the output"
+    yield Finding(
+        "reference",
+        f"The reference gives something else, by {apart:.3g}: the first that differs is {where}.",
+        "Both were run on the same arguments, and their stages compared in canonical axes.",
+        source=evidence.line_of(attention.stages[stage]) if stage else "",
+        module=attention.module if stage else "",
+    )
+
+
+def _first_difference(subject: Subject, trusted: Subject) -> tuple[int, str] | None:
+    """Return the first stage that differs beyond rounding, and its attention's place; None where that is not known."""
+    left, right = ComparableRun(subject), ComparableRun(trusted)
+    try:
+        if len(left.attentions) != len(right.attentions):
+            return None
+        comparison = Comparison(left, right)
+        stages = (stage for place in range(len(left.attentions)) for stage in comparison.rows(place))
+        differing = (s for s in stages if s.difference is not None and s.difference.verdict == "differs")
+        return next(((stage.place, stage.name) for stage in differing), None)
+    except MhaInspectError:  # one cannot be copied, or not run in float64
+        return None
