@@ -7,6 +7,7 @@ together with a dimension of another tensor, that one is `(heads, head_dim)` as 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 from ..record.ops import Op
@@ -38,6 +39,9 @@ Dim = tuple[Axis, ...]
 Dims = tuple[Dim, ...]
 """The dimensions of a tensor."""
 
+_MANY = 4
+"""Twins that an atom remembers. Each layer may add some, and comparing must not grow with the number of layers."""
+
 
 def resolve(dim: Dim) -> Dim:
     """Return the atoms that a dimension is known to consist of."""
@@ -48,16 +52,9 @@ def resolve(dim: Dim) -> Dim:
 
 
 def _leaves(atom: Axis) -> Dim:
-    """Return what an atom consists of in the end, and shorten the way there, so that it is gone once."""
-    pending = [atom]
-    while pending:
-        top = pending[-1]
-        deeper = [part for part in top.parts if any(inner.parts for inner in part.parts)]
-        if deeper:
-            pending.extend(deeper)
-            continue
-        pending.pop()
-        top.parts = tuple([leaf for part in top.parts for leaf in (part.parts or (part,))])
+    """Return what an atom consists of in the end, and remember it."""
+    while any(part.parts for part in atom.parts):
+        atom.parts = tuple([leaf for part in atom.parts for leaf in part.parts or (part,)])
     return atom.parts
 
 
@@ -81,10 +78,16 @@ def fresh(size: int) -> Dim:
 
 def join(dims: Sequence[Dim]) -> Dim:
     """Return dimensions one after the other: the dimension that they are all the pieces of, or else a new one."""
-    whole = _together(dims)
-    if whole is not None:
-        return whole
-    atom = Axis(sum(size_of(dim) for dim in dims))
+    sizes = [size_of(dim) for dim in dims]
+    firsts = [(resolve(dim)[:1], size) for dim, size in zip(dims, sizes, strict=True)]
+    cuts = [(*first[0].origins[size], size) for first, size in firsts if first and size in first[0].origins]
+    if len(cuts) == len(dims):
+        whole = resolve(cuts[0][0])
+        _, starts, lengths = zip(*sorted(cuts, key=lambda cut: cut[1]), strict=True)
+        ends = list(accumulate(lengths, initial=0))
+        if [*starts, size_of(whole)] == ends and all(resolve(source) == whole for source, _, _ in cuts):
+            return whole
+    atom = Axis(sum(sizes))
     atom.joined = tuple(dims)
     return (atom,)
 
@@ -92,93 +95,46 @@ def join(dims: Sequence[Dim]) -> Dim:
 def piece(whole: Dim, start: int, size: int) -> Dim:
     """Return a part of a dimension: one that was joined to it, or a new one that remembers what it is cut from."""
     known = resolve(whole)
-    at = 0
-    for dim in known[0].joined if len(known) == 1 else ():
-        if at == start and size_of(dim) == size:
-            return dim
-        at += size_of(dim)
+    parts = known[0].joined if len(known) == 1 else ()
+    for part, at in zip(parts, accumulate(map(size_of, parts), initial=0), strict=False):
+        if at == start and size_of(part) == size:
+            return part
     atom = Axis(size)
     atom.origins[size] = (whole, start)
     return (atom,)
-
-
-def _together(dims: Sequence[Dim]) -> Dim | None:
-    """Return the dimension of which these are all the pieces, in whatever order; None where they are not."""
-    origins = []
-    for dim in dims:
-        first, size = resolve(dim)[:1], size_of(dim)
-        if not first or size not in first[0].origins:
-            return None
-        origins.append((*first[0].origins[size], size))
-    whole = origins[0][0]
-    leaves = resolve(whole)
-    end = 0
-    for source, start, size in sorted(origins, key=lambda origin: origin[1]):
-        if start != end or resolve(source) != leaves:
-            return None
-        end += size
-    return whole if end == size_of(leaves) else None
 
 
 def unify(left: Dim, right: Dim) -> bool:
     """Make two dimensions the same axis. Return False where they cannot be, or are known to be different axes.
 
     With `(12)` and `(3, 4)` the atom of 12 is split in those of 3 and 4. With `(2, 3)` and `(3, 2)` nothing is, for
-    neither size divides the other; but what both end with may be the same.
+    neither size divides the other.
     """
     a, b = resolve(left), resolve(right)
     if a == b:
         return True
     if size_of(a) != size_of(b) or not size_of(a):
         return False
-    # The next to compare stands last.
-    rest, others = ([atom for atom in reversed(side) if atom.size != 1] for side in (a, b))
-    if _cross(a, b):
-        _merge_last(rest, others)
-        return False
+    # From the last: what is before may be counted in another order, windows before the batch and behind it.
+    rest, others = [*wide(a)], [*wide(b)]
     while rest and others:
         x, y = rest.pop(), others.pop()
-        if x.parts or y.parts:
-            # What was merged before may have split what comes after it.
-            rest.extend(atom for atom in reversed(resolve((x,))) if atom.size != 1)
-            others.extend(atom for atom in reversed(resolve((y,))) if atom.size != 1)
+        if x.parts or y.parts:  # what was merged before may have split this one
+            rest.extend(wide(resolve((x,))))
+            others.extend(wide(resolve((y,))))
         elif x is y:
             continue
-        elif _are_twins(x, y):
-            return False
+        elif x in others or y in rest or y in resolve(x.twins) or x in resolve(y.twins):
+            return False  # the same axes in another order, or twins
         elif x.size == y.size:
             _merge(x, y)
         elif y.size % x.size == 0:
-            others.append(_take(y, x))
+            others.append(_split(y, x))
         elif x.size % y.size == 0:
-            rest.append(_take(x, y))
+            rest.append(_split(x, y))
         else:
-            _merge_last([*rest, x], [*others, y])
             return False
     return True
-
-
-def _merge_last(rest: list[Axis], others: list[Axis]) -> None:
-    """Make what two dimensions end with the same, as far as their sizes agree from there; the last come first.
-
-    What is before it may be counted in another order: windows before the batch, and behind it.
-    """
-    for x, y in zip(rest, others, strict=False):
-        if x.parts or y.parts or x.size != y.size or x in others or y in rest or _are_twins(x, y):
-            return
-        _merge(x, y)
-
-
-def _cross(a: Dim, b: Dim) -> bool:
-    """Return whether the same axis stands at different places in two dimensions: one is the other in another order."""
-    if len(a) == 1 or len(b) == 1:
-        return False
-    places = [{atom: size_of(dim[at + 1 :]) for at, atom in enumerate(dim)} for dim in (a, b)]
-    return any(atom.size > 1 and places[1].get(atom, at) != at for atom, at in places[0].items())
-
-
-_MANY = 4
-"""Twins that an atom remembers. Each layer may add some, and comparing must not grow with the number of layers."""
 
 
 def _merge(x: Axis, y: Axis) -> None:
@@ -192,82 +148,38 @@ def _merge(x: Axis, y: Axis) -> None:
         known, place = x.origins.setdefault(size, (whole, start))
         if place == start:
             unify(known, whole)
-    if [size_of(dim) for dim in x.joined] == [size_of(dim) for dim in y.joined]:
+    if list(map(size_of, x.joined)) == list(map(size_of, y.joined)):
         for left, right in zip(x.joined, y.joined, strict=True):
             unify(left, right)
     x.joined = x.joined or y.joined
 
 
-def _take(atom: Axis, first: Axis) -> Axis:
-    """Split an atom that begins with another one, and return what is left of it."""
-    rest = Axis(atom.size // first.size)
-    first.counters = atom.counters | first.counters
-    first.origins = atom.origins | first.origins
-    atom.parts = (first, rest)
-    _tell_parts_apart(atom)
-    return rest
-
-
-def split(atom: Axis, size: int) -> None:
-    """Split an atom in two: `size` of what is left."""
-    first, rest = Axis(size, repeats=atom.repeats), Axis(atom.size // size, repeats=atom.repeats)
+def _split(atom: Axis, last: Axis) -> Axis:
+    """Split an atom that ends with another one, and return what is before it."""
+    first = Axis(atom.size // last.size, repeats=atom.repeats)
     first.counters, first.origins = atom.counters, atom.origins
-    atom.parts = (first, rest)
-    _tell_parts_apart(atom)
-
-
-def _tell_parts_apart(atom: Axis) -> None:
-    """Make the parts of an atom other axes than those of its twins, as far as these have such parts."""
-    for other in atom.twins:
+    atom.parts = (first, last)
+    for other in atom.twins:  # the parts of twins are twins as well
         leaves = resolve((other,))
         if len(leaves) == 1 and leaves[0].size == atom.size and leaves[0] is not atom:
-            split(leaves[0], atom.parts[0].size)
+            _split(leaves[0], Axis(last.size))
             leaves = leaves[0].parts
-        if [leaf.size for leaf in leaves] == [part.size for part in atom.parts]:
+        if [leaf.size for leaf in leaves] == [first.size, last.size]:
             for part, leaf in zip(atom.parts, leaves, strict=True):
                 part.twins = (leaf, *part.twins)[:_MANY]
+    return first
 
 
-def twin(dim: Dim, known: set[Axis]) -> Dim:
+def twin(dim: Dim, known: Iterable[Axis]) -> Dim:
     """Return a dimension with other axes of the same sizes and origin in the place of those that are known."""
-    return tuple(_twin(atom) if atom.size > 1 and atom in known else atom for atom in resolve(dim))
-
-
-def _twin(atom: Axis) -> Axis:
-    other = Axis(atom.size)
-    other.twins = (atom,)
-    return other
-
-
-def _are_twins(x: Axis, y: Axis) -> bool:
-    return bool((x.twins and y in resolve(x.twins)) or (y.twins and x in resolve(y.twins)))
-
-
-def outer_product(inputs: Sequence[Dims]) -> Dims:
-    """Return the dimensions where each of two operands is repeated along what the other has; empty where they are not.
-
-    As with broadcasting, what one of them brings is another axis than what the other brings, also of one origin:
-    `(a, repeated)` and `(repeated, a)` give `(a, twin of a)`.
-    """
-    if len(inputs) != 2 or len(inputs[0]) != len(inputs[1]):
-        return ()
-    if not all(any(atom.repeats for dim in dims for atom in dim) for dims in inputs):
-        return ()
-    pairs = [tuple(wide(resolve(dim)) for dim in both) for both in zip(*inputs, strict=True)]
-    if any([atom.size for atom in left] != [atom.size for atom in right] for left, right in pairs):
-        return ()
-    atoms = [both for left, right in pairs for both in zip(left, right, strict=True)]
-    if not {(True, False), (False, True)} <= {(a.repeats, b.repeats) for a, b in atoms}:
-        return ()
-    for a, b in atoms:
-        if a.repeats == b.repeats:
-            unify((a,), (b,))
-    brought = {a for a, b in atoms if b.repeats and not a.repeats}
-    outer = [
-        tuple(a if not a.repeats else _twin(b) if b in brought else b for a, b in zip(left, right, strict=True))
-        for left, right in pairs
-    ]
-    return tuple(dim or first for dim, first in zip(outer, inputs[0], strict=True))
+    atoms = []
+    for atom in resolve(dim):
+        if atom.size > 1 and atom in known:
+            other = Axis(atom.size)
+            other.twins = (atom,)
+            atom = other
+        atoms.append(atom)
+    return tuple(atoms)
 
 
 def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
@@ -291,9 +203,9 @@ def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
                 taken.append(atom)
                 got *= atom.size
             elif atom.size % (size // got) == 0 and size % got == 0:
-                split(atom, size // got)
-                taken.append(atom.parts[0])
-                left.append(atom.parts[1])
+                last = Axis(atom.size * got // size, repeats=atom.repeats)
+                taken.append(_split(atom, last))
+                left.append(last)
                 got = size
             else:  # the view cuts across an axis
                 return (*result, *map(fresh, shape[place:]))

@@ -8,13 +8,13 @@ one leave no trace in a view; who can, looks at a run without them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Axis, Dim, fresh, resolve, size_of, unify, wide
-from .rules import rule_of, slice_piece, uneven_slices
+from .axis import Axis, Dim, fresh, resolve, setting, size_of, unify, wide
+from .rules import rule_of, slice_piece
 
 __all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
 
@@ -25,7 +25,7 @@ class Dimensions:
     def __init__(self, recording: Recording) -> None:
         self._dims: dict[int, tuple[Dim, ...]] = {}
         self._places: dict[tuple[Any, ...], tuple[Dim, ...]] = {}
-        self._uneven = uneven_slices(recording.ops)
+        self._uneven = _uneven_slices(recording.ops)
         for op in recording.ops:
             self._follow(op)
         self._inputs = tuple(named.tensor for named in recording.inputs)
@@ -81,9 +81,9 @@ class Dimensions:
         inputs = tuple(self._known(tensor) for tensor in op.inputs)
         if not op.outputs:
             return
-        rule = partial(slice_piece, is_even=False) if op.index in self._uneven else rule_of(op)
+        rule = _slice_unevenly if op.index in self._uneven else rule_of(op.base_name, op.kind, pointwise=op.pointwise)
         try:
-            results = rule(op, inputs) if rule is not None else ()
+            results = rule(op, inputs)
         except IndexError:  # rows of different lengths are one buffer, without the dimensions that arguments speak of
             results = ()
         for place, tensor in enumerate(op.outputs):
@@ -91,6 +91,21 @@ class Dimensions:
             if tuple([size_of(dim) for dim in dims]) != tensor.shape:
                 dims = tuple(fresh(size) for size in tensor.shape)
             self._set(tensor, dims)
+
+
+_slice_unevenly = partial(slice_piece, is_even=False)
+
+
+def _uneven_slices(ops: Iterable[Op]) -> set[int]:
+    """Return the indices of slices of tensors out of which pieces of unlike sizes are cut: they are no equal pieces."""
+    cut: dict[tuple[int, int], dict[int, int]] = {}
+    for op in ops:
+        if op.base_name == "slice" and op.outputs and setting(op, 4, "step", 1) == 1:
+            place = setting(op, 1, "dim", 0) % len(op.output.shape)
+            size = op.output.shape[place]
+            if size != op.inputs[0].shape[place]:
+                cut.setdefault((op.inputs[0].id, place), {})[op.index] = size
+    return {index for sizes in cut.values() if len(set(sizes.values())) > 1 for index in sizes}
 
 
 def _place(tensor: TensorRef) -> tuple[Any, ...]:

@@ -36,32 +36,31 @@ _TABLE = """
 view _unsafe_view reshape | reshape | reshapes broadcasts
 _reshape_alias | reshape |
 clone | pointwise | reshapes copies masks
-squeeze | squeeze | reshapes
+squeeze | reduce | reshapes
 unsqueeze | unsqueeze | reshapes broadcasts
-transpose t | transpose |
+transpose t | permute |
 permute | permute |
-expand | expand | broadcasts
+expand | repeat | broadcasts
 repeat | repeat | carries copies
-select unbind | select |
+select | reduce |
+unbind | unbind |
 slice | slice | cuts
 constant_pad_nd | pad | joins carries copies
-topk | narrow | picks
+topk | - | picks
 scatter | - | picks
 split split_with_sizes | split | cuts
 unsafe_split | split |
 narrow | - | cuts
-cat | cat | joins carries copies
-stack | stack | joins carries copies
+cat | join | joins carries copies
+stack | join | joins carries copies
 native_dropout | - | carries draws
 roll | - | carries copies
 view_as_complex | complex | carries
-view_as_real | real | carries
-embedding | embedding | gathers
+view_as_real | complex | carries
+embedding | index | gathers
 index | index | gathers
-index_select | index_select | gathers copies
+index_select | index | gathers copies
 gather | gather | gathers
-as_strided | strided |
-unfold | unfold |
 im2col | columns | copies
 detach | pointwise | masks
 alias lift_fresh | pointwise |
@@ -78,8 +77,8 @@ tanh clamp_max relu leaky_relu sigmoid softplus rsub abs | - | bends
 pow | - | bends norms
 cumsum cumprod tril triu | - | runs
 bmm mm addmm baddbmm _addmm_activation | product | product
-mv dot | vector_product | product
-_cdist_forward _euclidean_dist | distance | distances
+mv dot | - | product
+_cdist_forward _euclidean_dist | product | distances
 convolution | convolution | convolution
 _softmax _safe_softmax | - | softmax
 sum mean linalg_vector_norm | reduce | norms
@@ -88,16 +87,11 @@ amin var std prod any all argmax argmin norm min logsumexp | reduce |
 native_layer_norm native_group_norm native_batch_norm | - | norms
 _native_batch_norm_legit _native_batch_norm_legit_no_training | - | norms
 _fused_rms_norm var_mean | - | norms
-max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d | narrow | pools
-avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d | narrow | pools
+max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d | - | pools
+avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d | - | pools
 _fused_dropout rrelu_with_noise bernoulli rand rand_like randn | - | draws
 randn_like randint randint_like randperm uniform normal log_normal | - | draws
 exponential geometric cauchy random multinomial poisson | - | draws
-_scaled_dot_product_flash_attention_for_cpu | attention |
-_scaled_dot_product_flash_attention | attention |
-_scaled_dot_product_efficient_attention | attention |
-_scaled_dot_product_cudnn_attention | attention |
-_scaled_dot_product_fused_attention_overrideable | attention |
 """
 """Operations that are alike, the rule for what they do to axes (of `graph.rules`), and their traits.
 

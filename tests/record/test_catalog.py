@@ -58,6 +58,6 @@ def test_torch_counts_the_products_of_matrices_that_it_runs() -> None:
 def test_an_operation_in_place_does_what_the_other_does_and_an_unknown_one_nothing() -> None:
     assert does("mul_", "scales")
     assert does("copy_", "fills")
-    assert axes_rule("transpose_") == "transpose"
+    assert axes_rule("transpose_") == "permute"
     assert not does("a_kernel_of_tomorrow", *get_args(Trait))
     assert axes_rule("a_kernel_of_tomorrow") == ""
