@@ -159,7 +159,7 @@ class Cause:
     """A mistake that the evidence shows, and a way out of it."""
 
     name: str
-    """`heads_not_transposed`: a word of `mha_inspect.answers.failure.report`."""
+    """`heads_not_transposed`: a word of `mha_inspect.answers.failure.causes`."""
     explanation: str
     """What is wrong, with the real numbers."""
     fix: str

@@ -1,40 +1,54 @@
-"""How far an attention came before the forward failed: the stages that there are.
+"""How far an attention came before the forward failed: the stages that there are, and the axes of any tensor.
 
 `graph.attention` starts from a softmax that is followed by the product with the values. Here there may be neither yet.
-The walk starts from what there is: a softmax, the product of the scores, or the operands of the call that failed.
+The walk starts from what there is: a softmax, the product of the scores, or the operands of the call that failed. Axes
+are named by what evidence is left: what a projection takes in is `batch sequence embed`, the view that divides what it
+gives is `heads head_dim`, and where a call says which operand is the query, the sequence is named after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import Literal, NamedTuple
 
+import torch
+from torch import nn
+
+from ...graph.axis import Axis, Dim, resolve, size_of
 from ...graph.dataflow import Graph
 from ...graph.pairing import as_written, score_product
 from ...graph.products import Product
 from ...graph.projections import projections_behind, with_projections
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
+from ...naming.tokens import name_dimension, write_dimension
 from ...record.ops import Op, TensorRef
 from ...running.run import Run
 from .call import Call
-from .operand import ATTENTION, LAYERS, SDPA, Operand
-from .partial_axes import PartialAxes, Whose, axes_of
 
+ATTENTION, SDPA = "MultiheadAttention", "scaled_dot_product_attention"
+LAYERS = (ATTENTION, "Transformer")
+"""Layers of torch that hold attention."""
 PRODUCTS = {"matmul", "bmm", "mm", "baddbmm"}
 """Calls that multiply two tensors, by their names without underscores."""
+Whose = Literal["", "query", "key", "scores"]
+"""Whose sequence a tensor has: unknown, the queries', the keys', or queries in rows and keys in columns."""
+Groups = list[tuple[str, Dim]]
+"""Names, and the axes that have them."""
 
+_PARTS = ("query", "key", "value")
 _FAR = 60
 """Tensors that are looked at for the nearest stage."""
-_PARTS = ("query", "key", "value")
 
 
-def side_of_stage(stage: str) -> Whose:
-    """Return whose sequence a stage has."""
-    if stage in _PARTS or stage[1] == "_":
-        return "query" if stage[0] == "q" else "key"
-    return "scores"
+class Given(NamedTuple):
+    """One tensor that the failing call was given, and for which argument."""
+
+    role: str
+    value: torch.Tensor
+    tensor: TensorRef
 
 
 @dataclass(frozen=True)
@@ -42,10 +56,12 @@ class Reached:
     """The stages that there are, and the axes of any tensor."""
 
     graph: Graph
-    axes: PartialAxes
     stages: Mapping[str, TensorRef]
     sides: Mapping[int, Whose]
     """TensorRef id to whose sequence the tensor has."""
+    groups: Groups
+    query: TensorRef | None
+    """The heads of the queries."""
     roles: Mapping[int, str] = field(default_factory=dict)
     """TensorRef id to the side of an operand of the failing call: `query`, `key`, `value`, `weights`."""
     completed: int = 0
@@ -55,33 +71,32 @@ class Reached:
 
     def of(self, tensor: TensorRef) -> str:
         """Return what each dimension of a tensor is, as a pattern: its sequence is that of the nearest stage behind."""
-        side: Whose = next(
-            (self.sides[now.id] for now in islice(self.behind(tensor), _FAR) if now.id in self.sides), ""
-        )
-        return self.axes.of(tensor, side)
-
-    def named(self, operand: Operand, number: int) -> Operand:
-        """Return an operand with its axes, what it is to the attention, and a name if it has none: the stage's."""
-        tensor = operand.tensor
-        stage = next((stage for stage, known in self.stages.items() if known.id == tensor.id), "")
-        return replace(
-            operand,
-            name=operand.name or stage or operand.role or f"operand {number}",
-            pattern=self.of(tensor),
-            part=self.roles.get(tensor.id, ""),
-            from_scores=self.is_of_scores(tensor),
-            from_parameters=any(self.graph.is_weight(behind) for behind in self.behind(tensor)),
-        )
+        nearest = (self.sides[made.id] for made in islice(_behind(self.graph, tensor), _FAR) if made.id in self.sides)
+        return self._pattern(tensor, next(nearest, ""))
 
     def of_stage(self, stage: str) -> str:
         """Return the axes of a stage."""
         if self.names is not None:
             return self.names.of_stage(stage)
-        return self.axes.of(self.stages[stage], side_of_stage(stage))
+        return self._pattern(self.stages[stage], _side(stage))
 
-    def behind(self, tensor: TensorRef) -> Iterator[TensorRef]:
-        """Yield the tensor, and every one that it was made from, the nearest first."""
-        return _behind(self.graph, tensor)
+    def _pattern(self, tensor: TensorRef, side: Whose) -> str:
+        dims, sequences = self.graph.dimensions.of(tensor), _axes_named(self.groups, "sequence")
+        groups = [(self._called(name, group, side), group) for name, group in self.groups]
+        for axis in {axis for dim in dims for axis in resolve(dim)}:
+            if not sequences.isdisjoint(resolve(axis.twins)):
+                groups.append(("key", (axis,)))  # the other sequence of a self-attention
+        return " ".join(write_dimension(name_dimension(dim, groups)) for dim in dims)
+
+    def _called(self, name: str, group: Dim, side: Whose) -> str:
+        if name not in ("sequence", "heads") or not side or (name == "heads" and side != "key"):
+            return name
+        axes, dims = resolve(group), () if self.query is None else self.graph.dimensions.of(self.query)
+        queries = {axis for dim in dims for axis in dim}
+        if name == "sequence":
+            return side if side != "scores" else "key" if queries.isdisjoint(axes) else "query"
+        heads = next((dim for known, dim in self.groups if known == name and queries.intersection(resolve(dim))), axes)
+        return name if size_of(resolve(heads)) == size_of(axes) else "kv_heads"
 
     def is_of_scores(self, tensor: TensorRef) -> bool:
         """Whether this is the scores, scaled or masked at most: not the context, which is a product as well."""
@@ -89,89 +104,98 @@ class Reached:
         steps = self.graph.back(tensor, self.graph.carries)
         return scores is not None and any(step.tensor.id == scores.id for step in steps)
 
-    def steps_back(self, tensor: TensorRef) -> Iterator[TensorRef]:
-        """Yield a tensor, and what it was before it was moved and scaled."""
-        yield tensor
-        while (op := self.graph.recording.producer(tensor)) and (self.graph.moves(op) or self.graph.is_scale(op)):
+    def is_of_parameters(self, tensor: TensorRef) -> bool:
+        """Whether a parameter has gone into it."""
+        return any(self.graph.is_weight(made) for made in _behind(self.graph, tensor))
+
+    def steps_back(self, tensor: TensorRef) -> Iterator[tuple[TensorRef, Op | None]]:
+        """Yield a tensor and what made it, then what it was before it was moved and scaled, and what made that."""
+        op = self.graph.recording.producer(tensor)
+        yield tensor, op
+        while op is not None and (self.graph.moves(op) or self.graph.is_scale(op)):
             tensor = op.inputs[0]
-            yield tensor
+            op = self.graph.recording.producer(tensor)
+            yield tensor, op
 
 
-def reach(run: Run, call: Call | None, operands: Sequence[Operand]) -> Reached:
-    """Find the stages of the attention that a failing call belongs to.
-
-    Args:
-        run: as far as it came.
-        call: None where nothing is known of it.
-        operands: what it was given.
-    """
-    graph, attentions, base = run.graph, run.attentions, "" if call is None else call.base
-    batch_first = call is None or call.batch_first
-    first = [operand.tensor for operand in operands if _is_activation(base, operand)]
+def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
+    """Find the stages of the attention that a failing call belongs to, in a run as far as it came."""
+    graph, attentions, base = run.graph, run.attentions, call.base
+    layers = [given.tensor for given in operands if _is_activation(base, given)]
+    groups = _groups(graph, layers, ("batch", "sequence") if call.batch_first else ("sequence", "batch"))
     contexts = [last.value_product.op.output.id for last, _ in attentions[-1:] if "output" not in last.projections]
-    if contexts and (not operands or any(_is_made_of(graph, operand.tensor, *contexts) for operand in operands)):
+    if contexts and (not operands or any(_is_made_of(graph, given.tensor, contexts) for given in operands)):
         # What failed was made from the context of the last one. What follows the context may be a part of the very
         # call that failed: a product flattens what it is given.
         last, names = attentions[-1]
-        sides = {tensor.id: side_of_stage(name) for name, tensor in reversed(last.stages.items())}
+        sides = {tensor.id: _side(name) for name, tensor in reversed(last.stages.items())}
         sides |= {product.op.output.id: "scores" for product in (last.value_product, last.score_product)}
         stages = {name: tensor for name, tensor in last.stages.items() if name != "concat"}
-        axes = axes_of(graph, batch_first=batch_first, first=first, query=last.stages["q_heads"])
-        return Reached(graph, axes, stages, sides, completed=len(attentions) - 1, names=names)
+        return Reached(graph, stages, sides, groups, stages["q_heads"], {}, len(attentions) - 1, names)
     tail = graph.recording.ops[attentions[-1][0].value_product.op.index + 1 if attentions else 0 :]
     softmax = next((op for op in reversed(tail) if graph.is_softmax(op)), None)
     product = _score_product(graph, tail, softmax)
-    parts = _parts(graph, base, operands, softmax, product)
+    parts = _parts(graph, base, operands, softmax or (product.op if product is not None else None))
+    factors: dict[str, TensorRef] = {}
     if base == ATTENTION:
-        factors = {}
-        stages = {operand.role: operand.tensor for operand in operands if operand.role in _PARTS}
-        sides = {tensor.id: side_of_stage(name) for name, tensor in reversed(stages.items())}
+        stages = {given.role: given.tensor for given in operands if given.role in _PARTS}
+        sides = {tensor.id: _side(name) for name, tensor in reversed(stages.items())}
     else:
-        factors = {role: tensor for role, tensor in parts.items() if role in _PARTS}
         if product is not None:
             written = (as_written(graph, product, tensor) for tensor in (product.left, product.right))
-            factors = dict(zip(("query", "key"), written, strict=True)) | factors
+            factors = dict(zip(("query", "key"), written, strict=True))
+        factors |= {role: tensor for role, tensor in parts.items() if role in _PARTS}
         stages, sides = _before_product(graph, factors)
     if product is not None:
-        scores = _scores(graph, product, softmax)
-        stages |= scores
+        stages |= _scores(graph, product, softmax)
         sides |= dict.fromkeys((product.op.output.id, graph.after_call(product.op).id), "scores")
+    for factor in factors.values():
+        groups = _in_order(groups, graph.dimensions.of(factor))
     return Reached(
         graph,
-        axes_of(graph, batch_first=batch_first, first=first, factors=factors.values(), query=factors.get("query")),
         {name: stages[name] for name in STAGES if name in stages},
         sides,
+        groups,
+        factors.get("query"),
         {tensor.id: role for role, tensor in parts.items()},
         len(attentions),
     )
 
 
+def _side(stage: str) -> Whose:
+    """Return whose sequence a stage has."""
+    if stage in _PARTS or stage[1] == "_":
+        return "query" if stage[0] == "q" else "key"
+    return "scores"
+
+
 def _behind(graph: Graph, tensor: TensorRef) -> Iterator[TensorRef]:
+    """Yield a tensor, and every one that it was made from, the nearest first."""
     return (step.tensor for step in graph.back(tensor, lambda _: True))
 
 
-def _is_made_of(graph: Graph, tensor: TensorRef, *ids: int) -> bool:
-    """Whether one of these tensors went into a tensor."""
-    return any(behind.id in ids for behind in _behind(graph, tensor))
+def _is_made_of(graph: Graph, tensor: TensorRef, ids: Collection[int]) -> bool:
+    return any(made.id in ids for made in _behind(graph, tensor))
 
 
-def _is_activation(base: str, operand: Operand) -> bool:
+def _is_activation(base: str, given: Given) -> bool:
     """Whether this is what a layer takes in: batch, sequence, features."""
     if base in LAYERS:
-        return operand.role in (*_PARTS, "src", "tgt")
-    return base == "linear" and operand.role == "input" and operand.value.is_floating_point()
+        return given.role in (*_PARTS, "src", "tgt")
+    return base == "linear" and given.role == "input" and given.value.is_floating_point()
 
 
-def _score_product(graph: Graph, tail: tuple[Op, ...], softmax: Op | None) -> Product | None:
+def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Product | None:
     """Return the product of the scores: the one before the softmax, or where there is none yet, the last one."""
     if softmax is not None:
         meeting = score_product(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
         return None if meeting is None else meeting.product
-    last = next((product for op in reversed(tail) if (product := graph.product(op)) is not None), None)
+    products = [product for op in tail if (product := graph.product(op)) is not None]
+    last = products[-1] if products else None
     factors = () if last is None else (last.left, last.right)
     behind = {step.tensor.id for factor in factors for step in graph.back(factor, graph.carries)}
     # What another product goes into is no scores: a softmax was left out, or there is none to come.
-    return None if any(graph.product(op) and op.output.id in behind for op in tail) else last
+    return None if any(product.op.output.id in behind for product in products) else last
 
 
 def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, TensorRef]:
@@ -186,22 +210,22 @@ def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, Ten
     return stages if masked.id == scores.id else {**stages, "masked_scores": masked}
 
 
-def _parts(
-    graph: Graph, base: str, operands: Sequence[Operand], softmax: Op | None, product: Product | None
-) -> dict[str, TensorRef]:
-    """Return what each operand of the failing call is to the attention, by its place in the call."""
+def _parts(graph: Graph, base: str, operands: Sequence[Given], scored: Op | None) -> dict[str, TensorRef]:
+    """Return what each operand of the failing call is to the attention, by its place in the call.
+
+    `scored` is the softmax, or else the product of the scores, where there was one.
+    """
     if base == SDPA:
-        return {operand.role: operand.tensor for operand in operands if operand.role in _PARTS}
+        return {given.role: given.tensor for given in operands if given.role in _PARTS}
     if base not in {"einsum", *PRODUCTS} or len(operands) < 2:
         return {}
-    if any(operand.is_parameter or graph.is_weight(operand.tensor) for operand in operands[-2:]):
+    if any(isinstance(given.value, nn.Parameter) or graph.is_weight(given.tensor) for given in operands[-2:]):
         return {}
-    left, right = (operand.tensor for operand in operands[-2:])
-    made = softmax or (product.op if product is not None else None)
-    if made is None:
+    left, right = (given.tensor for given in operands[-2:])
+    if scored is None:
         return {"query": left, "key": right}
     for weights, value in ((left, right), (right, left)):
-        if _is_made_of(graph, weights, made.output.id):
+        if _is_made_of(graph, weights, {scored.output.id}):
             return {"weights": weights, "value": value}
     return {}
 
@@ -210,7 +234,7 @@ def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dic
     """Walk from the factors of products back to what came in: the stages that are met, and the side of each tensor."""
     heads, sides = dict[str, TensorRef](), dict[int, Whose]()
     for role, tensor in factors.items():
-        side = sides[tensor.id] = side_of_stage(role)
+        side = sides[tensor.id] = _side(role)
         swaps = role == "key"
         while (op := graph.recording.producer(tensor)) is not None and (
             (swaps and op.swaps_last_two) or graph.is_scale(op)
@@ -222,7 +246,93 @@ def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dic
     stages = with_projections(graph, heads, ends)
     for name, tensor in stages.items():
         # One product may serve all three: then it is nobody's own.
-        side = side_of_stage(name)
+        side = _side(name)
         sides[tensor.id] = side if sides.get(tensor.id) in (None, side) else ""
     unsplit = [name for name in heads if stages[name].id == getattr(stages.get(f"{name[0]}_proj"), "id", None)]
     return {name: tensor for name, tensor in stages.items() if name not in unsplit}, sides
+
+
+def _groups(graph: Graph, layers: Iterable[TensorRef], order: tuple[str, str]) -> Groups:
+    """Name the heads by what divides a projection, then positions and features of what layers take in.
+
+    The first name that an axis is given holds. `order` is that of the batch and the sequence in the failing layer.
+    """
+    groups: Groups = []
+
+    def add(name: str, dim: Dim) -> None:
+        dim = resolve(dim)
+        # Of axes of size one a batch alone is named: a view puts others anywhere.
+        counts = size_of(dim) > 1 or (name == "batch" and len(dim) == 1)
+        if dim and counts and not any(set(dim).intersection(group) for _, group in groups):
+            groups.append((name, dim))
+
+    def add_positions(dims: Sequence[Dim], order: tuple[str, str]) -> None:
+        axes = [axis for dim in dims for axis in dim]
+        if len(dims) == 2:
+            known = {name for name, group in groups if not set(axes).isdisjoint(resolve(group))}
+            for name, dim in zip(order, dims, strict=True):
+                add(name, () if name in known else dim)
+        elif len(dims) == 1 and len(axes) == 2:  # side by side
+            add(order[0], (axes[0],))
+            add(order[1], (axes[1],))
+        elif len(axes) == 1:
+            add("sequence", (axes[0],))
+
+    def add_activation(tensor: TensorRef, order: tuple[str, str]) -> None:
+        dims = graph.dimensions.of(tensor)
+        if 2 <= len(dims) <= 3:
+            add_positions(dims[:-1], order)
+            add("embed", dims[-1])
+
+    projections = [op for op in graph.recording.ops if graph.is_projection(op)]
+    for op in projections:
+        heads, head_dim = _divided(graph, graph.after_call(op))
+        add("heads", heads)
+        add("head_dim", head_dim)
+    for tensor in layers:
+        add_activation(tensor, order)
+    for op in projections:
+        source = graph.before_call(op, graph.projected(op))
+        origin = graph.before_moves(source)
+        add_activation(origin if len(origin.shape) == 3 else source, ("batch", "sequence"))
+    for op in graph.recording.ops:
+        if op.base_name == "embedding":
+            add_positions(graph.dimensions.of(op.inputs[1]), ("batch", "sequence"))
+    return groups
+
+
+def _divided(graph: Graph, projected: TensorRef) -> tuple[Dim, Dim]:
+    """Return heads and features of a head, from the first view that divides a width in two; empty without one."""
+    dims = graph.dimensions.of
+    width = set(dims(projected)[-1]) if projected.shape else set()
+    for op, _ in graph.forward(projected, lambda op: op.kind in ("view", "copy") or op.pointwise):
+        if op.kind != "view" or op.base_name in ("split", "split_with_sizes") or op.output.id == projected.id:
+            continue
+        parts, read = (
+            [part for dim in dims(tensor) if (part := tuple(axis for axis in dim if axis in width))]
+            for tensor in (op.output, op.inputs[0])
+        )
+        if len(parts) == len(read):
+            continue
+        packed = [size_of(part) in (2, 3) for part in parts[:2]]
+        if len(parts) == 3 and any(packed):  # query, key and value beside one another, before the heads or in them
+            del parts[packed.index(True)]
+        elif len(parts) == 2 and len(parts[1]) > 1 and parts[1][0].size == 3:
+            parts[1] = parts[1][1:]  # those of a head side by side
+        if len(parts) == 2:
+            return parts[0], parts[1]
+    return (), ()
+
+
+def _in_order(groups: Groups, dims: Sequence[Dim]) -> Groups:
+    """Swap batch and sequence where an operand shows it: the batch stands with the heads, and the sequence does not."""
+    before, after = ({axis for dim in part for axis in dim} for part in (dims[:-2], dims[-2:]))
+    heads, batch, sequence = (_axes_named(groups, name) for name in ("heads", "batch", "sequence"))
+    if not (heads & before and sequence & before and batch & after):
+        return groups
+    swapped = {"batch": "sequence", "sequence": "batch"}
+    return [(swapped.get(name, name), group) for name, group in groups]
+
+
+def _axes_named(groups: Groups, name: str) -> set[Axis]:
+    return {axis for known, group in groups if known == name for axis in resolve(group)}

@@ -1,13 +1,8 @@
-"""A forward that raises, or a block of code: how far it came, what clashed, and why.
-
-The mistakes that people make are each told by evidence and never by a name or a guess. To add one, name it in `CAUSES`,
-and let the judge of the calls that it happens in return it: a `Cause` with what is wrong, in the real numbers, and what
-to write instead. The judges are asked in order, and the first that answers is believed.
-"""
+"""A forward that raises, or a block of code: how far it came, what clashed, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ...errors import ForwardError, MhaInspectError, is_out_of_memory
@@ -15,36 +10,15 @@ from ...layers.spec import Show
 from ...record.arguments import with_copies
 from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
-from ...reports.trace import Cause, FailedOperand, Failure, Proof, ReachedOp, ReachedStage
+from ...reports.trace import FailedOperand, Failure, Proof, ReachedOp, ReachedStage
 from ...running.run import Run, run_and_record
 from ...running.state import State
 from ...running.subject import Subject
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
-from .call import Call, CallWatch, Site, call_of_layer, dispatched, operands_of, site_of
-from .of_products import einops_sizes, heads_not_transposed, keys_not_transposed, not_split, two_sizes, views
-from .of_tensors import devices, dtypes, mask_dtype, masks_of_layers, masks_over_scores, sequences_of_layers, widths
-from .reached import Reached, reach
-from .scene import Scene, clash
-
-CAUSES = (
-    *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),
-    *("wrong_width", "batch_and_sequence_swapped", "batch_differs", "lengths_differ", "mask_rank"),
-    *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
-    *("heads_not_repeated", "head_dim_differs", "not_contiguous", "heads_do_not_divide", "wrong_head_dim"),
-)
-"""Name of each cause."""
-_JUDGES: tuple[Callable[[Scene], Cause | None], ...] = (
-    *(devices, mask_dtype, dtypes, widths, sequences_of_layers, masks_of_layers, masks_over_scores, not_split),
-    *(keys_not_transposed, heads_not_transposed, two_sizes, views, einops_sizes),
-)
-"""What judges a scene, in the order in which they are asked."""
-
-
-def find_cause(scene: Scene) -> Cause | None:
-    """Return the mistake that the evidence shows; None where it shows none."""
-    return next(filter(None, (judge(scene) for judge in _JUDGES)), None)
-
+from .call import CallWatch, call_of_layer, dispatched, site_of
+from .causes import find_cause
+from .facts import Facts, clash, facts_of
 
 _UNTOLD = "All that the call was given cannot be told without calling code of yours again."
 LAST_OPS = 6
@@ -117,37 +91,32 @@ def describe_failure(
     """
     site = site_of(error, in_block=in_block)
     assert site is not None
+    facts: Facts | None = None
     try:
         call = call_of_layer(error, in_block=in_block) or (watch and watch.take(error)) or dispatched(error)
-        failure, completed = _describe(error, Run(recording), site, recorder, call)
-        note = _UNTOLD if call is None and watch is None and not site.raises else ""
-        return replace(failure, note=note), completed
+        facts = facts_of(type(error).__name__, _message(error), Run(recording), site, recorder, call)
+        failure = Failure(
+            error=facts.error,
+            message=facts.message,
+            call=facts.call.name,
+            op=_operation(error),
+            module=recorder.path_of(site.module),
+            source=site.source,
+            line=site.line,
+            operands=tuple(
+                FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in facts.operands
+            ),
+            clash="" if call is None else clash(facts),
+            cause=find_cause(facts) if call is not None or facts.error == "EinopsError" else None,
+            completed=tuple(_completed(facts)),
+            last_ops=_last_of(recording.ops),
+            num_ops=len(recording.ops),
+            note=_UNTOLD if call is None and watch is None and not site.raises else "",
+        )
+        return failure, facts.reached.completed
     finally:
-        del site, call, error, watch  # they hold tensors, and the error's traceback leads to this frame
-
-
-def _describe(error: Exception, run: Run, site: Site, recorder: Recorder, call: Call | None) -> tuple[Failure, int]:
-    variables = {recorder.identify(value).id: name for name, value in reversed(site.variables)}
-    operands = tuple(operands_of(call, site, recorder, run.recording, variables))
-    reached = reach(run, call, () if call is None else operands)
-    named = tuple(map(reached.named, operands, range(1, len(operands) + 1)))
-    scene = Scene(type(error).__name__, _message(error), call, named, reached, variables)
-    failure = Failure(
-        error=scene.error,
-        message=scene.message,
-        call="" if call is None else call.name,
-        op=_operation(error),
-        module=recorder.path_of(site.module),
-        source=site.source,
-        line=site.line,
-        operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in named),
-        clash="" if call is None else clash(scene),
-        cause=find_cause(scene) if call is not None or scene.error == "EinopsError" else None,
-        completed=tuple(_completed(reached, variables)),
-        last_ops=_last_of(run.recording.ops),
-        num_ops=len(run.recording.ops),
-    )
-    return failure, reached.completed
+        facts = call = None  # these hold tensors, and the error's traceback leads to this frame
+        del site, error, watch
 
 
 def _operation(error: BaseException) -> str:
@@ -175,17 +144,17 @@ def _message(error: Exception) -> str:
     return "\n".join(lines[:4])
 
 
-def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedStage]:
+def _completed(facts: Facts) -> Iterator[ReachedStage]:
     """Yield the stages that were reached, then what else has a name: variables, and what projections gave."""
-    graph, recording = reached.graph, reached.graph.recording
-    given = [(named.name, named.tensor.id) for named in recording.inputs]
-    inputs = {number: name for name, number in given}
+    reached, graph = facts.reached, facts.reached.graph
+    recording = graph.recording
+    inputs = {named.tensor.id: named.name for named in recording.inputs}
     projected = {graph.after_call(op).id: op.module for op in recording.ops if graph.is_projection(op)}
 
     def row(stage: str, tensor: TensorRef, axes: str) -> ReachedStage:
         op = recording.producer(tensor)
-        variable = variables.get(tensor.id) or inputs.get(tensor.id, "")
-        if (stage, tensor.id) in given:
+        variable = facts.variables.get(tensor.id) or inputs.get(tensor.id, "")
+        if any((named.name, named.tensor.id) == (stage, tensor.id) for named in recording.inputs):
             variable = stage
         if not variable and (not stage or stage.endswith("_proj")):
             variable = projected.get(tensor.id, "")
@@ -196,6 +165,6 @@ def _completed(reached: Reached, variables: dict[int, str]) -> Iterable[ReachedS
         yield row(stage, tensor, reached.of_stage(stage))
     known = {tensor.id: tensor for tensor in (*recording.tensors(), *(named.tensor for named in recording.inputs))}
     told = {tensor.id for tensor in reached.stages.values()}
-    loose = {*variables} if told else {*variables, *inputs, *projected}
+    loose = {*facts.variables} if told else {*facts.variables, *inputs, *projected}
     for number in sorted((loose & set(known)) - told - set(reached.roles)):
         yield row("", known[number], reached.of(known[number]))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.answers.failure.report import CAUSES
+from mha_inspect.answers.failure.causes import CAUSES
 from mha_inspect.errors import ForwardError
 from mha_inspect.reports.trace import Failure
 

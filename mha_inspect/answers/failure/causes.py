@@ -1,0 +1,487 @@
+"""The mistakes that people make, each told by evidence and never by a name or a guess.
+
+To add one, name it in `CAUSES`, and let one of the functions below, which are asked in order, yield it where the facts
+show it: a `Cause` with what is wrong, in the real numbers, and what to write instead. The first is believed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from math import prod
+
+from ... import text
+from ...record.ops import TensorRef
+from ...reports.trace import Cause
+from .facts import HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
+from .reached import ATTENTION, LAYERS, SDPA
+
+CAUSES = (
+    *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),
+    *("wrong_width", "batch_and_sequence_swapped", "batch_differs", "lengths_differ", "mask_rank"),
+    *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
+    *("heads_not_repeated", "head_dim_differs", "not_contiguous", "heads_do_not_divide", "wrong_head_dim"),
+)
+"""Name of each cause."""
+Shape = tuple[int, ...]
+
+_SAME_EXAMPLES = "Both must have the same examples; one example for all needs .expand on the batch dimension."
+_SAME_SEQUENCE = "Keys and values must come from the same sequence."
+
+
+def find_cause(facts: Facts) -> Cause | None:
+    """Return the mistake that the evidence shows; None where it shows none."""
+    asked = (_kinds, _widths, _sequences, _masks_of_attention, _masks, _products, _views, _einops)
+    return next(chain.from_iterable(of(facts) for of in asked), None)
+
+
+def _kinds(facts: Facts) -> Iterator[Cause]:
+    """Judge devices, then dtypes, those of masks first."""
+    if facts.mixes_devices:
+        odd, usual = _odd_one(facts, "device")
+        yield Cause(
+            "mixed_devices",
+            f"{odd.name} is on {odd.device}, the others are on {usual}.",
+            f"Move it: .to({usual!r}) on a tensor, or the module and its inputs to one device. A tensor that the "
+            "module makes for itself needs device=x.device, or register_buffer.",
+        )
+    mask, rule = facts.given("attn_mask"), ""
+    if facts.base in LAYERS:
+        masks = [o for o in (facts.given("key_padding_mask"), mask) if o is not None and _is_whole(o)]
+        if masks:
+            mask = masks[0]
+            rule = f"{mask.role} is boolean, True where a key is hidden, or floating, which is added."
+    elif facts.base == "masked_fill" and "boolean mask" in facts.message and facts.mask_and_scores is not None:
+        mask, rule = facts.mask_and_scores[0], "masked_fill takes a boolean mask, True where a key is to be hidden."
+    if mask is not None and rule:
+        way = f"{mask.name} == 0 where 0 means hidden, {mask.name}.bool() where 1 does."
+        yield Cause("mask_dtype", f"{mask.name} is {mask.dtype}; {rule}", way)
+    if not facts.mixes_dtypes:
+        return
+    odd, usual = _odd_one(facts, "dtype")
+    if odd is mask:
+        yield Cause(
+            "mask_dtype",
+            f"{odd.name} is {odd.dtype}, the queries are {usual}; a mask is boolean, True where a key is seen, or of "
+            "their dtype, which is added.",
+            f"{odd.name}.bool(), or {odd.name}.to(torch.{usual}).",
+        )
+    x = facts.given("input")
+    if x is not None and _is_whole(x):
+        way = "Token ids go through an nn.Embedding first; numbers need .float()."
+        yield Cause("mixed_dtypes", f"{x.name} is {x.dtype}: whole numbers, as token ids are.", way)
+    yield Cause(
+        "mixed_dtypes",
+        f"{odd.name} is {odd.dtype}, the others are {usual}.",
+        f"Bring them to one: {odd.name}.to(torch.{usual}), or the module with .to(torch.{odd.dtype}); "
+        "under torch.autocast neither is needed.",
+    )
+
+
+def _is_whole(operand: Operand) -> bool:
+    return operand.dtype.startswith(("int", "uint"))
+
+
+def _odd_one(facts: Facts, what: str) -> tuple[Operand, str]:
+    """Return the operand that differs from most (a parameter is less likely the odd one), and what most are."""
+    votes = Counter[str]()
+    for operand in facts.operands:
+        votes[getattr(operand, what)] += 2 if operand.is_parameter else 1
+    usual = max(votes, key=votes.__getitem__)
+    return next(o for o in facts.operands if getattr(o, what) != usual), usual
+
+
+def _widths(facts: Facts) -> Iterator[Cause]:
+    """Judge an input that has other features than its layer takes."""
+    inputs: list[tuple[Operand | None, int, Operand | None]] = []  # each with what its layer takes, and the weight
+    if (layer := facts.attention) is not None:
+        takes = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
+        inputs = [(facts.given(role), width, None) for role, width in takes.items()]
+    elif facts.base in ("linear", "layer_norm") and len(facts.operands) >= 2 and facts.given("input") is not None:
+        scale = facts.operands[1 if facts.base == "linear" else -1]
+        inputs = [(facts.operands[0], scale.shape[-1] if scale.shape else 0, scale)]
+    elif facts.pair is not None and facts.pair[1].is_parameter and len(facts.pair[1].shape) == 2:
+        inputs = [(facts.pair[0], facts.pair[1].shape[0], facts.pair[1])]
+    for x, takes_in, weight in inputs:
+        if x is not None and x.shape and takes_in and x.shape[-1] != takes_in:
+            if layer is None:
+                yield from _unjoined(x, takes_in)
+            yield from _width(facts, x, takes_in, weight)
+
+
+def _width(facts: Facts, x: Operand, takes: int, weight: Operand | None) -> Iterator[Cause]:
+    has = x.shape[-1]
+    if weight is not None and facts.pair is not None and weight.shape[-1] == has:
+        yield Cause(
+            "weight_not_transposed",
+            f"{weight.is_shape}, out_features in_features as nn.Linear keeps it, and {x.name} has {has} features.",
+            f"{x.name} @ {weight.name}.T, or call the layer.",
+        )
+    places = [place for place, size in enumerate(x.shape[:-1]) if size == takes]
+    if len(places) == 1 and len(x.shape) >= 3:
+        yield Cause(
+            "features_not_last",
+            f"{x.name} has the {takes} features in dimension {places[0]}; the layer takes them last.",
+            f"{x.name}.transpose({places[0]}, -1).",
+        )
+    if weight is None:
+        setting = {"query": "embed_dim", "key": "kdim", "value": "vdim"}[x.role]
+        what, make = f"the layer takes {takes} as {x.role} ({setting})", f"with {setting}={has}"
+    else:
+        what = f"{weight.name} takes {takes}"
+        make = f"with in_features {has}" if facts.base == "linear" else f"for {has}"
+    way = f"Make the layer {make}, or bring {x.name} to {takes}."
+    yield Cause("wrong_width", f"{x.name} has {has} features, {what}.", way)
+
+
+def _unjoined(x: Operand, takes: int) -> Iterator[Cause]:
+    """Judge an input of a layer whose heads, side by side, would be as wide as that takes."""
+    heads, features = x.place(*HEADS), x.place("head_dim")
+    if heads is None and len(x.shape) >= 4 and x.shape[-1] * x.shape[-2] == takes:
+        yield Cause(
+            "heads_not_joined",
+            f"{x.name} ends in two dimensions, {x.axis(-2)} and {x.axis(-1)}; the layer takes them as one, {takes}.",
+            "torch.cat(heads, dim=-1), or .flatten(-2) with the heads in front of their features.",
+        )
+    if heads not in (None, features) and features is not None and x.shape[heads] * x.shape[features] == takes:
+        swap = "" if heads == len(x.shape) - 2 else ".transpose(1, 2)"
+        yield Cause(
+            "heads_not_joined",
+            f"{x.name} still has {x.shape[heads]} heads of {x.shape[features]}; the layer takes them side by side, "
+            f"{x.shape[heads]}·{x.shape[features]} = {takes}.",
+            f"{x.name}{swap}.flatten(-2) first: heads behind the sequence, then one dimension with their features.",
+        )
+
+
+def _lengths(facts: Facts, given: Operand) -> tuple[int, int]:
+    """Return batch and length as the layer reads them; a batch of 0 where the input has none."""
+    if len(given.shape) != 3:
+        return 0, given.shape[0] if given.shape else 0
+    first, second, _ = given.shape
+    return (first, second) if facts.call.batch_first else (second, first)
+
+
+def _sequences(facts: Facts) -> Iterator[Cause]:
+    """Judge batches and lengths; first the order of the two: what does not fit in this one, and fits in the other."""
+    query, key, value = facts.given("query", "tgt"), facts.given("key", "src"), facts.given("value")
+    if query is None or key is None or facts.base not in LAYERS:
+        return
+    (batch, length), (key_batch, key_length) = _lengths(facts, query), _lengths(facts, key)
+    mask, padding, batch_first = facts.given("attn_mask"), facts.given("key_padding_mask"), facts.call.batch_first
+    reading = f"batch_first={batch_first} reads dimension 0 as the {'batch' if batch_first else 'sequence'}"
+    both, why = bool(batch and key_batch), ""
+    square = (batch, key_batch) if both and length != batch else None
+    heads = facts.attention.num_heads if facts.attention is not None else 0
+    if both and batch != key_batch and length == key_length:
+        agree = f"{query.name} and {key.name} agree in the other dimension"
+        why = f"batch {batch} against batch {key_batch}, where {agree}."
+    elif square and mask is not None and mask.shape == square and batch == key_batch:
+        why = f"length {length}, batch {batch}; {mask.is_shape} and fits dimension {0 if batch_first else 1}."
+    elif square and mask is not None and mask.shape == (length * heads, *square):
+        why = f"length {length}, batch {batch}; {mask.name} {text.shape(mask.shape)} fits the other."
+    elif both and padding is not None and padding.shape == (key_length, key_batch) and key_length != key_batch:
+        way = "x.transpose(0, 1)" if batch_first else "batch_first=True"
+        yield Cause(
+            "batch_and_sequence_swapped",
+            f"{reading}: batch {key_batch}, key {key_length}; {padding.is_shape}, and key_padding_mask is "
+            "batch key in either case.",
+            f"If {key.name} is right, {padding.name}.T; if the mask is, {key.name} is the other way round: {way}.",
+        )
+    if why:
+        way = "Make the layer with batch_first=True if the batch is in dimension 0, or give it x.transpose(0, 1)."
+        if batch_first:
+            way = "Give the sequence in dimension 1: x.transpose(0, 1), or make the layer with batch_first=False."
+        yield Cause("batch_and_sequence_swapped", f"{reading}: {why}", way)
+    if both and batch != key_batch:
+        what = f"{reading}: {query.name} has batch {batch}, {key.name} has batch {key_batch}."
+        yield Cause("batch_differs", what, _SAME_EXAMPLES)
+    whole = facts.base == ATTENTION and value is not None and len(key.shape) == len(value.shape) == 3
+    if whole and value is not None and _lengths(facts, key) != _lengths(facts, value):
+        yield Cause("lengths_differ", f"{key.is_shape}, {value.is_shape}.", _SAME_SEQUENCE)
+
+
+def _padding(facts: Facts) -> tuple[Shape, str] | None:
+    """Return what the key_padding_mask of torch's layer has to be, and what is wrong with one that is not so."""
+    padding, key = facts.given("key_padding_mask"), facts.given("key")
+    if facts.base != ATTENTION or padding is None or key is None:
+        return None
+    batch, length = _lengths(facts, key)
+    expected = (batch, length) if batch else (length,)
+    why = f"{padding.is_shape}; key_padding_mask is batch key, {text.shape(expected)}."
+    return None if padding.shape == expected else (expected, why)
+
+
+def _masks_of_attention(facts: Facts) -> Iterator[Cause]:
+    """Judge the masks of torch's attention that lack a dimension, or have one too many."""
+    padding, mask, key_padding = _padding(facts), facts.given("attn_mask"), facts.given("key_padding_mask")
+    if padding is not None and key_padding is not None and len(key_padding.shape) != len(padding[0]):
+        way = "A mask over pairs of positions is attn_mask; one over keys has no dimension for heads or queries."
+        yield Cause("mask_rank", padding[1], way)
+    query, key, layer = facts.given("query"), facts.given("key"), facts.attention
+    if padding is not None or mask is None or query is None or key is None or layer is None:
+        return
+    (batch, length), (_, key_length) = _lengths(facts, query), _lengths(facts, key)
+    heads, pairs = layer.num_heads, (length, key_length)
+    everywhere = (max(batch, 1) * heads, *pairs)
+    wanted = f"{text.shape(pairs)} or {text.shape(everywhere)}, batch·heads first"
+    expand = "" if mask.shape[1:2] == (heads,) else f".expand(-1, {heads}, -1, -1)"
+    apart = f"; the layer takes {wanted}.", f"{mask.name}{expand}.flatten(0, 1)."
+    by_shape: dict[Shape, tuple[str, str]] = {
+        (batch, key_length): (f", batch key; attn_mask is {wanted}.", f"Give it as key_padding_mask={mask.name}."),
+        (batch, *pairs): (
+            f", one for each example; the layer takes {wanted}.",
+            f"{mask.name}.repeat_interleave({heads}, dim=0).",
+        ),
+        (batch, 1, *pairs): apart,
+        (batch, heads, *pairs): apart,
+    }
+    if mask.shape in by_shape and mask.shape not in (pairs, everywhere):
+        what, way = by_shape[mask.shape]
+        yield Cause("mask_rank", f"{mask.is_shape}{what}", way)
+
+
+def _laid_over(facts: Facts) -> tuple[Operand, Shape] | None:
+    """Return a mask and the shape of the scores (query and key last) that it does not lie over; else None."""
+    mask, query, key = facts.given("attn_mask"), facts.given("query"), facts.given("key")
+    scores: Shape = ()
+    if facts.attention is not None and query is not None and key is not None:
+        (batch, length), (_, key_length) = _lengths(facts, query), _lengths(facts, key)
+        scores = (max(batch, 1) * facts.attention.num_heads, length, key_length)
+    elif facts.base == SDPA and query is not None and key is not None:
+        scores = (*query.shape[:-1], key.shape[-2]) if min(len(query.shape), len(key.shape)) > 1 else ()
+    elif facts.mask_and_scores is not None:
+        mask, scores = facts.mask_and_scores[0], facts.mask_and_scores[1].shape
+    if mask is None or not mask.shape or not 2 <= len(scores) <= 4:
+        return None
+    fits = first_clash(mask.shape, scores) is None and len(mask.shape) <= len(scores)
+    return None if fits else (mask, scores)
+
+
+def _masks(facts: Facts) -> Iterator[Cause]:
+    """Judge a mask that does not lie over the scores."""
+    under = facts.mask_and_scores[1] if facts.mask_and_scores is not None else None
+    if under is not None and len(under.shape) == 4 and all(dim[0] in HEADS for dim in under.axes[-2:]):
+        yield Cause(
+            "heads_not_transposed",
+            f"{under.text}: heads are compared with heads, so queries and keys were split but not transposed.",
+            "q.transpose(1, 2), and k and v alike, after the view that splits: heads must come before the sequence.",
+        )
+    laid, padding = _laid_over(facts), _padding(facts)
+    if laid is not None:
+        mask, scores = laid
+        (query, key), over = scores[-2:], f"and the scores are {text.shape(scores)}"
+        if (lacks := _lacking(mask.shape, scores)) is not None:
+            yield Cause("mask_rank", f"{mask.is_shape}, {lacks[0]}, {over}.", mask.name + lacks[1])
+        if mask.shape[-2:] == (key, query) and key != query:
+            what = f"{mask.is_shape}, key {key} before query {query}, {over}."
+            yield Cause("mask_transposed", what, f"{mask.name}.transpose(-2, -1).")
+        if len(scores) >= 3 and mask.shape == (scores[0], scores[0]) and scores[0] not in (query, key):
+            yield Cause(
+                "batch_and_sequence_swapped",
+                f"{mask.is_shape}, {over}: it fits dimension 0, which is read as the batch.",
+                "The input has its sequence first and the layer takes the batch first, or the other way round: "
+                "x.transpose(0, 1), or batch_first.",
+            )
+    if padding is not None:
+        (*batch, length), why = padding
+        yield Cause("mask_size", why, f"Make it for batch {batch[0] if batch else 0} and key {length}.")
+    if laid is None:
+        return
+    rows, columns = (1, *mask.shape)[-2:]
+    if rows not in (1, query) or columns not in (1, key):
+        covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
+        way = f"Make it for query {query} and key {key}, or give no more positions than it covers."
+        if (rows == 1 or rows >= query) and columns >= key:
+            way = f"Cut it to the lengths of this call: {mask.name}[..., :{query}, :{key}]."
+        yield Cause("mask_size", f"{mask.name} covers {covers}, {over}: query {query}, key {key}.", way)
+
+
+def _lacking(shape: Shape, scores: Shape) -> tuple[str, str] | None:
+    """Return what a mask of too few dimensions is, and how it gets the one that it lacks; None where it is neither."""
+    (batch, *_), (query, key) = scores, scores[-2:]
+    by_shape: dict[Shape, tuple[str, str]] = {}
+    if len(scores) == 4:
+        heads = scores[1]
+        view = f".view({batch}, {heads}, {query}, {key}): heads in a dimension of their own."
+        by_shape = {
+            (batch, key): ("batch key", "[:, None, None, :]: one dimension for the heads, one for the queries."),
+            (key, batch): ("key batch", ".T[:, None, None, :]: batch first, then heads and queries."),
+            (batch, query, key): ("batch query key", "[:, None]: one dimension for the heads."),
+            (batch, 1, key): ("batch 1 key", "[:, None]: one dimension for the heads."),
+            (batch * heads, query, key): ("(batch heads) query key", view),
+        }
+        if batch == query == key:
+            by_shape.pop((key, batch))  # as well a mask that is simply too small for its queries
+    elif len(scores) == 3:
+        by_shape = {(batch, key): ("batch key", "[:, None, :]: one dimension for the queries.")}
+        if len(shape) == 3 and shape[1:] == (query, key) and 1 < shape[0] < batch and batch % shape[0] == 0:
+            times = batch // shape[0]
+            repeat = f".repeat_interleave({times}, dim=0): batch and {times} heads are one dimension here."
+            by_shape = {shape: ("batch query key", repeat)}
+    return by_shape.get(shape)
+
+
+def _products(facts: Facts) -> Iterator[Cause]:
+    """Judge the factors of a product of queries and keys, or of weights and values: first how each is laid out."""
+    yield from _unsplit(facts)
+    if not facts.sizes_clash:
+        return
+    if facts.pair is not None and facts.pair[1].part == "key":
+        yield from _keys(facts, *facts.pair)
+    if bad := [o for o in facts.factors if o.heads_are_behind]:
+        yield _heads_behind(facts, bad)
+    left = next((o for o in facts.operands if o.part in ("query", "weights")), None)
+    right = next((o for o in facts.operands if o.part in ("key", "value")), None)
+    if left is not None and right is not None:
+        yield from _two_sizes(left, right)
+
+
+def _unsplit(facts: Facts) -> Iterator[Cause]:
+    split = next((o for o in facts.factors if o.place(*HEADS) is not None), None)
+    odd = next((o for o in facts.factors if o.place(*HEADS) is None and len(o.shape) == 3), None)
+    if split is None or odd is None or len(split.shape) < 4:
+        return
+    heads, head_dim = split.size(*HEADS), split.size("head_dim")
+    if heads and heads * head_dim in odd.shape[1:]:
+        yield Cause(
+            "heads_not_split",
+            f"{split.name} is divided into {heads} heads, {odd.name} is not.",
+            f"Divide it too: .view(batch, length, {heads}, {head_dim}).transpose(1, 2).",
+        )
+
+
+def _keys(facts: Facts, query: Operand, key: Operand) -> Iterator[Cause]:
+    """Judge keys whose features and positions are not swapped for the product."""
+    cause, name = "key_not_transposed", key.variable
+    if min(len(query.shape), len(key.shape)) < 2:
+        return
+    if len(key.shape) > 2 and key.axes[-1] == ["batch"]:
+        what = f"{key.is_shape} {key.pattern}: all dimensions are turned round, as .T does."
+        yield Cause(cause, what, f"Swap the last two alone: {name}.transpose(-2, -1), or {name}.mT.")
+    if key.place("key", "sequence") == len(key.shape) - 2 and query.shape[-1] == key.shape[-1] != key.shape[-2]:
+        what = f"{key.name} ends in {key.axis(-2)} {key.axis(-1)}; q·kᵀ sums over {key.axis(-1)}."
+        yield Cause(cause, what, f"Multiply by {name}.transpose(-2, -1).")
+    if key.heads_are_behind and _was_right_before(facts, key.given.tensor):
+        what = f"{key.name} swaps heads and key; q·kᵀ needs key and head_dim swapped."
+        yield Cause(cause, what, "Swap the last two: .transpose(-2, -1).")
+
+
+def _heads_behind(facts: Facts, bad: list[Operand]) -> Cause:
+    """Tell of heads behind the sequence, where the product runs over what stands in front."""
+    names = list(dict.fromkeys(o.variable for o in bad))
+    sequence = " and ".join(dict.fromkeys("query" if o.part == "query" else "key" for o in bad))
+    steps = [op for _, op in facts.reached.steps_back(bad[0].given.tensor) if op is not None]
+    if all(_was_right_before(facts, o.given.tensor) for o in bad):
+        did, origin = "transposed back", steps[0].source if steps else ""
+        way = "Leave that transpose out: the heads were in front already."
+    else:
+        splits = [op for op in steps if op.base_name in ("view", "_unsafe_view")]
+        origins = (op.source for op in splits if len(op.output.shape) > len(op.inputs[0].shape))
+        did, origin = "split but not transposed", next(origins, "")
+        way = f"{names[0]}.transpose(1, 2) after the view that splits."
+    where = f" ({origin})" if origin else ""
+    were = f"{' and '.join(names)} {'was' if len(bad) == 1 else 'were'}"
+    return Cause("heads_not_transposed", f"{were} {did}{where}. Heads must come before {sequence}.", way)
+
+
+def _was_right_before(facts: Facts, tensor: TensorRef) -> bool:
+    """Whether an earlier step had the heads in front of the sequence."""
+    for earlier, _ in list(facts.reached.steps_back(tensor))[1:]:
+        names = [name for name in re.findall(r"\w+", facts.reached.of(earlier)) if name in (*HEADS, *SEQUENCES)]
+        if len(earlier.shape) >= 4 and names and names[0] in HEADS and not set(SEQUENCES).isdisjoint(names):
+            return True
+    return False
+
+
+def _two_sizes(left: Operand, right: Operand) -> Iterator[Cause]:
+    """Judge two factors that are laid out alike, queries or weights and keys or values, where they do not fit."""
+    heads, kv_heads = left.size("heads"), right.size(*HEADS)
+    if heads != kv_heads and kv_heads and heads % kv_heads == 0 < heads and len(left.shape) == len(right.shape) == 4:
+        each = heads // kv_heads
+        yield Cause(
+            "heads_not_repeated",
+            f"{left.name} has {heads} heads, {right.name} has {kv_heads}: each of these serves {each}.",
+            f"{right.variable}.repeat_interleave({each}, dim=1) before the product, for keys and values alike; "
+            "scaled_dot_product_attention takes enable_gqa=True.",
+        )
+    same = "Queries and keys are compared feature by feature: divide both into heads of the same width."
+    for axis, name, way in (("batch", "batch_differs", _SAME_EXAMPLES), ("head_dim", "head_dim_differs", same)):
+        sizes = left.size(axis), right.size(axis)
+        if 0 not in sizes and sizes[0] != sizes[1] and (axis == "batch" or left.part == "query"):
+            yield Cause(name, f"{left.name} has {axis} {sizes[0]}, {right.name} has {axis} {sizes[1]}.", way)
+    has = right.size("key", "sequence")
+    if left.part == "weights" and has and left.shape[-1] != has:
+        what = f"{left.name} weighs {left.shape[-1]} keys, {right.name} has {has} values."
+        yield Cause("lengths_differ", what, _SAME_SEQUENCE)
+
+
+def _views(facts: Facts) -> Iterator[Cause]:
+    """Judge a view that does not fit what it is of."""
+    x, sizes = facts.operands[0] if facts.operands else None, facts.sizes_of_view
+    if x is None or facts.base not in VIEWS:
+        return
+    if "stride" in facts.message and not x.given.value.is_contiguous():
+        yield _scattered(x)
+    width = x.shape[-1] if x.shape else 0
+    if len(sizes) == len(x.shape) + 1 and sizes[:-2] == x.shape[:-1]:
+        heads, head_dim = sizes[-2:]
+        count = head_dim if heads == -1 else heads
+        if count > 0 and width % count:
+            yield _uneven(width, count, "" if -1 in sizes[-2:] else f"{heads}·{head_dim} = {heads * head_dim}")
+        if min(heads, head_dim) > 0:
+            yield Cause(
+                "wrong_head_dim",
+                f"{heads} heads of {head_dim} are {heads * head_dim} features, and {x.name} has {width}.",
+                f"{heads} heads of a width of {width} have head_dim {width // heads}; a projection for "
+                f"{heads} heads of {head_dim} needs out_features {heads * head_dim}.",
+            )
+    elif sizes and len(x.shape) == len(sizes) + 1 and sizes[:-1] == x.shape[:-2]:
+        first, second = x.shape[-2:]
+        if sizes[-1] not in (-1, first * second):
+            yield Cause(
+                "wrong_head_dim",
+                f"{x.axis(-2)} and {x.axis(-1)} side by side are {first}·{second} = {first * second}, not {sizes[-1]}.",
+                f"Write {first * second} or -1 for the last size; the output projection must take as many.",
+            )
+    if len(sizes) == 4 and len(x.shape) == 3 and sizes[1] == -1 and prod(sizes[2:]) == width:
+        yield Cause(
+            "batch_differs",
+            f"{x.name} has {x.shape[0]} examples, and the view takes a batch of {sizes[0]}.",
+            "Queries, keys and values must have the same examples; one for all needs .expand on the batch dimension.",
+        )
+
+
+def _scattered(x: Operand) -> Cause:
+    """Tell of a view of what is not in memory in the order in which the view would read it."""
+    heads, last = x.place(*HEADS), len(x.shape) - 1
+    if heads is not None and x.place("head_dim") == last and heads < last - 1:
+        return Cause(
+            "heads_not_joined",
+            f"{x.name} is {x.pattern}: the heads are not beside their features, so no view puts them side by side.",
+            f"{x.name}.transpose({heads}, {last - 1}).flatten(-2).",
+        )
+    return Cause(
+        "not_contiguous",
+        f"{x.name} is a transpose: its elements are not in memory in the order in which the view would read them.",
+        ".contiguous() before .view(...), or .reshape(...) in its place.",
+    )
+
+
+def _einops(facts: Facts) -> Iterator[Cause]:
+    """Judge a pattern of einops that divides a width evenly, where it cannot be."""
+    said = re.search(r"can't divide axis of length (\d+) in chunks of (\d+)", facts.message)
+    if facts.error == "EinopsError" and said is not None:
+        yield _uneven(int(said[1]), int(said[2]))
+
+
+def _uneven(width: int, heads: int, asked: str = "") -> Cause:
+    """Tell of a width that so many heads do not divide; `asked` is what they would need in its place."""
+    counts = ", ".join(str(n) for n in range(1, min(width, 64) + 1) if width % n == 0)
+    asked = asked or (f"{width} / {heads} = {width / heads:.4g}" if heads else "there is no head")
+    return Cause(
+        "heads_do_not_divide",
+        f"A width of {width} cannot be split over {heads} heads: {asked}.",
+        f"Head counts{' up to 64' if width > 64 else ''} that divide {width}: {counts}.",
+    )

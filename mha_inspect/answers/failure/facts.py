@@ -1,0 +1,262 @@
+"""The facts of a failing call that its cause is told by: its operands, what they are, and what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from torch import nn
+
+from ... import text
+from ...naming.pattern import dims_of
+from ...record.recorder import Recorder
+from ...running.run import Run
+from .call import Call, Site, tensors_of, written
+from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, reach
+
+HEADS = ("heads", "kv_heads")
+SEQUENCES = ("query", "key", "sequence")
+BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
+"""Calls that stretch their operands over one another, by their names without underscores."""
+VIEWS = ("view", "reshape", "unflatten")
+"""Calls that divide dimensions, or put them together."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operand:
+    """One tensor that the failing call was given, and what is known of it."""
+
+    role: str
+    """The argument that it was given for; empty where the call has no names for them."""
+    name: str
+    """As the user's line writes it; where that is not known, the stage that it is, or its role."""
+    variable: str
+    """The plain variable behind it: `k` behind `k.transpose(-2, -1)`; its name where there is none."""
+    given: Given
+    shape: tuple[int, ...]
+    dtype: str
+    device: str
+    pattern: str
+    """What each dimension is, as an einops pattern."""
+    axes: list[list[str]]
+    """The names in each dimension, and numbers where there is none."""
+    part: str
+    """What it is to the attention: `query`, `key`, `value`, `weights`; empty where that is not known."""
+    from_scores: bool
+    """Whether it was made from the product of the scores."""
+    is_parameter: bool
+
+    @property
+    def is_shape(self) -> str:
+        """`q is [2, 8, 5, 64]`."""
+        return f"{self.name} is {text.shape(self.shape)}"
+
+    @property
+    def text(self) -> str:
+        """`q is [2, 8, 5, 64] batch heads query head_dim`; the axes where one at least has a name."""
+        named = any(not name.isdigit() for names in self.axes for name in names)
+        return f"{self.is_shape} {self.pattern}" if named else self.is_shape
+
+    def place(self, *names: str) -> int | None:
+        """Return the first dimension that is one of these axes, or has one in it; None where none is."""
+        return next((place for place, dim in enumerate(self.axes) if not set(names).isdisjoint(dim)), None)
+
+    def size(self, *names: str) -> int:
+        """Return the size of the dimension that is one of these axes alone; 0 where there is none."""
+        dims = zip(self.shape, self.axes, strict=True)
+        return next((size for size, dim in dims if len(dim) == 1 and dim[0] in names), 0)
+
+    def axis(self, place: int) -> str:
+        """Return what a dimension is, with its size: `head_dim 64`; the size alone where it has no name."""
+        dim = self.axes[place]
+        name = dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
+        return str(self.shape[place]) if name.isdigit() else f"{name} {self.shape[place]}"
+
+    @property
+    def heads_are_behind(self) -> bool:
+        """Whether the heads stand behind the sequence."""
+        heads, sequence = self.place(*HEADS), self.place(*SEQUENCES)
+        return heads is not None and sequence is not None and len(self.shape) >= 4 and sequence < heads
+
+
+@dataclass(frozen=True, eq=False)
+class Facts:
+    """A failing call and its operands. It holds tensors: it must not outlive the error."""
+
+    error: str
+    message: str
+    call: Call
+    operands: tuple[Operand, ...]
+    reached: Reached
+    variables: Mapping[int, str]
+    """TensorRef id to what the user's code calls it."""
+
+    @property
+    def base(self) -> str:
+        """Name of the call without namespace and underscores: `matmul`; empty without a call."""
+        return self.call.base
+
+    @property
+    def attention(self) -> nn.MultiheadAttention | None:
+        """torch's attention, where the call is one of it."""
+        return self.call.layer if isinstance(self.call.layer, nn.MultiheadAttention) else None
+
+    def given(self, *roles: str) -> Operand | None:
+        """Return the operand that has one of these roles; None where none has."""
+        return next((o for o in self.operands if o.role in roles), None)
+
+    @property
+    def pair(self) -> tuple[Operand, Operand] | None:
+        """The two factors of a product, left and right."""
+        return (self.operands[-2], self.operands[-1]) if self.base in PRODUCTS and len(self.operands) >= 2 else None
+
+    @property
+    def factors(self) -> list[Operand]:
+        """Queries, keys and values, where the call is a product of them."""
+        return [o for o in self.operands if o.part not in ("", "weights")]
+
+    @property
+    def mask_and_scores(self) -> tuple[Operand, Operand] | None:
+        """The mask, which no parameter has gone into, and the scores, where the call lays the one over the other."""
+        scores = next((o for o in self.operands if o.from_scores), None)
+        others = [o for o in self.operands if not o.from_scores and o.shape]
+        mask = next((o for o in others if not self.reached.is_of_parameters(o.given.tensor)), None)
+        return None if scores is None or mask is None or self.base not in BROADCASTS else (mask, scores)
+
+    @property
+    def mixes_dtypes(self) -> bool:
+        """Whether the call refused its operands for their dtypes, and they are of several."""
+        words = ("dtype", "scalar type", "data type")
+        said = "boolean mask" not in self.message and any(word in self.message for word in words)
+        return said and len({o.dtype for o in self.operands}) > 1
+
+    @property
+    def mixes_devices(self) -> bool:
+        """Whether the call refused its operands for their devices."""
+        return "device" in self.message and len({o.device for o in self.operands}) > 1
+
+    @property
+    def sizes_clash(self) -> bool:
+        """Whether the shapes clash at all: an error about something else is no evidence."""
+        if self.pair is None:
+            return any(word in self.message for word in ("size", "shape", "subscript", "dimension"))
+        left, right = (o.shape for o in self.pair)
+        if min(len(left), len(right)) < 2 or (self.base == "bmm" and (len(left) != 3 or len(right) != 3)):
+            return True
+        return left[-1] != right[-2] or first_clash(left[:-2], right[:-2]) is not None
+
+    @property
+    def sizes_of_view(self) -> tuple[int, ...]:
+        """What a view was asked to make; empty where that is not known."""
+        sizes = tuple(_numbers_in(self.call.args))
+        if self.base == "unflatten" and sizes and self.operands:
+            shape = self.operands[0].shape
+            place = sizes[0] % max(len(shape), 1)
+            return (*shape[:place], *sizes[1:], *shape[place + 1 :])
+        return sizes
+
+
+def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder, call: Call | None) -> Facts:
+    """Return what is known of a failing call; of its operands alone where it is not known itself."""
+    recording, path = run.recording, recorder.path_of(site.module)
+    variables = {recorder.identify(value).id: name for name, value in reversed(list(site.variables.items()))}
+    names = {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)} | variables
+    every = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
+    reached = reach(run, call or Call(), every if call is not None else ())
+    operands = []
+    for number, given in enumerate(every, 1):
+        tensor = given.tensor
+        stage = next((stage for stage, known in reached.stages.items() if known.id == tensor.id), "")
+        name = written(recording, tensor, names, path) or stage or given.role or f"operand {number}"
+        nearest = [variables.get(step.id, "") for step, _ in reached.steps_back(tensor)][:2]
+        pattern = reached.of(tensor)
+        operands.append(
+            Operand(
+                role=given.role,
+                name=name,
+                variable=next(filter(None, nearest), name),
+                given=given,
+                shape=tensor.shape,
+                dtype=tensor.dtype,
+                device=str(given.value.device),
+                pattern=pattern,
+                axes=dims_of(pattern),
+                part=reached.roles.get(tensor.id, ""),
+                from_scores=reached.is_of_scores(tensor),
+                is_parameter=isinstance(given.value, nn.Parameter),
+            )
+        )
+    return Facts(error, message, call or Call(), tuple(operands), reached, variables)
+
+
+def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
+    """Return how far from the right two shapes cannot be stretched over one another, -1 for the last; else None."""
+    for back in range(1, min(len(left), len(right)) + 1):
+        if left[-back] != right[-back] and 1 not in (left[-back], right[-back]):
+            return -back
+    return None
+
+
+def _numbers_in(settings: Any) -> Iterator[int]:
+    for value in settings:
+        if isinstance(value, (tuple, list)):
+            yield from _numbers_in(value)
+        elif isinstance(value, int) and not isinstance(value, bool):
+            yield value
+
+
+def clash(facts: Facts) -> str:
+    """Return what does not fit in the call, in words with the real numbers; empty where nothing is seen not to."""
+    given = facts.operands
+    if facts.mixes_devices:
+        return f"{', '.join(f'{o.name} is {o.device}' for o in given)}: a call computes on one device."
+    if facts.mixes_dtypes:
+        numbers = [o for o in given if (o.given.value.is_floating_point() or o.role == "input") and o.role != "bias"]
+        return f"{', '.join(f'{o.name} is {o.dtype}' for o in numbers)}: a product takes one dtype."
+    if facts.pair is not None:
+        left, right = facts.pair
+        start = f"{left.name} @ {right.name}: {left.text}, {right.text}."
+        if min(len(left.shape), len(right.shape)) < 2:
+            return start
+        if left.shape[-1] != right.shape[-2]:
+            return f"{start} The dimensions that are summed over clash: {left.axis(-1)} against {right.axis(-2)}."
+        place = first_clash(left.shape[:-2], right.shape[:-2])
+        return start if place is None else f"{start} {_clashes(left, right, place - 2)}"
+    if facts.base in (SDPA, *LAYERS, "einsum"):
+        return "; ".join(_each_once(given)) + "."
+    if facts.base in VIEWS and given:
+        return _of_view(facts)
+    if len(given) < 2:
+        return ""
+    x, other = given[:2]
+    if facts.base in BROADCASTS and (place := first_clash(x.shape, other.shape)) is not None:
+        return f"{x.text}, {other.text}. {_clashes(x, other, place)}"
+    if facts.base == "linear" and x.role == "input" and x.shape and x.shape[-1] != other.shape[-1]:
+        return f"{x.text}, and {other.name} {text.shape(other.shape)} takes {other.shape[-1]} features."
+    return ""
+
+
+def _clashes(left: Operand, right: Operand, place: int) -> str:
+    rank = max(len(left.shape), len(right.shape))
+    return f"Dimension {rank + place} clashes: {left.axis(place)} against {right.axis(place)}."
+
+
+def _each_once(given: tuple[Operand, ...]) -> Iterator[str]:
+    """Yield each tensor once, however often it was given."""
+    for number in dict.fromkeys(o.given.tensor.id for o in given):
+        same = [o for o in given if o.given.tensor.id == number]
+        roles = [o.role for o in same if o.role and o.role != o.name]
+        yield same[0].text + (f" (as {', '.join(roles)})" if len(same) > 1 and roles else "")
+
+
+def _of_view(facts: Facts) -> str:
+    x, sizes = facts.operands[0], facts.sizes_of_view
+    if not sizes or "stride" in facts.message:
+        return f"{x.text}." if x.given.value.is_contiguous() else f"{x.text}, and not contiguous in memory."
+    has, wanted = prod(x.shape), prod(size for size in sizes if size != -1)
+    start = f"{x.text}, {has} elements; {text.shape(sizes)}"
+    if -1 in sizes:
+        return f"{start} needs a multiple of {wanted}." if not wanted or has % wanted else ""
+    return f"{start} has {wanted}." if has != wanted else ""
