@@ -35,9 +35,15 @@ class ComparableRun:
     Every run begins with what the module keeps from run to run as it was at first, and leaves no trace.
     """
 
-    def __init__(self, subject: Subject, like: ComparableRun | None = None) -> None:
-        """Take a subject; `like` is a run of the same in another dtype, whose axes have the same names."""
-        self.subject, self._like = subject, like
+    def __init__(self, subject: Subject, like: ComparableRun | None = None, finer: Subject | None = None) -> None:
+        """Take a subject.
+
+        Args:
+            subject: what is run.
+            like: a run of the same in another dtype, whose axes have the same names.
+            finer: the same with inputs, and weights that are drawn, of a finer dtype: what is run in float64.
+        """
+        self.subject, self.finer, self._like = subject, finer, like
         self._contents: dict[tuple[int, str], Tensor | None] = {}
         self.measured_against: MeasuredAgainst = "float64"
         """What rounding is measured against: known once it is."""
@@ -73,19 +79,19 @@ class ComparableRun:
     def forget(self) -> None:
         """Let go of what was run: the weights are others now, or nobody asks any more."""
         self._contents.clear()
-        for name in ("run", "output", "_exact", "_measured", "_named"):
+        for name in ("run", "output", "_pair", "_named"):
             vars(self).pop(name, None)
-
-    @property
-    def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
-        """Each attention with the names of its axes."""
-        return self._named.attentions
 
     @cached_property
     def _named(self) -> Run:
         """The run that attentions and axes are read off: that of the same in another dtype, where it did the same."""
         alike = self._like is not None and _steps(self._like.run) == _steps(self.run)
         return self._like._named if self._like is not None and alike else self.run
+
+    @property
+    def attentions(self) -> tuple[tuple[Attention, AxisNames], ...]:
+        """Each attention with the names of its axes."""
+        return self._named.attentions
 
     @cached_property
     def weights(self) -> tuple[Weights, ...]:
@@ -99,12 +105,6 @@ class ComparableRun:
         if (place, stage) not in self._contents:
             self._contents[place, stage] = content_of(self.run, *self.attentions[place], stage)
         return self._contents[place, stage]
-
-    @property
-    def unnamed(self) -> set[str]:
-        """The stages that there are, and that cannot be brought into canonical axes."""
-        every = [(place, stage) for place, (attention, _) in enumerate(self.attentions) for stage in attention.stages]
-        return {stage for place, stage in every if self.content(place, stage) is None}
 
     def masked_queries(self, place: int) -> Rows:
         """Return the queries of an attention to which no key is left in at least one head."""
@@ -122,48 +122,42 @@ class ComparableRun:
         content = returned_content(self._named, self.returned)
         return self.returned if content is None else content
 
-    # -- rounding -----------------------------------------------------------------------------------------------------
-
     @property
     def drops(self) -> bool:
         """Whether it draws random numbers, as a module in training does."""
         return drops_at_random(self.run)
 
-    @cached_property
-    def _exact(self) -> ComparableRun:
-        """The same in float64: itself where it is, and draws nothing."""
-        return self if self.dtype == "float64" and not self.drops else self._in(torch.float64)
+    # -- rounding -----------------------------------------------------------------------------------------------------
 
     @cached_property
-    def _measured(self) -> ComparableRun:
-        """The run whose rounding is measured: this one, but for float64, and where elements are drawn."""
-        if self.dtype == "float64":
-            return self._in(torch.float32)
-        return self._in(getattr(torch, self.dtype)) if self.drops else self
+    def _pair(self) -> tuple[ComparableRun, ComparableRun, float]:
+        """A run whose rounding is measured, the same in float64, and what an error that is measured so counts.
 
-    @property
-    def _unit(self) -> float:
-        """What an error that was measured counts: half a digit is one of its own dtype."""
-        return 1.0 if self.measured_against == "half a digit" else beside(getattr(torch, self.dtype))[1]
-
-    def _copied(self, dtype: torch.dtype) -> Subject:
-        return self.subject.copied(dtype)
-
-    def _ran(self, copied: Subject) -> ComparableRun:
-        """Run a copy; in eval mode where it would draw other elements."""
-        copy = ComparableRun(copied, self)
-        if self.drops:
-            copied.module.eval()
-        _ = copy.run
-        return copy
+        Beside float64 there is nothing finer: it is measured in float32. Where elements are drawn, both are copies.
+        """
+        dtype = getattr(torch, self.dtype)
+        is_exact = dtype == torch.float64
+        exact = self if is_exact and not self.drops else self._in(torch.float64)
+        measured = self._in(torch.float32 if is_exact else dtype) if is_exact or self.drops else self
+        # Half a digit is one of its own dtype.
+        return measured, exact, 1.0 if self.measured_against == "half a digit" else beside(dtype)[1]
 
     def _in(self, dtype: torch.dtype) -> ComparableRun:
-        """Run a copy in another dtype.
+        """Run a copy in another dtype, in eval mode where it would draw other elements.
 
         Where there is none, or it does not run, itself with every number off by half a last digit.
         """
+        subject = self.finer if self.finer is not None and dtype == torch.float64 else self.subject
+
+        def of_copy(copied: Subject) -> ComparableRun:
+            copy = ComparableRun(copied, self)
+            if self.drops:
+                copied.module.eval()
+            _ = copy.run
+            return copy
+
         try:
-            copy = measured_in(self.label, self._copied, dtype, self._ran)
+            copy = measured_in(self.label, subject.copied, dtype, of_copy)
         except InputError:
             if self.drops:
                 raise
@@ -181,19 +175,18 @@ class ComparableRun:
 
         A query whose every key is masked has no result that rounding could be measured against.
         """
-        content, exact = self._measured.content(place, stage), self._exact.content(place, stage)
-        if content is None or exact is None:
-            return 0.0
-        content, exact = (without(stage, tensor, rows) for tensor in (content, exact))
-        return stage_noise(stage, content, exact, like) * self._unit
+        measured, exact, unit = self._pair
+        contents = [run.content(place, stage) for run in (measured, exact)]
+        ours, theirs = (content if content is None else _without(stage, content, rows) for content in contents)
+        return 0.0 if ours is None or theirs is None else stage_noise(stage, ours, theirs, like) * unit
 
     def output_floor(self, rows: Rows) -> float:
         """Measure the rounding error of the output without these queries, where it is `batch query` and one more."""
-        output, exact = self._measured.output, self._exact.output
+        measured, exact, unit = self._pair
         weights = self.content(len(self.attentions) - 1, "weights") if rows else None
-        if weights is not None and output.shape[:2] == (weights.shape[0], weights.shape[2]):
-            output, exact = (without("output", tensor, rows) for tensor in (output, exact))
-        return rounding_error(output, exact) * self._unit
+        by_query = weights is not None and measured.output.shape[:2] == (weights.shape[0], weights.shape[2])
+        ours, theirs = (_without("output", run.output, rows if by_query else ()) for run in (measured, exact))
+        return rounding_error(ours, theirs) * unit
 
 
 def _steps(run: Run) -> list[tuple[str, ...]]:
@@ -205,26 +198,21 @@ def measured_in(
     label: str, copied: Callable[[torch.dtype], Subject], dtype: torch.dtype, measure: Callable[[Subject], T]
 ) -> T:
     """Return what is measured of a copy in another dtype. Raises `InputError` where it cannot be copied or run."""
+    what, why = "copied, and to measure rounding a copy is run in another dtype", ""
     try:
         copy = copied(dtype)
-    except (RuntimeError, TypeError) as error:
-        raise _refused(error, label, "copied, and to measure rounding a copy is run in another dtype") from None
-    try:
+        what = f"run in {str(dtype).removeprefix('torch.')}, and rounding is measured by that"
+        why = " What it makes in its forward has a dtype of its own."
         return measure(copy)
     except Exception as error:
-        name = str(dtype).removeprefix("torch.")
-        why = " What it makes in its forward has a dtype of its own." if isinstance(error, RuntimeError) else ""
-        raise _refused(error, label, f"run in {name}, and rounding is measured by that", why) from None
+        if is_out_of_memory(error) or isinstance(error, MhaInspectError):
+            raise
+        first, why = first_line(error), why if isinstance(error, RuntimeError) else ""
+        dot = "." if why and not first.endswith(".") else ""
+        raise InputError(f"{label} cannot be {what}: {first}{dot}{why}") from None
 
 
-def _refused(error: Exception, label: str, what: str, why: str = "") -> Exception:
-    if is_out_of_memory(error) or isinstance(error, MhaInspectError):
-        return error
-    first = first_line(error)
-    return InputError(f"{label} cannot be {what}: {first}{'.' * (bool(why) and not first.endswith('.'))}{why}")
-
-
-def without(stage: str, content: Tensor, rows: Rows) -> Tensor:
+def _without(stage: str, content: Tensor, rows: Rows) -> Tensor:
     """Return the stage, in canonical axes, with zeros for these queries, those of them that it has."""
     if stage in _OF_KEYS or not rows:
         return content

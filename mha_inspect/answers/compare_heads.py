@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import groupby
 
 from torch import nn
 
@@ -13,22 +14,19 @@ from ..errors import SpecError
 from ..measure.weights import carry as carry_by_head
 from ..naming.stage_facts import unlike_dot
 from ..naming.stages import STAGES
-from ..record.rounding import distances, judge
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, StageFlops
 from ..running.run import Run
 from ..running.subject import Subject
 from ..text import listed, plural
 from .comparable_run import ComparableRun
-from .comparison import ComparedStage, Comparison, overall
+from .comparison import ComparedStage, Comparison, difference_of, overall
 from .focus import compare_focus, focus_of_run
 from .head_sentences import Carried, Change, Walk, answer, reason
 from .head_times import compare_times, flops_of
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
 from .masked_queries import fate_of, masked_sentence
 from .run_report import environment_of, layer_of
-
-_GIVEN = ("query", "key", "value")
 
 
 class HeadRun(ComparableRun):
@@ -43,16 +41,6 @@ class HeadRun(ComparableRun):
         """The run. Raises what `ComparableRun.run` does; an error of a target says how the target was built."""
         with explaining(self.subject, f" with num_heads {self.num_heads}"):
             return super().run
-
-    @property
-    def module(self) -> nn.Module:
-        """The module."""
-        return self.subject.module
-
-    @cached_property
-    def noise_floor(self) -> float:
-        """The rounding error of the output."""
-        return self.output_floor(self.masked_queries(0))
 
 
 def compare_heads(
@@ -97,11 +85,7 @@ def compare_heads(
         run = HeadRun(num_heads, subject) if rows else baseline
         carried.append(carry(baseline, run) if rows else Carried(True))
         _require_comparable(run, baseline)
-        rows.append(_row(run, baseline, carried[-1]))
-        if run is not baseline:
-            walk = _walk(baseline, run, rows[-1].verdict)
-            why = reason(rows[0], rows[-1], walk, carried[-1])
-            rows[-1] = replace(rows[-1], first_differing_stage=walk.first, reason="".join(why), _pieces=why)
+        rows.append(_row(run, baseline, carried[-1], rows))
         if gradients or steps:
             learners.append(Learner.of(num_heads, run))
         if focus:
@@ -146,7 +130,7 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
         raise SpecError(
             f"{run.label} drops elements at random in training mode, others for every head count: the outputs would "
             "differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."
-            if run.module.training
+            if run.subject.module.training
             else f"{run.label} draws random numbers in its forward: outputs would differ whatever the heads do. Leave "
             "them out, or draw them outside of it and give them as an argument."
         )
@@ -168,9 +152,9 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
 
 def carry(baseline: HeadRun, run: HeadRun) -> Carried:
     """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
-    given, taken = baseline.module.state_dict(), run.module.state_dict()
+    given, taken = baseline.subject.module.state_dict(), run.subject.module.state_dict()
     fitting = {name: tensor for name, tensor in given.items() if name in taken and taken[name].shape == tensor.shape}
-    run.module.load_state_dict(fitting, strict=False)
+    run.subject.module.load_state_dict(fitting, strict=False)
     if fitting.keys() == given.keys() == taken.keys():
         return Carried(True)
     pairs = list(zip(baseline.weights, run.weights, strict=False))
@@ -186,7 +170,7 @@ def carry(baseline: HeadRun, run: HeadRun) -> Carried:
         if name not in fitting and name not in covered
     ]
     changes += [Change(f"{name} is gone") for name in given if name not in taken and name not in covered]
-    before, after = _numel(baseline.module), _numel(run.module)
+    before, after = _numel(baseline.subject.module), _numel(run.subject.module)
     if not changes and before != after:
         changes = [Change(f"{before:,} parameters become {after:,}")]
     return Carried(not changes, tuple(went), tuple(changes))
@@ -196,54 +180,59 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _row(run: HeadRun, baseline: HeadRun, carried: Carried) -> HeadCount:
-    """Return the row of one head count, without the reason."""
-    largest, relative = distances(baseline.returned, run.returned)
-    times, verdict = judge(largest, baseline.noise_floor)
-    return HeadCount(
+def _row(run: HeadRun, baseline: HeadRun, carried: Carried, before: Sequence[HeadCount]) -> HeadCount:
+    """Return the row of one head count, with the reason where rows come before it."""
+    floor = before[0].noise_floor if before else baseline.output_floor(baseline.masked_queries(0))
+    row = HeadCount(
+        **vars(difference_of(baseline.returned, run.returned, floor)),
         num_heads=run.num_heads,
         head_dim=run.attentions[0][1].head_dim,
-        numel=_numel(run.module),
+        numel=_numel(run.subject.module),
         same_parameters=carried.same,
         output_shape=tuple(run.returned.shape),
-        max_abs_difference=largest,
-        relative_difference=relative,
-        noise_floor=baseline.noise_floor,
-        times_noise=times,
-        verdict=verdict,
         first_differing_stage=None,
         reason="The baseline.",
     )
+    if not before:
+        return row
+    walk = _walk(baseline, run, row.verdict)
+    why = reason(before[0], row, walk, carried)
+    return replace(row, first_differing_stage=walk.first, reason="".join(why), _pieces=why)
 
 
 def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
-    """Compare stage by stage, by content, to see where two head counts part and where they meet again."""
-    comparison, walk = Comparison(baseline, run, (baseline,)), Walk()
-    for place in range(min(len(baseline.attentions), len(run.attentions))):
-        walk = _walk_attention(comparison.rows(place), verdict)
+    """Compare stage by stage, by content, in the first attention in which a stage differs, or else in the last.
+
+    Where the outputs differ it ends at that stage; else it is seen where the two meet again.
+    """
+    walk, places = Walk(), min(len(baseline.attentions), len(run.attentions))
+    for place, rows in groupby(Comparison(baseline, run, baseline).rows(), key=lambda row: row.place):
+        if place >= places:
+            break
+        walk = Walk()
+        for row in rows:
+            if row.difference is None or row.name in ("query", "key", "value"):
+                continue
+            differs = row.difference.verdict == "differs"
+            if walk.first is not None:
+                walk = replace(walk, rejoined=None if differs else walk.rejoined or row.name)
+            elif not differs:
+                walk = replace(walk, same=(*walk.same, row.name))
+            else:
+                turned = bool(run.subject.made_with.get("rope"))
+                walk = replace(walk, first=row.name, note=_other_sizes(row), turned=turned)
+                if verdict == "differs":
+                    return walk
         if walk.first is not None:
-            return replace(walk, turned=bool(run.subject.made_with.get("rope")))
-    unnamed = baseline.unnamed | run.unnamed
+            return walk
+    both = [(side, place) for side in (baseline, run) for place in range(len(side.attentions))]
+    unnamed = {
+        stage
+        for side, place in both
+        for stage in side.attentions[place][0].stages
+        if side.content(place, stage) is None
+    }
     return replace(walk, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
-
-
-def _walk_attention(rows: Iterable[ComparedStage], verdict: Verdict) -> Walk:
-    """Walk through one attention: to the first stage that differs where the outputs differ, or else to its end."""
-    same: list[str] = []
-    first, note, rejoined = None, "", None
-    for row in rows:
-        if row.difference is None or row.name in _GIVEN:
-            continue
-        differs = row.difference.verdict == "differs"
-        if first is not None:
-            rejoined = None if differs else rejoined or row.name
-        elif not differs:
-            same.append(row.name)
-        else:
-            first, note = row.name, _other_sizes(row)
-            if verdict == "differs":
-                break
-    return Walk(tuple(same), first, note, rejoined)
 
 
 def _other_sizes(row: ComparedStage) -> str:

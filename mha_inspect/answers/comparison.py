@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, TypeVar
 
 from einops import repeat
 from torch import Tensor
@@ -14,13 +13,12 @@ from ..measure.stage_difference import StageDifference, compare_stage
 from ..naming.axes import AxisNames
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.visibility import Rows
-from ..reports.common import Verdict
+from ..record.rounding import distances, judge
+from ..reports.common import Difference, Verdict
 from .comparable_run import ComparableRun
 
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
 """Stages in which a query without keys has no result that rounding could be measured against."""
-_OF_SHARED_HEADS = ("k_proj", "v_proj")
-R = TypeVar("R", bound=ComparableRun)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,13 +35,14 @@ class ComparedStage:
     """None where a side is missing."""
 
 
-class Comparison(Generic[R]):
+@dataclass(frozen=True, eq=False)
+class Comparison:
     """Two runs, compared stage by stage in canonical axes, and by what they return."""
 
-    def __init__(self, left: R, right: R, measured: Sequence[R] | None = None) -> None:
-        """Take two runs; `measured` are those whose rounding error, the larger one, is the noise floor: both."""
-        self.left, self.right = left, right
-        self._measured = (left, right) if measured is None else measured
+    left: ComparableRun
+    right: ComparableRun
+    measured: ComparableRun | None = None
+    """Whose rounding error is the noise floor; None: the larger of both."""
 
     @cached_property
     def masked(self) -> list[Rows]:
@@ -52,20 +51,30 @@ class Comparison(Generic[R]):
         every = range(max(len(side.attentions) for side in sides))
         return [tuple(sorted({row for side in sides for row in side.masked_queries(place)})) for place in every]
 
-    def rows(self, place: int) -> Iterator[ComparedStage]:
-        """Yield the stages of the attentions in one place, in order, those that either side has."""
-        sides = (self.left, self.right)
-        for stage in STAGES:
-            if any(place < len(s.attentions) and stage in s.attentions[place][0].stages for s in sides):
-                yield self._compared(place, stage)
+    @property
+    def _measured(self) -> tuple[ComparableRun, ...]:
+        return (self.left, self.right) if self.measured is None else (self.measured,)
+
+    def rows(self) -> Iterator[ComparedStage]:
+        """Yield the stages of the attentions in each place, in order, those that either side has."""
+        for place in range(len(self.masked)):
+            both = [run.attentions[place][0].stages for run in (self.left, self.right) if place < len(run.attentions)]
+            yield from (self._compared(place, stage) for stage in STAGES if any(stage in stages for stages in both))
 
     def _compared(self, place: int, stage: str) -> ComparedStage:
-        left, right = (side.content(place, stage) for side in (self.left, self.right))
+        left, right = (run.content(place, stage) for run in (self.left, self.right))
         if left is None or right is None:
             return ComparedStage(place, stage, left, right, None)
         ours, theirs, note = left, right, ""
-        if stage in _OF_SHARED_HEADS and left.shape != right.shape:
-            ours, theirs, note = self._in_query_heads(place, left, right)
+        if stage in ("k_proj", "v_proj") and left.shape != right.shape:
+            names = [run.attentions[place][1] for run in (self.left, self.right)]
+            ours, theirs = _for_each_head(left, names[0]), _for_each_head(right, names[1])
+            shared = [(side, of) for side, of in zip(("left", "right"), names, strict=True) if of.num_kv_heads]
+            note = " and ".join(
+                f"each key/value head on the {side}, of {of.num_kv_heads}, stands for {of.num_heads // of.num_kv_heads}"
+                for side, of in shared
+                if of.num_heads > of.num_kv_heads
+            )
         # Up to its scores the first attention has what it has for every query, whatever a mask leaves it.
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
 
@@ -76,21 +85,7 @@ class Comparison(Generic[R]):
         difference = compare_stage(stage, ours, theirs, floor)
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"
-        return ComparedStage(place, stage, left, right, replace(difference, note=note or difference.note))
-
-    def _in_query_heads(self, place: int, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, str]:
-        """Return keys or values of both with one for every head, and which are shared; as they are where none fits."""
-        names = [side.attentions[place][1] for side in (self.left, self.right)]
-        (ours, of_left), (theirs, of_right) = map(_repeated, (left, right), names)
-        if ours.shape != theirs.shape:
-            return left, right, ""
-        shared = zip(("left", "right"), names, (of_left, of_right), strict=True)
-        notes = [
-            f"each key/value head on the {side}, of {of.num_kv_heads}, stands for {each}"
-            for side, of, each in shared
-            if each > 1
-        ]
-        return ours, theirs, " and ".join(notes)
+        return ComparedStage(place, stage, left, right, replace(difference, note=difference.note or note))
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare what both return; the rounding error is measured without these queries."""
@@ -101,14 +96,19 @@ class Comparison(Generic[R]):
         return compare_stage("output", self.left.output, self.right.output, floor)
 
 
-def _repeated(content: Tensor, names: AxisNames) -> tuple[Tensor, int]:
-    """Return `batch key (heads head_dim)` with a key and value for every head, and how many each stands for."""
+def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
+    """Return `batch key (heads head_dim)` with a key or value for every head of queries."""
     count = names.num_kv_heads
-    each = names.num_heads // count if count and names.num_heads % count == 0 else 1
-    if each == 1 or content.shape[-1] != count * names.head_dim:
-        return content, 1
+    if not count or names.num_heads % count or content.shape[-1] != count * names.head_dim:
+        return content
     pattern = "batch key (kv_heads head_dim) -> batch key (kv_heads group head_dim)"
-    return repeat(content, pattern, kv_heads=count, group=each), each
+    return repeat(content, pattern, kv_heads=count, group=names.num_heads // count)
+
+
+def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:
+    """Return how far two tensors of one shape are apart, beside a rounding error that was measured."""
+    largest, relative = distances(left, right)
+    return Difference(largest, relative, noise_floor, *judge(largest, noise_floor))
 
 
 def overall(verdicts: Sequence[Verdict | None]) -> Verdict:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from math import isinf
 from typing import Any
 
 import torch
@@ -11,14 +13,22 @@ import torch
 from ..measure.stage_difference import StageDifference
 from ..naming.stage_facts import unlike_dot
 from ..naming.stages import CANONICAL_AXES
+from ..naming.visibility import Rows
 from ..reports.common import Difference
-from ..reports.diff import DiffReport, NoiseSource, SideName, StageRow, StageSide
+from ..reports.diff import DiffReport, NoiseSource, SideName, StageRow
+from ..text import multiple, percent, plural, small
 from .comparison import ComparedStage, Comparison
-from .diff_answer import answer, notes, stage_note
 from .masked_queries import fate_of, masked_sentence
 from .run_report import has_shape_only
-from .shared_weights import AS_THEY_ARE, share
+from .shared_weights import AS_THEY_ARE, Shared, share
 from .side import Side
+
+_LACKING = {
+    "masked_scores": "mask",
+    "output": "output projection: concat is what it returns",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "such projection"),
+}
+"""What a side has not that lacks a stage."""
 
 
 def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
@@ -33,8 +43,9 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
         WeightsError: both are layers, and the weights of the one cannot be those of the other.
     """
     shared = share(left, right) if carry else AS_THEY_ARE
-    comparison, counts = Comparison(left, right), [len(side.attentions) for side in (left, right)]
-    stages = [row for place in range(max(counts)) for row in _stages(comparison, place, several=max(counts) > 1)]
+    sides, comparison = (left, right), Comparison(left, right)
+    several = len(comparison.masked) > 1
+    stages = [_row(sides, stage, stage.place + 1 if several else None) for stage in comparison.rows()]
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
     output = comparison.output(masked)
     report = DiffReport(
@@ -46,34 +57,23 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
         first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
         output=Difference(**_numbers(output)),
         verdict=output.verdict,
-        notes=(),
+        notes=tuple(_notes(sides)),
         answer=(),
     )
-    of_sides = dict.fromkeys(note for side in (left, right) for note in side.notes)
-    noted = (*notes(report, (left.drops, right.drops), counts), *of_sides)
-    noted += tuple(f"{side.label}: {note}" for side in (left, right) for note in unlike_dot(side.run))
-    return replace(report, notes=noted, answer=(*answer(report, shared), *_masked(comparison)))
+    return replace(report, answer=(*_answer(report, shared), *_masked(sides, comparison.masked)))
 
 
-def _stages(comparison: Comparison[Side], place: int, *, several: bool) -> list[StageRow]:
-    """Return the rows of the attentions in one place."""
-    left, right = comparison.left, comparison.right
-    rows = []
-    for stage in comparison.rows(place):
-        ours, theirs = left.stage(place, stage.name), right.stage(place, stage.name)
-        measured = stage.difference
-        rows.append(
-            StageRow(
-                **_numbers(measured),
-                name=stage.name,
-                left=ours,
-                right=theirs,
-                compared=CANONICAL_AXES[stage.name] if measured is None else measured.compared,
-                note=_why_not_compared((left, right), stage, ours, theirs) if measured is None else measured.note,
-                attention=place + 1 if several else None,
-            )
-        )
-    return rows
+def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:
+    difference = stage.difference
+    return StageRow(
+        **_numbers(difference),
+        name=stage.name,
+        left=sides[0].stage(stage.place, stage.name),
+        right=sides[1].stage(stage.place, stage.name),
+        compared=CANONICAL_AXES[stage.name] if difference is None else difference.compared,
+        note=_why_not_compared(sides, stage) if difference is None else difference.note,
+        attention=attention,
+    )
 
 
 def _numbers(difference: StageDifference | None) -> dict[str, Any]:
@@ -81,33 +81,26 @@ def _numbers(difference: StageDifference | None) -> dict[str, Any]:
     return {field.name: getattr(difference, field.name, None) for field in fields(Difference)}
 
 
-def _why_not_compared(
-    sides: tuple[Side, Side], stage: ComparedStage, left: StageSide | None, right: StageSide | None
-) -> str:
+def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
     """Return why a stage that a side has was not compared."""
+    name, place = stage.name, stage.place
     for side in sides:
-        if stage.place >= len(side.attentions):
-            return f"{side.label} has no attention {stage.place + 1}"
-        tensor = side.attentions[stage.place][0].stages.get(stage.name)
+        if place >= len(side.attentions):
+            return f"{side.label} has no attention {place + 1}"
+        tensor = side.attentions[place][0].stages.get(name)
         if tensor is not None and has_shape_only(side.run, tensor):
             return f"{side.label} never makes it: its kernel has more scores than are made beside it"
-    for side, of_side in zip(sides, (left, right), strict=True):
-        if of_side is not None and {"qkv", "qk", "kv", "packed"} & set(re.findall(r"\w+", of_side.axes)):
-            how = "makes it in one product with others, and cuts that into heads and projections at once"
-            return f"{side.label} {how}"
-    return stage_note(stage.name, *((side.label, set(side.attentions[stage.place][0].stages)) for side in sides))
-
-
-def _masked(comparison: Comparison[Side]) -> tuple[str, ...]:
-    """Return a sentence of the queries that see no key, in the first attention that has any."""
-    place = next((place for place, rows in enumerate(comparison.masked) if rows), None)
-    if place is None:
-        return ()
-    rows, sides = comparison.masked[place], (comparison.left, comparison.right)
-    ours, theirs = (fate_of(side.content(place, "weights"), rows) for side in sides)
-    left, right = (side.label for side in sides)
-    different = f"{ours} in {left} and {theirs} in {right}"
-    return (masked_sentence(rows, f"their weights are {f'{ours} on both sides' if ours == theirs else different}"),)
+    for side in sides:
+        row = side.stage(place, name)
+        if row is not None and {"qkv", "qk", "kv", "packed"} & set(re.findall(r"\w+", row.axes)):
+            return f"{side.label} makes it in one product with others, and cuts that into heads and projections at once"
+    for side in sides:
+        stages = side.attentions[place][0].stages
+        if name == "scores" and name not in stages and "masked_scores" in stages:
+            return f"{side.label} adds the mask inside the product: the scores without it are never made"
+        if name not in stages:
+            return f"{side.label} has no {_LACKING.get(name, 'such stage')}"
+    return "an axis of it has no name on one side: not compared"
 
 
 def _noise_source(left: str, right: str) -> NoiseSource:
@@ -116,3 +109,93 @@ def _noise_source(left: str, right: str) -> NoiseSource:
     steps = {name: torch.finfo(getattr(torch, dtype)).eps for name, dtype in sides.items()}
     names = tuple(name for name in sides if steps[name] == max(steps.values()))
     return NoiseSource(sides[names[0]], names)
+
+
+def _notes(sides: tuple[Side, Side]) -> Iterator[str]:
+    """Say what a reader should not miss beside the answer: how many attentions each has, which sides drop elements."""
+    counts = [len(side.attentions) for side in sides]
+    for side in sides:
+        if not side.attentions:
+            yield f"No attention was found in {side.label}: only the outputs are compared."
+    if counts[0] != counts[1] and all(counts):
+        yield (
+            f"{sides[0].label} has {plural(counts[0], 'attention')} and {sides[1].label} has {counts[1]}: "
+            f"they are paired in the order in which they are computed, the first {min(counts)}."
+        )
+    if any(side.drops for side in sides):
+        yield (
+            "Dropout is at work: where both do not draw the same elements, the difference is theirs. The noise floor "
+            "is measured without it."
+        )
+    yield from dict.fromkeys(note for side in sides for note in side.notes)
+    yield from (f"{side.label}: {note}" for side in sides for note in unlike_dot(side.run))
+
+
+def _answer(report: DiffReport, shared: Shared) -> Iterator[str]:
+    """Say whether both compute the same, and what makes or does not make the difference."""
+    left, right = report.left, report.right
+    names = (
+        [f"the left {left.label}", f"the right {right.label}"]
+        if left.label == right.label
+        else [left.label, right.label]
+    )
+    given = "weights of its own on each side"
+    if shared.are_carried:
+        whole = report.weights.whole or shared.are_drawn
+        given = "the same weights" if whole else "weights that are the same as far as they could be carried"
+    yield _whether(report, names, f"with {given} and the same input")
+    compared = any(row.verdict for row in report.stages)
+    if report.first_differing_stage is None and report.verdict == "differs" and compared:
+        output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
+        after = ": what differs comes after the attention, or around it" if output is None else f"; {output.note}"
+        yield f"Every stage that both have is the same{after}."
+    # What a kernel or a dtype costs, where one layer has different ones on the two sides.
+    dtypes = list(dict.fromkeys(side.environment.dtype for side in (left, right)))
+    what = [f"dtype ({', '.join(dtypes)})"] if len(dtypes) > 1 else []
+    what += [f"kernel ({left.path._kernel}, {right.path._kernel})"] if left.path.plain != right.path.plain else []
+    costs = [
+        f"{name} is off the result in float64 by at most {small(side.rounding_error)}"
+        for name, side in zip(names, (left, right), strict=True)
+        if side.rounding_error is not None and side.measured_against == "float64"
+    ]
+    if what and costs and left.layer.name == right.layer.name and report.verdict != "differs":
+        yield f"What the {' and '.join(what)} costs in accuracy: {', and '.join(costs)}."
+    if not shared.are_carried and report.weights.left_out:
+        yield f"The weights could not be carried: {' '.join(report.weights.left_out)}"
+
+
+def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
+    """Return whether both compute the same, in a sentence; `given` says what both were given."""
+    left, right = names
+    output, floor = report.output, f"the rounding of {report.noise.dtype}"
+    times = f"{multiple(output.times_noise)} times {floor}"
+    if report.verdict == "same":
+        how = "bit for bit" if output.max_abs_difference == 0 else f"within rounding ({times})"
+        return f"The same: {given}, {left} and {right} return the same, {how}."
+    if report.verdict == "inconclusive":
+        return (
+            f"Open: the outputs of {left} and {right} are {times} apart, more than two roundings and too little to "
+            "call a difference."
+        )
+    if output.max_abs_difference is None:
+        shapes = list(report.left.output_shape), list(report.right.output_shape)
+        return f"Not the same: {left} returns {shapes[0]} and {right} {shapes[1]}."
+    parts = f"; they part at {report.first_differing_stage}" if report.first_differing_stage else ""
+    relative = output.relative_difference
+    if relative is None or isinf(relative):
+        return f"Not the same: the outputs of {left} and {right} are not finite in the same places{parts}."
+    return (
+        f"Not the same: {given}, the outputs of {left} and {right} are {times} apart, {percent(relative)} of their "
+        f"size{parts}."
+    )
+
+
+def _masked(sides: tuple[Side, Side], masked: Sequence[Rows]) -> tuple[str, ...]:
+    """Return a sentence of the queries that see no key, in the first attention that has any."""
+    place = next((place for place, rows in enumerate(masked) if rows), None)
+    if place is None:
+        return ()
+    ours, theirs = (fate_of(side.content(place, "weights"), masked[place]) for side in sides)
+    different = f"{ours} in {sides[0].label} and {theirs} in {sides[1].label}"
+    fate = f"{ours} on both sides" if ours == theirs else different
+    return (masked_sentence(masked[place], f"their weights are {fate}"),)

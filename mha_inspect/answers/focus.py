@@ -28,19 +28,18 @@ def focus_of_run(run: ComparableRun) -> list[HeadsFocus]:
 
     Raises `RecordingError` where the axes of the weights of one cannot be named.
     """
-    several, label = len(run.attentions) > 1, run.label
     counts = []
     for place, (attention, _) in enumerate(run.attentions):
-        weights, given = run.content(place, "weights"), run.content(place, "key")
+        weights, keys = run.content(place, "weights"), run.content(place, "key")
         if weights is None:
             raise RecordingError(
-                f"--focus: the weights of {label} are never formed, and cannot be looked at. Leave it out."
+                f"--focus: the weights of {run.label} are never formed, and cannot be looked at. Leave it out."
                 if attention.divided is not None
-                else f"--focus: an axis of the weights of {label} has no name, and by head they cannot be "
+                else f"--focus: an axis of the weights of {run.label} has no name, and by head they cannot be "
                 "laid out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
             )
-        key_len = None if given is None else min(given.shape[1], weights.shape[-1])
-        focus = focus_of(weights, key_len)
+        focus = focus_of(weights, None if keys is None else min(keys.shape[1], weights.shape[-1]))
+        several = len(run.attentions) > 1
         counts.append(replace(focus, attention=place + 1, module=attention.module) if several else focus)
     return counts
 
@@ -58,28 +57,30 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
     num_heads, queries = weights.shape[1], weights.shape[2]
     key_len = weights.shape[3] if key_len is None else key_len
     away = (torch.arange(queries)[:, None] - torch.arange(key_len)[None]).abs().double()
-    rows = [head.cpu().double() for head in weights.detach().unbind(1)]
-    known = torch.stack([row.isfinite().all(dim=-1) for row in rows]).all(dim=0)
-    choosing = known & (torch.stack(rows).amax(dim=-1) < 1).any(dim=0)
+    rows = weights.detach().cpu().double().transpose(0, 1)  # heads batch query key
+    known = rows.isfinite().all(dim=-1).all(dim=0)
+    choosing = known & (rows.amax(dim=-1) < 1).any(dim=0)
     entropies = [entropy_of(row)[known] for row in rows]
     heads = []
     for head, (row, entropy) in enumerate(zip(rows, entropies, strict=True)):
         placed = row[..., :key_len]
         share = placed.sum(dim=-1)
         reach = ((placed * away).sum(dim=-1) / share)[known & (share > 0)]
-        strongest = _strongest(placed, choosing)
-        heads.append(HeadFocus(head, _mean(entropy), _mean(entropy.exp()), _mean(reach), strongest))
-    mean = sum((row / num_heads for row in rows), torch.zeros_like(rows[0]))
-    apart = _mean(entropy_of(mean)[known]) - sum(map(_mean, entropies)) / num_heads
+        heads.append(HeadFocus(head, _mean(entropy), _mean(entropy.exp()), _mean(reach), _strongest(placed, choosing)))
+    apart = _mean(entropy_of(rows.mean(dim=0))[known]) - sum(map(_mean, entropies)) / num_heads
     divergence = max(0.0, apart) if known.any() else math.nan  # rounding may bring equal heads a hair below 0
-    alike = _alike(rows, entropies, known) if known.any() else []
+    pairs = []
+    for left, right in combinations(range(num_heads if known.any() else 0), 2):
+        between = entropy_of((rows[left] + rows[right])[known] / 2) - (entropies[left] + entropies[right]) / 2
+        pairs.append(Alike(left, right, max(0.0, _mean(between))))
+    pairs.sort(key=lambda pair: pair.divergence)
     return HeadsFocus(
         num_heads,
         tuple(heads),
         divergence if num_heads > 1 else 0.0,
         math.log(num_heads),
-        alike[0] if alike else None,
-        alike[-1] if len(alike) > 1 else None,
+        pairs[0] if pairs else None,
+        pairs[-1] if len(pairs) > 1 else None,
     )
 
 
@@ -91,15 +92,6 @@ def _strongest(weights: Tensor, choosing: Tensor) -> tuple[Strongest, ...]:
     keys = mean.shape[1]
     pairs = zip(strongest.values.tolist(), strongest.indices.tolist(), strict=True)
     return tuple(Strongest(place // keys, place % keys, weight) for weight, place in pairs if weight > 0)
-
-
-def _alike(rows: Sequence[Tensor], entropies: Sequence[Tensor], known: Tensor) -> list[Alike]:
-    """Return every two heads, those first that are most alike."""
-    pairs = []
-    for left, right in combinations(range(len(rows)), 2):
-        apart = entropy_of((rows[left] + rows[right])[known] / 2) - (entropies[left] + entropies[right]) / 2
-        pairs.append(Alike(left, right, max(0.0, _mean(apart))))
-    return sorted(pairs, key=lambda pair: pair.divergence)
 
 
 def entropy_of(weights: Tensor) -> Tensor:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +14,12 @@ from ..errors import InputError, is_out_of_memory
 from ..layers.spec import require_steps
 from ..measure.weights import PARTS, Weights
 from ..record.arguments import copy_module, first_tensor, tensors_in
-from ..record.rounding import beside, distances, judge, max_difference, rounding_error
+from ..record.rounding import beside, judge, max_difference, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..running.subject import Subject
 from ..text import first_line, percent, plural
 from .comparable_run import ComparableRun, measured_in
-from .comparison import overall
+from .comparison import difference_of, overall
 from .run_report import environment_of
 
 LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
@@ -33,9 +31,26 @@ _TARGET_STREAM = 0x746172676574
 _WORTH_THREADS = 1 << 27
 """Multiplications of a forward from which on it is faster in several threads: some ten milliseconds' worth."""
 
-T = TypeVar("T")
 Parts = dict[str, Tensor]
 """Numbers by part: `W_q` to `b_o` where the weights of one attention are all there is, else parameters by name."""
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """What learning came to: a gradient by part, or the weights after some steps."""
+
+    parts: Parts
+    loss: float
+    """Of the first run."""
+    last_loss: float = math.nan
+    before: Parts = field(default_factory=dict)
+    """The weights before the first step."""
+    module: nn.Module | None = None
+    """The copy that was trained."""
+
+
+Outcomes = tuple[Outcome, Outcome]
+"""As it is, and in the dtype that rounding is measured beside."""
 
 
 @dataclass(frozen=True)
@@ -54,36 +69,34 @@ class Learner:
     @classmethod
     def of(cls, num_heads: int, run: ComparableRun) -> Learner:
         """Return what learns in a run."""
-        attentions = run.weights
-        projected = {
-            name for weights in attentions for part in weights.projections.values() for name in part.parameters
-        }
+        projections = [part for weights in run.weights for part in weights.projections.values()]
+        projected = {name for part in projections for name in part.parameters}
         named = dict(run.subject.module.named_parameters())
         learns = all(parameter.requires_grad for parameter in named.values())
-        by_head = len(attentions) == 1 and not attentions[0].missing and projected == named.keys() and learns
+        by_head = len(run.weights) == 1 and not run.weights[0].missing and projected == named.keys() and learns
         nan = int(run.returned.isnan().sum())
         why = f"{nan:,} of {run.returned.numel():,} numbers of the output of {run.label} are NaN" if nan else ""
-        return cls(num_heads, run.subject, attentions[0] if by_head else None, why)
+        return cls(num_heads, run.subject, run.weights[0] if by_head else None, why)
 
     @property
     def beside(self) -> tuple[torch.dtype, float]:
         """The dtype that rounding is measured beside, and what an error that is measured so counts."""
         return beside(getattr(torch, environment_of(self.subject).dtype or "float32"))
 
-    def twice(self, measure: Callable[[Learner], T]) -> tuple[T, T]:
+    def twice(self, what: str, measure: Callable[[Learner], Outcome]) -> Outcomes:
         """Return what is measured of it, and of the same in the dtype that rounding is measured beside.
 
         Raises `InputError` where it does not run in that, or every gradient would be NaN.
         """
         if self.nan:
-            what = "gradients" if measure is gradient_of else "training"
             raise InputError(f"{what} would be NaN: {self.nan}. Leave each query a key, or leave this out.")
-        measured, dtype, label = measure(self), self.beside[0], self.subject.name
+        outcome, (dtype, _) = measure(self), self.beside
         suffix = f" in {str(dtype).removeprefix('torch.')}"
-        beside = measured_in(
-            label, self.subject.copied, dtype, lambda copy: measure(replace(self, subject=copy, dtype=suffix))
-        )
-        return measured, beside
+
+        def of_copy(copy: Subject) -> Outcome:
+            return measure(replace(self, subject=copy, dtype=suffix))
+
+        return outcome, measured_in(self.subject.name, self.subject.copied, dtype, of_copy)
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
         """Return its weights by part; `numbers`, by the parameter's name, stand for what the parameters hold."""
@@ -130,11 +143,10 @@ class Learner:
 
         Raises `InputError` where autograd cannot go through the forward.
         """
-        parameters = self.subject.module.named_parameters()
-        named = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        learns = {name: p for name, p in self.subject.module.named_parameters() if p.requires_grad}
         loss = self.loss()
         try:
-            gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+            gradients = torch.autograd.grad(loss, list(learns.values()), allow_unused=True, materialize_grads=True)
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -142,25 +154,13 @@ class Learner:
                 f"There is no gradient of {self.subject.name}: {first_line(error)} Leave out --gradients and "
                 "--steps, or let its forward change nothing in place."
             ) from None
-        by_name = zip(named.items(), gradients, strict=True)
-        return float(loss.detach()), {
-            name: torch.zeros_like(parameter) if gradient is None else gradient
-            for (name, parameter), gradient in by_name
-        }
+        return float(loss.detach()), dict(zip(learns, gradients, strict=True))
 
 
 def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
     """Return them with their numbers by head where those of each can be told so, and else all by parameter."""
     by_head = all(learner.weights is not None for learner in learners)
     return [learner if by_head else replace(learner, weights=None) for learner in learners]
-
-
-@dataclass(frozen=True, eq=False)
-class Gradient:
-    """The loss of one run, and its gradient by part."""
-
-    loss: float
-    parts: Parts
 
 
 def compare_gradients(learners: Sequence[Learner]) -> Gradients:
@@ -171,37 +171,37 @@ def compare_gradients(learners: Sequence[Learner]) -> Gradients:
     """
     counts, base = [], None
     for learner in learners:
-        pair = learner.twice(gradient_of)
-        base = base or pair
-        counts.append(_gradient_row(learner, pair, base))
+        outcomes = learner.twice("gradients", gradient_of)
+        base = base or outcomes
+        counts.append(_gradient_row(learner, outcomes, base))
     return Gradients(LOSS, tuple(counts), _gradient_answer(counts))
 
 
-def gradient_of(learner: Learner) -> Gradient:
+def gradient_of(learner: Learner) -> Outcome:
     """Return the gradient of the loss for every parameter that learns."""
     with learner.undisturbed():
         loss, gradients = learner.gradients()
-    return Gradient(loss, learner.parts(gradients))
+    return Outcome(learner.parts(gradients), loss)
 
 
-def _gradient_row(learner: Learner, pair: tuple[Gradient, Gradient], base: tuple[Gradient, Gradient]) -> HeadGradients:
-    """Return a row of the report, from gradients as they are and in float64."""
+def _gradient_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadGradients:
     parts = []
-    for part, gradient in pair[0].parts.items():
+    for part, gradient in outcomes[0].parts.items():
         baseline, norm = base[0].parts.get(part), float(gradient.double().norm())
         if baseline is None or baseline.shape != gradient.shape:
             parts.append(PartGradient(None, None, None, None, None, part=part, norm=norm))
             continue
-        largest, relative = distances(baseline, gradient)
-        floor = _larger_error(learner, part, pair, base)
-        times, verdict = judge(largest, floor)
-        if verdict == "differs" and judge(max_difference(baseline, torch.zeros_like(baseline)), floor)[1] == "same":
-            relative = math.inf  # the baseline's is rounding, and how often that goes into another says nothing
-        parts.append(PartGradient(largest, relative, floor, times, verdict, part=part, norm=norm))
-    return HeadGradients(learner.num_heads, pair[0].loss, tuple(parts), overall([part.verdict for part in parts]))
+        floor = _larger_error(learner, part, outcomes, base)
+        row = PartGradient(**vars(difference_of(baseline, gradient, floor)), part=part, norm=norm)
+        if row.verdict == "differs" and judge(max_difference(baseline, torch.zeros_like(baseline)), floor)[1] == "same":
+            # The baseline's is rounding, and how often that goes into another says nothing.
+            row = replace(row, relative_difference=math.inf)
+        parts.append(row)
+    verdict = overall([part.verdict for part in parts])
+    return HeadGradients(learner.num_heads, outcomes[0].loss, tuple(parts), verdict)
 
 
-def _larger_error(learner: Learner, part: str, *pairs: tuple[Gradient, Gradient] | tuple[Trained, Trained]) -> float:
+def _larger_error(learner: Learner, part: str, *pairs: Outcomes) -> float:
     """Return the larger rounding error of two results, each beside its exact one.
 
     Two results that are the same but for rounding are at most twice that apart: a gradient that is 0 but for rounding
@@ -230,18 +230,6 @@ def _gradient_answer(counts: Sequence[HeadGradients]) -> str:
     return f"{text} Parts whose shape the head count changes cannot be compared." if changed else text
 
 
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """The weights before and after, by part, and the loss at either end."""
-
-    before: Parts
-    parts: Parts
-    first_loss: float
-    last_loss: float
-    module: nn.Module
-    """The copy that was trained."""
-
-
 def compare_training(
     learners: Sequence[Learner],
     steps: int,
@@ -263,14 +251,15 @@ def compare_training(
     require_steps(steps)
     counts, base = [], None
     for learner in learners:
-        pair = learner.twice(partial(train, steps=steps, tick=tick))
-        base = base or pair
-        after(replace(learner, subject=replace(learner.subject, module=pair[0].module)))
-        counts.append(_training_row(learner, pair, base))
+        outcomes = learner.twice("training", lambda learner: train(learner, steps, tick))
+        base, module = base or outcomes, outcomes[0].module
+        assert module is not None
+        after(replace(learner, subject=replace(learner.subject, module=module)))
+        counts.append(_training_row(learner, outcomes, base))
     return Training(steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts))
 
 
-def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda words: None) -> Trained:
+def train(learner: Learner, steps: int, tick: Callable[[str], None]) -> Outcome:
     """Train a copy, and tell `tick` before each step which it is; the module stays as it is.
 
     The steps are those of `torch.optim.SGD`, which imports torch.compile, in a second.
@@ -287,7 +276,7 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None] = lambda wor
                 for name, gradient in gradients.items():
                     module.get_parameter(name).add_(gradient, alpha=-LEARNING_RATE)
         last = float(copied.loss().detach())
-    return Trained(learner.parts(), copied.parts(), losses[0], last, module)
+    return Outcome(copied.parts(), losses[0], last, learner.parts(), module)
 
 
 @contextmanager
@@ -304,26 +293,22 @@ def few_threads(subject: Subject) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _training_row(learner: Learner, pair: tuple[Trained, Trained], base: tuple[Trained, Trained]) -> HeadTraining:
-    """Return a row of the report, from trainings as they are and in float64.
-
-    Nothing is compared that did not start alike.
-    """
-    trained, baseline = pair[0], base[0]
-    known = (learner.num_heads, trained.first_loss, trained.last_loss, _distance(trained.parts, trained.before))
+def _training_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadTraining:
+    """Return a row of the report. Nothing is compared that did not start alike."""
+    trained, baseline = outcomes[0], base[0]
+    known = (learner.num_heads, trained.loss, trained.last_loss, _distance(trained.parts, trained.before))
     alike = trained.before.keys() == baseline.before.keys()
     if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in trained.before.items()):
         return HeadTraining(*known, None, None, None, None, None)
     # Of each part by itself: the weights of one part may be rounded more than those of all others are moved.
     judged = [
-        (float((after.double() - baseline.parts[part].double()).abs().max()), _larger_error(learner, part, pair, base))
+        (max_difference(after, baseline.parts[part]), _larger_error(learner, part, outcomes, base))
         for part, after in trained.parts.items()
     ]
-    largest = max(difference for difference, _ in judged)
     difference, floor = max(judged, key=lambda measured: judge(*measured)[0])
     movement = _distance(baseline.parts, baseline.before)
     apart = _distance(trained.parts, baseline.parts) / movement if movement else 0.0
-    return HeadTraining(*known, largest, apart, floor, *judge(difference, floor))
+    return HeadTraining(*known, max(judged)[0], apart, floor, *judge(difference, floor))
 
 
 def _distance(left: Parts, right: Parts) -> float:

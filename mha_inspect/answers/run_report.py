@@ -37,23 +37,27 @@ def path_of(run: Run) -> Path:
     fast = any(kernel.op.startswith("aten._native_multi_head_attention") for kernel in recording.kernels)
     if recording.fast_path_refusals and not refusals and not fast:
         refusals[_UNSAID] = None
+    phrases = _phrases(run, outer)
     return Path(
-        plain=_in_one_phrase(run, outer),
+        plain="; ".join(phrases) or "no attention kernel",
         reason="; ".join(" ".join(reason.split()) for reason in refusals) or None,
         opened=tuple(dict.fromkeys(_short(kernel) for kernel in outer if kernel.opened)),
         not_opened=tuple(dict.fromkeys(f"{_short(k)}: {k.note}" for k in recording.kernels if not k.opened)),
+        _kernel=next(iter(phrases.values()), "no attention kernel"),
     )
 
 
-def _in_one_phrase(run: Run, outer: list[Kernel]) -> str:
-    phrases = [f"{_short(kernel)} ({kernel.title})" for kernel in outer]
+def _phrases(run: Run, outer: list[Kernel]) -> dict[str, str]:
+    """Return the kernels of a run, each in a phrase, and its name by that."""
+    phrases = {f"{_short(kernel)} ({kernel.title})": _short(kernel) for kernel in outer}
     for attention, _ in run.attentions:
         if attention.softmax.kernel is None:
             product, place = attention.score_product, attention.score_product.op.kernel
             scores = product.name if place is None else run.recording.kernels[place].op.split(".")[1]
             softmax = attention.softmax.base_name.strip("_")
-            phrases.append(f"separate operations: {scores}, {softmax}, {attention.value_product.name}")
-    return "; ".join(dict.fromkeys(phrases)) or "no attention kernel"
+            separate = "separate operations"
+            phrases[f"{separate}: {scores}, {softmax}, {attention.value_product.name}"] = separate
+    return phrases
 
 
 def maker_of(run: Run, tensor: TensorRef) -> OpRef | None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from ..errors import WeightsError
 from ..measure.weights import PARTS, Carried, LeftOut, Weights, carry, draw
@@ -33,13 +34,16 @@ AS_THEY_ARE = Shared(
 )
 
 
-@dataclass(frozen=True)
-class _Direction:
+class _Direction(NamedTuple):
     """From which side into which the weights went, and what went of each attention."""
 
     source: Side
     target: Side
     carried: tuple[Carried, ...]
+
+    @property
+    def left_out(self) -> list[LeftOut]:
+        return [out for of_attention in self.carried for out in of_attention.left_out]
 
 
 def share(left: Side, right: Side) -> Shared:
@@ -55,85 +59,18 @@ def share(left: Side, right: Side) -> Shared:
     source, target = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
-    if _agree(source.subject.module, target.subject.module):
-        _load(target, source.subject.module.state_dict())
+    given, before = (_numbers(side) for side in (source, target))
+    if given and {name: t.shape for name, t in given.items()} == {name: t.shape for name, t in before.items()}:
+        target.subject.module.load_state_dict(given)
+        if any(not same_bits(tensor, before[name]) for name, tensor in target.subject.module.state_dict().items()):
+            target.forget()  # what was run with the same numbers stays
         return Shared(SharedWeights(True, "one state dict in both: names and shapes agree.", ()))
-    if source.subject.layer:
-        source, target = target, source
-    direction = _direction(source, target)
-    if isinstance(direction, _Direction):
-        return _told(direction)
-    sentence = f"not carried: each side has its own weights, as it was built from seed {left.subject.seed}."
-    return Shared(SharedWeights(False, sentence, (direction,)), are_carried=False)
-
-
-def _direction(source: Side, target: Side) -> _Direction | str:
-    """Carry the weights of all attentions in one direction; return which, or why they cannot be."""
-    why = _unreadable(source) or _unreadable(target)
-    if why:
-        return why
-    if len(source.weights) != len(target.weights):
-        return f"{source.label} has {len(source.weights)} attentions, and {target.label} has {len(target.weights)}."
-    carried = _all_or_none(source, target)
-    if isinstance(carried, tuple):
-        return _Direction(source, target, carried)
-    # What has no place for some numbers can still give its own to what has a place for all; a layer takes what it can,
-    # and gives its own to what is of other sizes.
-    if not target.subject.layer or carried.sizes:
-        back = _all_or_none(target, source)
-        if isinstance(back, tuple):
-            return _Direction(target, source, back)
-    partly = _carried(source, target)
-    if any(of_attention.went for of_attention in partly):
-        return _Direction(source, target, partly)
-    return _why_not([carried], target.label, source.label)[0]
-
-
-def _all_or_none(source: Side, target: Side) -> tuple[Carried, ...] | LeftOut:
-    """Carry all weights of all attentions into a side; where one has no place, none: return that."""
-    before = {name: tensor.detach().clone() for name, tensor in target.subject.module.state_dict().items()}
-    carried = _carried(source, target)
-    left_out = [out for of_attention in carried for out in of_attention.left_out]
-    if not left_out:
-        return carried
-    target.subject.module.load_state_dict(before)
-    return left_out[0]
-
-
-def _unreadable(side: Side) -> str:
-    """Return why the weights of a side cannot be told by head; empty where they can."""
-    if not side.weights:
-        return f"{side.label}: no attention was found in it."
-    missing = next((weights.missing[0] for weights in side.weights if weights.missing), "")
-    if missing:
-        return f"{side.label}: {missing}"
-    projects = all(weights.projections for weights in side.weights)
-    return "" if projects else f"{side.label}: its attention has no projections."
-
-
-def _carried(source: Side, target: Side) -> tuple[Carried, ...]:
-    """Write the weights of each attention into the one in the same place, as far as it has a place for them."""
-    target.forget()
-    return tuple(carry(given, taken) for given, taken in zip(source.weights, target.weights, strict=True))
-
-
-def _load(side: Side, numbers: dict[str, torch.Tensor]) -> None:
-    """Load a state dict; what was run with the same numbers stays."""
-    before = {name: tensor.detach().clone() for name, tensor in side.subject.module.state_dict().items()}
-    side.subject.module.load_state_dict(numbers)
-    if any(not same_bits(tensor, before[name]) for name, tensor in side.subject.module.state_dict().items()):
-        side.forget()
-
-
-def _agree(left: nn.Module, right: nn.Module) -> bool:
-    ours, theirs = ({name: tensor.shape for name, tensor in side.state_dict().items()} for side in (left, right))
-    return bool(ours) and ours == theirs
-
-
-def _told(direction: _Direction) -> Shared:
-    """Say what was carried, and what was not and why."""
+    direction = _direction(target, source) if source.subject.layer else _direction(source, target)
+    if isinstance(direction, str):
+        sentence = f"not carried: each side has its own weights, as it was built from seed {left.subject.seed}."
+        return Shared(SharedWeights(False, sentence, (direction,)), are_carried=False)
     source, target = direction.source, direction.target
-    lacking = _lacking(direction.carried, target.label, source.label)
+    lacking = _why_not(direction.left_out, target.label, source.label)
     left_out = (*lacking, *_rest(source), *_rest(target))
     filled = {part for carried in direction.carried for part in carried.filled}
     how = f"read off the products of {source.label} and written into the parameters of {target.label}"
@@ -143,12 +80,47 @@ def _told(direction: _Direction) -> Shared:
     return Shared(SharedWeights(not left_out, f"{how}.", left_out))
 
 
-def _lacking(carried: Sequence[Carried], label: str, source: str) -> tuple[str, ...]:
+def _numbers(side: Side) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in side.subject.module.state_dict().items()}
+
+
+def _direction(source: Side, target: Side) -> _Direction | str:
+    """Carry the weights of all attentions in one direction; return which, or why they cannot be."""
+    for side in (source, target):
+        missing = next((weights.missing[0] for weights in side.weights if weights.missing), "")
+        if missing or not side.weights:
+            return f"{side.label}: {missing or 'no attention was found in it.'}"
+        if not all(weights.projections for weights in side.weights):
+            return f"{side.label}: its attention has no projections."
+    if len(source.weights) != len(target.weights):
+        return f"{source.label} has {len(source.weights)} attentions, and {target.label} has {len(target.weights)}."
+    before = _numbers(target), _numbers(source)
+    there = _carried(source, target)
+    if not there.left_out:
+        return there
+    # What has no place for some numbers can still give its own to what has a place for all; a layer takes what it can,
+    # and gives its own to what is of other sizes.
+    if not target.subject.layer or there.left_out[0].sizes:
+        target.subject.module.load_state_dict(before[0])
+        back = _carried(target, source)
+        if not back.left_out:
+            return back
+        source.subject.module.load_state_dict(before[1])
+        there = _carried(source, target)
+    if any(of_attention.went for of_attention in there.carried):
+        return there
+    return _why_not(there.left_out[:1], target.label, source.label)[0]
+
+
+def _carried(source: Side, target: Side) -> _Direction:
+    """Write the weights of each attention into the one in the same place, as far as it has a place for them."""
+    target.forget()
+    pairs = zip(source.weights, target.weights, strict=True)
+    return _Direction(source, target, tuple(carry(given, taken) for given, taken in pairs))
+
+
+def _why_not(left_out: Iterable[LeftOut], label: str, source: str) -> tuple[str, ...]:
     """Return a sentence for each reason for which parts were left out, of all attentions together."""
-    return _why_not([out for of_attention in carried for out in of_attention.left_out], label, source)
-
-
-def _why_not(left_out: Sequence[LeftOut], label: str, source: str) -> tuple[str, ...]:
     parts: dict[str, dict[str, LeftOut]] = {}
     for out in left_out:
         sizes = out.sizes and f"{list(out.sizes[0])} in {source} and {list(out.sizes[1])} in {label}"
@@ -195,7 +167,7 @@ def _drawn(left: Side, right: Side, dtype: torch.dtype) -> Shared:
         carried = carry(source, weights, numbers)
         if side.finer is not None:
             carry(source, replace(weights, module=side.finer.module), numbers)
-        lacking |= dict.fromkeys(_lacking([carried], side.label, "the drawn weights"))
+        lacking |= dict.fromkeys(_why_not(carried.left_out, side.label, "the drawn weights"))
     if not lacking:
         return Shared(SharedWeights(True, "every number of the one is in the other.", ()), are_drawn=True)
     sentence = "as far as both have a place for them: each has all that it can hold of the same numbers."

@@ -1,14 +1,11 @@
-"""One side of a diff: a subject, what sets it apart from the other, what its runs show; a layer beside a module."""
+"""One side of a diff: a subject, and what sets it apart from the other; a layer beside a module."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from ..naming.visibility import Rows
-from ..record.arguments import first_tensor
 from ..reports.diff import DiffSide, SideName, StageSide
 from ..running.subject import Subject
 from .comparable_run import ComparableRun
@@ -28,21 +25,9 @@ class Side(ComparableRun):
         settings: dict[str, Any] | None = None,
         finer: Subject | None = None,
     ) -> None:
-        """Take a side.
-
-        Args:
-            name: left or right.
-            subject: what is run.
-            settings: what was set for this side alone.
-            finer: the same with inputs, and weights that are drawn, in the dtype of the other side, where that is the
-                finer one.
-        """
-        self.name, self.settings, self.finer = name, settings or {}, finer
-        super().__init__(subject)
-
-    def _copied(self, dtype: torch.dtype) -> Subject:
-        of = self.finer if self.finer is not None and dtype == torch.float64 else self.subject
-        return of.copied(dtype)
+        """Take a side; `settings` are those for it alone, and `finer` is as `ComparableRun` has it."""
+        super().__init__(subject, finer=finer)
+        self.name, self.settings = name, settings or {}
 
     @property
     def label(self) -> str:
@@ -79,7 +64,7 @@ class Side(ComparableRun):
             settings={name: _plain(value) for name, value in self.settings.items()},
             path=path_of(self.run),
             numel=sum(parameter.numel() for parameter in self.subject.module.parameters()),
-            output_shape=tuple(first_tensor(self.run.returned).shape),
+            output_shape=tuple(self.returned.shape),
             rounding_error=None if self.dtype == "float64" or self.drops else self.output_floor(rows),
             measured_against=self.measured_against,
         )

@@ -23,6 +23,8 @@ class Path:
     """Operations of the run that hide stages, and that were opened to show them."""
     not_opened: tuple[str, ...] = ()
     """Operations of the run that hide stages and were not opened, each with the reason."""
+    _kernel: str = ""
+    """The first kernel that the plain forward takes, by its name alone."""
 
 
 @dataclass(frozen=True)

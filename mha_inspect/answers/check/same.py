@@ -263,8 +263,7 @@ def _first_difference(subject: Subject, trusted: Subject) -> tuple[int, str] | N
     try:
         if len(left.attentions) != len(right.attentions):
             return None
-        comparison = Comparison(left, right)
-        stages = (stage for place in range(len(left.attentions)) for stage in comparison.rows(place))
+        stages = Comparison(left, right).rows()
         differing = (s for s in stages if s.difference is not None and s.difference.verdict == "differs")
         return next(((stage.place, stage.name) for stage in differing), None)
     except MhaInspectError:  # one cannot be copied, or not run in float64
