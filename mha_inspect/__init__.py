@@ -16,31 +16,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from . import testing as testing
-    from .answers.check.intent import Intent as Intent
-    from .api import check as check
-    from .api import compare_heads as compare_heads
-    from .api import diff as diff
-    from .api import params as params
-    from .api import recording as recording
-    from .api import trace as trace
-    from .layers.spec import AttentionSpec as AttentionSpec
-    from .layers.spec import InputSpec as InputSpec
-    from .layers.spec import RunSpec as RunSpec
-    from .layers.spec import Show as Show
+    from . import testing
+    from .answers.check.intent import Intent
+    from .api import check, compare_heads, diff, params, recording, trace
+    from .layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 
+__all__ = ["check", "compare_heads", "diff", "params", "recording", "testing", "trace"]
+__all__ += ["AttentionSpec", "InputSpec", "Intent", "RunSpec", "Show"]
 _HOMES = {
-    "trace": "api",
-    "recording": "api",
-    "params": "api",
-    "compare_heads": "api",
-    "diff": "api",
-    "check": "api",
+    **dict.fromkeys(("check", "compare_heads", "diff", "params", "recording", "trace"), "api"),
+    **dict.fromkeys(("AttentionSpec", "InputSpec", "RunSpec", "Show"), "layers.spec"),
     "Intent": "answers.check.intent",
-    "AttentionSpec": "layers.spec",
-    "InputSpec": "layers.spec",
-    "RunSpec": "layers.spec",
-    "Show": "layers.spec",
 }
 """Public name to the module that defines it."""
 

@@ -6,10 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
@@ -17,7 +18,7 @@ from .answers.check.intent import Intent
 from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
 from .layers.spec import Show, require_steps
-from .notebook.live import KeptTensors, LiveTrace, keep_tensors
+from .notebook import KeptTensors, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
 from .reports.check import CheckReport
@@ -46,15 +47,13 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     require_module(module, "trace")
     show = show or Show()
     try:
-        found, seen = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
+        report, run = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
     except ForwardError as failed:
         failed.trace = LiveTrace.of(failed.trace)
         raise
-    if not keep:
-        return LiveTrace.of(found)
     # What was returned, and the graph behind it, is no longer held: what nobody holds need not be copied.
-    seen = replace(seen, returned=None)
-    return LiveTrace.of(found, keep_tensors(seen))
+    run = replace(run, returned=None)
+    return LiveTrace.of(report, keep_tensors(run) if keep else ())
 
 
 def params(
@@ -83,13 +82,11 @@ def params(
         from .answers.checkpoint.params import params_of_checkpoint
 
         against = Subject(like, args, kwargs) if like is not None and (args or kwargs) else like
-        found = params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
-        return found
+        return params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
     require_module(module, "params")
     if like is not None or num_heads is not None:
         raise TypeError("like and num_heads are for a checkpoint: mha_inspect.params(path, like=module).")
-    own = Subject(module, args, kwargs)
-    return report_of(own, show, per_head=per_head, called=bool(args or kwargs))
+    return report_of(Subject(module, args, kwargs), show, per_head=per_head, called=bool(args or kwargs))
 
 
 def compare_heads(
@@ -130,20 +127,19 @@ def compare_heads(
         RecordingError: the weights cannot be told by head, and what heads look at was asked for.
         DoesNotFitError: it needs more memory than there is.
     """
-    asked: dict[str, Any] = {"gradients": gradients, "steps": steps, "focus": focus, "time": time}
     from .answers.compare_heads import compare_heads as report_of
     from .call.head_counts import counts_of, layers_by_name, modules_with_heads
 
     if steps:
         require_steps(steps)
     heads = counts_of(heads)
-    if not isinstance(layer, str):
-        made = modules_with_heads(layer, heads, args, kwargs)
-    elif args:
+    if isinstance(layer, str) and args:
         raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
+    if isinstance(layer, str):
+        subjects = layers_by_name(layer, heads, kwargs)
     else:
-        made = iter(layers_by_name(layer, heads, kwargs))
-    return report_of(list(made), **asked)
+        subjects = list(modules_with_heads(layer, heads, args, kwargs))
+    return report_of(subjects, gradients=gradients, steps=steps, focus=focus, time=time)
 
 
 def diff(
@@ -176,17 +172,13 @@ def diff(
         return diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads)
     if num_heads is not None:
         raise TypeError("num_heads is for two checkpoints: mha_inspect.diff(path, path, num_heads=8).")
-    require_module(left, "diff")
-    require_module(right, "diff")
-    assert isinstance(left, nn.Module)
-    assert isinstance(right, nn.Module)
     from .answers.diff import diff as report_of
     from .answers.side import Side
 
-    def run(name: Literal["left", "right"], module: nn.Module) -> Side:
-        return Side(name, Subject(copy_module(module) if same_weights else module, args, kwargs, seed=0))
-
-    return report_of(run("left", left), run("right", right), carry=same_weights)
+    modules = [require_module(module, "diff") for module in (left, right)]
+    modules = [copy_module(module) for module in modules] if same_weights else modules
+    first, second = (Subject(module, args, kwargs, seed=0) for module in modules)
+    return report_of(Side("left", first), Side("right", second), carry=same_weights)
 
 
 def check(
@@ -224,19 +216,17 @@ def check(
                 f"an argument{f' ({shown(name)})' if name else ''} has the shape {list(tensor.shape)}, and no element "
                 "to change. Give sizes of 1 or more."
             )
-    asked: dict[str, Any] = {"only": only, "skip": skip, "evidence_only": evidence_only}
-    return report_of(Subject(module, args, kwargs), intent, **asked)
+    return report_of(Subject(module, args, kwargs), intent, only=only, skip=skip, evidence_only=evidence_only)
 
 
-def require_module(value: object, asked: str) -> None:
-    """Raise `TypeError` with what to do for what is no module."""
-    if not isinstance(value, nn.Module):
-        way_out = (
-            "Call it inside of a block instead: with mha_inspect.recording() as r."
-            if callable(value) and not isinstance(value, type)
-            else "Give a module, such as MyAttention(64, 8)."
-        )
-        raise TypeError(f"mha_inspect.{asked} takes a torch.nn.Module, and {value!r:.60} is none. {way_out}")
+def require_module(value: object, asked: str) -> nn.Module:
+    """Return a module as it is. Raises `TypeError` with what to do for what is none."""
+    if isinstance(value, nn.Module):
+        return value
+    way_out = "Give a module, such as MyAttention(64, 8)."
+    if callable(value) and not isinstance(value, type):
+        way_out = "Call it inside of a block instead: with mha_inspect.recording() as r."
+    raise TypeError(f"mha_inspect.{asked} takes a torch.nn.Module, and {value!r:.60} is none. {way_out}")
 
 
 class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no_grad`
@@ -254,10 +244,9 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._recorder = XRay(keep=keep)
-        self._run: Run | None = None
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
-        self._kept: tuple[KeptTensors, ...] = ()
+        self._kept: Sequence[KeptTensors] = ()
 
     def __enter__(self) -> recording:
         self._recorder.start(sys._getframe(1))
@@ -272,24 +261,22 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
             from .answers.failure.report import describe_failure
 
             with suppress(Exception):  # the error that is on its way is the one that matters
-                self._failed = describe_failure(error, self._seen.recording, self._recorder, in_block=True)
+                self._failed = describe_failure(error, self._ran.recording, self._recorder, in_block=True)
         if self._keep:
             with suppress(Exception) if error is not None else nullcontext():
-                self._kept = keep_tensors(self._seen)
+                self._kept = keep_tensors(self._ran)
 
     def __repr__(self) -> str:
         return repr(self.trace) if self._is_over else "a recording that is still under way"
 
-    @property
-    def _seen(self) -> Run:
+    @cached_property
+    def _ran(self) -> Run:
         """What ran, worked out when it is asked for: a training step need not wait for that."""
-        if self._run is None:
-            self._run = Run(self._recorder.finish())
-        return self._run
+        return Run(self._recorder.finish())
 
     @property
     def trace(self) -> LiveTrace:
         """What ran in the block. Raises `ValueError` inside it."""
         if not self._is_over:
             raise ValueError("the recording is still under way: ask for its trace after the with block.")
-        return LiveTrace.of(of_block(self._seen, self._failed), self._kept)
+        return LiveTrace.of(of_block(self._ran, self._failed), self._kept)

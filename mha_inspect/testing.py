@@ -13,7 +13,7 @@ from .answers.diff import diff
 from .answers.side import Side
 from .api import require_module, trace
 from .naming.stages import STAGES
-from .notebook.live import LiveAttention
+from .notebook import LiveAttention
 from .reports.diff import StageRow
 from .running.subject import Subject
 from .text import did_you_mean

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
+from itertools import groupby
 from math import isfinite, isnan, sqrt
 
 TYPED = 60
@@ -35,6 +36,12 @@ def printable(text: object, longest: int | None = None) -> str:
     return text if longest is None else shortened(text, longest)
 
 
+def _escape(character: str) -> str:
+    """Return `\\x1b`, `\\u202e`, `\\U000e0001`: visible, and inert in a terminal."""
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
 def shown(text: object, longest: int = TYPED) -> str:
     """Return somebody else's text as a message repeats it: printable, and not too much of it."""
     return printable(text, longest)
@@ -50,23 +57,9 @@ def printable_json(text: str) -> str:
 
     A reader of the JSON gets the very characters that were in the name. Line feeds between values stay.
     """
+    import json
 
-    def escape(match: re.Match[str]) -> str:
-        character = match[0]
-        if character.isprintable():
-            return character
-        units = character.encode("utf-16-be", "surrogatepass")
-        return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
-
-    return _BEYOND_ASCII.sub(escape, text)
-
-
-def _escape(character: str) -> str:
-    """Return `\\x1b`, `\\u202e`, `\\U000e0001`: visible, and inert in a terminal."""
-    code = ord(character)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return _BEYOND_ASCII.sub(lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text)
 
 
 def shortened(text: str, longest: int) -> str:
@@ -79,15 +72,11 @@ def shortened(text: str, longest: int) -> str:
 
 def cells(text: str) -> int:
     """Return the columns that the text takes in a terminal: two for wide characters, none for combining ones."""
-    if text.isascii():
-        return len(text)
-    return sum(map(_cells_of, text))
+    return len(text) if text.isascii() else sum(map(_cells_of, text))
 
 
 def _cells_of(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    return 0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def fitting(text: str, room: int) -> int:
@@ -218,11 +207,10 @@ def scale(factor: float, head_dim: int) -> str:
         return "no single number"
     if factor == 1 != head_dim:
         return "1 (not scaled)"
-    # What was applied may be a product of two rounded square roots, as in torch's math path.
-    usual = head_dim > 0 and abs(factor * sqrt(head_dim) - 1) < 1e-6
-    if usual:
-        return f"{factor:.6g} = 1/√{head_dim}"
     times = factor * sqrt(head_dim)
+    # What was applied may be a product of two rounded square roots, as in torch's math path.
+    if abs(times - 1) < 1e-6:
+        return f"{factor:.6g} = 1/√{head_dim}"
     return f"{factor:.6g} = {times:.3g} × 1/√{head_dim}" if isfinite(times) and times > 0 else f"{factor:.6g}"
 
 
@@ -232,20 +220,11 @@ def span(bounds: tuple[int, int]) -> str:
     return f"{start}–{stop - 1}" if stop - start > 1 else str(start) if stop > start else "none"
 
 
-def runs(indices: Iterable[int]) -> list[tuple[int, int]]:
-    """Return indices as runs in order, the start included, the stop not."""
-    found: list[tuple[int, int]] = []
-    for index in sorted(set(indices)):
-        if found and found[-1][1] == index:
-            found[-1] = (found[-1][0], index + 1)
-        else:
-            found.append((index, index + 1))
-    return found
-
-
 def spans(indices: Iterable[int]) -> str:
     """Return `0–3, 7` for 0, 1, 2, 3, 7."""
-    return ", ".join(map(span, runs(indices)))
+    neighbours = groupby(enumerate(sorted(set(indices))), lambda place: place[1] - place[0])
+    runs = ([index for _, index in run] for _, run in neighbours)
+    return ", ".join(span((run[0], run[-1] + 1)) for run in runs)
 
 
 def message_of(error: BaseException) -> str:

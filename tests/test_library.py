@@ -153,7 +153,7 @@ def test_recording_a_block_tells_calls_apart(layer, x):
         first, _ = layer(x, x, x, need_weights=False)
         second = layer(first[:, :3], x, x)[0].sum()
     attentions = seen.trace.attentions
-    hidden = [op.name for op in seen._seen.recording.ops if "native_multi_head" in op.name or "scaled_dot" in op.name]
+    hidden = [op.name for op in seen._ran.recording.ops if "native_multi_head" in op.name or "scaled_dot" in op.name]
     assert len(attentions) + len(hidden) == 2
     assert attentions[-1].scores.shape == (BATCH * HEADS, 3, LENGTH)
     assert second.requires_grad is True

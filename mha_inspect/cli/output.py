@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -150,6 +149,8 @@ def write(text: str, format: str = "plain") -> None:
         text.encode(encoding, out.errors or "strict")
     except UnicodeEncodeError:
         if format == "json":
+            import json
+
             text = "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in text)
         else:
             text = text.encode(encoding, "backslashreplace").decode(encoding)

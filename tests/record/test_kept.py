@@ -31,7 +31,7 @@ class Caching(nn.Module):
         return self.out((weights @ v).transpose(1, 2).reshape(2, 7, 15)), weights
 
 
-def contents(trace: mha_inspect.notebook.live.LiveTrace) -> Iterator[tuple[str, torch.Tensor]]:
+def contents(trace: mha_inspect.notebook.LiveTrace) -> Iterator[tuple[str, torch.Tensor]]:
     for attention in trace.attentions:
         for stage in attention.stages:
             yield stage.name, stage.tensor
@@ -56,8 +56,8 @@ def test_writing_after_a_block_does_not_reach_what_was_kept(context: Callable[[]
     assert {"query", "v_heads", "weights", "output"} <= set(before)
     for name, tensor in contents(seen.trace):
         assert torch.equal(tensor, before[name]), name
-    assert seen._seen is not None
-    assert seen._seen.recording.values == {}
+    assert seen._ran is not None
+    assert seen._ran.recording.values == {}
 
 
 def test_writing_between_the_block_and_the_question_does_not_reach_it_either() -> None:

@@ -120,8 +120,8 @@ def test_a_block_in_somebodys_context_manager_is_recorded() -> None:
 
     with mine() as seen:
         torch.ones(3).exp()
-    assert seen._seen is not None
-    assert [op.base_name for op in seen._seen.recording.ops] == ["ones", "exp"]
+    assert seen._ran is not None
+    assert [op.base_name for op in seen._ran.recording.ops] == ["ones", "exp"]
 
 
 def in_a_thread(function: Callable[[], Any]) -> BaseException | None:

@@ -5,52 +5,49 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
-from ..naming.canonical import canonical, contents_of, sizes_in
-from ..pictures.grid import Picture, depth_shown
-from ..pictures.plot import onto, require_matplotlib, size_of
-from ..pictures.stages import Attended, for_viewer
-from ..pictures.terminal import draw
-from ..pictures.viewer import frame, with_viewer
-from ..render.screen import columns, in_color
-from ..reports.trace import AttentionReport, Stage, Trace, attention_names
-from ..running.run import Run, keep_stages
+from .naming.canonical import canonical, contents_of, sizes_in
+from .pictures.grid import Picture, depth_shown
+from .pictures.plot import onto, require_matplotlib, size_of
+from .pictures.stages import Attended, for_viewer
+from .pictures.terminal import draw
+from .pictures.viewer import frame, with_viewer
+from .render.screen import columns, in_color
+from .reports.trace import AttentionReport, Stage, Trace, attention_names
+from .running.run import Run, keep_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-@dataclass(frozen=True)
-class KeptTensors:
+class KeptTensors(NamedTuple):
     """The tensors of an attention when its run is over; none where they were not kept."""
 
-    stages: Mapping[str, Tensor] = field(default_factory=dict)
-    turns: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
-    layouts: Mapping[str, tuple[str, Mapping[str, int]]] = field(default_factory=dict)
+    stages: Mapping[str, Tensor] = {}
+    layouts: Mapping[str, tuple[str, Mapping[str, int]]] = {}
     """The axes of each stage, and the sizes of those that share a dimension."""
+    turns: Mapping[str, Tensor] = {}
+    """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
 
-    def contents(self) -> dict[str, Tensor]:
+    def contents(self) -> Mapping[str, Tensor]:
         """Return the stages in canonical axes, without those of which an axis has no name."""
         if self.turns:
-            return dict(self.turns)
+            return self.turns
         every = {stage: canonical(tensor, stage, *self.layouts[stage]) for stage, tensor in self.stages.items()}
         return {stage: content for stage, content in every.items() if content is not None}
 
 
-def keep_tensors(run: Run) -> tuple[KeptTensors, ...]:
+def keep_tensors(run: Run) -> list[KeptTensors]:
     """Return the tensors of each attention; the run has none of them any longer."""
-    turns = [contents_of(run, *named) if named[0].branches else {} for named in run.attentions]
-    copies = [{stage: tensor.clone() for stage, tensor in contents.items()} for contents in turns]
-    stages = keep_stages(run.recording, run.attentions)
-    layouts = [
-        {stage: (names.of_stage(stage), sizes_in(attention, names, stage)) for stage in attention.stages}
-        for attention, names in run.attentions
-    ]
-    return tuple(map(KeptTensors, stages, copies, layouts))
+    layouts, turns = [], []
+    for attention, names in run.attentions:
+        layouts.append({s: (names.of_stage(s), sizes_in(attention, names, s)) for s in attention.stages})
+        whole = contents_of(run, attention, names) if attention.branches else {}
+        turns.append({stage: tensor.clone() for stage, tensor in whole.items()})
+    return list(map(KeptTensors, keep_stages(run.recording, run.attentions), layouts, turns))
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,10 +167,11 @@ class LiveTrace(Trace):
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
             tensors = kept[place] if kept else KeptTensors()
             drawn = Attended(name, attention.num_heads, attention.num_kv_heads, tensors.contents)
-            stages = [
-                LiveStage(**vars(s), _tensor=tensors.stages.get(s.name), _attended=drawn) for s in attention.stages
-            ]
-            attentions.append(LiveAttention(**(vars(attention) | {"stages": tuple(stages)})))
+            stages = tuple(
+                LiveStage(**vars(stage), _tensor=tensors.stages.get(stage.name), _attended=drawn)
+                for stage in attention.stages
+            )
+            attentions.append(LiveAttention(**(vars(attention) | {"stages": stages})))
             attended.append(drawn)
         return cls(**(vars(trace) | {"attentions": tuple(attentions)}), _attended=tuple(attended))
 

@@ -1,1 +1,0 @@
-"""Answers in a REPL, a debugger or a notebook."""
