@@ -25,8 +25,7 @@ from .focus import compare_focus, focus_of_run
 from .head_sentences import Carried, Change, Walk, answer, reason
 from .head_times import compare_times, flops_of
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
-from .masked_queries import fate_of, masked_sentence
-from .run_report import environment_of, layer_of
+from .run_report import environment_of, fate_of, layer_of, masked_sentence
 
 
 class HeadRun(ComparableRun):

@@ -18,8 +18,7 @@ from ..reports.common import Difference
 from ..reports.diff import DiffReport, NoiseSource, SideName, StageRow
 from ..text import multiple, percent, plural, small
 from .comparison import ComparedStage, Comparison
-from .masked_queries import fate_of, masked_sentence
-from .run_report import has_shape_only
+from .run_report import fate_of, has_shape_only, masked_sentence
 from .shared_weights import AS_THEY_ARE, Shared, share
 from .side import Side
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 
 import torch
@@ -19,6 +19,7 @@ from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.statistics import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
+from ..record.rounding import same_bits
 from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport
 from ..running.run import Run
 from ..running.subject import Subject
@@ -62,20 +63,23 @@ def params(
         InputError: the module has lazy parameters, which have no shape before its first call; or nothing tells how many
             heads the attention has that is to be set side by side.
     """
-    for name, parameter in subject.module.named_parameters():
+    module = subject.module
+    for name, parameter in module.named_parameters():
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
     run = _recorded(subject, of_several=bool(beside)) if called else None
-    roles = _roles(subject.module, run)
+    roles, show = _roles(module, run), show or Show()
     columns, changes = None, ""
     if run and beside:
-        others = [_counted(other, _recorded(other, of_several=True)) for other in beside]
-        columns, changes = side_by_side([_counted(subject, run), *others])
-    show = Show() if show is None else show
-    rows = _parameters(subject.module, roles, show, per_head)
-    environment = replace(environment_of(Subject(subject.module, (), {})), seed=subject.seed)
+        runs = [(subject, run), *((other, _recorded(other, of_several=True)) for other in beside)]
+        columns = tuple(_column(*pair) for pair in runs)
+        parameters = [dict(other.module.named_parameters()) for other in (subject, *beside)]
+        pairs = zip(columns[1:], parameters[1:], strict=True)
+        differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, own) for column, own in pairs)
+        changes = " ".join(filter(None, differing)) or _unchanged(columns, parameters[0])
+    rows = _parameters(module, roles, show, per_head)
+    environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
     notes = () if run is None else unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
-    by_head = _parameters(subject.module, roles, Show(), True) if norms else ()
     return ParamsReport(
         environment=environment,
         layer=layer_of(subject),
@@ -84,7 +88,7 @@ def params(
         side_by_side=columns,
         changes=changes,
         notes=(*notes, *show.without_numbers(environment.device)),
-        head_norms=head_norms(subject.module.get_parameter, by_head) if norms else None,
+        head_norms=_head_norms(module, roles) if norms else None,
     )
 
 
@@ -167,15 +171,7 @@ def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-@dataclass(frozen=True)
-class Counted:
-    """A module under one head count."""
-
-    column: HeadCountColumn
-    parameters: Mapping[str, Tensor]
-
-
-def _counted(subject: Subject, run: Run) -> Counted:
+def _column(subject: Subject, run: Run) -> HeadCountColumn:
     """Return a subject under its head count, which the first attention in its run tells.
 
     Raises `InputError` where there is none.
@@ -185,48 +181,30 @@ def _counted(subject: Subject, run: Run) -> Counted:
             f"No attention was found in the forward of {subject.name}, so that nothing is told of its heads. Give one "
             "number: --num-heads 8."
         )
-    parameters = {name: parameter.detach() for name, parameter in subject.module.named_parameters()}
+    parameters = dict(subject.module.named_parameters())
     names, roles = run.attentions[0][1], roles_of(run)
-    of_head_0 = {
+    first = {
         name: tuple(piece for piece in roles[name].heads if piece.head == 0) for name in parameters if name in roles
     }
-    column = HeadCountColumn(
+    return HeadCountColumn(
         num_heads=names.num_heads,
         head_dim=names.head_dim,
         numel=sum(parameter.numel() for parameter in parameters.values()),
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
-        first_head={name: pieces for name, pieces in of_head_0.items() if pieces},
+        first_head={name: pieces for name, pieces in first.items() if pieces},
     )
-    return Counted(column, parameters)
 
 
-def side_by_side(counted: Sequence[Counted]) -> tuple[tuple[HeadCountColumn, ...], str]:
-    """Return a column a head count, and a sentence on what changes from the first: found by comparing, bit for bit."""
-    baseline, *others = counted
-    changes = [sentence for other in others if (sentence := _change(baseline, other))]
-    columns = tuple(count.column for count in counted)
-    return columns, " ".join(changes) or _unchanged(columns, baseline.parameters)
-
-
-def _change(baseline: Counted, count: Counted) -> str:
-    """Say what became of the baseline's parameters; empty where all have the same shape and content."""
-    before, after = baseline.parameters, count.parameters
-    pairs = {name: (left, after[name]) for name, left in before.items() if name in after}
-    shapes = [
-        f"{name} {list(left.shape)} becomes {list(right.shape)}"
-        for name, (left, right) in pairs.items()
-        if left.shape != right.shape
-    ]
-    values = [
-        name
-        for name, (left, right) in pairs.items()
-        if left.shape == right.shape and not left.is_meta and not torch.equal(left, right)
-    ]
-    gone, new = ([name for name in names if name not in pairs] for names in (before, after))
+def _change(heads: int, before: Mapping[str, Tensor], other_heads: int, after: Mapping[str, Tensor]) -> str:
+    """Say what became of the baseline's parameters, bit for bit; empty where all are the same."""
+    both = [name for name in before if name in after]
+    reshaped = [name for name in both if before[name].shape != after[name].shape]
+    shapes = [f"{name} {list(before[name].shape)} becomes {list(after[name].shape)}" for name in reshaped]
+    values = [name for name in both if name not in reshaped and not same_bits(before[name], after[name])]
+    gone, new = [name for name in before if name not in both], [name for name in after if name not in both]
     kinds = {"": shapes, f"{len(new)} new: ": new, f"{len(gone)} gone: ": gone, "other values in ": values}
     parts = "; ".join(what + first_few(names, 3) for what, names in kinds.items() if names)
-    heads = baseline.column.num_heads, count.column.num_heads
-    return f"From {heads[0]} to {heads[1]} heads the parameters change: {parts}." if parts else ""
+    return f"From {heads} to {other_heads} heads the parameters change: {parts}." if parts else ""
 
 
 def _unchanged(columns: Sequence[HeadCountColumn], parameters: Mapping[str, Tensor]) -> str:
@@ -239,36 +217,29 @@ def _unchanged(columns: Sequence[HeadCountColumn], parameters: Mapping[str, Tens
     )
 
 
-def head_norms(content_of: Callable[[str], Tensor], parameters: Iterable[Parameter]) -> tuple[HeadNorms, ...]:
-    """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64.
+def _head_norms(module: nn.Module, roles: Roles) -> tuple[HeadNorms, ...]:
+    """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64, attention by attention.
 
-    `content_of` gives a parameter by its name. The parameters come with their `heads`, in the order of the module:
-    where a part of a head comes again, the matrices of the next attention begin.
+    Where a part of a head comes again, in the order of the parameters, the matrices of the next attention begin.
     """
     attentions: list[tuple[list[str], dict[tuple[str, int], Tensor]]] = []
-    for parameter in parameters:
-        pieces = [piece for piece in parameter.heads or () if piece.part.startswith("W_") and piece.columns is not None]
-        if not pieces:
-            continue
-        if not attentions or any((piece.part, piece.head) in attentions[-1][1] for piece in pieces):
+    for name, parameter in module.named_parameters():
+        role = roles.get(name, ParameterRole("", ""))
+        pieces = [piece for piece in role.heads if role.is_part and piece.part.startswith("W_") and piece.columns]
+        if pieces and (not attentions or any((piece.part, piece.head) in attentions[-1][1] for piece in pieces)):
             attentions.append(([], {}))
-        names, squares = attentions[-1]
-        names.append(parameter.name)
-        content = content_of(parameter.name).detach()
         for piece in pieces:
+            names, squares = attentions[-1]
+            names.append(name)
             assert piece.columns is not None
-            square = content[slice(*piece.rows), slice(*piece.columns)].double().square().sum()
+            square = parameter.detach()[slice(*piece.rows), slice(*piece.columns)].double().square().sum()
             squares[piece.part, piece.head] = squares.get((piece.part, piece.head), torch.zeros_like(square)) + square
     norms = []
     for names, squares in attentions:
+        # The module that all of these parameters are in.
+        paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
+        owner = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths))
         for part in sorted(dict.fromkeys(part for part, _ in squares), key=lambda part: "qkvo".find(part[2:3])):
             heads = sorted(head for of_part, head in squares if of_part == part)
-            norms.append(HeadNorms(_owner(names), part, tuple(float(squares[part, head].sqrt()) for head in heads)))
+            norms.append(HeadNorms(owner, part, tuple(float(squares[part, head].sqrt()) for head in heads)))
     return tuple(norms)
-
-
-def _owner(names: list[str]) -> str:
-    """Return the path of the module that all of these parameters are in."""
-    paths = [name.split(".")[:-1] for name in names]
-    alike = takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))
-    return ".".join(parts[0] for parts in alike)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
@@ -16,15 +17,20 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
 from ..naming.stage_facts import StageFacts, weighs_by_others, without_dot
 from ..naming.stages import STAGES
+from ..naming.visibility import Rows
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
-from ..reports.common import Environment, LayerInfo, Stats, Values
+from ..reports.common import Environment, LayerInfo
 from ..reports.trace import AttentionReport, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
 from ..running.run import Run
 from ..running.subject import Subject
 
 _UNSAID = "torch names none; its fast path asks for biases"
 """It goes on without a word where there is no in_proj_bias."""
+_NESTED = (
+    "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: pad "
+    "them, and pass a mask, to see it."
+)
 _PRODUCTS = ("aten.baddbmm", "aten.addmm")
 """Kernels that are a product, with a mask added: they are told as operations like any others."""
 
@@ -132,95 +138,65 @@ def report(
     kinds: Sequence[tuple[str, ...]] = (),
 ) -> Trace:
     """Return a run as plain data; `proof` is given where there is none to read off it."""
-    axes, content = own_axes(run), _Content(run, show)
+    axes = own_axes(run)
     modules = [attention.module for attention, _ in run.attentions]
+    # What is recorded as one buffer has no axes to follow, but in kernels that are opened, whose rows are padded.
+    missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
+    nested = missed and any("nested" in op.base_name for op in run.recording.ops)
     return Trace(
         environment=environment,
         layer=layer,
         path=path_of(run),
         attentions=tuple(
             replace(
-                _attention(run, attention, names, axes.stages[place], content),
+                _attention(run, attention, names, axes.stages[place], show),
                 kind=kinds[place] if place < len(kinds) else (),
                 call=modules[: place + 1].count(attention.module) if modules.count(attention.module) > 1 else None,
             )
             for place, (attention, names) in enumerate(run.attentions)
         ),
-        returns=_returns(run, axes, content),
+        returns=tuple(_returns(run, axes, show)),
         proof=proof_of(run) if proof is None else proof,
-        notes=(*_of_rows(run), *run.recording.notes),
-        ops=_op_lines(run, axes) if show.ops else None,
+        notes=(*((_NESTED,) if nested else ()), *run.recording.notes),
+        ops=tuple(_op_lines(run, axes)) if show.ops else None,
     )
 
 
-def _of_rows(run: Run) -> tuple[str, ...]:
-    """Return what is not seen of rows that are recorded as one buffer: those of kernels that are opened are padded."""
-    missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
-    nested = missed and any("nested" in op.base_name for op in run.recording.ops)
-    sentence = (
-        "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: pad "
-        "them, and pass a mask, to see it."
-    )
-    return (sentence,) if nested else ()
-
-
-class _Content:
-    """Statistics and elements of tensors, as far as they are asked for."""
-
-    def __init__(self, run: Run, show: Show) -> None:
-        self._values = run.recording.values
-        self._show = show
-
-    def of(self, tensor: TensorRef, masked: torch.Tensor | None = None) -> tuple[Stats | None, Values | None]:
-        value, show = self._values.get(tensor.id), self._show
-        if value is None:
-            return None, None
-        return stats_of(value, masked) if show.stats else None, values_of(value, show) if show.values else None
-
-    def masked(self, attention: Attention) -> torch.Tensor | None:
-        """Return where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
-        masked = attention.stages.get("masked_scores")
-        if not self._show.stats or masked is None or masked.id not in self._values:
-            return None
-        low: torch.Tensor = self._values[masked.id] == -torch.inf
-        if "scores" in attention.stages:
-            scores = self._values[attention.stages["scores"].id]
-            return low & (scores != -torch.inf).view(low.shape) if scores.numel() == low.numel() else low
-        added: torch.Tensor = self._values[attention.masks[0].inputs[0].id] == -torch.inf
+def _masked_of(run: Run, attention: Attention) -> Tensor | None:
+    """Return where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
+    values, masked = run.recording.values, attention.stages.get("masked_scores")
+    if masked is None or masked.id not in values:
+        return None
+    low: Tensor = values[masked.id] == -torch.inf
+    if "scores" not in attention.stages:
+        added: Tensor = values[attention.masks[0].inputs[0].id] == -torch.inf
         return low & added
+    scores = values[attention.stages["scores"].id]
+    return low & (scores != -torch.inf).view(low.shape) if scores.numel() == low.numel() else low
 
 
 def _attention(
-    run: Run,
-    attention: Attention,
-    names: AxisNames,
-    axes: Mapping[str, str],
-    content: _Content,
+    run: Run, attention: Attention, names: AxisNames, axes: Mapping[str, str], show: Show
 ) -> AttentionReport:
     facts = StageFacts(run.graph, attention, dict(axes))
-    stages = []
-    for name in STAGES:
-        tensor = attention.stages.get(name)
-        if tensor is None:
-            continue
-        stats, values = content.of(tensor, content.masked(attention) if name == "masked_scores" else None)
-        stages.append(
-            Stage(
-                name=name,
-                shape=tensor.shape,
-                axes=axes[name],
-                formula=facts.formula(name),
-                dtype=tensor.dtype,
-                nbytes=tensor.nbytes,
-                flops=facts.flops(name),
-                memory=facts.memory(name),
-                opened=is_hidden(run, name, tensor),
-                op=maker_of(run, tensor),
-                stats=stats,
-                values=values,
-                shape_only=has_shape_only(run, tensor),
-            )
+    masked = _masked_of(run, attention) if show.stats else None
+    stages = [
+        Stage(
+            name=name,
+            shape=tensor.shape,
+            axes=axes[name],
+            formula=facts.formula(name),
+            dtype=tensor.dtype,
+            nbytes=tensor.nbytes,
+            flops=facts.flops(name),
+            memory=facts.memory(name),
+            opened=is_hidden(run, name, tensor),
+            op=maker_of(run, tensor),
+            **_content(run, show, tensor, masked if name == "masked_scores" else None),
+            shape_only=has_shape_only(run, tensor),
         )
+        for name, tensor in ((name, attention.stages[name]) for name in STAGES if name in attention.stages)
+    ]
     return AttentionReport(
         module=attention.module,
         num_heads=names.num_heads,
@@ -230,6 +206,13 @@ def _attention(
         stages=tuple(stages),
         notes=_notes(run.graph, attention, names, facts),
     )
+
+
+def _content(run: Run, show: Show, tensor: TensorRef, masked: Tensor | None = None) -> dict[str, Any]:
+    """Return statistics and elements of a tensor, as far as they are asked for."""
+    value = run.recording.values.get(tensor.id)
+    stats = stats_of(value, masked) if show.stats and value is not None else None
+    return {"stats": stats, "values": values_of(value, show) if show.values and value is not None else None}
 
 
 def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
@@ -270,18 +253,16 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
     return tuple(sentence for sentence, holds in sentences.items() if sentence and holds)
 
 
-def _returns(run: Run, axes: NamedAxes, content: _Content) -> tuple[Returned, ...]:
-    """Return what the module returned: its output, the weights where it gives them, anything else by its place."""
-    returned = []
+def _returns(run: Run, axes: NamedAxes, show: Show) -> Iterator[Returned]:
+    """Yield what the module returned: its output, the weights where it gives them, anything else by its place."""
     for place, (named, pattern) in enumerate(zip(run.recording.outputs, axes.returned, strict=True)):
         is_weights = {"query", "key"} <= set(pattern.split())
         name = "output" if place == 0 else "weights" if is_weights else named.name
         tensor = named.tensor
-        returned.append(Returned(name, tensor.shape, pattern, tensor.dtype, *content.of(tensor)))
-    return tuple(returned)
+        yield Returned(name, tensor.shape, pattern, tensor.dtype, **_content(run, show, tensor))
 
 
-def _op_lines(run: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
+def _op_lines(run: Run, axes: NamedAxes) -> Iterator[OpLine]:
     known: dict[int, tuple[str, str]] = {}
     for (attention, _), patterns in zip(run.attentions, axes.stages, strict=True):
         for stage, tensor in attention.stages.items():
@@ -290,12 +271,9 @@ def _op_lines(run: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
     def operands(tensors: tuple[TensorRef, ...]) -> tuple[OpTensor, ...]:
         return tuple(OpTensor(t.id, t.shape, t.dtype, known.get(t.id, ("", ""))[1]) for t in tensors)
 
-    def stage_of(op: Op) -> str:
-        ids = [tensor.id for tensor in op.outputs if run.recording.producers.get(tensor.id) == op.index]
-        return ", ".join(known[number][0] for number in ids if number in known)
-
-    return tuple(
-        OpLine(
+    for op in run.recording.ops:
+        made = [tensor.id for tensor in op.outputs if run.recording.producers.get(tensor.id) == op.index]
+        yield OpLine(
             index=op.index,
             name=run.recording.name_of(op),
             module=op.module,
@@ -304,22 +282,43 @@ def _op_lines(run: Run, axes: NamedAxes) -> tuple[OpLine, ...]:
             outputs=operands(op.outputs),
             settings=_settings(op),
             memory="view" if op.kind == "view" else "copy" if op.kind == "copy" else "new",
-            stage=stage_of(op),
+            stage=", ".join(known[number][0] for number in made if number in known),
         )
-        for op in run.recording.ops
-    )
 
 
 def _settings(op: Op) -> str:
     """Return the arguments that are no tensors, as Python would write them."""
-    parts = [_written(value) for value in op.args if not _holds_tensor(value)]
-    parts += [f"{name}={_written(value)}" for name, value in op.kwargs.items() if not _holds_tensor(value)]
-    return ", ".join(parts)
+
+    def holds_tensor(value: Any) -> bool:
+        return isinstance(value, TensorRef) or (isinstance(value, tuple) and any(map(holds_tensor, value)))
+
+    named = [("", value) for value in op.args] + [(f"{name}=", value) for name, value in op.kwargs.items()]
+    shown = (
+        (name, list(value) if isinstance(value, tuple) else value) for name, value in named if not holds_tensor(value)
+    )
+    return ", ".join(f"{name}{value}" for name, value in shown)
 
 
-def _holds_tensor(value: Any) -> bool:
-    return isinstance(value, TensorRef) or (isinstance(value, tuple) and any(map(_holds_tensor, value)))
+def fate_of(weights: Tensor | None, rows: Rows) -> str:
+    """Return what the weights, `batch heads query key`, of queries without keys are: `NaN`, `zero`, `uniform`.
+
+    `numbers` where they are anything else, or not known: one head without keys is enough for a query to be one.
+    """
+    if weights is None:
+        return "numbers"
+    known = [weights[batch, :, query] for batch, query in rows if batch < len(weights) and query < weights.shape[2]]
+    if not known:
+        return "numbers"
+    low, high = torch.cat(known).double().aminmax(dim=-1)
+    if bool(high.isnan().any()):
+        return "NaN"
+    if bool((high == 0).any()):
+        return "zero"
+    return "uniform" if bool((high - low <= 1e-2 * high).any()) else "numbers"
 
 
-def _written(value: Any) -> str:
-    return str(list(value)) if isinstance(value, tuple) else str(value)
+def masked_sentence(rows: Rows, fate: str) -> str:
+    """Return which queries see no key, and what becomes of them."""
+    have = "1 query has" if len(rows) == 1 else f"{len(rows):,} queries have"
+    batch, query = rows[0]
+    return f"{have} no key left to look at (the first: query {query} of batch row {batch}): {fate}."

@@ -7,15 +7,16 @@ from dataclasses import replace
 import torch
 
 from ..layers.spec import Show
+from ..naming.canonical import content_of
 from ..naming.kind import kinds_of, mask_notes
+from ..naming.visibility import Rows, visibility
+from ..record.arguments import tensors_in
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.run import Run, run_and_record
 from ..running.state import State
 from ..running.subject import Subject
-from .masked_queries import blind_attention, masked_note
-from .nan import nan_note, once_more
-from .run_report import environment_of, layer_of, report
+from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
 
 def trace(subject: Subject, show: Show | None = None) -> Trace:
@@ -45,7 +46,8 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             environment=environment_of(subject),
             layer=layer_of(subject),
         )
-        notes = (*mask_notes(run, subject.leaves(run.recording)), *_of_numbers(subject, before, run, keep))
+        numbers = _of_numbers(subject, before, run, keep)
+        notes = (*mask_notes(run, subject.leaves(run.recording)), *([numbers] if numbers else []))
     absent = show.without_numbers(trace.environment.device)
     return replace(trace, notes=(*trace.notes, *notes, *absent, *subject.notes)), run
 
@@ -62,13 +64,68 @@ def of_block(run: Run, failed: tuple[Failure, int] | None) -> Trace:
     return trace if failed is None else replace(trace, attentions=trace.attentions[: failed[1]], failure=failed[0])
 
 
-def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> tuple[str, ...]:
+def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> str:
     """Return what becomes of queries without keys, or else where NaN begins: one more run keeps every tensor."""
-    blind = blind_attention(run)
+    blind = _blind(run)
     if blind is None:
-        return nan_note(subject, before, run, kept=keep)
-    again = run if keep else once_more(subject, before)
-    return (masked_note(*blind, None if again is None else again.beside(run.wider)),)
+        return _nan_note(subject, before, run, keep)
+    place, rows = blind
+    again = _kept(subject, before, run, keep)
+    if again is None:
+        return masked_sentence(rows, "what becomes of them is not seen, for the module does not run a second time")
+    again = again.beside(run.wider)
+    fate = fate_of(content_of(again, *again.attentions[place], "weights"), rows)
+    return masked_sentence(rows, f"their weights are {fate}")
+
+
+def _blind(run: Run) -> tuple[int, Rows] | None:
+    """Return the place of the first attention with queries that see no key, and these; None where there is none."""
+    if all(sight.blind is None for sight in run.recording.sights.values()):
+        return None
+    known = ((place, visibility(run.graph, *attention)) for place, attention in enumerate(run.attentions))
+    return next(((place, visible.blind) for place, visible in known if visible is not None and visible.blind), None)
+
+
+def _kept(subject: Subject, before: State, run: Run, keep: bool) -> Run | None:
+    """Return the run with its tensors kept, run again where they were not; None where it does not run a second time."""
+    if keep:
+        return run
+    try:
+        with subject.replaying(before):
+            return subject.recorded(keep=True)
+    except Exception:  # whatever somebody's forward may raise that counts its calls, or keeps what came in
+        return None
+
+
+def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
+    """Say where the NaN of what a run returned begins; empty where there is none."""
+    if not any(_has_nan(tensor) for _, tensor in tensors_in(run.returned)):
+        return ""
+    if any(_has_nan(tensor) for _, tensor in tensors_in((subject.args, subject.kwargs))):
+        return "What is returned has NaN, and so has what came in."
+    if any(_has_nan(tensor) for tensor in (*subject.module.parameters(), *subject.module.buffers())):
+        return "What is returned has NaN, and so have parameters or buffers."
+    again = _kept(subject, before, run, keep)
+    if again is None:
+        return "What is returned has NaN; where it begins is not seen, for the module does not run a second time."
+    stages = {
+        tensor.id: f"the stage {stage}" + (f" of attention {number}" if len(again.attentions) > 1 else "")
+        for number, (attention, _) in reversed([*enumerate(again.attentions, 1)])
+        for stage, tensor in attention.stages.items()
+    }
+    values = again.recording.values
+    for op in again.recording.ops:
+        for tensor in op.outputs:
+            if tensor.id in values and _has_nan(values[tensor.id]):
+                what = stages.get(tensor.id, f"what {again.recording.name_of(op)} gives")
+                place = f" ({op.source})" if op.source else ""
+                return f"What is returned has NaN: it first appears in {what}{place}."
+    return "What is returned has NaN: where it begins is not seen."
+
+
+def _has_nan(tensor: torch.Tensor) -> bool:
+    known = tensor.is_floating_point() and not tensor.is_meta and tensor.layout == torch.strided
+    return known and not tensor.is_nested and bool(torch.isnan(tensor).any())
 
 
 def _run(subject: Subject, show: Show, keep: bool, before: State) -> Run:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mha_inspect
-from mha_inspect.answers.masked_queries import fate_of
+from mha_inspect.answers.run_report import fate_of
 from mha_inspect.call.load import load_layer
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
