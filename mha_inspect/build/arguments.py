@@ -5,30 +5,144 @@ Only what is needed, or was asked for, is passed; the rest stays as the target's
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import re
+import sys
+import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from inspect import Parameter
-from typing import Any
-
-from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from math import prod
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DoesNotFitError, SpecError
 from ..text import did_you_mean, first_few, shown
-from .values import convert
 from .vocabulary import ALIASES, Flags, dashed, flag_of, named_for
 
+if TYPE_CHECKING:
+    from torch import nn
+
+INPUT_DTYPES = ("float32", "float64", "bfloat16", "float16", "int64", "int32", "bool")
+_WORDS = {
+    **dict.fromkeys(("true", "yes", "on"), True),
+    **dict.fromkeys(("false", "no", "off"), False),
+    **dict.fromkeys(("none", "null"), None),
+}
+_DIGITS = 20
+"""More than any size or seed has."""
+_EXAMPLES = {int: ("a whole number", "8"), float: ("a number", "0.1"), bool: ("true or false", "true")}
+_LARGEST = 2**40
+_SHAPE = re.compile(r"(?:(?P<name>[^=:\s]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>[\w.]+))?")
 _CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
 _CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
 _TENSORS = {"q", "k", "v", "x", "query", "key", "value", "queries", "keys", "values", "inputs", "hidden_states"}
-
 _MOST_PARAMETERS = 100_000
 """Tensors: a mixture of 256 experts in 61 layers, each matrix for itself, has half of it."""
+
+
+# -- what is typed ----------------------------------------------------------------------------------------------------
+
+
+def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> dict[str, str]:
+    """Return `NAME=VALUE` texts as a mapping; the last one of a name counts.
+
+    Raises `SpecError` for a text without a name or an equals sign.
+    """
+    settings = {}
+    for text in typed:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip():
+            raise SpecError(f"{flag} {shown(text)} is not NAME=VALUE. Write it as in {flag} embed_dim=512.")
+        settings[name.strip()] = value.strip()
+    return settings
+
+
+def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapping[str, Any]) -> Any:
+    """Return the value that was typed for an argument: a literal, yes, no or none, a name, or else the text.
+
+    Names are those of the target's own module and of torch. Nothing is evaluated.
+
+    Args:
+        name: of the argument, for messages.
+        text: as typed.
+        annotation: a type, or `Parameter.empty`.
+        default: what it is where nobody says, or `Parameter.empty`.
+        namespace: where names are looked up.
+
+    Raises `SpecError` where a number or a switch is meant by the annotation, or by the default, and the text is none.
+    """
+    kind = type(default) if annotation in (Parameter.empty, Any) else annotation
+    if kind is str:
+        return text
+    if text.casefold() in _WORDS:
+        value = _WORDS[text.casefold()]
+    else:
+        value = _named_or_literal(f"torch.{text}" if name.endswith("dtype") and "." not in text else text, namespace)
+    if isinstance(default, list) and isinstance(value, tuple):
+        return list(value)
+    if not isinstance(kind, type) or kind not in _EXAMPLES:
+        return value
+    if len(text) > _DIGITS or not isinstance(value, (int, kind)) or (isinstance(value, bool) and kind is not bool):
+        words, example = _EXAMPLES[kind]
+        raise SpecError(
+            f"--set {shown(name)}={shown(text)} does not fit: {name} is {words}. Write it as in --set {name}={example}."
+        )
+    return kind(value)
+
+
+def _named_or_literal(text: str, namespace: Mapping[str, Any]) -> Any:
+    """Return what the text names in the target's module or in torch, the literal that it is, or the text."""
+    first, *rest = text.split(".")
+    torch = sys.modules["torch"]
+    if isinstance(getattr(torch, text, None), torch.dtype):
+        return getattr(torch, text)
+    with suppress(KeyError, AttributeError):
+        value = reduce(getattr, rest, {"torch": torch, **namespace}[first])
+        if not isinstance(value, types.ModuleType):
+            return value
+    with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return ast.literal_eval(text)
+    return text
+
+
+@dataclass(frozen=True)
+class InputShape:
+    """What somebody said of one argument of the forward, as in `--input-shape x=2x10x512:float32`."""
+
+    shape: tuple[int, ...]
+    dtype: str | None
+    """None: as the module's own parameters, or whole numbers where they are token ids."""
+
+
+def parse_shapes(typed: list[str] | tuple[str, ...]) -> dict[str, InputShape]:
+    """Return `NAME=SIZExSIZE:DTYPE` texts as a mapping; the name is empty where the text has none.
+
+    Raises `SpecError` for a text of another form, a size of zero, or a dtype that is unknown.
+    """
+    shapes: dict[str, InputShape] = {}
+    for text in typed:
+        match, said = _SHAPE.fullmatch(text.strip()), f"--input-shape {shown(text)}"
+        if match is None:
+            raise SpecError(f"{said} is not NAME=SIZExSIZE:DTYPE. Write it as in --input-shape x=2x10x512:float32.")
+        sizes = tuple(int(size) if len(size) < _DIGITS else _LARGEST + 1 for size in match["sizes"].split("x"))
+        if min(sizes) < 1 or prod(sizes) > _LARGEST:
+            raise SpecError(f"{said} is no shape: every size is 1 or more, and all fit in memory.")
+        dtype = (match["dtype"] or "").removeprefix("torch.") or None
+        if dtype is not None and dtype not in INPUT_DTYPES:
+            raise SpecError(f"{said}: {shown(dtype)} is not a dtype of inputs: {', '.join(INPUT_DTYPES)}.")
+        if (match["name"] or "") in shapes:
+            raise SpecError(f"--input-shape gives {shown(match['name'] or 'one argument')} twice. Give each once.")
+        shapes[match["name"] or ""] = InputShape(sizes, dtype)
+    return shapes
+
+
+# -- what a constructor gets ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -41,19 +155,13 @@ class Arguments:
     left: dict[str, str] = field(default_factory=dict)
     """What --set gave that the constructor has no name for."""
     names: list[str] = field(default_factory=list)
-    """Every name that --set could give."""
+    """Every name that --set could give; after a point those of a config."""
     used: set[str] = field(default_factory=set)
     """The flags that were passed."""
 
     def take(self, key: str, value: Any, origin: str) -> None:
         """Note the value of an argument, and where it came from."""
         self.values[key], self.origins[key] = value, origin
-
-    def call(self, function: Callable[..., Any]) -> Any:
-        """Call the constructor."""
-        named = dict(self.values)
-        nameless = [n for n, p in signature_of(function).items() if p.kind is Parameter.POSITIONAL_ONLY and n in named]
-        return function(*[named.pop(name) for name in nameless], **named)
 
 
 class MissingSettingError(AttributeError, KeyError):
@@ -67,13 +175,12 @@ class MissingSettingError(AttributeError, KeyError):
 class FlagConfig(dict[str, Any]):
     """A config for a class that takes one without saying of what type: it answers by --set, and by our flags.
 
-    `config.n_embd`, `config["n_embd"]` and `config.get("n_embd")` all give --embed-dim. What it gave, it notes in
-    `bound`.
+    `config.n_embd` and `config["n_embd"]` both give --embed-dim. What it gave, it notes in `bound`.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags, bound: Arguments) -> None:
         super().__init__(settings)
-        self.__dict__.update(_name=name, _flags=flags, _bound=bound)
+        self._name, self._flags, self._bound = name, flags, bound
         bound.origins |= dict.fromkeys([f"{name}.{key}" for key in settings], "--set")
 
     def __missing__(self, name: str) -> Any:
@@ -89,15 +196,6 @@ class FlagConfig(dict[str, Any]):
     def __getattr__(self, name: str) -> Any:
         return self[name]
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        self[name] = value
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return a setting as a dictionary does, with our flags behind it."""
-        with suppress(MissingSettingError):
-            return self[name]
-        return default
-
 
 def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     """Return the parameters of a class or a function, annotations resolved as far as they can be."""
@@ -108,8 +206,7 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     hints: dict[str, Any] = {}
     with suppress(Exception):  # an annotation may name anything
         # Those of a class that is called are those of its __init__.
-        called = getattr(function, "__init__", function) if isinstance(function, type) else function
-        hints = typing.get_type_hints(called)
+        hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
 
 
@@ -129,7 +226,7 @@ def bind(
     Raises `SpecError` when a value does not fit, or one that is needed was not given.
     """
     parameters = signature_of(function)
-    plain = {n: p for n, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
+    plain = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     bound = Arguments(names=list(plain))
     for key, text in settings.items():
@@ -141,12 +238,21 @@ def bind(
     for key, parameter in plain.items():
         if key not in bound.values:
             _pass_config(parameter, _config_class(parameter, namespace, guess=guess), bound, flags, namespace)
-    if open_ended:
-        for key in [key for key in bound.left if key.isidentifier()]:
-            bound.take(key, convert(key, bound.left.pop(key), Any, Parameter.empty, namespace), "--set")
+    for key in [key for key in bound.left if open_ended and key.isidentifier()]:
+        bound.take(key, convert(key, bound.left.pop(key), Any, Parameter.empty, namespace), "--set")
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
+    if missing and all(argument in _TENSORS or "mask" in argument for argument in missing):
+        raise SpecError(
+            f"{name} takes tensors ({', '.join(missing)}): it is a function of them, and not a class or a function "
+            "that returns a module. Call it in the forward of a torch.nn.Module."
+        )
     if missing:
-        raise SpecError(_missing(name, missing, bound))
+        left = [key for key in bound.left if key not in bound.names]
+        unknown = f" --set {left[0]} is none of its arguments ({', '.join(bound.names)})." if left else ""
+        raise SpecError(
+            f"{name} needs {', '.join(missing)}, and no flag of ours says what that is.{unknown} Give "
+            f"{'it' if len(missing) == 1 else 'them'}: {' '.join(f'--set {argument}=VALUE' for argument in missing)}."
+        )
     return bound
 
 
@@ -154,20 +260,6 @@ def _annotation(parameter: Parameter) -> Any:
     """Return what an argument is: by its annotation, or by its name where that is one of a size."""
     unsaid = parameter.annotation is Parameter.empty and parameter.default is Parameter.empty
     return int if unsaid and flag_of(parameter.name) in _SIZES else parameter.annotation
-
-
-def _missing(name: str, missing: list[str], bound: Arguments) -> str:
-    if all(argument in _TENSORS or "mask" in argument for argument in missing):
-        return (
-            f"{name} takes tensors ({', '.join(missing)}): it is a function of them, and not a class or a function "
-            "that returns a module. Call it in the forward of a torch.nn.Module."
-        )
-    left = [key for key in bound.left if key not in bound.names]
-    unknown = f" --set {left[0]} is none of its arguments ({', '.join(bound.names)})." if left else ""
-    return (
-        f"{name} needs {', '.join(missing)}, and no flag of ours says what that is.{unknown} "
-        f"Give {'it' if len(missing) == 1 else 'them'}: {' '.join(f'--set {argument}=VALUE' for argument in missing)}."
-    )
 
 
 def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
@@ -181,9 +273,8 @@ def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) 
         if flag in flags.given and flag != "seq_len" and matching:
             bound.used.add(flag)
             needed = needed if needed or said else matching[:1]
-        if value is not None:
-            for key in needed:
-                bound.take(key, value, dashed(flag))
+        for key in needed if value is not None else ():
+            bound.take(key, value, dashed(flag))
 
 
 def _pass_config(
@@ -193,19 +284,18 @@ def _pass_config(
     name = parameter.name
     its = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
     settings = {key: text for key, text in bound.left.items() if "." not in key} | its
-    needed = parameter.default is Parameter.empty
-    left: Mapping[str, str] = {}
-    if kind is not None and (needed or its):
+    is_needed, left = parameter.default is Parameter.empty, dict[str, str]()
+    if kind is not None and (is_needed or its):
         inner = bind(kind, settings, flags, namespace, kind.__name__)
         left = inner.left
         strange = next((key for key in its if key in left), None)
         if strange is not None:
             raise SpecError(unknown_setting(f"{name}.{strange}", [f"{name}.{n}" for n in inner.names], name))
-        bound.values[name] = inner.call(kind)
+        bound.values[name] = kind(**inner.values)
         bound.names += [f"{name}.{n}" for n in inner.names]
         bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
         bound.used |= inner.used
-    elif kind is None and needed and (name.casefold() in _CONFIG_NAMES or _is_config_name(name)):
+    elif kind is None and is_needed and (name.casefold() in _CONFIG_NAMES or _is_config_name(name)):
         given = {key: convert(key, text, Any, Parameter.empty, namespace) for key, text in settings.items()}
         bound.values[name] = FlagConfig(name, given, flags, bound)
     else:
@@ -238,10 +328,12 @@ def unknown_setting(key: str, names: list[str], owner: str) -> str:
 
 @contextmanager
 def of_bounded_number(called: str) -> Iterator[None]:
-    """Stop a constructor that makes more parameters than any model has, which take memory also where they have none.
+    """Raise `DoesNotFitError` in a constructor that makes more parameters than any model has: they take memory on meta.
 
-    Raises `DoesNotFitError` inside of it.
+    `called` is what the message names.
     """
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
     left = _MOST_PARAMETERS
 
     def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

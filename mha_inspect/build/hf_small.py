@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..layers.spec import divisors
@@ -30,32 +30,33 @@ _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "width", "emb_dim")
 _HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads", "encoder_attention_heads")
 _EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
-_DEPTH = re.compile(r"(num|n)_(?!.*_per_)(\w+_)?(layers?|blocks)|(\w+_)?layers|(\w+_)?depths?")
-_MOST = (
-    (re.compile(r"\w*vocab(_size)?|vocab_size_per_layer_input"), _WORDS),
-    (re.compile(r"(moe_)?(num|n)_(local_|routed_)?experts|zero_expert_num"), 4),
-    (re.compile(r"\w*experts_per_tok(en)?|moe_(topk|k)|\w*top_k_experts|experts_top_k|num_selected_experts|top_k"), 2),
-    (re.compile(r"n_group|topk_group|num_expert_group|num_nextn_predict_layers|vision_feature_layers?"), 1),
-    (re.compile(r"num_kv_shared_layers|merge_index"), 0),
-    (re.compile(r"num_queries"), 8),
-    (re.compile(r"max_source_positions|max_length"), 64),
-    (re.compile(r"attn_layer_period|num_self_attends_per_block"), _LAYERS),
-    (re.compile(r"attn_layer_offset"), _LAYERS - 1),
-    (_DEPTH, _LAYERS),
-)
+_DEPTH = r"(num|n)_(?!.*_per_)(\w+_)?(layers?|blocks)|(\w+_)?layers|(\w+_)?depths?"
+_MOST = {
+    r"\w*vocab(_size)?|vocab_size_per_layer_input": _WORDS,
+    r"(moe_)?(num|n)_(local_|routed_)?experts|zero_expert_num": 4,
+    r"\w*experts_per_tok(en)?|moe_(topk|k)|\w*top_k_experts|experts_top_k|num_selected_experts|top_k": 2,
+    r"n_group|topk_group|num_expert_group|num_nextn_predict_layers|vision_feature_layers?": 1,
+    r"num_kv_shared_layers|merge_index": 0,
+    r"num_queries": 8,
+    r"max_source_positions|max_length": 64,
+    r"attn_layer_period|num_self_attends_per_block": _LAYERS,
+    r"attn_layer_offset": _LAYERS - 1,
+    _DEPTH: _LAYERS,
+}
 """What a number is at most, by its name: the first that fits."""
-_WORD = re.compile(r"\w*(token_ids?|token_index|_idx|word_id)")
-_MARKS = re.compile(r"\w*(indices|indexes|idxs|_index|layers|layer_ids)")
-_IMAGE = re.compile(r"(pretrain_)?(image|img)_size|crop_size")
-_WIDTH = re.compile(
+_WORD = r"\w*(token_ids?|token_index|_idx|word_id)"
+_MARKS = r"\w*(indices|indexes|idxs|_index|layers|layer_ids)"
+_IMAGE = r"(pretrain_)?(image|img)_size|crop_size"
+_WIDTH = (
     r"d_\w+|n_(embd|inner)|width|kv_channels|upsample_groups|backbone_channel_list|embed_dim_per_stage"
     r"|\w*(dim|dims|rank|dim_head|feedforward|pos_feats|linear_units|headdim|d_head|d_ssm)"
     r"|(\w+_)?(hidden|embed|embedding|ffn|feedforward|inner|mlp|intermediate|latent|projection|projector|proj|head"
     r"|output|hidden_per_head|fusion|neck|pooler|router|condition|codevector|query|value|key|bottleneck|coordinate"
     r"|shape)_(size|sizes|width|channels|dimension|units)"
 )
-_NO_WIDTH = re.compile(
-    r"(?!.*hidden_size$).*(kernel|window|chunk|patch|image|vocab|conv|input|codebook(?!_dim$)|group|position_embedding)_.*|.*_kernel_dim"
+_NO_WIDTH = (
+    r"(?!.*hidden_size$).*(kernel|window|chunk|patch|image|vocab|conv|input|codebook(?!_dim$)|group|position_embedding)"
+    r"_.*|.*_kernel_dim"
 )
 
 
@@ -65,12 +66,11 @@ def small_values(whole: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
     Last come those that also say what this one leaves open, and some models cannot be built without.
     """
     full = copy.deepcopy(whole)
-    open_names = list(dict.fromkeys(name for config in [*_configs(full)] for name in _fill(config)))
-    for values, names in ((whole, []), (full, open_names)):
+    chosen = listed([*dict.fromkeys(name for config in [*_configs(full)] for name in _fill(config))])
+    for values, said in ((whole, ""), (full, f", and {chosen} chosen so that it can be built" if chosen else "")):
         for factor in _FACTORS:
             if all(_divides(factor, config) for config in _configs(values)):
-                chosen = f", and {listed(names)} chosen so that it can be built" if names else ""
-                yield _made_small(copy.deepcopy(values), factor), f"its widths divided by {factor}{chosen}"
+                yield _made_small(copy.deepcopy(values), factor), f"its widths divided by {factor}{said}"
 
 
 def _configs(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -117,9 +117,8 @@ def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
     """Return the values of a configuration, made smaller in place."""
     words: dict[int, int] = {}
     # What has no heads cannot be narrower by theirs: the convolutions that see an image before a decoder does.
-    heads = {id(config): any(_first(part, _HEADS) for part in _configs(config)) for config in _configs(values)}
     parents = [values, *(config["backbone_config"] for config in _configs(values) if config.get("backbone_config"))]
-    wide = [id(config) for config in parents if not (heads.get(id(config), True) or "vocab_size" in config)]
+    wide = {id(c) for c in parents if "vocab_size" not in c and not any(_first(part, _HEADS) for part in _configs(c))}
     configs = [(config, _image_side(config)) for config in _configs(values)]
     for config, _ in configs:
         if config.get("num_experts_per_tok", 1) is None and _first(config, _EXPERTS):
@@ -131,15 +130,15 @@ def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
         for name in ("out_features", "num_layers_per_stack"):  # other numbers say it as well
             config.pop(name, None)
         _cut_layers(config)
-        config |= _smaller(config, 1 if id(config) in wide else factor, words)
+        config |= _with_smaller_numbers(config, 1 if id(config) in wide else factor, words)
         head_dim = _head_dim(config)
         for rope in _ropes(config) if head_dim else ():  # in time, height and width
             half = (_turned(config, rope, head_dim or 0) + 1) // 2
             rope["mrope_section"] = [half * 3 // 8, half * 3 // 8, half - 2 * (half * 3 // 8)]
     for config, before in configs:
-        if "backbone_feature_sizes" in config and before and _image_side(config):
-            sizes = config["backbone_feature_sizes"]
-            config["backbone_feature_sizes"] = [[size * _image_side(config) // before for size in row] for row in sizes]
+        if "backbone_feature_sizes" in config and before:
+            sizes, side = config["backbone_feature_sizes"], _image_side(config)
+            config["backbone_feature_sizes"] = [[size * side // before for size in row] for row in sizes]
     return values
 
 
@@ -157,12 +156,12 @@ def _cut_layers(config: dict[str, Any]) -> None:
         return
     keep = _LAYERS
     lists = {name: value for name, value in config.items() if isinstance(value, list) and value}
-    each = [value for value in lists.values() if len(value) == depth]
     # The numbers of the layers of a kind go with the list of the kinds.
-    of_a_kind = [[at for at, kind in enumerate(kinds) if kind == chosen] for kinds in each for chosen in kinds]
+    kinds_of = [value for value in lists.values() if len(value) == depth]
+    of_a_kind = [[at for at, kind in enumerate(kinds) if kind == chosen] for kinds in kinds_of for chosen in kinds]
     for name, value in lists.items():
         places = len(value) < depth and all(type(place) is int and 0 <= place <= depth for place in value)
-        if places and _MARKS.fullmatch(name) and value not in of_a_kind:
+        if places and re.fullmatch(_MARKS, name) and value not in of_a_kind:
             config[name] = [rank + (min(value) > 0) for rank in range(min(len(value), _KINDS))]
             keep = max(keep, config[name][-1] + 1)
         kinds = [str(kind) for kind in value]
@@ -177,49 +176,44 @@ def _cut_layers(config: dict[str, Any]) -> None:
             config[name] = min(value, keep)
 
 
-def _smaller(config: dict[str, Any], factor: int, words: dict[int, int]) -> dict[str, Any]:
-    """Return the numbers of a configuration, made smaller.
-
-    `words` are those that mean something, to their new numbers: configurations in one name the same.
-    """
+def _with_smaller_numbers(config: Mapping[str, Any], factor: int, words: dict[int, int]) -> dict[str, Any]:
     smaller: dict[str, Any] = {}
+    lengths = [len(value) for value in config.values() if isinstance(value, list)]
     for name, value in config.items():
         numbers = value if isinstance(value, list) else [value]
-        if not isinstance(name, str) or not any(type(number) is int for number in numbers):
-            continue  # labels have numbers for names
-        change = _change(name, numbers, config, factor, words)
-        if change is not None:
-            changed = [change(number) if type(number) is int else number for number in numbers]
+        # What is listed layer by layer was cut with the layers, and so was their number.
+        is_cut = name in _DEPTHS if type(value) is int else len(numbers) == _first(config, _DEPTHS)
+        is_depth = isinstance(name, str) and re.fullmatch(_DEPTH, name) is not None
+        stays = is_depth and ((is_cut and not name.endswith("depths")) or value in lengths)
+        if isinstance(name, str) and not stays:  # labels have numbers for names
+            changed = [_smaller(name, n, config, factor, words) if type(n) is int else n for n in numbers]
             smaller[name] = changed if isinstance(value, list) else changed[0]
     return smaller
 
 
-def _change(
-    name: str, numbers: list[Any], config: Mapping[str, Any], factor: int, words: dict[int, int]
-) -> Callable[[int], int] | None:
-    """Return what makes the numbers of this name smaller; None for those that stay."""
-    if _WORD.fullmatch(name):
+def _smaller(name: str, number: int, config: Mapping[str, Any], factor: int, words: dict[int, int]) -> int:
+    """Return a number made smaller as its name says.
+
+    `words` are those that mean something, to their new numbers: configurations in one name the same.
+    """
+    if re.fullmatch(_WORD, name):
         # The last ones: what is drawn keeps clear of them.
-        return lambda value: value if value < _WORDS else words.setdefault(value, _WORDS - 1 - len(words))
-    most = next((most for pattern, most in _MOST if pattern.fullmatch(name)), None)
+        return number if number < _WORDS else words.setdefault(number, _WORDS - 1 - len(words))
+    most = next((most for pattern, most in _MOST.items() if re.fullmatch(pattern, name)), None)
     if most is not None:
-        # What is listed layer by layer is cut with the layers, and so is their number.
-        lengths = [len(value) for value in config.values() if isinstance(value, list)]
-        is_cut = name in _DEPTHS if type(config[name]) is int else len(numbers) == _first(config, _DEPTHS)
-        stays = (is_cut and not name.endswith("depths")) or (_DEPTH.fullmatch(name) and config[name] in lengths)
-        return None if stays else lambda value: min(value, most)
-    if _IMAGE.fullmatch(name):
+        return min(number, most)
+    if re.fullmatch(_IMAGE, name):
         patch = config.get("patch_stride", config.get("patch_size"))
         patch = next((size for size in (patch if isinstance(patch, list) else [patch]) if type(size) is int), 4)
         windows = "depths" in config and "window_size" in config  # which want to be whole ones at each depth
-        return None if windows else lambda value: min(value, patch * max(2, _SIDE // patch))
-    widths = {v for n, v in config.items() if str(n).endswith(("hidden_size", "hidden_dim", "d_model"))}
-    as_wide = name.endswith("_channels") and all(number in widths for number in numbers)
-    if as_wide or (_WIDTH.fullmatch(name) and not _NO_WIDTH.fullmatch(name)):
+        return number if windows else min(number, patch * max(2, _SIDE // patch))
+    widths = {value for n, value in config.items() if str(n).endswith(("hidden_size", "hidden_dim", "d_model"))}
+    as_wide = name.endswith("_channels") and number in widths
+    if number > 4 and (as_wide or (re.fullmatch(_WIDTH, name) and not re.fullmatch(_NO_WIDTH, name))):
         # The rows of experts are multiplied in groups, whose rows begin at whole sixteen bytes.
         step = 4 if name.startswith("moe_") else 1
-        return lambda value: max(step, value // factor // step * step) if value > 4 else value
-    return None
+        return max(step, number // factor // step * step)
+    return number
 
 
 def _head_dim(config: Mapping[str, Any]) -> int | None:

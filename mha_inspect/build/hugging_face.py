@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 import os
-import re
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,13 +21,12 @@ import torch
 from torch import nn
 
 from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError, is_out_of_memory
+from ..files.checkpoint import read_json
 from ..files.memory import require_memory
-from ..files.tensors import opened
-from ..text import did_you_mean, message_of, shown
-from .arguments import of_bounded_number, unknown_setting
+from ..text import did_you_mean, shown
+from .arguments import convert, of_bounded_number, unknown_setting
 from .hf_small import small_values
 from .importing import in_one_line
-from .values import convert
 from .vocabulary import ALIASES, Flags, dashed, named_for, plain
 
 INSTALL = 'pip install "mha-inspect[hf]"'
@@ -37,14 +34,9 @@ _ATTENTION = "attn_implementation"
 _SMALL = "small"
 _LARGE = 60_000_000
 """Parameters from which a small model is made smaller still, if it can be."""
-_LONGEST_FILE = 2**24
-"""Bytes of a configuration: those that save_pretrained writes have some thousands."""
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
 """How the files of tokenizers begin."""
-_NETWORK = re.compile(
-    r"couldn't connect|offline mode|OfflineMode|outgoing traffic|ConnectionError|cached files|resolve"
-)
 
 
 class NetworkNeededError(MhaInspectError):
@@ -61,8 +53,6 @@ class Model:
     passed: dict[str, Any]
     """What its configuration was given, by name, as plain data."""
     notes: tuple[str, ...]
-    arguments: dict[str, Any]
-    """Everything that its configuration says."""
     left: dict[str, str]
     """What --set gave that the configuration has no name for."""
     names: list[str]
@@ -99,8 +89,9 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
         # Weights would not fit it.
         (values, smaller), weights = _small(transformers, config_class, values, text), []
         described = f"a small configuration of type {kind}, {smaller}"
-    changes, left, of_flags = _changes(config_class, values, settings, flags)
-    config = _config(config_class, {**values, **changes}, text)
+    changes, left = _of_settings(config_class, values, settings)
+    of_flags = _of_flags(config_class, values, changes, flags)
+    config = _config(config_class, {**_with_layers_cut(values, changes), **changes}, text)
     extra = {} if attention is None else {_ATTENTION: attention}
     module = _build(_model_class(transformers, config, kind), config, extra, weights, text, device, seed)
     said = "its weights are those in the directory" if weights else f"its weights are random, from seed {seed}"
@@ -108,9 +99,15 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     notes = [f"{type(module).__name__} was built from {described}; {said}."]
     if of_flags:
         notes.append(f"The configuration got {', '.join(of_flags)}.")
+    parts = {name: value for name, value in changes.items() if isinstance(value, dict)}
+    passed = {name: value for name, value in changes.items() if name not in parts} | {
+        f"{part}.{name}": value
+        for part, values in parts.items()
+        for name, value in values.items()
+        if not isinstance(value, (dict, list))
+    }
     names = [*_setting_names(config_class), _ATTENTION, _SMALL]
-    owner = f"the configuration of {kind}"
-    return Model(module, _flat(changes), tuple(notes), vars(config), left, names, owner)
+    return Model(module, passed, tuple(notes), left, names, f"the configuration of {kind}")
 
 
 def _transformers() -> ModuleType:
@@ -148,11 +145,9 @@ def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
     # Where there is none, transformers makes one up that knows no word.
     if not any(file.name.startswith(_TOKENIZERS) for file in place.iterdir()):
         raise InputError(f"{shown(target)} has no tokenizer: save one there, with tokenizer.save_pretrained.")
-    transformers = _transformers()
+    loader = _transformers().AutoTokenizer
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            str(place), local_files_only=True, trust_remote_code=False
-        )
+        tokenizer = loader.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
         ids = tokenizer(text)["input_ids"]
         names = tokenizer.convert_ids_to_tokens(ids)
     except Exception as error:
@@ -170,12 +165,8 @@ def read_config(file: Path, text: str) -> dict[str, Any]:
     way_out = "Give a folder that save_pretrained wrote, or a type, as in hf:bert."
     if not os.path.isfile(file):
         raise InputError(f"{shown(text)}: there is no config.json in {shown(str(file.parent))}. {way_out}")
-    try:
-        with opened(file, ".json") as (content, _):
-            values = json.loads(content.read(_LONGEST_FILE))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{shown(str(file))} is not a configuration: {in_one_line(error)}") from None
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    values = read_json(file)
+    if not isinstance(values.get("model_type"), str):
         raise InputError(
             f"{shown(str(file))} is not a configuration of a Hugging Face model: it has no model_type. {way_out}"
         )
@@ -222,31 +213,38 @@ def _setting_names(config_class: Any) -> list[str]:
     return [name for name in names if not name.startswith("_")]
 
 
-def _changes(
-    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str], flags: Flags
-) -> tuple[dict[str, Any], dict[str, str], list[str]]:
-    """Return what --set and our flags change in a configuration; what is left of --set; and which flags went where."""
+def _mapped(config_class: Any, name: str) -> str:
+    return str(getattr(config_class, "attribute_map", {}).get(name, name))
+
+
+def _of_settings(
+    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what --set changes in a configuration, and what it says of something else."""
     changes: dict[str, Any] = {}
     left: dict[str, str] = {}
     parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
     known = {part: _setting_names(kind) if hasattr(kind, "model_type") else [] for part, kind in parts.items()}
-    names = _setting_names(config_class)
     for key, text in settings.items():
-        head, _, tail = key.partition(".")
-        if head not in parts:
-            tail = ""
-        if tail and tail not in known[head]:
-            raise SpecError(unknown_setting(key, [f"{head}.{name}" for name in known[head]], head))
-        if key in names:
-            changes |= _converted(config_class, key, text)
-            continue
-        owners = [head] if tail else [part for part in parts if key in known[part]]
-        for part in owners:
-            inner = changes.setdefault(part, dict(values.get(part) or {}))
-            inner |= _converted(parts[part], tail or key, text)
+        part, point, name = key.partition(".")
+        owners = {part: name} if point and part in parts else {part: key for part in parts if key in known[part]}
+        if point and part in parts and name not in known[part]:
+            raise SpecError(unknown_setting(key, [f"{part}.{name}" for name in known[part]], part))
+        if key in _setting_names(config_class):
+            owners = {"": key}
+        for owner, name in owners.items():
+            kind = parts[owner] if owner else config_class
+            into = changes.setdefault(owner, dict(values.get(owner) or {})) if owner else changes
+            mapped = _mapped(kind, name)
+            into[mapped] = convert(key, text, Any, getattr(kind, mapped, Parameter.empty), {})
         if not owners:
             left[key] = text
-    of_flags = []
+    return changes, left
+
+
+def _of_flags(config_class: Any, values: Mapping[str, Any], changes: dict[str, Any], flags: Flags) -> list[str]:
+    """Add what our flags change in a configuration to `changes`; return which went where, in words."""
+    names, said = _setting_names(config_class), []
     for flag in sorted(flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
         name = next(iter(named_for(flag, names)), None)
         if name is None and flag in flags.typed:
@@ -256,23 +254,24 @@ def _changes(
             )
         if name is not None and _mapped(config_class, name) not in changes:
             changes[_mapped(config_class, name)] = flags.value(flag)
-            of_flags.append(f"{name}={flags.value(flag)} ({dashed(flag)})")
+            said.append(f"{name}={flags.value(flag)} ({dashed(flag)})")
     with suppress(Exception):  # a configuration may have no default at all
         default = config_class()
         if default.vocab_size is None and values.get("vocab_size", changes.get("vocab_size")) is None:
             opened_up = {"vocab_size": 32} | ({"pad_token_id": 0} if default.pad_token_id is None else {})
             changes |= opened_up
-            of_flags += [f"{name}={value} (it says none)" for name, value in opened_up.items()]
-    return changes, left, of_flags
+            said += [f"{name}={value} (it says none)" for name, value in opened_up.items()]
+    return said
 
 
-def _mapped(config_class: Any, name: str) -> str:
-    return str(getattr(config_class, "attribute_map", {}).get(name, name))
-
-
-def _converted(config_class: Any, key: str, text: str) -> dict[str, Any]:
-    name = _mapped(config_class, key)
-    return {name: convert(key, text, Any, getattr(config_class, name, Parameter.empty), {})}
+def _with_layers_cut(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration with fewer layers: what is listed layer by layer is cut with them."""
+    count = next((name for name in _COUNTS if name in changes and name in values), None)
+    if count is None:
+        return values
+    every, fewer = values[count], changes[count]
+    is_cut = {name for name, value in values.items() if isinstance(value, list) and len(value) == every > fewer}
+    return {name: value[:fewer] if name in is_cut else value for name, value in values.items()}
 
 
 def _config(config_class: Any, values: dict[str, Any], text: str) -> Any:
@@ -280,18 +279,7 @@ def _config(config_class: Any, values: dict[str, Any], text: str) -> Any:
     try:
         return config_class.from_dict(values) if values else config_class()
     except Exception as error:
-        with suppress(Exception):  # the first refusal is told
-            # Fewer layers leave the rest of what is listed layer by layer.
-            count = next(name for name in _COUNTS if name in values)
-            config = config_class.from_dict({name: value for name, value in values.items() if name != count})
-            every, fewer = getattr(config, count), values[count]
-            lists = [n for n, v in vars(config).items() if isinstance(v, list) and len(v) == every > fewer]
-            for name in lists:
-                setattr(config, name, getattr(config, name)[:fewer])
-            setattr(config, count, fewer)
-            if lists:
-                return config
-        raise InputError(f"{shown(text)} cannot be configured so: {_one_line(error)}") from None
+        raise InputError(f"{shown(text)} cannot be configured so: {in_one_line(error)}") from None
 
 
 def _small(
@@ -309,9 +297,9 @@ def _small(
             config = _config(config_class, smaller, text)
             module = _model_class(transformers, config, text)._from_config(config)
             built.append((sum(parameter.numel() for parameter in module.parameters()), at))
-            if built[-1][0] <= _LARGE:
-                return ways[at]
         torch.set_default_dtype(before)
+        if built and built[-1][0] <= _LARGE:
+            break
     return ways[min(built)[1] if built else -1]  # why it cannot be built is told where it is
 
 
@@ -336,11 +324,11 @@ def _build(
     before = torch.get_default_dtype()
     try:
         with torch.device("meta"), of_bounded_number(shown(text)):
-            empty: nn.Module = model_class._from_config(config, **extra)
+            module: nn.Module = model_class._from_config(config, **extra)
         if device == "meta":
-            return empty
-        count = sum(parameter.numel() for parameter in empty.parameters())
-        size = sum(parameter.numel() * parameter.element_size() for parameter in empty.parameters())
+            return module
+        count = sum(parameter.numel() for parameter in module.parameters())
+        size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
         require_memory(
             # A copy in float64 measures the noise floor.
             size + 8 * count,
@@ -350,47 +338,17 @@ def _build(
         )
         torch.manual_seed(seed)
         if not weights:
-            random: nn.Module = model_class._from_config(config, **extra)
-            return random
-        read: nn.Module = model_class.from_pretrained(
-            str(weights[0].parent),
-            config=config,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=any(path.suffix == ".safetensors" for path in weights),
-            weights_only=True,
-            ignore_mismatched_sizes=False,
-            **extra,
-        )
-        return read
+            module = model_class._from_config(config, **extra)
+            return module
+        safe = any(path.suffix == ".safetensors" for path in weights)
+        asked = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": safe, "weights_only": True}
+        module = model_class.from_pretrained(str(weights[0].parent), config=config, **asked, **extra)
+        return module
     except MhaInspectError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        said = f"{type(error).__name__} {message_of(error)}"
-        if _NETWORK.search(said) and isinstance(error, (OSError, ConnectionError)):
-            raise NetworkNeededError(
-                f"{shown(text)} would have to download a part of it, and nothing is downloaded: {in_one_line(error)}"
-            ) from None
-        raise InputError(f"{shown(text)} cannot be built: {_one_line(error)}") from None
+        raise InputError(f"{shown(text)} cannot be built: {in_one_line(error)}") from None
     finally:
         torch.set_default_dtype(before)
-
-
-def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= {f"{name}.{key}": item for key, item in value.items() if not isinstance(item, (Mapping, list))}
-        else:
-            flat[name] = list(value) if isinstance(value, tuple) else value
-    return flat
-
-
-def _one_line(error: Exception) -> str:
-    """Return an error in one line. The library's checks of a configuration say what matters in the second one."""
-    lines = [line.strip() for line in message_of(error).splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].endswith(":"):
-        return f"{lines[0]} {lines[1]}"
-    return in_one_line(error)

@@ -26,6 +26,7 @@ from ..text import MESSAGE, did_you_mean, first_few, message_of, shown
 FORMS = "package.module:Name, path/to/file.py:Name or hf:TYPE"
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PYTHONS = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _LONGEST_SOURCE = 2**22
 _LOADED: dict[Path, str] = {}
 """Files that were imported by their path, to the name under which they are in sys.modules."""
@@ -49,6 +50,16 @@ def split_target(text: str) -> tuple[str, str]:
     if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
         raise InputError(f"{shown(text)} is not a target: write {FORMS}.")
     return where, name
+
+
+def _names_in_file(path: Path) -> list[str]:
+    """Return the classes that a file defines, read and not run."""
+    try:
+        with opened(path, ".py") as (file, _):
+            tree = ast.parse(file.read(_LONGEST_SOURCE))
+    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):  # as a parser ends that is too deep
+        return []
+    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def load_object(text: str) -> tuple[Any, ModuleType]:
@@ -79,16 +90,6 @@ def _there_is(owner: Any, name: str) -> str:
     return f"Modules in it: {first_few(modules, 8)}.{did_you_mean(name, modules)}"
 
 
-def _names_in_file(path: Path) -> list[str]:
-    """Return the classes that a file defines, read and not run."""
-    try:
-        with opened(path, ".py") as (file, _):
-            tree = ast.parse(file.read(_LONGEST_SOURCE))
-    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):  # as a parser ends that is too deep
-        return []
-    return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
-
-
 def _load_module(name: str) -> ModuleType:
     """Import a module by its name.
 
@@ -108,13 +109,12 @@ def _load_module(name: str) -> ModuleType:
         if lacking is None or not f"{name}.".startswith(f"{lacking}."):
             raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
         as_file = Path(*name.split(".")).with_suffix(".py")
+        known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
+        hint = "" if first in known else did_you_mean(first, known)
         if os.path.exists(as_file):
             hint = f" For the file write {shown(as_file)}:Name."
         elif first == "nn":  # as everybody imports it
             hint = f" Did you mean torch.{name}?"
-        else:
-            known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
-            hint = "" if first in known else did_you_mean(first, known)
         raise InputError(
             f"there is no module {shown(lacking)} here, nor among the installed ones. Run it from the folder "
             f"that {shown(first)} lies in, install its package, or give the file: path/to/file.py:Name.{hint}"
@@ -127,7 +127,13 @@ def _load_file(where: str) -> ModuleType:
     A file of a package is imported as a part of that package, so that its relative imports work.
     """
     if not os.path.isfile(where):
-        raise InputError(_no_file(where))
+        folder, name = os.path.dirname(where) or ".", os.path.basename(where)
+        what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
+        if os.path.isdir(folder) and not os.access(folder, os.X_OK):
+            what = "cannot be read: you may not enter its folder"
+        beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
+        near = "" if os.path.exists(where) else did_you_mean(name, beside)
+        raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
     path = Path(os.path.realpath(where))
     if path in _LOADED and _LOADED[path] in sys.modules:
         return sys.modules[_LOADED[path]]
@@ -151,18 +157,6 @@ def _load_file(where: str) -> ModuleType:
         if is_new:  # before what is installed while it is imported, and behind it from then on
             sys.path.remove(str(root))
             sys.path.append(str(root))
-
-
-def _no_file(where: str) -> str:
-    """Return why a path is none of a Python file."""
-    folder, name = os.path.dirname(where) or ".", os.path.basename(where)
-    if os.path.isdir(folder) and not os.access(folder, os.X_OK):
-        what = "cannot be read: you may not enter its folder"
-    else:
-        what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
-    beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
-    near = "" if os.path.exists(where) else did_you_mean(name, beside)
-    return f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}"
 
 
 def _execute(path: Path) -> ModuleType:
@@ -210,39 +204,28 @@ def stdout_for_the_answer() -> Iterator[None]:
 
 def in_one_line(error: BaseException) -> str:
     """Return the line of an error that matters, and the line of code that it came from where that is not our own."""
-    text = next(filter(None, map(str.strip, message_of(error).splitlines())), "")
-    every = _frames(error)
+    lines = [*filter(None, map(str.strip, message_of(error).splitlines())), ""]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    frames = _frames(error)
     # The last line of the user's code that it came through; a library's where there is none.
-    frame = next(reversed([frame for frame in every if "-packages" not in frame.filename] or every), None)
-    place = f"{_short(frame.filename)}:{frame.lineno}" if frame else ""
+    frame = next(reversed([frame for frame in frames if "-packages" not in frame.filename] or frames), None)
+    place = (frame.filename, frame.lineno) if frame else ("", None)
     if isinstance(error, SyntaxError):
-        text = error.msg
-        if error.filename and error.lineno:
-            place = f"{_short(error.filename)}:{error.lineno}"
+        text, place = error.msg, (error.filename or place[0], error.lineno or place[1])
     if isinstance(error, SystemExit):
         text = "it ends the program" + (f", with {error.code!r}" if error.code is not None else "")
-    if not text and every:
-        text = linecache.getline(every[-1].filename, every[-1].lineno or 0).strip()
+    if not text and frames:
+        text = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    return shown(f"{line} ({place})" if place and place not in line else line, MESSAGE)
+    filename = os.path.relpath(place[0]) if Path(place[0]).is_relative_to(Path.cwd()) else place[0]
+    at = f"{filename.rpartition(f'site-packages{os.sep}')[2]}:{place[1]}"
+    return shown(f"{line} ({at})" if place[0] and at not in line else line, MESSAGE)
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of an error that are neither ours, nor torch's, nor Python's own."""
-    torch = [_folder_of(sys.modules["torch"])] if "torch" in sys.modules else []
-    ours, pythons = (_OURS, *torch), (_folder_of(os), "<frozen")
+    torch = sys.modules.get("torch")
+    ours = (_OURS, os.path.dirname(torch.__file__ or "") + os.sep) if torch is not None else (_OURS,)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
     # A virtual environment may lie anywhere, also below the folder of the standard library's files.
-    return [f for f in frames if not f.filename.startswith(pythons) or "site-packages" in f.filename]
-
-
-def _folder_of(module: ModuleType) -> str:
-    return os.path.dirname(os.path.abspath(module.__file__ or "")) + os.sep
-
-
-def _short(filename: str) -> str:
-    with suppress(ValueError):
-        return str(Path(filename).relative_to(Path.cwd()))
-    if "site-packages" + os.sep in filename:
-        return filename.rpartition("site-packages" + os.sep)[2]
-    return filename
+    return [f for f in frames if not f.filename.startswith((_PYTHONS, "<frozen")) or "site-packages" in f.filename]

@@ -6,16 +6,16 @@ Loading one runs its code.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
+from inspect import Parameter
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..errors import DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
+from ..errors import DeviceError, DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.catalog import MaskStyle
 from ..layers.spec import AttentionSpec
 from ..record.arguments import cast_tensors
@@ -26,14 +26,13 @@ from .arguments import (
     FlagConfig,
     MissingSettingError,
     bind,
+    convert,
     of_bounded_number,
     signature_of,
     unknown_setting,
 )
-from .device import resolve
 from .hugging_face import build_model
 from .importing import in_one_line, load_object
-from .values import convert
 from .vocabulary import Flags, dashed
 
 _OF_CONSTRUCTION = frozenset(
@@ -41,6 +40,7 @@ _OF_CONSTRUCTION = frozenset(
     | {"dropout", "rope"}
 )
 """Flags that can only be of use to a constructor."""
+_WANTED = "a torch.nn.Module: a target is a class of modules, a function that returns one, or a module."
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,12 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
     """
     resolve(spec.device, spec.dtype or "float32")
     seed_everything(spec.seed)
-    target = (_load_hugging_face if text.startswith("hf:") else _load_python)(text, settings, spec)
+    if text.startswith("hf:"):
+        model = build_model(text, settings, spec.flags, spec.device, spec.seed)
+        chosen = _of_forward(model.module, model.left, model.names, model.owner, {})
+        target = Target(model.module, text, model.passed, model.notes, vars(model.module.config), chosen)
+    else:
+        target = _load_python(text, settings, spec)
     target.module.train(spec.training)
     try:
         # Not asked for is not touched: what builds itself in half precision stays as it is.
@@ -110,23 +115,19 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
     return target
 
 
-def _load_hugging_face(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
-    model = build_model(text, settings, spec.flags, spec.device, spec.seed)
-    chosen = settings_of_forward(model.module, model.left, model.names, model.owner, {})
-    return Target(model.module, text, model.passed, model.notes, model.arguments, chosen)
-
-
 def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
     named, home = load_object(text)
-    namespace = vars(home)
+    typed, namespace = _OF_CONSTRUCTION & spec.flags.typed, vars(home)
     if isinstance(named, nn.Module):
-        return _already_made(text, named, settings, spec.flags, namespace)
+        if typed:
+            raise SpecError(
+                f"{text} is a module that its file has made already: {dashed(min(typed))} cannot change it. "
+                f"Name its class, {type(named).__name__}, to build another."
+            )
+        return Target(named, text, {}, forward_settings=_of_forward(named, settings, [], text, namespace))
     if not callable(named) or (isinstance(named, type) and not issubclass(named, nn.Module)):
         what = f"the class {named.__qualname__}" if isinstance(named, type) else f"of type {type(named).__name__}"
-        raise InputError(
-            f"{shown(text)} is {what}, and not a torch.nn.Module: a target is a class of modules, a function that "
-            "returns one, or a module."
-        )
+        raise InputError(f"{shown(text)} is {what}, and not {_WANTED}")
     name = getattr(named, "__name__", text.rpartition(":")[2])
     bound = bind(named, settings, spec.flags, namespace, name)
     try:
@@ -142,29 +143,42 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         module, *returned = module
         call = _returned_call(name, returned)
     if not isinstance(module, nn.Module):
-        raise InputError(
-            f"{name}() returned {a_kind(module)}, and not a torch.nn.Module: a target is a class of "
-            "modules, a function that returns one, or a module."
-        )
-    forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace)
-    unused = sorted(_OF_CONSTRUCTION & spec.flags.typed - bound.used)
-    if unused:
+        raise InputError(f"{name}() returned {a_kind(module)}, and not {_WANTED}")
+    forward_settings = _of_forward(module, bound.left, bound.names, name, namespace)
+    if typed - bound.used:
         raise SpecError(
-            f"{name} takes no argument that {dashed(unused[0])} could be: its arguments are "
+            f"{name} takes no argument that {dashed(min(typed - bound.used))} could be: its arguments are "
             f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: --set NAME=VALUE."
         )
-    passed = _passed(bound)
-    of_flags = {key: origin for key, origin in bound.origins.items() if origin != "--set" and key in passed}
-    ours = ", ".join(f"{key}={passed[key]} ({origin})" for key, origin in of_flags.items())
+    # What a config holds goes by its path.
+    configs = {n: _inside(value) for n, value in bound.values.items() if _is_config(value, n, bound)}
+    passed = {n: _plain(value) for n, value in bound.values.items() if n not in configs}
+    passed |= {f"{n}.{key}": _plain(value) for n, inner in configs.items() for key, value in inner.items()}
+    ours = [f"{n}={passed[n]} ({flag})" for n, flag in bound.origins.items() if flag != "--set" and n in passed]
+    defaults = {n: p.default for n, p in signature_of(named).items() if p.default is not Parameter.empty}
+    insides = {key: item for value in bound.values.values() for key, item in _inside(value).items()}
     return Target(
         module=module,
         made_from=text,
         passed=passed,
-        notes=(f"{name} was built with {ours}.",) if ours else (),
-        arguments=_all_arguments(named, bound),
+        notes=(f"{name} was built with {', '.join(ours)}.",) if ours else (),
+        arguments={**defaults, **insides, **bound.values},
         forward_settings=forward_settings,
         call=call,
     )
+
+
+def _is_config(value: Any, name: str, bound: Arguments) -> bool:
+    is_ours = isinstance(value, FlagConfig) or any(n.startswith(f"{name}.") for n in bound.names)
+    return is_ours or (is_dataclass(value) and not isinstance(value, type))
+
+
+def _inside(value: Any) -> dict[str, Any]:
+    """Return what a config holds; nothing where it is a class or a module."""
+    if isinstance(value, (type, nn.Module)):
+        return {}
+    inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return {str(key): item for key, item in inside.items() if not str(key).startswith("_")}
 
 
 def _returned_call(name: str, returned: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -184,7 +198,7 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
     try:
         with of_bounded_number(shown(called)), torch.device("meta") if spec.device == "meta" else nullcontext():
             seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
-            return bound.call(function)
+            return function(**bound.values)
     except MissingSettingError as error:
         raise SpecError(
             f"{name} reads {error.config}.{error.asked}, and no flag of ours says what that is. "
@@ -196,70 +210,60 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
         raise InputError(f"{called} cannot be built: {in_one_line(error)}") from None
 
 
-def _already_made(
-    text: str, module: nn.Module, settings: Mapping[str, str], flags: Flags, namespace: Mapping[str, Any]
-) -> Target:
-    typed = sorted(_OF_CONSTRUCTION & flags.typed)
-    if typed:
-        raise SpecError(
-            f"{text} is a module that its file has made already: {dashed(typed[0])} cannot change it. "
-            f"Name its class, {type(module).__name__}, to build another."
-        )
-    chosen = settings_of_forward(module, dict(settings), [], text, namespace)
-    return Target(module, text, {}, forward_settings=chosen)
-
-
-def _passed(bound: Arguments) -> dict[str, Any]:
-    """Return what a constructor was given as plain data, what a config holds by its path."""
-    passed: dict[str, Any] = {}
-    for name, value in bound.values.items():
-        inner = [key.removeprefix(f"{name}.") for key in bound.origins if key.startswith(f"{name}.")]
-        if not (inner or is_dataclass(value) or isinstance(value, FlagConfig)):
-            passed[name] = _plain(value)
-            continue
-        known = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-        names = inner if isinstance(value, Mapping) else [key for key in known if not key.startswith("_")]
-        passed |= {f"{name}.{key}": _plain(known.get(key)) for key in names}
-    return passed
-
-
-def _all_arguments(function: Callable[..., Any], bound: Arguments) -> dict[str, Any]:
-    """Return the arguments by name, a config's own among them."""
-    known = {n: p.default for n, p in signature_of(function).items() if p.default is not inspect.Parameter.empty}
-    for value in bound.values.values():
-        if isinstance(value, Mapping):
-            known |= {str(key): item for key, item in value.items()}
-        elif not isinstance(value, (type, nn.Module)):
-            known |= getattr(value, "__dict__", {})
-    return {**known, **bound.values}
-
-
 def _plain(value: Any) -> Any:
     """Return a value as the report may hold it."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    if isinstance(value, (type, torch.dtype)):
-        return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value.__name__
-    return a_kind(value)
+    if isinstance(value, torch.dtype):
+        return str(value).removeprefix("torch.")
+    return value.__name__ if isinstance(value, type) else a_kind(value)
 
 
-def settings_of_forward(
+def _of_forward(
     module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return what --set gives for arguments of the forward, where the constructor has none of that name.
 
     Raises `SpecError` for a name that neither has.
     """
-    parameters = signature_of(module.forward)
-    taken = [n for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    chosen = {}
-    for key, text in left.items():
-        if key not in taken:
-            known = [*names, *(n for n in taken if n not in names)]
-            raise SpecError(
-                unknown_setting(key, known, f"{owner} or of its forward" if names else f"{owner}'s forward")
-            )
-        chosen[key] = convert(key, text, parameters[key].annotation, parameters[key].default, namespace)
-    return chosen
+    every = signature_of(module.forward)
+    taken = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    strange = next((key for key in left if key not in taken), None)
+    if strange is not None:
+        owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
+        raise SpecError(unknown_setting(strange, [*dict.fromkeys((*names, *taken))], owner))
+    return {key: convert(key, text, taken[key].annotation, taken[key].default, namespace) for key, text in left.items()}
+
+
+# -- the device -------------------------------------------------------------------------------------------------------
+
+
+def available() -> list[str]:
+    """Return the names of the devices that are here: cpu, meta, and each accelerator."""
+    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return ["cpu", "meta", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])]
+
+
+def resolve(name: str, dtype: str) -> torch.device:
+    """Return the device called `name` (`cuda` is the current CUDA device), known to run `dtype`.
+
+    Raises:
+        DeviceError: it is unknown or absent, or it cannot multiply in this dtype.
+    """
+    here = available()
+    wanted = "cuda:0" if name == "cuda" else name
+    if wanted not in here:
+        cpu_alone = wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None
+        why = f": torch {torch.__version__} is built for the CPU alone" if cpu_alone else ""
+        raise DeviceError(f"device {shown(repr(name))} is not here{why}. Devices that are here: {', '.join(here)}.")
+    device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(wanted)
+    if device.type == "meta" or (device.type == "cpu" and dtype in ("float32", "float64")):
+        return device
+    try:  # a small product and softmax, where it is not certain that they work
+        probe = torch.ones(2, 2, device="cpu").to(device=device, dtype=getattr(torch, dtype))
+        (probe @ probe).softmax(dim=-1).cpu()
+    except (RuntimeError, TypeError, NotImplementedError):  # each backend refuses a dtype with another of these
+        raise DeviceError(f"device {device} cannot run dtype {dtype}. Try --dtype float32 or --device cpu.") from None
+    return device

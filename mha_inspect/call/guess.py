@@ -10,8 +10,8 @@ from typing import Any, get_origin, is_typeddict
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from ..build.arguments import InputShape
 from ..build.target import Target
-from ..build.values import InputShape
 from ..build.vocabulary import ALIASES, Kind, plain
 from ..errors import InputError, SpecError
 from ..layers.spec import AttentionSpec, InputSpec

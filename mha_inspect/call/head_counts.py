@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..build.device import resolve
+from ..build.target import resolve
 from ..build.vocabulary import flag_of
 from ..errors import SpecError
 from ..layers.catalog import find_layer

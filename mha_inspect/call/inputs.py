@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..build.arguments import InputShape
 from ..build.target import Target
-from ..build.values import InputShape
 from ..build.vocabulary import Flags, Kind, dashed, flag_of
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors

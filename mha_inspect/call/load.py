@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..build.device import resolve
-from ..build.target import Target
+from ..build.target import Target, resolve
 from ..build.vocabulary import Flags
 from ..errors import InputError
 from ..files.memory import require_memory

@@ -169,7 +169,7 @@ def _targets(options: Options, left: AskedSide, right: AskedSide) -> Callable[[]
 
     A side that is not named is --layer, or the target under other settings.
     """
-    from ..build.values import parse_settings
+    from ..build.arguments import parse_settings
 
     again = bool(left.settings or right.settings or right.path)
     beside = left.text if again and "layer" not in options.typed else options.layer
@@ -273,7 +273,7 @@ def _taken_by(other: AskedSide) -> frozenset[str]:
 def _target_run(options: Options, asked: AskedSide, target: Target, call: Call, exact: Call | None = None) -> Side:
     """Run a target; `exact` are its arguments as the other side has them. Raises `TargetFailedError` as it does."""
     from ..answers.side import Side
-    from ..build.values import parse_settings
+    from ..build.arguments import parse_settings
     from ..call.call import explaining
     from ..call.load import subject_of
 

@@ -103,7 +103,7 @@ def with_heads(options: Options, count: int) -> Options:
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
     """Raise `SpecError` where --set gives a target one head count, or one of `heads` is none; `way` says what does."""
-    from ..build.values import parse_settings
+    from ..build.arguments import parse_settings
 
     own = parse_settings(options.settings or [])
     fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
@@ -162,8 +162,8 @@ def check_target(
 
     Raises `MhaInspectError` when the text is no target, or options contradict it.
     """
+    from ..build.arguments import parse_settings, parse_shapes
     from ..build.importing import split_target
-    from ..build.values import parse_settings, parse_shapes
     from ..files.checkpoint import is_checkpoint
 
     if not is_target(text):
@@ -262,9 +262,9 @@ def load_target(
 
     `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
     """
+    from ..build.arguments import parse_settings
     from ..build.target import TargetSpec
     from ..build.target import load_target as build
-    from ..build.values import parse_settings
 
     set_flags = flags(options)
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in set_flags.given}
@@ -281,7 +281,7 @@ def load_target(
 
 def asked(options: Options) -> Asked:
     """Return what the options say of a target's inputs."""
-    from ..build.values import parse_shapes
+    from ..build.arguments import parse_shapes
     from ..call.inputs import Asked
 
     shapes = parse_shapes(options.input_shape or [])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mha_inspect.build import device
-from mha_inspect.build.device import available, resolve
+from mha_inspect.build.target import available, resolve
 from mha_inspect.errors import DeviceError
 
 
@@ -28,7 +27,7 @@ def test_a_machine_with_two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    monkeypatch.setattr(device, "_require_dtype", lambda *_: None)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, **_: tensor)
     assert resolve("cuda", "float32") == torch.device("cuda:1")
     assert resolve("cuda:0", "float32") == torch.device("cuda:0")
     with pytest.raises(DeviceError, match="cuda:0, cuda:1"):

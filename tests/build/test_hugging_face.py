@@ -149,11 +149,12 @@ def test_what_a_configuration_leaves_open_is_said():
     assert "it says none" not in " ".join(load("hf:bert", BERT).notes)
 
 
-def test_a_list_of_layers_follows_their_number():
-    config = load("hf:gpt_neo", {"num_layers": "3", "hidden_size": "16", "num_heads": "2"}).module.config
-    assert (config.num_layers, config.attention_layers) == (3, ["global", "local", "global"])
+def test_a_list_of_layers_follows_their_number(tmp_path):
+    transformers.Qwen3Config(num_hidden_layers=4, hidden_size=32, num_attention_heads=2).save_pretrained(tmp_path)
+    shorter = load(f"hf:{tmp_path}", {"num_hidden_layers": "2", "vocab_size": "7"}).module.config
+    assert (shorter.num_hidden_layers, shorter.layer_types) == (2, ["full_attention"] * 2)
     with pytest.raises(InputError, match="cannot be configured so"):
-        load("hf:gpt_neo", {"num_layers": "25", "hidden_size": "16", "num_heads": "2"})
+        load(f"hf:{tmp_path}", {"num_hidden_layers": "5"})
 
 
 def test_heads_are_compared_in_a_model_built_for_each_count(invoke):
@@ -306,7 +307,7 @@ def test_what_cannot_be_built(text, settings, kind, said):
     ("content", "kind", "said"),
     [
         (None, InputError, "no config.json"),
-        ("{", InputError, "not a configuration"),
+        ("{", InputError, "not JSON"),
         ('{"a": 1}', InputError, "no model_type"),
         ("[1]", InputError, "not a configuration"),
         ('{"model_type": "brt"}', InputError, "type brt"),

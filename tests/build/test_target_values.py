@@ -8,7 +8,7 @@ from typing import Any, Literal, Optional
 import pytest
 import torch
 
-from mha_inspect.build.values import convert, parse_settings
+from mha_inspect.build.arguments import convert, parse_settings
 from mha_inspect.build.vocabulary import ALIASES, Flags, flag_of, plain
 from mha_inspect.errors import SpecError
 
@@ -61,7 +61,6 @@ def test_text_becomes_what_annotation_or_default_asks_for(text, annotation, defa
         ("x", int, EMPTY, "a whole number"),
         ("1.5", int, EMPTY, "--set size=8"),
         ("maybe", bool, EMPTY, "true or false"),
-        ("x", int | None, EMPTY, "a whole number or none"),
         ("x", EMPTY, 3, "a whole number"),
     ],
 )

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mha_inspect.__main__ import run
+from mha_inspect.build.arguments import parse_shapes
 from mha_inspect.build.target import TargetSpec, load_target
-from mha_inspect.build.values import parse_shapes
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import explained
 from mha_inspect.call.inputs import Asked, make_call

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from mha_inspect.build.arguments import InputShape, parse_shapes
 from mha_inspect.build.target import Target, TargetSpec, load_target
-from mha_inspect.build.values import InputShape, parse_shapes
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.drawing import Plan
