@@ -128,7 +128,7 @@ def compare_heads(
         DoesNotFitError: it needs more memory than there is.
     """
     from .answers.compare_heads import compare_heads as report_of
-    from .call.head_counts import counts_of, layers_by_name, modules_with_heads
+    from .call.load import counts_of, layers_by_name, modules_with_heads
 
     if steps:
         require_steps(steps)

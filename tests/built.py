@@ -12,10 +12,9 @@ from mha_inspect.answers.trace import trace
 from mha_inspect.call.call import Call
 from mha_inspect.call.load import load_layer
 from mha_inspect.call.part import layer_inputs
-from mha_inspect.cli.diff import _two_layers
+from mha_inspect.cli.diff import checked_layers, runs
 from mha_inspect.cli.options import Options
-from mha_inspect.cli.sides import AskedSide, LayerSide, layer_side, require_alike
-from mha_inspect.layers.catalog import find_layer
+from mha_inspect.cli.sides import AskedSide
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Subject
@@ -58,26 +57,24 @@ def trace_module(module: nn.Module, *args: Any, show: Show | None = None, **kwar
 def two_layers(
     left: str, right: str, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, *sets: dict[str, Any]
 ) -> tuple[Side, Side]:
-    """Build two layers as the sides of a diff, as the command line does."""
-    return _two_layers(planned_sides(left, right, spec, inputs, run, *sets))
+    """Build two layers as the sides of a diff, with settings of each alone, as the command line does."""
+    return runs(*planned(left, right, spec, inputs, run, *sets))
 
 
-def planned_sides(
+def planned(
     left: str, right: str, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, *sets: dict[str, Any]
-) -> tuple[LayerSide, LayerSide]:
-    """Plan two layers as the sides of a diff, with settings of each alone, as the command line does."""
+) -> tuple[Options, AskedSide, AskedSide]:
+    """Return the options of two layers, and what each is, with settings of each alone."""
     values = {one.name: getattr(part, one.name) for part in (spec, inputs, run) for one in fields(part)}
     values |= {"num_heads": str(spec.num_heads), "train": values.pop("training")}
     values |= {
         "padding": ",".join(map(str, inputs.padding)),
         "head_dim": spec.head_dim if spec.head_dim_given else None,
     }
-    kinds, names = [find_layer(left), find_layer(right)], ("left", "right")
-    typed = [[f"{name}={_typed(value)}" for name, value in each.items()] for each in (*sets, {}, {})[:2]]
-    asked = [AskedSide(name, kind.name, each, None) for name, kind, each in zip(names, kinds, typed, strict=True)]
-    sides = layer_side(Options(**values), asked[0], *kinds), layer_side(Options(**values), asked[1], *kinds[::-1])
-    require_alike(*sides)
-    return sides
+    typed = [[f"{name}={_typed(value)}" for name, value in each.items()] for each in sets]
+    ours, theirs = [*typed, [], []][:2]
+    sides = AskedSide("left", left, ours, None), AskedSide("right", right, theirs, None)
+    return Options(**values), *checked_layers(Options(**values), *sides)
 
 
 def _typed(value: Any) -> str:

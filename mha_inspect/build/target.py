@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from ..errors import DeviceError, DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
-from ..layers.catalog import MaskStyle
-from ..layers.spec import AttentionSpec
+from ..layers.catalog import LayerKind
 from ..record.arguments import cast_tensors
 from ..running.state import seed_everything
 from ..text import a_kind, shown
@@ -72,10 +71,8 @@ class Target:
     """What --set gave for arguments of the forward."""
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
     """The arguments of its forward, by place and by name, where the function that made it returns them as well."""
-    spec: AttentionSpec | None = None
-    """The sizes of a layer of the catalog, which are known before it runs."""
-    masks: MaskStyle | None = None
-    """How a layer of the catalog takes its masks."""
+    layer: LayerKind | None = None
+    """The row of the catalog that it was built of."""
 
     @property
     def name(self) -> str:

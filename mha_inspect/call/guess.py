@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from inspect import Parameter
 from typing import Any, get_origin, is_typeddict
@@ -14,9 +16,8 @@ from ..build.arguments import InputShape
 from ..build.target import Target
 from ..build.vocabulary import ALIASES, Kind, plain
 from ..errors import InputError, SpecError
-from ..layers.spec import AttentionSpec, InputSpec
-from .drawing import Axis, Plan
-from .forward import Forward
+from ..layers.spec import InputSpec
+from .forward import Axis, Forward, Plan
 from .hugging_face import is_hugging_face
 from .probe import Evidence, Probed
 
@@ -25,6 +26,8 @@ _UNUSUAL = 37
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 _CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
 _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
+_ENCODED = ("src", "source", "inputids", "xids", "srcids")
+"""What is encoded, where there is a decoder beside."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,6 @@ class Sizes:
 
     target: Target
     forward: Forward
-    spec: AttentionSpec | None
-    """The sizes of a layer that are known before it runs; None for any other."""
     unbatched: bool
 
     def plan(self, name: str, kind: Kind | None = None, size: int | None = None) -> Plan:
@@ -42,19 +43,17 @@ class Sizes:
 
         `size` is the width of its last axis, of ids the number of tokens, of an image its channels.
         """
-        kind = kind or self.forward.kind(name)
+        usual = self.forward.kind(name)
+        kind = kind or usual
         if kind == "image":
             channels = size or _first_int(self.target.arguments, *_CHANNELS) or 3
             return Plan(kind, ("batch", channels, *self._image_size()))
-        if kind == "lengths":
-            return Plan(kind, ("batch",), "int64")
-        is_encoded = plain(name) in ("src", "source", "inputids", "xids", "srcids") and self.forward.encodes_and_decodes
-        is_second = is_encoded or self.forward.kind(name) in ("key", "value", "other")
-        length: Axis = "key" if is_second else "query"
+        is_encoded = self.forward.encodes_and_decodes and plain(name) in _ENCODED
+        length: Axis = "key" if is_encoded or usual in ("key", "value", "other") else "query"
         places: tuple[Axis, ...] = (length,) if self.unbatched else ("batch", length)
         if kind == "ids":
-            return Plan(kind, places, "int64", size or self.vocabulary())
-        return Plan(kind, (*places, size or self.width(kind)))
+            return Plan(kind, places, "int64", size or self._vocabulary())
+        return Plan(kind, (*places, size or self._width(kind)))
 
     def corrected(self, name: str, plan: Plan, evidence: Evidence | None) -> Plan:
         """Return a plan as what the forward did with the argument shows that it should be."""
@@ -62,46 +61,42 @@ class Sizes:
             return plan
         return self.plan(name, plan.kind if evidence.kind == "width" else evidence.kind, evidence.size)
 
-    def of_shape(self, name: str, shape: InputShape) -> Plan:
+    def given(self, name: str, shape: InputShape) -> Plan:
         """Return a tensor of the shape that somebody gave it."""
-        kind = self.forward.kind(name)
-        if shape.dtype is None:
-            return Plan(kind, shape.shape, "int64" if kind == "ids" else "", self.vocabulary())
-        whole = shape.dtype.startswith("int")
-        return Plan("ids" if whole else "unknown", shape.shape, shape.dtype, self.vocabulary() if whole else 2)
+        dtype = shape.dtype or ("int64" if self.forward.kind(name) == "ids" else "")
+        if dtype.startswith("int"):
+            return Plan("ids", shape.shape, dtype, self._vocabulary())
+        return Plan(self.forward.kind(name) if shape.dtype is None else "unknown", shape.shape, dtype)
 
-    def width(self, kind: Kind) -> int:
-        """Return the width of vectors of a kind, or one that nothing has where nothing says it."""
-        if self.spec is not None:
-            widths = {"key": self.spec.key_width, "other": self.spec.key_width, "value": self.spec.value_width}
-            return widths.get(kind, self.spec.embed_dim)
-        flag = {"key": "kdim", "value": "vdim", "other": "kdim"}.get(kind, "embed_dim")
-        named = (_first_int(source, *ALIASES[f]) for f in (flag, "embed_dim") for source in self._sources())
-        linears = [m for m in self.target.module.modules() if isinstance(m, nn.Linear)]
-        taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # of lazy ones the first are 0
-        return next(filter(None, (*named, *taken)), _UNUSUAL)
-
-    def vocabulary(self) -> int:
-        """Return the number of tokens that there are."""
-        named = (_first_int(source, *_VOCABULARY) for source in self._sources())
-        tables = (m.num_embeddings for m in self.target.module.modules() if isinstance(m, nn.Embedding))
-        return next(filter(None, (*named, *tables)), 2)
-
-    def of_lazy(self) -> tuple[str, ...]:
+    def lazy_note(self) -> tuple[str, ...]:
         """Return a sentence on the width that lazy layers are given; empty where there are none.
 
         Raises `InputError` where nothing suggests one.
         """
         lazy = [m for m in self.target.module.modules() if any(map(is_lazy, m.parameters(recurse=False)))]
-        if not lazy or not {"ids", "image"}.isdisjoint(self.forward.kinds):
+        if not lazy or any(self.forward.kind(name) in ("ids", "image") for name in self.forward.parameters):
             return ()
-        width, name = self.width("hidden"), next(iter(self.forward.parameters), "x")
+        width, name = self._width("hidden"), next(iter(self.forward.parameters), "x")
         if width == _UNUSUAL:
             raise InputError(
                 f"{self.target.name} has lazy layers ({type(lazy[0]).__name__}), which take any width, and nothing "
                 f"tells which is meant. Give it: --input-shape {name}=2x10x512 with its own sizes."
             )
         return (f"Its lazy layers take any width, and were given {width}: --input-shape gives another.",)
+
+    def _width(self, kind: Kind) -> int:
+        """Return the width of vectors of a kind, or one that nothing has where nothing says it."""
+        flag = {"key": "kdim", "value": "vdim", "other": "kdim"}.get(kind, "embed_dim")
+        named = (_first_int(source, *ALIASES[f]) for f in (flag, "embed_dim") for source in self._sources())
+        linears = [m for m in self.target.module.modules() if isinstance(m, nn.Linear)]
+        taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # of lazy ones the first are 0
+        return next(filter(None, (*named, *taken)), _UNUSUAL)
+
+    def _vocabulary(self) -> int:
+        """Return the number of tokens that there are."""
+        named = (_first_int(source, *_VOCABULARY) for source in self._sources())
+        tables = (m.num_embeddings for m in self.target.module.modules() if isinstance(m, nn.Embedding))
+        return next(filter(None, (*named, *tables)), 2)
 
     def _image_size(self) -> tuple[int, int]:
         sources = (self.target.arguments, *map(vars, self.target.module.modules()))
@@ -132,18 +127,18 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
         InputError: something is needed that can be no tensor of a guess.
         SpecError: --key-len has nothing to set.
     """
-    required = [name for name in forward.parameters if forward.needs(name) and name not in given]
+    required = [name for name in forward.parameters if forward.is_needed(name) and name not in given]
     for name in required:
         if forward.kind(name) == "setting":
             raise InputError(f"{forward.label} needs {name}, which is no tensor. Give it: --set {name}=VALUE.")
         if _holds_tensors(forward.parameters[name].annotation):
-            raise InputError(several(forward, target, name))
+            raise InputError(_several(forward, target, name))
     names = [name for name in required if forward.kind(name) != "mask"]
     if not names and not given:
         main = str(getattr(forward.module, "main_input_name", ""))
         names = [main] if main in forward.parameters else forward.tensors[:1]
         if forward.open_ended and not forward.parameters:
-            raise InputError(several(forward, target, "**kwargs"))
+            raise InputError(_several(forward, target, "**kwargs"))
     if inputs.key_len is not None and not forward.encodes_and_decodes:
         second = [name for name in forward.parameters if forward.kind(name) in ("key", "value", "other")]
         if not second:
@@ -154,7 +149,7 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
     return names
 
 
-def guessed(
+def guessed_plans(
     sizes: Sizes, names: Sequence[str], given: Collection[str], run: Callable[[Mapping[str, Plan], bool], Probed]
 ) -> dict[str, Plan]:
     """Return plans for arguments, by what the forward does with them: in one run, or in more where it raises.
@@ -168,43 +163,37 @@ def guessed(
     Raises `InputError` where it needs something that nothing tells.
     """
     forward = sizes.forward
+    plans = {name: sizes.plan(name) for name in names}
+    loose = [name for name, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
     # An argument of an unknown name that stands behind others may be left out, or is one that somebody must give.
     behind = [name for name in names if name != next(iter(forward.parameters), name) and (len(names) > 1 or given)]
     extra = [name for name in behind if forward.kind(name) in ("unknown", "lengths")]
-    tried: list[tuple[int, dict[str, Plan], Probed]] = []
-    for attempt in _attempts(sizes, names, extra):
+    best: tuple[int, dict[str, Plan], Probed] | None = None
+    kinds: tuple[Kind | None, ...] = (None, "ids", "image") if loose else (None,)
+    for kind, left_out in ((kind, left_out) for kind in kinds for left_out in ([extra, []] if extra else [[]])):
+        attempt = {n: sizes.plan(n, kind if n in loose else None) for n in names if n not in left_out}
         probed = run(attempt, bool(extra))
         if probed.holder is not None:
-            raise InputError(several(forward, sizes.target, probed.holder))
+            raise InputError(_several(forward, sizes.target, probed.holder))
         known = len(probed.evidence) if probed.error is not None else len(names) + 1
-        tried.append((known, attempt, probed))
+        best = (known, attempt, probed) if best is None or known > best[0] else best
         if known >= len(names):
             break
-    _, chosen, probed = max(tried, key=lambda attempt: attempt[0])
+    assert best is not None
+    _, chosen, probed = best
+    # The configuration of a model says what it does not need.
+    is_guesswork = is_hugging_face(forward.module) and probed.error is not None
     firm = {name for name, evidence in probed.evidence.items() if evidence.firm}
-    is_guesswork = is_hugging_face(forward.module) and probed.error is not None  # its configuration says the rest
-    open_names = names if is_guesswork else [name for name in extra if forward.kind(name) == "unknown"]
-    untold = [n for n in open_names if n not in firm and (n in chosen or probed.error is not None)]
+    open_names = [n for n in (names if is_guesswork else extra) if n in chosen or probed.error is not None]
+    untold = [name for name in open_names if name not in firm]
     if untold:
-        lines = function_of(sizes.target, {n: None if n in untold else sizes.plan(n) for n in names})
+        lines = function_of(sizes.target, {n: None if n in untold else plans[n] for n in names})
         raise InputError(
             f"{forward.label} needs {untold[0]}, and nothing tells what that is. Give it: --input-shape "
             f"{untold[0]}=2x10x512:float32 with its own sizes, --input FILE with {untold[0]} in it, or as a function "
             f"that returns it with the module:\n{lines}"
         )
     return {name: sizes.corrected(name, plan, probed.evidence.get(name)) for name, plan in chosen.items()}
-
-
-def _attempts(sizes: Sizes, names: Sequence[str], extra: Sequence[str]) -> Iterator[dict[str, Plan]]:
-    """Yield what to try, the likeliest first: without what may be left out, and with ids or images for vectors."""
-    plans = {name: sizes.plan(name) for name in names}
-    loose = [name for name, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
-    kinds: tuple[Kind | None, ...] = (None, "ids", "image") if loose else (None,)
-    for kind in kinds:
-        changed = {name: sizes.plan(name, kind if name in loose else None) for name in names}
-        if extra:
-            yield {name: plan for name, plan in changed.items() if name not in extra}
-        yield changed
 
 
 # -- what nobody can guess ---------------------------------------------------------------------------------------------
@@ -218,7 +207,7 @@ def _holds_tensors(annotation: Any) -> bool:
     return is_dataclass(kind) or is_typeddict(kind) or issubclass(kind, (Mapping, Sequence))
 
 
-def several(forward: Forward, target: Target, name: str) -> str:
+def _several(forward: Forward, target: Target, name: str) -> str:
     """Return the message for an argument that holds several tensors, and nobody can guess which."""
     return (
         f"{forward.label} takes several tensors in {name}, and nothing tells what is in it. Give it as a function "
@@ -234,3 +223,49 @@ def function_of(target: Target, arguments: Mapping[str, Plan | None]) -> str:
     values = ", ".join(f"{name}={'...' if plan is None else plan.code}" for name, plan in arguments.items())
     module = f"{function}({passed})" if is_plain and not target.made_from.startswith("hf:") else "..."
     return f"def attention():\n    module = {module}\n    return module, (), dict({values})"
+
+
+# -- which axis is the batch -------------------------------------------------------------------------------------------
+
+_BATCH = ("b", "bs", "bsz", "batch", "batch_size", "bsize")
+_UNPACKED = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *(?:#.*)?$"
+
+
+def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[int, str] | None:
+    """Return the axis that the forward calls the batch where it takes a shape apart, and the words that say so.
+
+    `T, B, C = x.shape` gives axis 1. None where it does not do so for any of these arguments as it comes in.
+    """
+    try:
+        code = inspect.getsource(type(module).forward)
+    except (OSError, TypeError, AttributeError):  # the class of what is scripted has no forward
+        return None
+    for line in re.finditer(_UNPACKED, code, re.MULTILINE):
+        name = line[3]
+        changed_before = rf"\b{name}\b[^=\n]*(?<![=!<>])=(?!=)"
+        if name not in arguments or re.search(changed_before, code[code.find(":\n") : line.start()]):
+            continue
+        for axis, word in enumerate(line.groups()[:2]):
+            if word.lower() in _BATCH:
+                return axis, f"the forward unpacks {name}.shape as {line[1]}, {line[2]}"
+    return None
+
+
+def batch_first_of(module: nn.Module, arguments: Collection[str]) -> tuple[bool, str]:
+    """Return whether the batch comes first in these arguments, and why: the end of a sentence, empty where it is plain.
+
+    The module says it by `batch_first`, or its forward by `B, T, C = x.shape`; else the batch is first.
+    """
+    if is_hugging_face(module):
+        return True, ""
+    is_torchs = type(module).__module__.startswith("torch.nn.")
+    for part in module.modules() if is_torchs else [module]:
+        if isinstance(said := getattr(part, "batch_first", None), bool):
+            return said, ""
+    words = batch_axis_in_words(module, arguments)
+    if words is not None:
+        return words[0] == 0, "" if words[0] == 0 else f"{words[1]}. --batch-first lays it out the other way."
+    inside = (type(part).__name__ for part in module.modules() if getattr(part, "batch_first", None) is False)
+    if (kind := next(inside, None)) is None:
+        return True, ""
+    return True, f"the forward does not say, and the {kind} in it takes the sequence first. --seq-first turns it."

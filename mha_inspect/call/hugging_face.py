@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from math import prod
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from torch import nn
 
-from .drawing import Axis, Plan
+from .forward import Axis, Plan
 
 _OF_DECODERS = ("decoder_input_ids", "decoder_input_values")
 """What a decoder beside an encoder cannot do without."""
-_HELD_AGAINST = ("pixel_values", "input_features", "input_values")
-"""What a text is held against, where both get a place in one space."""
-_BESIDE = {"input_ids": "pixel_values", "pixel_values": "input_ids"}
-"""What some models of texts, or of images, need as well."""
+_COMPARED_WITH = ("pixel_values", "input_features", "input_values")
+"""What a text is compared with, where both get a place in one space."""
 
 
 def is_hugging_face(module: nn.Module) -> bool:
@@ -23,7 +20,7 @@ def is_hugging_face(module: nn.Module) -> bool:
     return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type")
 
 
-def plans_of(module: nn.Module, names: list[str], free: set[str], seq_len: int) -> dict[str, Plan]:
+def configured_plans(module: Any, names: list[str], free: Collection[str], seq_len: int) -> dict[str, Plan]:
     """Return plans for the arguments that a model's configuration tells about.
 
     Args:
@@ -32,54 +29,44 @@ def plans_of(module: nn.Module, names: list[str], free: set[str], seq_len: int) 
         free: arguments that nobody has given.
         seq_len: for a sound, which has its own length.
     """
-    config: Any = module.config
     wanted = [*names]
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(module.config, "is_encoder_decoder", False):
         wanted += [name for name in _OF_DECODERS if name in free]
     if any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False)):
-        wanted += [name for name in _HELD_AGAINST if name in free][:1]
+        wanted += [name for name in _COMPARED_WITH if name in free][:1]
     decodes = "decoder_input_ids" in wanted
-    plans = {name: _plan(config, name, seq_len, decodes=decodes) for name in dict.fromkeys(wanted)}
+    plans = {name: _plan(module.config, name, seq_len, decodes=decodes) for name in dict.fromkeys(wanted)}
     return {name: plan for name, plan in plans.items() if plan is not None}
 
 
-def beside(plans: Mapping[str, Plan], free: set[str]) -> list[str]:
-    """Return what a model of texts may need beside them: images; or the other way round."""
-    return [other for name in plans if (other := _BESIDE.get(name)) in free and other not in plans]
-
-
 def _plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None:
-    match name:
-        case "input_ids" | "decoder_input_ids":
-            words = config.get_text_config(decoder=name == "decoder_input_ids")
-            words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
-            known = getattr(words, "vocab_size", None)
-            length: Axis = "key" if decodes and name == "input_ids" else "query"
-            if not isinstance(known, int):
-                return None
-            return Plan("ids", ("batch", length), "int64", known, _special(words))
-        case "pixel_values" | "pixel_values_videos":
-            return _image(_of_images(config))
-        case "input_values" | "input_features":
-            return _sound(name, getattr(config, "audio_config", config), seq_len)
-        case "encoder_hidden_states":
-            width = _held(config, "encoder_hidden_size", "hidden_size")
-            return None if width is None else Plan("other", ("batch", "key", width))
+    if name in ("input_ids", "decoder_input_ids"):
+        words = config.get_text_config(decoder=name == "decoder_input_ids")
+        words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
+        known = getattr(words, "vocab_size", None)
+        length: Axis = "key" if decodes and name == "input_ids" else "query"
+        return Plan("ids", ("batch", length), "int64", known, _special(words)) if isinstance(known, int) else None
+    if name in ("pixel_values", "pixel_values_videos"):
+        vision = getattr(config, "vision_config", getattr(config, "image_config", config))
+        inner = getattr(vision, "backbone_config", None)
+        return _image(inner if hasattr(inner, "image_size") and not hasattr(vision, "image_size") else vision)
+    if name == "encoder_hidden_states":
+        width = _first(config, "encoder_hidden_size", "hidden_size")
+        return None if width is None else Plan("other", ("batch", "key", width))
+    bins = _first(config, "num_mel_bins")
+    longest = getattr(getattr(config, "audio_config", config), "max_source_positions", None)
+    if name == "input_values" and bins is None:  # a waveform of as many frames as there are positions
+        return Plan("other", ("batch", 400 + 320 * (seq_len - 1)))
+    if name == "input_features" and bins is not None and longest is not None:  # the spectrogram that whisper takes
+        return Plan("other", ("batch", bins, 2 * longest))
     return None
 
 
-def _held(config: Any, *names: str) -> Any:
+def _first(config: Any, *names: str) -> Any:
     """Return what a configuration, or one in it, says by the first of these names; None where none says it."""
     inner = [getattr(config, part) for part in getattr(config, "sub_configs", {}) if getattr(config, part, None)]
     values = (getattr(part, name, None) for part in (config, *inner) for name in names)
     return next((value for value in values if value is not None), None)
-
-
-def _of_images(config: Any) -> Any:
-    """Return the part of a configuration that is for images: the innermost one that tells their size."""
-    vision = getattr(config, "vision_config", getattr(config, "image_config", config))
-    inner = getattr(vision, "backbone_config", None)
-    return inner if hasattr(inner, "image_size") and not hasattr(vision, "image_size") else vision
 
 
 def _image(config: Any) -> Plan:
@@ -91,18 +78,6 @@ def _image(config: Any) -> Plan:
     names = ("num_channels", "in_channels", "in_chans")
     channels = next((int(getattr(config, name)) for name in names if hasattr(config, name)), 3)
     return Plan("image", ("batch", *frames, channels, height, width))
-
-
-def _sound(name: str, config: Any, seq_len: int) -> Plan | None:
-    """Return a waveform of as many frames as there are positions, or the spectrogram that whisper takes."""
-    bins, longest = _held(config, "num_mel_bins"), getattr(config, "max_source_positions", None)
-    if name == "input_values" and hasattr(config, "audio_channels"):
-        return Plan("other", ("batch", config.audio_channels, prod(config.upsampling_ratios) * seq_len))
-    if name == "input_values" and bins is None:
-        return Plan("other", ("batch", 400 + 320 * (seq_len - 1)))
-    if name == "input_features" and bins is not None and longest is not None:
-        return Plan("other", ("batch", bins, 2 * longest))
-    return None
 
 
 def _special(config: Any) -> tuple[int, ...]:

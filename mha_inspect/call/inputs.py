@@ -1,16 +1,17 @@
 """What a forward is called with: tensors that follow its signature, and what somebody said of them.
 
-A layer of the catalog says how wide they are. Of a target a name says what an argument is (`vocabulary`), and one run
-says how wide it is (`guess`, `probe`). --input-shape and --input say it outright, and come first.
+A name says what an argument is (`vocabulary`), the module how wide it is, and where it does not, one run (`guess`,
+`probe`). --input-shape and --input say it outright, and come first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..build.arguments import InputShape
@@ -18,21 +19,20 @@ from ..build.target import Target
 from ..build.vocabulary import Flags, Kind, dashed, flag_of
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
-from ..layers.spec import AttentionSpec, InputSpec, spec_of
+from ..layers.spec import InputSpec
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call
-from .drawing import Plan, generator_of
-from .forward import Forward
-from .guess import Sizes, guessed, needed
-from .hugging_face import beside, is_hugging_face, plans_of
-from .layout import batch_first_of
+from .forward import Forward, Plan
+from .guess import Sizes, batch_first_of, guessed_plans, needed
+from .hugging_face import configured_plans, is_hugging_face
 from .learn_masks import learn_masks
-from .masks import mask_arguments, masks_of, of_layer
+from .masks import mask_arguments, masks_of
 from .part import call_with
 from .probe import Probed, probe
-from .triple import Triple, require_fit
 
+_STREAM = 0x6D68612D696E70
+"""Added to the seed of the inputs, so that they are not the numbers that the parameters were drawn from."""
 _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """Kinds that may be the tensor of an earlier one are drawn after it."""
 _OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "text", "attn_mask", "padding")
@@ -49,8 +49,6 @@ class Asked:
     seed: int = 0
     ids: Tensor | None = None
     """Tokens of a text, `batch seq`: the forward's `input_ids`."""
-    given: Triple | None = None
-    """Query, key and value of another forward, laid out as this one takes them."""
 
 
 def make_call(target: Target, asked: Asked) -> Call:
@@ -62,18 +60,44 @@ def make_call(target: Target, asked: Asked) -> Call:
     """
     if target.call is not None:
         return _returned_call(target, asked)
-    draft = _draft(target, asked)
-    forward, values = draft.forward, draft.values()
-    masks, notes = _masks(draft, target, values)
-    plans = {name: draft.plans[name] for name in forward.in_order(draft.plans)}
+    forward, inputs = Forward.of(target.module, target.name), asked.inputs
+    sizes = Sizes(target, forward, inputs.unbatched)
+    has_named_sizes = target.layer is not None or type(target.module) is nn.MultiheadAttention
+    shapes = forward.named(asked.shapes, "--input-shape")
+    file = {} if inputs.input is None else _of_file(sizes, inputs.input, checked=has_named_sizes)
+    given = {**target.forward_settings, **file, **_of_text(forward, asked)}
+    twice = next((name for name in shapes if name in given), None)
+    if twice is not None:
+        raise SpecError(f"--input-shape and --input (or --set) both give {twice}. Drop one of the two.")
+    plans = {name: sizes.given(name, shape) for name, shape in shapes.items()}
+    notes = () if shapes or inputs.input else sizes.lazy_note()
+    names = needed(forward, target, inputs, {*given, *plans})
+    if is_hugging_face(target.module):
+        free = set(forward.parameters) - {*given, *plans}
+        plans = {**configured_plans(target.module, names, free, inputs.seq_len), **plans}
+        names = [name for name in names if name not in plans]
+
+    def run(guesses: Mapping[str, Plan], whole: bool) -> Probed:
+        values = _drawn(forward, {**plans, **guesses}, given, asked)
+        return probe(forward.call(values).of(target.module), {name: values[name] for name in guesses}, whole=whole)
+
+    if has_named_sizes:
+        plans |= {name: sizes.plan(name) for name in names}
+    elif names:
+        plans |= guessed_plans(sizes, names, {*given, *plans}, run)
+    first, why = _layout(forward, plans, given, asked)
+    forward, notes = replace(forward, batch_first=first), (*notes, *why)
+    values = _drawn(forward, plans, given, asked)
+    masks, of_masks = _masks(forward, target, asked, values, notes)
     values = {**_switches(forward, asked.flags), **values, **masks}
-    shapes = {
+    order = [*forward.parameters]
+    drawn = sorted(plans, key=lambda name: order.index(name) if name in order else -1)
+    guessed = {
         name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
-        for name, plan in plans.items()
-        if not plan.is_given and plan.kind != "lengths"
+        for name in drawn
+        if not plans[name].is_given
     }
-    drawn = tuple(name for name, plan in plans.items() if plan.kind != "lengths")
-    return replace(forward.call(values), drawn=drawn, guessed=shapes, said=(*draft.notes, *notes))
+    return replace(forward.call(values), drawn=tuple(drawn), guessed=guessed, said=(*notes, *of_masks))
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:
@@ -92,80 +116,52 @@ def _returned_call(target: Target, asked: Asked) -> Call:
     return replace(call, said=(said,) if "causal" in unheard else ())
 
 
-@dataclass(frozen=True)
-class _Draft:
-    """What is known of the arguments of a forward, but for masks."""
+def _drawn(forward: Forward, plans: Mapping[str, Plan], given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
+    """Return the arguments by name: query, key and value are one tensor where nothing tells them apart.
 
-    asked: Asked
-    forward: Forward
-    plans: Mapping[str, Plan]
-    """What to draw, by name."""
-    given: Mapping[str, Any]
-    """Arguments that are there."""
-    notes: tuple[str, ...] = ()
-
-    def values(self) -> dict[str, Any]:
-        """Return the arguments by name: query, key and value are one tensor where nothing tells them apart.
-
-        As often as it is called, they are the same.
-        """
-        inputs, forward, values = self.asked.inputs, self.forward, dict(self.given)
-        generator = generator_of(self.asked.seed)
-        for name, plan in sorted(self.plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
-            like: Kind = "key" if plan.kind == "value" and "key" in forward.kinds else "query"
-            is_apart = plan.is_given or (inputs.key_len is not None and like == "query")
-            shape = plan.shape(inputs)
-            alike = [] if plan.kind not in ("key", "value") or is_apart else values.items()
-            tensors = [t for n, t in alike if forward.kind(n) == like and isinstance(t, Tensor)]
-            fitting = (t for t in tensors if t.dim() == len(shape) and t.shape[-1] == shape[-1])
-            tensor = next(fitting, None)
-            if tensor is None:
-                tensor = plan.draw(inputs, forward.dtype, forward.device, generator)
-                # Always drawn batch first: the content of a row does not hang on the layout.
-                if plan.is_sequence and not forward.batch_first:
-                    tensor = tensor.transpose(0, 1).contiguous()
-            values[name] = tensor
-        return values
-
-    def probe(self, about: Collection[str], *, whole: bool) -> Probed:
-        """Run the forward once, and say what it does with these of its arguments."""
-        values = self.values()
-        call = self.forward.call(values)
-        return probe(self.forward.module, call.args, call.kwargs, {name: values[name] for name in about}, whole=whole)
+    As often as it is called, they are the same.
+    """
+    inputs, values = asked.inputs, dict(given)
+    generator = torch.Generator("cpu").manual_seed((asked.seed + _STREAM) % 2**64)
+    kinds = [forward.kind(name) for name in forward.parameters]
+    for name, plan in sorted(plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
+        like: Kind = "key" if plan.kind == "value" and "key" in kinds else "query"
+        is_apart = plan.is_given or (inputs.key_len is not None and like == "query")
+        alike = [] if plan.kind not in ("key", "value") or is_apart else values.items()
+        shape = plan.shape(inputs)
+        tensors = (t for n, t in alike if forward.kind(n) == like and isinstance(t, Tensor))
+        fitting = next((t for t in tensors if t.dim() == len(shape) and t.shape[-1] == shape[-1]), None)
+        values[name] = plan.draw(forward, inputs, generator) if fitting is None else fitting
+    return values
 
 
-def _draft(target: Target, asked: Asked) -> _Draft:
-    """Find out how to call a forward. Raises as `make_call`."""
-    module, inputs = target.module, asked.inputs
-    spec = target.spec or (spec_of(module) if type(module) is nn.MultiheadAttention else None)
-    forward = Forward.of(module, target.name)
-    sizes = Sizes(target, forward, spec, inputs.unbatched)
-    shapes = forward.named(asked.shapes, "--input-shape")
-    given = {**target.forward_settings, **_of_file(target, forward, asked, spec), **_of_text(forward, asked)}
-    twice = next((name for name in shapes if name in given), None)
-    if twice is not None:
-        raise SpecError(f"--input-shape and --input (or --set) both give {twice}. Drop one of the two.")
-    shaped = {name: sizes.of_shape(name, shape) for name, shape in shapes.items()}
-    notes = () if shapes or inputs.input is not None else sizes.of_lazy()
-    draft = _Draft(asked, forward, shaped, given, notes)
-    names = needed(forward, target, inputs, {*given, *shaped})
-    if is_hugging_face(module):
-        draft = _as_configured(draft, names)
-        names = [name for name in names if name not in draft.plans]
-    return _laid_out(_with_guesses(draft, sizes, names), spec)
+def _layout(
+    forward: Forward, plans: Mapping[str, Plan], given: Mapping[str, Any], asked: Asked
+) -> tuple[bool, tuple[str, ...]]:
+    """Return whether the batch is the first axis, and a sentence on that where it is not plain."""
+    if "batch_first" in asked.flags.given:
+        return bool(asked.flags.values.get("batch_first", True)), ()
+    names = [name for name, plan in plans.items() if len(plan.axes) > 1 and plan.kind not in ("image", "mask")]
+    names += [name for name, value in given.items() if isinstance(value, Tensor) and value.dim() > 1]
+    first, why = batch_first_of(forward.module, names)
+    if not why or not names or asked.inputs.unbatched:
+        return first, ()
+    embed = "" if all(plans[name].kind == "ids" for name in names if name in plans) else " embed"
+    axes = f"batch seq{embed}" if first else f"seq batch{embed}"
+    return first, (f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}`: {why}",)
 
 
-def _masks(draft: _Draft, target: Target, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _masks(
+    forward: Forward, target: Target, asked: Asked, values: Mapping[str, Any], notes: tuple[str, ...]
+) -> tuple[dict[str, Any], list[str]]:
     """Return masks by name, and what was learned of them, as sentences. Raises as `make_call`."""
-    asked, forward = draft.asked, draft.forward
-    if target.masks is not None:
-        return of_layer(forward, target, asked.inputs, values), []
-    # Where its constructor took --causal, it has a mask of its own.
-    is_built = any(bool(getattr(target.module, name, False)) for name in ("causal", "is_causal", "masked"))
-    causal = asked.inputs.causal and "causal" in asked.flags.typed and not is_built
-    inputs = replace(asked.inputs, causal=causal)
+    inputs = asked.inputs
+    if target.layer is None:
+        # Where its constructor took --causal, it has a mask of its own.
+        is_built = any(bool(getattr(target.module, name, False)) for name in ("causal", "is_causal", "masked"))
+        inputs = replace(inputs, causal=inputs.causal and "causal" in asked.flags.typed and not is_built)
     free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
-    masks, flags = masks_of(forward, inputs, values, free)
+    masks, flags = masks_of(forward, target, inputs, values, free)
     if not flags:
         return masks, []
 
@@ -174,112 +170,53 @@ def _masks(draft: _Draft, target: Target, values: Mapping[str, Any]) -> tuple[di
         return replace(call.of(target.module), seed=asked.seed, grad=False)
 
     try:
-        learned, notes = learn_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
+        learned, said = learn_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
     except SpecError as error:  # it may be laid out the other way
-        raise SpecError(" ".join((str(error), *draft.notes))) from None
-    return {**masks, **learned}, notes
-
-
-def _as_configured(draft: _Draft, names: list[str]) -> _Draft:
-    """Return the draft with what the configuration of a model says of these arguments, and of those beside them."""
-    module, shaped = draft.forward.module, draft.plans
-    free = set(draft.forward.parameters) - {*draft.given, *shaped}
-
-    def of(names: list[str]) -> _Draft:
-        return replace(draft, plans={**plans_of(module, names, free, draft.asked.inputs.seq_len), **shaped})
-
-    alone = of(names)
-    more = beside(alone.plans, free)
-    if not more or alone.probe((), whole=True).error is None:
-        return alone
-    both = of([*names, *more])
-    return both if both.probe((), whole=True).error is None else alone
-
-
-def _with_guesses(draft: _Draft, sizes: Sizes, names: list[str]) -> _Draft:
-    """Return the draft with plans for these arguments."""
-
-    def having(plans: Mapping[str, Plan]) -> _Draft:
-        return replace(draft, plans={**draft.plans, **plans})
-
-    def run(plans: Mapping[str, Plan], whole: bool) -> Probed:
-        return having(plans).probe([n for n, plan in plans.items() if plan.kind != "lengths"], whole=whole)
-
-    if not names or sizes.spec is not None:
-        return having({name: sizes.plan(name) for name in names})
-    return having(guessed(sizes, names, {*draft.given, *draft.plans}, run))
-
-
-def _laid_out(draft: _Draft, spec: AttentionSpec | None) -> _Draft:
-    """Return the draft with the batch first or not, and a sentence on that where it is not plain."""
-    forward, asked = draft.forward, draft.asked
-    plans = draft.plans
-    names = [n for n, plan in plans.items() if len(plan.axes) > 1 and plan.kind not in ("image", "mask", "lengths")]
-    names += [n for n, value in draft.given.items() if isinstance(value, Tensor) and value.dim() > 1]
-    why = ""
-    if "batch_first" in asked.flags.given:
-        first = bool(asked.flags.values.get("batch_first", True))
-    elif spec is not None:
-        first = spec.batch_first
-    else:
-        first, why = (True, "") if is_hugging_face(forward.module) else batch_first_of(forward.module, names)
-    draft = replace(draft, forward=replace(forward, batch_first=first))
-    if not why or not names or asked.inputs.unbatched:
-        return draft
-    embed = "" if all(plans[name].kind == "ids" for name in names if name in plans) else " embed"
-    axes = f"batch seq{embed}" if first else f"seq batch{embed}"
-    return replace(
-        draft, notes=(*draft.notes, f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}`: {why}")
-    )
+        raise SpecError(" ".join((str(error), *notes))) from None
+    return {**masks, **learned}, said
 
 
 # -- what was said -----------------------------------------------------------------------------------------------------
 
 
-def _of_file(target: Target, forward: Forward, asked: Asked, spec: AttentionSpec | None) -> dict[str, Any]:
-    """Return tensors out of a file, or of another forward, by the names of the forward."""
-    if asked.given is not None:
-        return _in_roles(target, forward, asked.given)
-    path = asked.inputs.input
-    if path is None:
-        return {}
-    content, file = read_tensors(Path(path)), printable(path)
+def _of_file(sizes: Sizes, path: Path, *, checked: bool) -> dict[str, Any]:
+    """Return the tensors of a file by the names of the forward, or by their roles: query, key and value.
+
+    Raises `InputError` where one that is `checked` is not what the layer takes, `SpecError` where a name is none.
+    """
+    forward, content = sizes.forward, read_tensors(path)
     tensors = {"": content} if isinstance(content, Tensor) else content
     if len(tensors) == 1 and next(iter(tensors)) not in forward.parameters:
         tensors = {"": next(iter(tensors.values()))}
-    if spec is None:
-        return {name: _moved(forward, tensor) for name, tensor in forward.named(tensors, shown(str(path))).items()}
-    names = {"query", "key", "value"} if target.spec is not None else set(forward.parameters)
-    tensors = {"query": tensors[""]} if "" in tensors else tensors
-    if "query" not in tensors or not set(tensors) <= names:
-        listed = ", ".join(map(repr, tensors)) or "nothing"
+    kinds = {"query": ("query", "hidden"), "key": ("key", "other"), "value": ("value",)}
+    roles = {role: name for name in forward.parameters for role in kinds if forward.kind(name) in kinds[role]}
+    renamed = {n if n in forward.parameters else roles.get(n, n): tensor for n, tensor in tensors.items()}
+    named = forward.named(renamed, shown(str(path)))
+    for name, tensor in named.items() if checked else ():
+        _require_fit(printable(path), name, tensor, sizes)
+    return {name: _moved(forward, tensor).contiguous() for name, tensor in named.items()}
+
+
+def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
+    """Raise `InputError` where the rank, width or dtype of a tensor is not what a layer takes."""
+    *places, width = sizes.plan(name).axes
+    role = next((n for n in ("key", "value") if sizes.forward.kind(name) == n), "query")
+    flag = {"key": "kdim", "value": "vdim"}.get(role, "embed-dim")
+    ordered = places if batch_first_of(sizes.forward.module, ())[0] else reversed(places)
+    axes = f"`{' '.join(map(str, ordered))} {flag.removesuffix('-dim')}` is expected"
+    said = f"{file}: {name} has shape {list(tensor.shape)}"
+    if tensor.dim() != len(places) + 1:
+        ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
+        way_out = ways.get(tensor.dim(), f"Save it with {len(places) + 1} dimensions.")
+        raise InputError(f"{said}: {axes}, so it must have {len(places) + 1} dimensions. {way_out}")
+    if tensor.shape[-1] != width:
         raise InputError(
-            f"{file} holds {listed}: the names query, key and value are meant, and query must be among them."
+            f"{said}: {axes} with {flag.replace('-', '_')} {width}, so the last size must be {width}. "
+            f"Try --{flag} {tensor.shape[-1]}."
         )
-    query = tensors["query"]
-    key = tensors.get("key", query)
-    triple = query, key, tensors.get("value", key)
-    unbatched = asked.inputs.unbatched if target.spec is not None else query.dim() == 2
-    require_fit(file, triple, spec, unbatched=unbatched)
-    rest = {name: _moved(forward, t) for name, t in tensors.items() if name not in ("query", "key", "value")}
-    return _in_roles(target, forward, triple) | rest
-
-
-def _in_roles(target: Target, forward: Forward, triple: Triple) -> dict[str, Any]:
-    """Return query, key and value by the names of the forward; one tensor that serves as several stays one.
-
-    Raises `InputError` where key and value are two, and the forward takes one sequence for both.
-    """
-    moved = {id(tensor): _moved(forward, tensor).contiguous() for tensor in triple}
-    query, key, value = (moved[id(tensor)] for tensor in triple)
-    if "value" not in forward.kinds and key is not value:
-        raise InputError(
-            f"{target.made_from} makes keys and values from the same hidden states, and this input has a key "
-            "and a value. Give one of them, or take a layer that has both: torch, split-heads, fold-heads, "
-            "per-head, narrow or wide."
-        )
-    roles = {"query": query, "hidden": query, "key": key, "value": value, "other": None if key is query else key}
-    return {name: roles[forward.kind(name)] for name in forward.parameters if forward.kind(name) in roles}
+    if not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise InputError(f"{file}: {name} holds {kind} where floating-point numbers are meant. Save {name}.float().")
 
 
 def _of_text(forward: Forward, asked: Asked) -> dict[str, Any]:

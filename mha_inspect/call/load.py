@@ -1,102 +1,30 @@
-"""Make a Subject of what was asked for: a layer of the catalog, or a target."""
+"""Make a Subject of what was asked for: a layer of the catalog or a target, once or for each of several head counts."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from inspect import Parameter, signature
+from operator import index
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..build.target import Target, resolve
-from ..build.vocabulary import Flags
-from ..errors import InputError
+from ..build.vocabulary import Flags, flag_of
+from ..errors import InputError, SpecError
 from ..files.memory import require_memory
 from ..layers.catalog import find_layer
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
-from ..record.arguments import tensors_in
+from ..record.arguments import copy_module
 from ..running.subject import Subject
+from ..text import a_kind, did_you_mean
 from .call import Call, TargetFailedError, explaining
 from .inputs import Asked, make_call
-from .part import layer_inputs
-from .triple import Triple
 
-
-def load_layer(
-    spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch", given: Triple | None = None
-) -> Subject:
-    """Build a layer of the catalog, and make its inputs, or take query, key and value as they are `given`.
-
-    Raises:
-        SpecError: the layer is unknown, or has no use for a setting.
-        InputError: a file or a mask does not fit.
-        DeviceError: the device is not there or cannot run the dtype.
-        DoesNotFitError: its parameters and inputs alone take more memory than is free.
-    """
-    kind = find_layer(layer)
-    kind.check(spec, inputs, run)
-    resolve(run.device, spec.dtype)
-    require_memory_of_layer(spec, inputs, run)
-    return layer_called(kind.build(spec, run.device), spec, inputs, run, layer, given)
-
-
-def require_memory_of_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec) -> None:
-    """Raise `DoesNotFitError` where what is certainly there at one time takes more memory than is free.
-
-    That is the parameters, the input, q, k, v and context, and where weights are returned these and the scores.
-    """
-    batch, queries, keys = (0, 0, 0) if inputs.input else (inputs.batch, inputs.seq_len, inputs.keys)
-    q_width, kv_width = (heads * int(spec.head_dim) for heads in (spec.num_heads, spec.kv_heads))
-    parameters = 2 * spec.embed_dim * (q_width + kv_width)
-    rows = batch * (queries * (spec.embed_dim + 2 * q_width) + keys * 2 * kv_width)
-    scores = batch * spec.num_heads * queries * keys if run.need_weights else 0
-    need = (parameters + rows + 2 * scores) * int(getattr(torch, spec.dtype).itemsize)
-    sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
-    way_out = "Try a smaller batch, seq_len or embed_dim. --device meta shows every shape without memory."
-    require_memory(need, run.device, sizes, way_out)
-
-
-def layer_called(
-    module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str, given: Triple | None = None
-) -> Subject:
-    """Return a layer that was built from this spec, with inputs."""
-    switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
-    flags = Flags(switches, frozenset(switches), frozenset({"causal"}))
-    target = Target(module, layer, plain_fields(spec), spec=spec, masks=find_layer(layer).masks)
-    call = make_call(target, Asked(inputs, flags, seed=spec.seed, given=given))
-    subject = replace(subject_of(target, call, spec.seed, run.grad), label=layer, layer=layer, notes=(), hint="")
-    sizes = {spec.num_heads, spec.head_dim, spec.embed_dim, spec.key_width, spec.value_width}
-    if 1 not in sizes.union(*(tensor.shape for _, tensor in tensors_in((call.args, call.kwargs)))):
-        return subject
-    small, (query, key, _) = _small(spec), layer_inputs(module, call)
-    few = InputSpec(
-        batch=1 if inputs.unbatched else 7,
-        seq_len=11,
-        key_len=None if key is query else 13,
-        unbatched=inputs.unbatched,
-        causal=inputs.causal or inputs.attn_mask is not None,
-        padding=(2,) if inputs.padding else (),
-    )
-
-    def wider(_: nn.Module) -> Subject:
-        return layer_called(find_layer(layer).build(small, run.device), small, few, run, layer)
-
-    return replace(subject, without_ones=wider)
-
-
-def _small(spec: AttentionSpec) -> AttentionSpec:
-    """Return a spec with the same settings and as many heads, or three for one, of which no size is one."""
-    num_heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10 if spec.rope else 5
-    wide = spec.head_dim == spec.embed_dim
-    return replace(
-        spec,
-        num_heads=num_heads,
-        num_kv_heads=None if spec.kv_heads == spec.num_heads else spec.kv_heads,
-        embed_dim=num_heads * head_dim,
-        kdim=17 if spec.key_width != spec.embed_dim else None,
-        vdim=19 if spec.value_width != spec.embed_dim else None,
-        head_dim=(num_heads * head_dim if wide else head_dim + 4) if spec.head_dim_given else DerivedInt(0),
-    )
+# -- a target ----------------------------------------------------------------------------------------------------------
 
 
 def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: Call | None = None) -> Call:
@@ -128,13 +56,176 @@ def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: C
 
 
 def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) -> Subject:
-    """Return a target with what its forward is called with, every run of it seeded."""
+    """Return a target with what its forward is called with, every run of it seeded.
+
+    Of a layer of the catalog nothing was guessed, and nothing is said of that.
+    """
+    layer = target.layer.name if target.layer else ""
     return replace(
         call.of(target.module),
-        label=target.name,
+        label=layer or target.name,
+        layer=layer,
         made_with=target.passed,
-        notes=(*target.notes, *call.told),
-        hint=call.hint,
+        notes=() if layer else (*target.notes, *call.told),
+        hint="" if layer else call.hint,
         seed=seed,
         grad=grad,
     )
+
+
+# -- a layer of the catalog --------------------------------------------------------------------------------------------
+
+
+def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Subject:
+    """Build a layer of the catalog, and make its inputs.
+
+    Raises:
+        SpecError: the layer is unknown, or has no use for a setting.
+        InputError: a file or a mask does not fit.
+        DeviceError: the device is not there or cannot run the dtype.
+        DoesNotFitError: its parameters and inputs alone take more memory than is free.
+    """
+    target = layer_target(spec, inputs, run, layer)
+    return layer_called(target.module, spec, inputs, run, layer)
+
+
+def layer_target(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Target:
+    """Build a layer of the catalog. Raises as `load_layer`."""
+    kind = find_layer(layer)
+    kind.check(spec, inputs, run)
+    resolve(run.device, spec.dtype)
+    # What is certainly there at one time: the parameters, the input, q, k, v and context, the scores and the weights.
+    batch, queries, keys = (0, 0, 0) if inputs.input else (inputs.batch, inputs.seq_len, inputs.keys)
+    q_width, kv_width = (heads * int(spec.head_dim) for heads in (spec.num_heads, spec.kv_heads))
+    parameters = 2 * spec.embed_dim * (q_width + kv_width)
+    rows = batch * (queries * (spec.embed_dim + 2 * q_width) + keys * 2 * kv_width)
+    scores = batch * spec.num_heads * queries * keys if run.need_weights else 0
+    need = (parameters + rows + 2 * scores) * int(getattr(torch, spec.dtype).itemsize)
+    sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
+    way_out = "Try a smaller batch, seq_len or embed_dim. --device meta shows every shape without memory."
+    require_memory(need, run.device, sizes, way_out)
+    return _target(kind.build(spec, run.device), spec, layer)
+
+
+def _target(module: nn.Module, spec: AttentionSpec, layer: str) -> Target:
+    settings = plain_fields(spec)
+    return Target(module, layer, settings, arguments=settings, layer=find_layer(layer))
+
+
+def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:
+    """Return a layer that was built from this spec, with inputs."""
+    switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
+    target = _target(module, spec, layer)
+    call = call_target(target, Asked(inputs, Flags(switches, frozenset(switches)), seed=spec.seed))
+    subject = subject_of(target, call, spec.seed, run.grad)
+    if 1 not in (spec.num_heads, spec.head_dim):
+        return subject
+
+    def wider(_: nn.Module) -> Subject:
+        """Return the same layer with as many heads, or three for one, and with inputs of which no size is one."""
+        heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10
+        small = replace(
+            spec,
+            num_heads=heads,
+            num_kv_heads=None if spec.kv_heads == spec.num_heads else spec.kv_heads,
+            embed_dim=heads * head_dim,
+            kdim=17 if spec.key_width != spec.embed_dim else None,
+            vdim=19 if spec.value_width != spec.embed_dim else None,
+            head_dim=DerivedInt(0)
+            if not spec.head_dim_given
+            else head_dim * (heads if spec.head_dim == spec.embed_dim else 2),
+        )
+        few = replace(inputs, batch=1 if inputs.unbatched else 7, seq_len=11, key_len=inputs.key_len and 13)
+        masked = inputs.causal or inputs.attn_mask is not None
+        few = replace(few, causal=masked, attn_mask=None, input=None, padding=(2,) if inputs.padding else ())
+        return load_layer(small, few, run, layer)
+
+    return replace(subject, without_ones=wider)
+
+
+# -- several head counts -----------------------------------------------------------------------------------------------
+
+
+def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
+    """Return head counts, each once. Raises `SpecError` for what are no whole numbers."""
+    try:
+        return tuple(dict.fromkeys(map(index, heads)))
+    except TypeError:
+        raise SpecError(f"heads {heads!r:.60} are no whole numbers: give some, as in (1, 2, 4).") from None
+
+
+def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]) -> list[tuple[int, Subject]]:
+    """Return a layer of the catalog for each head count; settings are those of its specs, by name.
+
+    Raises:
+        SpecError: a head count does not fit, a setting is none that there is, or settings contradict each other.
+    """
+    if not heads:
+        raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
+    known = [f.name for cls in (AttentionSpec, InputSpec, RunSpec) for f in fields(cls) if f.name != "num_heads"]
+    for name in settings:
+        if name not in known:
+            raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
+    of_spec, of_inputs, of_run = (
+        {name: value for name, value in settings.items() if name in spec.__dataclass_fields__}
+        for spec in (AttentionSpec, InputSpec, RunSpec)
+    )
+    spec = find_layer(layer).spec(num_heads=heads[0], **of_spec)
+    return layers_with_heads(spec, heads, InputSpec(**of_inputs), RunSpec(**of_run), layer)
+
+
+def layers_with_heads(
+    spec: AttentionSpec, counts: Sequence[int], inputs: InputSpec, run: RunSpec, layer: str = "torch"
+) -> list[tuple[int, Subject]]:
+    """Return a layer of the catalog for each head count, each once, with the same input.
+
+    Raises as `load_layer`, and `SpecError` where a head count does not fit, or there are no numbers to compare.
+    """
+    if run.device == "meta":
+        raise SpecError(
+            "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
+            "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
+        )
+    specs = [replace(spec, num_heads=count) for count in dict.fromkeys(counts)]
+    return [(each.num_heads, load_layer(each, inputs, run, layer)) for each in specs]
+
+
+def modules_with_heads(
+    make: Callable[..., nn.Module], counts: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[int, Subject]]:
+    """Yield a module for each head count, with the arguments of its forward. What `make` returns is copied.
+
+    The number goes to the argument that bears one of the names for it (num_heads, nhead, n_head), or else to the one
+    argument that is needed.
+
+    Raises `SpecError` when it takes no number of heads, returns no module, or there are not two counts to compare.
+    """
+    if len(counts) < 2:
+        raise SpecError(f"heads {list(counts)} leaves nothing to compare: give two or more, as in (1, 2, 4).")
+    name = getattr(make, "__name__", type(make).__name__)
+    if isinstance(make, nn.Module):
+        raise SpecError(f"{name} has been made already, with one number of heads: give its class, or a function of it.")
+    keyword = _argument_for_heads(make, name)
+    for count in counts:
+        module = make(count) if keyword is None else make(**{keyword: count})
+        if not isinstance(module, nn.Module):
+            raise SpecError(f"{name} returned {a_kind(module)} for {count} heads, and not a torch.nn.Module.")
+        yield count, Subject(copy_module(module), args, dict(kwargs), seed=0)
+
+
+def _argument_for_heads(make: Callable[..., nn.Module], name: str) -> str | None:
+    """Return the name of the argument that takes the number of heads; None where it goes by place."""
+    try:
+        parameters = signature(make).parameters
+    except ValueError:  # what is written in C need not have one
+        return None
+    by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+    named = next((n for n, p in parameters.items() if flag_of(n) == "num_heads" and p.kind in by_name), None)
+    by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [p for p in parameters.values() if p.default is Parameter.empty and p.kind in by_place]
+    if named is None and len(needed) != 1:
+        raise SpecError(
+            f"{name} takes no number of heads (its arguments: {', '.join(parameters) or 'none'}), and is called with "
+            "each. Name one num_heads, or give a function of it: lambda heads: MyAttention(64, heads)."
+        )
+    return named

@@ -1,4 +1,4 @@
-"""Attention masks: read from files, made of --causal and --padding, and given as a forward takes them."""
+"""Attention masks: made of --causal and --padding, read from files, and given as a forward takes them."""
 
 from __future__ import annotations
 
@@ -49,6 +49,23 @@ def causal_mask(query: int, key: int, device: torch.device | str = "cpu") -> Ten
     return torch.ones(query, key, dtype=torch.bool, device="cpu").triu_(diagonal=1).to(device)
 
 
+def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device) -> Tensor | None:
+    """Return `batch key` (`key` when unbatched), True on the last keys of each row; None where nothing is padded.
+
+    Raises `InputError` where the padding does not fit what a file holds.
+    """
+    if not inputs.padding:
+        return None
+    if misfit := inputs.misfit_of_padding(batch, keys):
+        raise InputError(misfit)
+    if device.type == "meta":
+        mask = torch.empty(batch, keys, dtype=torch.bool, device=device)
+    else:
+        counts = torch.tensor(inputs.padding, device="cpu").expand(batch)
+        mask = (torch.arange(keys, device="cpu") >= keys - counts[:, None]).to(device)
+    return mask[0] if inputs.unbatched else mask
+
+
 def attention_mask(inputs: InputSpec, sizes: MaskSizes, dtype: torch.dtype, device: torch.device) -> Tensor | None:
     """Return the causal mask, the one in the file, or both together; an additive one in `dtype`.
 
@@ -71,23 +88,6 @@ def _both(mask: Tensor | None, masked: Tensor) -> Tensor:
     return mask | masked if mask.dtype == torch.bool else mask.masked_fill(masked, float("-inf"))
 
 
-def padding_mask(inputs: InputSpec, batch: int, key_len: int, device: torch.device) -> Tensor | None:
-    """Return `batch key` (`key` when unbatched), True on the last keys of each row; None where nothing is padded.
-
-    Raises `InputError` where the padding does not fit what a file holds.
-    """
-    if not inputs.padding:
-        return None
-    if misfit := inputs.misfit_of_padding(batch, key_len):
-        raise InputError(misfit)
-    if device.type == "meta":
-        mask = torch.empty(batch, key_len, dtype=torch.bool, device=device)
-    else:
-        counts = torch.tensor(inputs.padding, device="cpu").expand(batch)
-        mask = (torch.arange(key_len, device="cpu")[None, :] >= key_len - counts[:, None]).to(device)
-    return mask[0] if inputs.unbatched else mask
-
-
 def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
     """Read a boolean mask (True: not allowed) or an additive one, `query key` or `(batch heads) query key`.
 
@@ -102,7 +102,6 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
         (heads, query, key): f"Try mask.repeat({batch}, 1, 1), which gives each batch row the heads' masks.",
         (batch, heads, query, key): "Try mask.flatten(0, 1).",
         (batch, 1, query, key): f"Try mask.squeeze(1).repeat_interleave({heads}, dim=0).",
-        (1, 1, query, key): "Try mask[0, 0].",
         (batch, key): "For padding keys use --padding.",
     }
     if shape not in ((query, key), (batch * heads, query, key)):
@@ -130,70 +129,9 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
 # -- as a forward takes them -------------------------------------------------------------------------------------------
 
 
-def merged(mask: Tensor | None, padding: Tensor | None, batch: int | None) -> Tensor | None:
-    """Return one mask out of both; None where nothing is masked. `batch` is None where there is no batch.
-
-    Boolean (True: not allowed), or additive where the attention mask is. Its axes are `query key` where every sequence
-    and head has the same one, else `batch heads query key` (`heads query key` without a batch), 1 wide where it does
-    not matter.
-    """
-    if mask is not None and mask.dim() == 3 and batch is not None:
-        mask = rearrange(mask, "(batch heads) query key -> batch heads query key", batch=batch)
-    if padding is None:
-        return mask
-    return _both(mask, rearrange(padding, "... key -> ... 1 1 key"))
-
-
-def in_style(mask: Tensor | None, style: MaskStyle, dtype: torch.dtype, layer: str) -> Tensor | None:
-    """Return a merged mask as a layer takes it.
-
-    Raises `InputError` where float16 cannot hold what is multiplied by -1e9.
-    """
-    if mask is None or style == "boolean":
-        return mask
-    boolean = mask.dtype == torch.bool
-    if style == "ones":
-        if not boolean and dtype == torch.float16:
-            raise InputError(
-                f"{layer} multiplies its mask by -1e9, and float16 has no numbers small enough for an additive one. "
-                "Give a boolean mask, or dtype float32."
-            )
-        return mask.to(dtype) if boolean else (mask.to(dtype) / -1e9).clamp(max=1.0)
-    blocked = torch.finfo(dtype).min if style == "lowest" else float("-inf")
-    if boolean:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, blocked)
-    return mask.to(dtype).clamp(min=blocked)
-
-
-def of_pair(
-    forward: Forward, inputs: InputSpec, query: Tensor, key: Tensor, padded: Tensor, heads: int
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of scores between query and key, and that of the padded keys; None for what nobody asked for."""
-    unbatched = query.dim() == 2
-    length = 0 if unbatched or not forward.batch_first else 1
-    batch = 1 if unbatched else query.shape[1 - length]
-    inputs = replace(inputs, unbatched=True, batch=1) if unbatched else inputs
-    sizes = MaskSizes(batch, heads, query.shape[length], key.shape[length])
-    scores = attention_mask(inputs, sizes, forward.dtype, forward.device)
-    return scores, padding_mask(inputs, batch, padded.shape[length], forward.device)
-
-
-def of_layer(forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the masks of a layer of the catalog, in its style."""
-    assert target.spec is not None
-    assert target.masks is not None
-    tensors = {name: values[name] for name in forward.parameters if isinstance(values.get(name), Tensor)}
-    query = next(iter(tensors.values()))
-    key = next((tensor for name, tensor in tensors.items() if forward.kind(name) in ("key", "other")), query)
-    pair = of_pair(forward, inputs, query, key, key, target.spec.num_heads)
-    mask = merged(*pair, None if inputs.unbatched else query.shape[0])
-    argument = next(name for name in forward.parameters if forward.kind(name) == "mask")
-    return {argument: in_style(mask, target.masks, query.dtype, target.made_from)}
-
-
 def masks_of(
-    forward: Forward, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
+    forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
+) -> tuple[dict[str, Any], list[str]]:
     """Return the masks by the names of a forward's arguments, and the flags for which nothing tells how it takes them.
 
     `free` has the arguments that may take a mask, and that nobody gave one.
@@ -214,24 +152,32 @@ def masks_of(
             arguments = f"its arguments are {listed}" if listed else "it names no arguments"
             raise SpecError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
     tensors = {name: value for name in forward.parameters if isinstance(value := values.get(name), Tensor)}
-    if not flags:
-        return {}, ()
-    if is_torchs(forward.module) and tensors:
-        return _of_torchs(forward, inputs, tensors, names), ()
-    masks: dict[str, Any] = {}
+    style = None if target.layer is None else target.layer.masks
+    is_torchs = type(forward.module).__module__.startswith("torch.nn.")
+    if flags and tensors and (is_torchs or style):
+        scores, padded = _known_masks(forward, target, inputs, tensors)
+        if style:
+            batch = None if inputs.unbatched else next(iter(tensors.values())).shape[0]
+            masks = {of_scores: merged_mask(scores, padded, style, forward.dtype, batch, target.made_from)}
+        else:
+            if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates two kinds
+                padded = torch.zeros_like(padded, dtype=scores.dtype).masked_fill_(padded, float("-inf"))
+            masks = {of_scores: scores, **{names[word]: padded for word in _OF_KEYS if word in names}}
+        return {name: mask for name, mask in masks.items() if name is not None and mask is not None}, []
+    given: dict[str, Any] = {}
     if inputs.attn_mask is not None and of_scores is not None:
         mask = read_tensor(inputs.attn_mask).to(forward.device)
-        masks[of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
+        given[of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
         flags.remove("--attn-mask")
     if inputs.causal and switches:
-        masks[switches[0]] = True
+        given[switches[0]] = True
         flags.remove("--causal")
     # Where the causal mask is to be learned too, both may have to go into one argument.
     if flags == ["--padding"] and is_hugging_face(forward.module) and "attentionmask" in names:
         padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
         assert padded is not None
-        return {**masks, names["attentionmask"]: (~padded).long()}, ()
-    return masks, tuple(flags)
+        return {**given, names["attentionmask"]: (~padded).long()}, []
+    return given, flags
 
 
 def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
@@ -240,26 +186,53 @@ def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
     return named or [n for n, p in parameters.items() if p.default is None and kind_of(p) == "unknown"]
 
 
-def is_torchs(module: nn.Module) -> bool:
-    """Return whether a module is one of torch's own."""
-    return type(module).__module__.startswith("torch.nn.")
+def _known_masks(
+    forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor]
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return the mask of scores between query and key, and that of the padded keys; None for what nobody asked for.
 
-
-def _of_torchs(
-    forward: Forward, inputs: InputSpec, tensors: Mapping[str, Tensor], names: Mapping[str, str]
-) -> dict[str, Any]:
-    """Return the masks of one of torch's own modules, which mean what `nn.MultiheadAttention` says.
-
-    Of a decoder they are those of its attention to itself; what an encoder gave is what has padding.
+    Of a decoder of torch they are those of its attention to itself; what an encoder gave is what has padding.
     """
     query = tensors.get("tgt", next(iter(tensors.values())))
-    key = query if "tgt" in tensors else tensors.get("key", query)
-    source = tensors.get("src", tensors.get("memory", key))
+    second = (t for name, t in tensors.items() if "tgt" not in tensors and forward.kind(name) in ("key", "other"))
+    key = next(second, query)
+    padded = tensors.get("src", tensors.get("memory", key))
     # Masks for each head have those of the first attention in it.
-    heads = next((m.num_heads for m in forward.module.modules() if isinstance(m, nn.MultiheadAttention)), 1)
-    scores, padded = of_pair(forward, inputs, query, key, source, heads)
-    if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates two kinds
-        padded = torch.zeros_like(padded, dtype=scores.dtype).masked_fill_(padded, float("-inf"))
-    of_scores = next((names[word] for word in _OF_SCORES if word in names), "")
-    masks = {of_scores: scores, **{names[word]: padded for word in _OF_KEYS if word in names}}
-    return {name: mask for name, mask in masks.items() if mask is not None}
+    heads = (m.num_heads for m in forward.module.modules() if isinstance(m, nn.MultiheadAttention))
+    unbatched = query.dim() == 2
+    length = 0 if unbatched or not forward.batch_first else 1
+    batch = 1 if unbatched else query.shape[1 - length]
+    inputs = replace(inputs, unbatched=True, batch=1) if unbatched else inputs
+    sizes = MaskSizes(batch, next(heads, target.arguments.get("num_heads", 1)), query.shape[length], key.shape[length])
+    scores = attention_mask(inputs, sizes, forward.dtype, forward.device)
+    return scores, padding_mask(inputs, batch, padded.shape[length], forward.device)
+
+
+def merged_mask(
+    mask: Tensor | None, padding: Tensor | None, style: MaskStyle, dtype: torch.dtype, batch: int | None, layer: str
+) -> Tensor | None:
+    """Return one mask out of both as a layer of the catalog takes it; None where nothing is masked.
+
+    `batch` is None where there is no batch. Its axes are `query key` where every sequence and head has the same one,
+    else `batch heads query key` (`heads query key` without a batch), 1 wide where it does not matter.
+
+    Raises `InputError` where float16 cannot hold what is multiplied by -1e9.
+    """
+    if mask is not None and mask.dim() == 3 and batch is not None:
+        mask = rearrange(mask, "(batch heads) query key -> batch heads query key", batch=batch)
+    if padding is not None:
+        mask = _both(mask, rearrange(padding, "... key -> ... 1 1 key"))
+    if mask is None or style == "boolean":
+        return mask
+    boolean = mask.dtype == torch.bool
+    if style == "ones":
+        if not boolean and dtype == torch.float16:
+            raise InputError(
+                f"{layer} multiplies its mask by -1e9, and float16 has no numbers small enough for an additive one. "
+                "Give a boolean mask, or dtype float32."
+            )
+        return mask.to(dtype) if boolean else (mask.to(dtype) / -1e9).clamp(max=1.0)
+    blocked = torch.finfo(dtype).min if style == "lowest" else float("-inf")
+    if boolean:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, blocked)
+    return mask.to(dtype).clamp(min=blocked)

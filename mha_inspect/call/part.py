@@ -14,8 +14,7 @@ from ..build.arguments import signature_of
 from ..build.target import Target
 from ..build.vocabulary import Kind
 from ..errors import InputError, SpecError
-from ..record.arguments import described, parts_of, tensors_in, with_copies, with_parts
-from ..running.subject import Subject
+from ..record.arguments import described, parts_of, tensors_in, with_copies
 from ..text import did_you_mean, first_few, shown
 from .call import Call
 from .forward import Forward
@@ -50,7 +49,7 @@ def named_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
 
 def tensors_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]]:
     """Return the tensors of a call by path, with what each is by its name: arguments, then what those hold."""
-    forward = Forward.of(module, type(module).__name__)
+    forward = Forward.of(module)
     tensors = sorted(tensors_in(named_arguments(module, call)), key=lambda pair: "." in pair[0])
     return {path: (forward.kind(path.rpartition(".")[2]), tensor) for path, tensor in tensors}
 
@@ -72,7 +71,7 @@ def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 # -- the same tensors into two forwards --------------------------------------------------------------------------------
 
 
-def tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, whole: bool = False) -> Tensor | None:
+def _tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, whole: bool = False) -> Tensor | None:
     """Return the tensor of another call that an argument of this name and kind gets; None where there is none for it.
 
     `whole`: whether it is to hold whole numbers.
@@ -87,42 +86,36 @@ def tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, 
 def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.Module, *, rounded: bool = True) -> Call:
     """Return the call with the tensors of another one in the place of those that were drawn for it, in their dtype.
 
-    Where they are not `rounded` to that, they are as the other one has them.
+    They are laid out as this forward takes them; one that serves as several stays one. Where they are not `rounded` to
+    their dtype, they are as the other one has them.
 
     Raises `InputError` where one takes what the other has no tensor for, or one of another shape.
     """
     given, tensors = tensors_of(other_module, other), tensors_of(module, call)
-    names, others = type(module).__name__, type(other_module).__name__
     instead: dict[str, Tensor] = {}
-    for path in call.drawn:
-        kind, tensor = tensors[path]
-        if kind == "mask":
+    moved: dict[int, Tensor] = {}
+    for name in call.drawn:
+        if "." in name:  # what an argument holds stays as it is
             continue
-        match = tensor_for(path, kind, given, whole=not tensor.is_floating_point())
-        fits = match is not None and _fits(match, tensor, kind, any_length=other.origin != call.origin)
-        if "." in path and not (fits and path in given):
-            continue
-        if match is None or not fits:
-            takes = f"{path} {list(tensor.shape)}"
+        kind, tensor = tensors[name]
+        match = _tensor_for(name, kind, given, whole=not tensor.is_floating_point())
+        if match is not None and id(match) not in moved:
+            is_turned = call.batch_first != other.batch_first and match.dim() == 2 + match.is_floating_point()
+            laid_out = match.transpose(0, 1).contiguous() if is_turned else match
+            dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
+            moved[id(match)] = laid_out.to(device=tensor.device, dtype=dtype)
+        if match is None or not _fits(moved[id(match)], tensor, kind, any_length=other.origin != call.origin):
             has = ", ".join(f"{n} {list(t.shape)}" for n, (_, t) in given.items()) or "no tensor"
             raise InputError(
-                f"{names}.forward takes {takes} and {others}.forward takes {has}: diff gives both the same input. "
+                f"{type(module).__name__}.forward takes {name} {list(tensor.shape)} and {type(other_module).__name__}"
+                f".forward takes {has}: diff gives both the same input. "
                 "Give both the same sizes: --left-set, --right-set, or --input-shape."
             )
-        dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
-        instead[path] = match.to(device=tensor.device, dtype=dtype)
-
-    def exchanged(path: str, value: Any) -> Any:
-        parts = parts_of(value)
-        if not parts:
-            return instead.get(path, value)
-        return with_parts(value, [exchanged(f"{path}.{key}", part) for key, part in parts])
-
-    arguments = {name: exchanged(name, value) for name, value in named_arguments(module, call).items()}
+        instead[name] = moved[id(match)]
+    arguments = named_arguments(module, call) | instead
     kwargs = {name: arguments.pop(name) for name in call.kwargs}
-    origin = call.origin if not instead or other.origin == call.origin else f"what {others} gets"
-    args = (*arguments.values(), *call.args[len(arguments) :])
-    return replace(call, args=args, kwargs=kwargs, origin=origin)
+    origin = call.origin if not instead or other.origin == call.origin else f"what {type(other_module).__name__} gets"
+    return replace(call, args=(*arguments.values(), *call.args[len(arguments) :]), kwargs=kwargs, origin=origin)
 
 
 def _fits(tensor: Tensor, drawn: Tensor, kind: Kind, *, any_length: bool) -> bool:
@@ -138,7 +131,7 @@ def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]
     Raises `InputError` where the forward takes no sequence of vectors.
     """
     given = tensors_of(module, call)
-    query, key, value = (tensor_for("", kind, given) for kind in ("query", "key", "value"))
+    query, key, value = (_tensor_for("", kind, given) for kind in ("query", "key", "value"))
     if query is None or key is None or value is None or query.dim() not in (2, 3):
         takes = ", ".join(f"{name} {list(tensor.shape)}" for name, (_, tensor) in given.items()) or "no tensor"
         raise InputError(
@@ -171,11 +164,11 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
         calls.append((args, kwargs))
         raise _CaughtError
 
-    whole = Subject(target.module, call.args, call.kwargs)
+    whole = call.of(target.module)
     handle = module.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     try:
         with torch.no_grad(), whole.replaying(whole.state()):
-            target.module(*call.args, **call.kwargs)
+            whole.plain()
     except _CaughtError:
         pass
     finally:
@@ -186,12 +179,13 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
             "Name one that it calls."
         )
     part = Target(module, f"{target.made_from} {path}", target.passed, target.notes, target.arguments)
-    caught = call_with(module, *with_copies(calls[0]), f"what {target.name} gives it")
+    args, kwargs = with_copies(calls[0])
     parameters = signature_of(module.forward)
-    may_go = {name for name in caught.kwargs if name in parameters and parameters[name].default is None}
-    kwargs = {name: value for name, value in caught.kwargs.items() if name not in may_go or _is_plain(value)}
-    call = call_with(module, caught.args, kwargs, caught.origin)
-    return part, replace(call, drawn=tuple(path for path in call.drawn if "." not in path))
+    may_go = {name for name, parameter in parameters.items() if parameter.default is None}
+    by_name = call_with(module, args, kwargs, f"what {target.name} gives it")
+    kwargs = {name: value for name, value in by_name.kwargs.items() if name not in may_go or _is_plain(value)}
+    caught = call_with(module, by_name.args, kwargs, by_name.origin)
+    return part, replace(caught, drawn=tuple(path for path in caught.drawn if "." not in path))
 
 
 def _is_plain(value: Any) -> bool:

@@ -115,7 +115,7 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
     Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
     """
     if target is None:
-        from ..call.head_counts import layers_with_heads
+        from ..call.load import layers_with_heads
 
         spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
         return layers_with_heads(spec, compared, inputs, run, options.layer)

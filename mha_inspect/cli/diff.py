@@ -5,34 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
 from ..errors import ExitCode, SpecError
-from ..layers.catalog import LAYERS, find_layer
+from ..layers.catalog import LAYERS, OPTIONAL
 from ..text import shown
 from . import subject
 from .app import command
-from .options import FAIL_IF, FORMS, NUMBERS, Options, completing, is_target, option, require_numbers
+from .options import FAIL_IF, FORMS, NUMBERS, Options, completing, option, require_numbers
 from .output import give, prepare
-from .sides import AskedSide, LayerSide, layer_side, require_alike, setting_of
+from .sides import OF_BOTH, AskedSide, planned_layer, require_same_rows, setting_of
 
 if TYPE_CHECKING:
     from ..answers.side import Side
     from ..build.target import Target
     from ..call.call import Call
-    from ..call.triple import Triple
-    from ..layers.catalog import LayerKind
     from ..layers.spec import DtypeName
     from ..reports.diff import CheckpointDiffReport, DiffReport, SideName
+    from ..running.subject import Subject
 
 
 PANEL = "Comparison"
 USUAL = ("torch", "per-head")
 """What is compared where nothing is named: what is called a split, and one matrix for each head."""
+_FINEST = ("float64", "float32", "float16", "bfloat16")
 _SHAPES = " The shapes: `mha-inspect trace --device meta`."
 
 
@@ -90,7 +89,7 @@ def diff(
         AskedSide("left", left, left_set or [], left_module),
         AskedSide("right", right, right_set or [], right_module),
     )
-    named = f"comparing {' with '.join(one.text for one in asked if one.text) or options.layer}"
+    named = f"comparing {' with '.join(side.text for side in asked if side.text) or options.layer}"
     report: DiffReport | CheckpointDiffReport
     if _are_checkpoints(left, right):
         count = _checked_files(options, *asked)
@@ -100,12 +99,12 @@ def diff(
 
             report = diff_of_checkpoints(Path(left), Path(right), num_heads=count)
     else:
-        made = (_targets if is_target(left) or is_target(right) else _layers)(options, *asked)
+        sides = (_checked_targets if any(side.is_target for side in asked) else checked_layers)(options, *asked)
         export = prepare(options)
         with subject.running(options, named):
             from ..answers.diff import diff as report_of
 
-            report = report_of(*made())
+            report = report_of(*runs(options, *sides))
     give(report, options, export)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
@@ -114,58 +113,59 @@ def _are_checkpoints(left: str, right: str) -> bool:
     """Return whether both sides are files of tensors. Raises `SpecError` where one is, and the other is none."""
     from ..files.checkpoint import is_checkpoint
 
-    found = [text != "" and text not in LAYERS and is_checkpoint(text) for text in (left, right)]
-    if any(found) and not all(found):
-        file, other = (left, right) if found[0] else (right, left)
+    files = [text for text in (left, right) if text and text not in LAYERS and is_checkpoint(text)]
+    if len(files) == 1:
+        other = right if files[0] == left else left
         what = f"{shown(other)} is none" if other else "no other is named"
         raise SpecError(
-            f"{shown(file)} is a checkpoint, and {what}: diff compares two of a kind. A checkpoint against a module: "
-            f"`mha-inspect params {shown(file)} --like TARGET`."
+            f"{shown(files[0])} is a checkpoint, and {what}: diff compares two of a kind. A checkpoint against a "
+            f"module: `mha-inspect params {shown(files[0])} --like TARGET`."
         )
-    return all(found)
+    return len(files) == 2
 
 
 def _checked_files(options: Options, left: AskedSide, right: AskedSide) -> int | None:
     """Return the number of heads of two files of tensors, if it was typed. Raises `SpecError` for what is of no use."""
-    for one in (left, right):
-        if one.settings or one.path is not None:
-            flag = f"{one.name}-{'set' if one.settings else 'module'}"
-            raise SpecError(f"{shown(one.text)} is a file of tensors, which --{flag} cannot change: drop it.")
+    for side in (left, right):
+        if side.settings or side.path is not None:
+            flag = f"{side.name}-{'set' if side.settings else 'module'}"
+            raise SpecError(f"{shown(side.text)} is a file of tensors, which --{flag} cannot change: drop it.")
     options.require_of_use_to_a_file(left.text, "num_heads")
     return subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
 
 
-def _layers(options: Options, left: AskedSide, right: AskedSide) -> Callable[[], tuple[Side, Side]]:
-    """Return what builds two layers, once everything is judged that can be before torch is imported."""
-    left.require_no_module()
-    right.require_no_module()
+# -- the two sides -----------------------------------------------------------------------------------------------------
+
+
+def checked_layers(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
+    """Return two layers, once everything is judged that can be before torch is imported.
+
+    Where one is not named, --layer is it. The right one is else the left one under other settings, or per-head (torch,
+    where per-head is on the left).
+
+    Raises `SpecError` where they cannot be compared, or --layer asks for a third.
+    """
+    if left.text and right.text and options.layer not in ("torch", left.text, right.text):
+        raise SpecError(
+            f"layer {options.layer} is a third one beside {left.text} and {right.text}: diff compares two. "
+            "Drop --layer."
+        )
+    first, second = left.text or options.layer, right.text
+    if not second and "layer" in options.typed and options.layer != first:
+        second = options.layer
+    otherwise = first if left.settings or right.settings else next(name for name in reversed(USUAL) if name != first)
+    left, right = replace(left, text=first), replace(right, text=second or otherwise)
     options.require_no_target_settings("diff")
-    several = bool(left.settings or right.settings)
-    kinds = [find_layer(name) for name in chosen_layers(options, left.text, right.text, several_settings=several)]
-    sides = layer_side(options, left, *kinds), layer_side(options, right, *reversed(kinds))
-    require_alike(*sides)
-    for side in sides:
-        require_numbers(side.run.device, "compare", _SHAPES)
-    return partial(_two_layers, sides)
-
-
-def _two_layers(sides: tuple[LayerSide, LayerSide]) -> tuple[Side, Side]:
-    """Build two layers, each also in the dtype of the other where that is finer. Raises as `load_layer`."""
-    from ..answers.side import Side
-
-    finer = min((side.spec.dtype for side in sides), key=_FINEST.index)
-    left, right = (
-        Side(side.name, side.build(), side.settings, None if side.spec.dtype == finer else side.build(finer))
-        for side in sides
-    )
+    kinds = left.kind, right.kind
+    layers = planned_layer(options, left, kinds[1]), planned_layer(options, right, kinds[0])
+    require_same_rows(*layers)
+    for layer in layers:
+        require_numbers(layer.run.device, "compare", _SHAPES)
     return left, right
 
 
-_FINEST: tuple[DtypeName, ...] = ("float64", "float32", "float16", "bfloat16")
-
-
-def _targets(options: Options, left: AskedSide, right: AskedSide) -> Callable[[], tuple[Side, Side]]:
-    """Return what builds and runs two sides, at least one of them a target, once everything is judged as in `_layers`.
+def _checked_targets(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
+    """Return two sides, at least one of them a target, once all that can be is judged.
 
     A side that is not named is --layer, or the target under other settings.
     """
@@ -175,145 +175,118 @@ def _targets(options: Options, left: AskedSide, right: AskedSide) -> Callable[[]
     beside = left.text if again and "layer" not in options.typed else options.layer
     sides = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
     for side in sides:
-        if is_target(side.text):
+        if side.is_target:
             subject.check_target(side.text, options, "diff", beside_layer=not (left.text and right.text))
             parse_settings(side.settings, side.flag)
-            own = side.of_run().options(options)
-            subject.inputs(own)
+            changed = side.of_run().options(options)
+            subject.inputs(changed)
         else:
-            find_layer(side.text)
-            side.require_no_module()
-            own = side.options(options)
-        require_numbers(own.device, "compare", _SHAPES)
+            _ = side.kind
+            changed = side.options(options)
+        require_numbers(changed.device, "compare", _SHAPES)
     subject.single_head_count(options, "diff")
     subject.inputs(options)
-    return partial(_runs, options, *sides)
+    return sides
 
 
-def _runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Side]:
-    """Build both sides, and run those that are targets.
+def runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Side]:
+    """Build both sides, and run those that are targets; the second gets what goes into the first.
 
-    A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last.
+    A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last, and of
+    two the coarser: its input, and its weights, are those of the finer, rounded.
 
     Raises:
         MhaInspectError: a side cannot be built or called as asked.
         TargetFailedError: the forward of a target raised.
     """
     first, second = (right, left) if left.path is None and right.path is not None else (left, right)
-    if not is_target(first.text):
+    dtypes = [_FINEST.index(side.options(options).dtype) if not side.is_target else -1 for side in (first, second)]
+    if dtypes[1] < dtypes[0]:
         first, second = second, first
-    target, call = _called(options, first, second)
-    run = _target_run(options, first, target, call)
-    if is_target(second.text):
-        from ..call.part import with_the_same
-
-        other, other_call = _called(options, second, first, (call, run))
-        same, exact = (
-            with_the_same(other_call, other.module, call, target.module, rounded=rounded) for rounded in (True, False)
-        )
-        other_run = _target_run(options, second, other, same, exact)
-    else:
-        other_run = _layer_run(options, second, call, run)
-    return (run, other_run) if first is left else (other_run, run)
+    side, call = _built(options, first, second)
+    other, _ = _built(options, second, first, (side, call))
+    return (side, other) if first is left else (other, side)
 
 
-def _called(
-    options: Options, one: AskedSide, other: AskedSide, beside: tuple[Call, Side] | None = None
-) -> tuple[Target, Call]:
-    """Return a target, and what its forward gets, be it made to fit a part of a model beside it."""
-    from ..answers.side import sizes_of
-    from ..call.part import part_of, with_arguments_of
-
-    beside = beside if other.path is not None and one.path is None else None
-    target, options = _loaded(options, one, other, None if beside is None else sizes_of(beside[1]))
-    if beside is not None:
-        target = with_arguments_of(target, beside[0])
-    call = subject.call_of(target, options)
-    return (target, call) if one.path is None else part_of(target, call, one.path)
-
-
-def _loaded(
-    options: Options, one: AskedSide, other: AskedSide, sizes: dict[str, Any] | None = None
-) -> tuple[Target, Options]:
-    """Build a target, and return the options as it has them: what is set and none of its arguments may be of a run."""
-    try:
-        return subject.load_target(one.text, options, one.settings, sizes, _taken_by(other)), options
-    except SpecError as error:
-        of_run = one.of_run()
-        if not of_run.settings:
-            raise SpecError(_of_side(str(error), one)) from None
-        settings = [text for text in one.settings if text not in of_run.settings]
-        own = of_run.options(options)
-        return subject.load_target(one.text, own, settings, sizes, _taken_by(other)), own
-
-
-_OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
-"""What makes the input, and is the same on both sides where one is a target."""
-
-
-def _of_side(message: str, asked: AskedSide) -> str:
-    """Return what is wrong with --set as what is wrong with the settings of a side, some of which both have."""
-    for text in asked.settings:
-        name = setting_of(text)
-        if name in _OF_BOTH and message.startswith(f"--set {text.partition('=')[0].strip()} is no argument"):
-            return (
-                f"{asked.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
-                f"--{name.replace('_', '-')} in its place."
-            )
-    return message.replace("--set ", f"{asked.flag} ")
-
-
-def _taken_by(other: AskedSide) -> frozenset[str]:
-    """Return the flags that the other side takes, if it is a layer: a target that has no use for them need not."""
-    if is_target(other.text):
-        return frozenset()
-    return frozenset({"embed_dim", "num_heads", "bias"}) | find_layer(other.text).takes
-
-
-def _target_run(options: Options, asked: AskedSide, target: Target, call: Call, exact: Call | None = None) -> Side:
-    """Run a target; `exact` are its arguments as the other side has them. Raises `TargetFailedError` as it does."""
+def _built(
+    options: Options, asked: AskedSide, other: AskedSide, beside: tuple[Side, Call] | None = None
+) -> tuple[Side, Call]:
+    """Build a side, and return it with what its forward gets: where there is one beside it, what goes into that."""
     from ..answers.side import Side
     from ..build.arguments import parse_settings
     from ..call.call import explaining
-    from ..call.load import subject_of
+    from ..call.load import load_layer, subject_of
+    from ..call.part import call_with, with_the_same
 
-    own = subject_of(target, call, options.seed, asked.of_run().options(options).grad)
-    finer = None if exact is None else replace(own, args=exact.args, kwargs=exact.kwargs)
-    run = Side(asked.name, own, dict(parse_settings(asked.settings)), finer)
-    with explaining(own):
-        _ = run.run
-    return run
+    finish: Callable[[Call], Subject]
+    if asked.is_target:
+        target, call = _called(options, asked, other, beside)
+        grad, settings = asked.of_run().options(options).grad, dict[str, Any](parse_settings(asked.settings))
+        finish = lambda call: subject_of(target, call, options.seed, grad)  # noqa: E731
+    else:
+        if beside is not None and other.is_target:
+            options = _sized_like(options, asked, *beside)
+        plan = planned_layer(options, asked, asked.kind if other.is_target else other.kind)
+        layer = replace(load_layer(plan.spec, plan.inputs, plan.run, plan.kind.name), notes=plan.unheard)
+        call = call_with(layer.module, layer.args, layer.kwargs, "" if beside is None else beside[1].origin)
+        settings, finish = plan.settings, lambda call: replace(layer, args=call.args, kwargs=call.kwargs)
+    finer = None
+    if beside is not None:
+        module, shared = finish(call).module, (beside[1], beside[0].subject.module)
+        finer = finish(with_the_same(call, module, *shared, rounded=False))
+        call = with_the_same(call, module, *shared)
+        if not other.is_target and beside[0].dtype != plan.spec.dtype:  # its weights are drawn in the finer dtype too
+            spec = replace(plan.spec, dtype=cast("DtypeName", beside[0].dtype))
+            finer = replace(finer, module=plan.kind.build(spec, plan.run.device))
+    side = Side(asked.name, finish(call), settings, finer)
+    if asked.is_target or options.input is not None:  # which may hold what a layer does not take
+        with explaining(side.subject):
+            _ = side.run
+    return side, call
 
 
-def _layer_run(options: Options, asked: AskedSide, call: Call, beside: Side) -> Side:
-    """Return a layer with the sizes of the target beside it, but for those that somebody gave, and its input.
+def _called(
+    options: Options, asked: AskedSide, other: AskedSide, beside: tuple[Side, Call] | None
+) -> tuple[Target, Call]:
+    """Build a target, and return it with what its forward gets; beside a part of a model it has the sizes of that.
 
-    Raises `SpecError` where a size contradicts the target, or the layer has no use for a setting.
+    What is set and none of its arguments may be of a run.
     """
-    from ..answers.side import Side
-    from ..call.part import layer_inputs
-    from ..call.triple import turned
-
-    kind, tensors = find_layer(asked.text), layer_inputs(beside.subject.module, call)
-    unbatched = tensors[0].dim() == 2
-    if not unbatched and not call.batch_first:
-        tensors = turned(tensors)
-    own = _sized_like(options, kind, beside, tensors)
-    side = layer_side(own, asked, kind, kind)
-    like = layer_side(own, replace(asked, name=beside.name, settings=[]), kind, kind)
-    require_alike(*((side, like) if asked.name == "left" else (like, side)))
-    tensors = tensors if side.spec.batch_first or unbatched else turned(tensors)
-    layer, finer = side.build(given=tensors), min(side.spec.dtype, cast("DtypeName", beside.dtype), key=_FINEST.index)
-    exact = layer if finer == side.spec.dtype else side.build(finer, tensors)
-    return Side(asked.name, layer, side.settings, replace(layer, args=exact.args, kwargs=exact.kwargs))
-
-
-def _sized_like(options: Options, kind: LayerKind, beside: Side, tensors: Triple) -> Options:
-    """Return the options of a layer: the sizes and the input of the target beside it, but for what somebody gave."""
     from ..answers.side import sizes_of
+    from ..call.part import part_of, with_arguments_of
 
-    query, key, value = tensors
-    width = query.shape[-1]
+    beside = beside if other.path is not None and asked.path is None else None
+    sizes = {} if beside is None else sizes_of(beside[0])
+    taken = frozenset() if other.is_target else frozenset({"embed_dim", "num_heads", "bias"}) | other.kind.takes
+    try:
+        target = subject.load_target(asked.text, options, asked.settings, sizes, taken)
+    except SpecError as error:
+        of_run = asked.of_run()
+        if not of_run.settings:
+            names = [setting_of(text) for text in asked.settings]
+            both = next((asked.of_both(name) for name in names if name in OF_BOTH), None)
+            raise both or SpecError(str(error).replace("--set ", f"{asked.flag} ")) from None
+        options = of_run.options(options)
+        left = [text for text in asked.settings if text not in of_run.settings]
+        target = subject.load_target(asked.text, options, left, sizes, taken)
+    if beside is not None:
+        target = with_arguments_of(target, beside[1])
+    call = subject.call_of(target, options)
+    return (target, call) if asked.path is None else part_of(target, call, asked.path)
+
+
+def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) -> Options:
+    """Return the options of a layer: the sizes of the target beside it and of its input, but for what somebody gave.
+
+    Raises `SpecError` where the width that somebody gave contradicts the target.
+    """
+    from ..answers.side import sizes_of
+    from ..call.part import layer_inputs
+
+    query, key, value = layer_inputs(beside.subject.module, call)
+    is_turned = query.dim() == 3 and not call.batch_first
+    batch, length = (1, 0) if is_turned else (0, query.dim() - 2)
+    width, usual, kind = query.shape[-1], Options(), asked.kind
     # A variable is for all commands: that it is of another width than a target is no contradiction.
     if "embed_dim" in options.typed and options.embed_dim != width:
         module = beside.subject.label
@@ -321,43 +294,27 @@ def _sized_like(options: Options, kind: LayerKind, beside: Side, tensors: Triple
             f"embed_dim {options.embed_dim} contradicts {module}, which takes {width} features: diff gives both the "
             f"same input. Drop --embed-dim, or give {module} another size: --{beside.name}-set NAME=VALUE."
         )
-    own, usual = copy(options), Options()
     sizes = {"num_heads": int(usual.num_heads), "bias": True, **sizes_of(beside)}
-    for name in ("num_kv_heads", "head_dim", "rope", "add_bias_kv", "add_zero_attn"):
-        if name not in options.given or name not in kind.takes:
-            setattr(own, name, getattr(usual, name))
-    if "num_heads" not in options.given:
-        own.num_heads = str(sizes["num_heads"])
-    if "bias" not in options.given:
-        own.bias = sizes["bias"]
     heads = sizes["num_heads"]
-    if "num_kv_heads" in kind.takes - options.given and sizes.get("num_kv_heads", heads) != heads:
-        own.num_kv_heads = sizes["num_kv_heads"]
-    if "head_dim" in kind.takes - options.given and sizes.get("head_dim", 0) * heads not in (0, width):
-        own.head_dim = sizes["head_dim"]
-    if "dtype" not in options.given and "dtype" not in beside.settings:  # that is of that side alone
-        own.dtype = beside.dtype
-    own.unbatched, own.batch_first, own.input = query.dim() == 2, True, None
-    own.batch, own.seq_len = 1 if own.unbatched else query.shape[0], query.shape[-2]
-    own.key_len = None if key is query else key.shape[-2]
-    own.embed_dim = width
-    own.kdim, own.vdim = (None if size == width else size for size in (key.shape[-1], value.shape[-1]))
-    return own
-
-
-def chosen_layers(options: Options, left: str, right: str, *, several_settings: bool) -> tuple[str, str]:
-    """Return the two layers: where one is not named, --layer is it.
-
-    The right one is else the left one under other settings, or per-head (torch, where per-head is on the left).
-
-    Raises `SpecError` when --layer asks for a third.
-    """
-    if left and right and options.layer not in ("torch", left, right):
-        raise SpecError(
-            f"layer {options.layer} is a third one beside {left} and {right}: diff compares two. Drop --layer."
-        )
-    first = left or options.layer
-    if not right and "layer" in options.typed and options.layer != first:
-        right = options.layer
-    otherwise = first if several_settings else next(name for name in reversed(USUAL) if name != first)
-    return first, right or otherwise
+    fitting = {"num_heads": str(heads), "bias": sizes["bias"], **{name: getattr(usual, name) for name in OPTIONAL}}
+    if "num_kv_heads" in kind.takes and sizes.get("num_kv_heads", heads) != heads:
+        fitting["num_kv_heads"] = sizes["num_kv_heads"]
+    if "head_dim" in kind.takes and sizes.get("head_dim", 0) * heads not in (0, width):
+        fitting["head_dim"] = sizes["head_dim"]
+    if "dtype" not in beside.settings:  # that is of that side alone
+        fitting["dtype"] = beside.dtype
+    kept = {name for name in options.given if name not in OPTIONAL or name in kind.takes}
+    of_input = {
+        "unbatched": query.dim() == 2,
+        "batch_first": True,
+        "input": None,
+        "batch": 1 if query.dim() == 2 else query.shape[batch],
+        "seq_len": query.shape[length],
+        "key_len": None if key is query else key.shape[length],
+        "embed_dim": width,
+        "kdim": None if key.shape[-1] == width else key.shape[-1],
+        "vdim": None if value.shape[-1] == width else value.shape[-1],
+    }
+    sized = copy(options)
+    sized.__dict__.update({name: size for name, size in fitting.items() if name not in kept} | of_input)
+    return sized

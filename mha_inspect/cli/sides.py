@@ -3,32 +3,31 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+import typer
+
 from ..errors import SpecError
-from ..layers.catalog import OPTIONAL, USUAL, LayerKind
-from ..layers.spec import AttentionSpec, DtypeName, InputSpec, RunSpec
+from ..layers.catalog import OPTIONAL, USUAL, LayerKind, find_layer
+from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..text import did_you_mean, shown
 from . import subject
-from .options import DTYPES, Options
+from .options import Options, counts, is_target
 
 if TYPE_CHECKING:
-    from ..call.triple import Triple
     from ..reports.diff import SideName
-    from ..running.subject import Subject
 
-_NAMES = [name.name for spec in (AttentionSpec, InputSpec, RunSpec) for name in fields(spec)]
-SETTINGS = {name: Options.__annotations__["train" if name == "training" else name] for name in _NAMES}
-"""Every setting that a side may have for itself, with the type of the option."""
-_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
-_MUST_BE = {bool: "true or false", float: "a number, as in 0.1", int: "a whole number, as in 512"}
-_SHARED = ("seed", "embed_dim", "kdim", "vdim", "batch", "seq_len", "key_len", "input")
-"""What makes the weights and the input."""
+SETTINGS = tuple(name.name for spec in (AttentionSpec, InputSpec, RunSpec) for name in fields(spec))
+"""Every setting that a side may have for itself."""
 OF_RUN = frozenset(
     {"dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights"}
 )
 """Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
+OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
+"""What makes the weights and the input, and is the same on both sides."""
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -46,17 +45,31 @@ class AskedSide:
         """Return the flag that gives it settings of its own."""
         return f"--{self.name}-set"
 
-    def require_no_module(self) -> None:
-        """Raise `SpecError` where a module is named of what is a layer."""
+    @property
+    def is_target(self) -> bool:
+        """Whether it is a module of somebody's own, and not a layer of the catalog."""
+        return is_target(self.text)
+
+    @property
+    def kind(self) -> LayerKind:
+        """The layer that it is. Raises `SpecError` where there is none, or a module of it is named."""
         if self.path is not None:
             raise SpecError(
                 f"--{self.name}-module {shown(self.path)} names a module of a target, and that side is a layer. "
                 "Drop it."
             )
+        return find_layer(self.text)
 
     def of_run(self) -> AskedSide:
         """Return the side with those settings alone that a target has under the names of our options."""
         return replace(self, settings=[text for text in self.settings if setting_of(text) in OF_RUN])
+
+    def of_both(self, name: str) -> SpecError:
+        """Return the refusal of a setting that both sides have."""
+        return SpecError(
+            f"{self.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
+            f"--{name.replace('_', '-')} in its place."
+        )
 
     def options(self, options: Options) -> Options:
         """Return the options with the settings of this side: hyphens may stand for underscores.
@@ -80,28 +93,14 @@ class AskedSide:
             if name in names:
                 raise SpecError(f"{self.flag} gives {name} twice: give it once.")
             names.add(name)
-            option = "train" if name == "training" else name
-            setattr(side, option, self._read(name, value))
-            side.given, side.typed = side.given | {option}, side.typed | {option}
+            if name in OF_BOTH:
+                raise self.of_both(name)
+            try:
+                setattr(side, _option(name), _read(name, value))
+            except typer.BadParameter as error:
+                raise SpecError(f"{self.flag} {name}={shown(value)} cannot be read: {error.message}") from None
+            side.given, side.typed = side.given | {_option(name)}, side.typed | {_option(name)}
         return side
-
-    def _read(self, name: str, text: str) -> Any:
-        kinds = get_args(SETTINGS[name]) or (SETTINGS[name],)
-        if text.lower() == "none" and (type(None) in kinds or name == "padding"):
-            return "" if name == "padding" else None
-        kind = int if name in ("num_heads", "padding") else kinds[0]
-        try:
-            if kind is int:
-                numbers = [int(part) for part in text.split(",")] if len(text) < 100 else []
-                if len(numbers) != 1 and name != "padding":
-                    raise ValueError
-                return text if name in ("num_heads", "padding") else numbers[0]
-            if name == "dtype":
-                return DTYPES[DTYPES.index(text)]
-            return _SWITCH[text.lower()] if kind is bool else kind(text)
-        except (ValueError, KeyError):
-            must_be = _MUST_BE.get(kind, f"one of {', '.join(DTYPES)}")
-            raise SpecError(f"{self.flag} {name}={shown(text)} cannot be read: {name} must be {must_be}.") from None
 
 
 def setting_of(text: str) -> str:
@@ -110,39 +109,43 @@ def setting_of(text: str) -> str:
     return "training" if name == "train" else name
 
 
+def _option(name: str) -> str:
+    return "train" if name == "training" else name
+
+
+def _read(name: str, text: str) -> Any:
+    """Return the value that a text says, as the option of this name has it. Raises as its parser."""
+    hint, declared = Options.__annotations__[_option(name)], getattr(Options, _option(name))
+    if text.lower() == "none" and (type(None) in get_args(hint) or name == "padding"):
+        return declared.default
+    if hint is bool and text.lower() not in _SWITCH:
+        raise typer.BadParameter(f"{name} is true or false.")
+    if name in ("num_heads", "padding") and len(text) < 100:
+        counts(name, text)
+    parser = declared.parser or (Path if Path in get_args(hint) else str)
+    return _SWITCH[text.lower()] if hint is bool else parser(text)
+
+
 @dataclass(frozen=True)
-class LayerSide:
+class PlannedLayer:
     """A layer as one side of a diff: what is built, what goes in, how it is run."""
 
-    name: SideName
     kind: LayerKind
     spec: AttentionSpec
     inputs: InputSpec
     run: RunSpec
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any]
     """What was set for this side alone."""
-    unheard: tuple[str, ...] = ()
+    unheard: tuple[str, ...]
     """Sentences: settings that were given for both, and for which this layer has no use."""
 
-    def build(self, dtype: DtypeName | None = None, given: Triple | None = None) -> Subject:
-        """Build the layer, in another dtype or with inputs that are given. Raises as `load_layer`."""
-        from ..call.load import load_layer
 
-        spec = replace(self.spec, dtype=dtype or self.spec.dtype)
-        return replace(load_layer(spec, self.inputs, self.run, self.kind.name, given), notes=self.unheard)
-
-    def shared(self, name: str) -> Any:
-        """Return one of the sizes and numbers that make the weights and the input."""
-        alias = {"kdim": "key_width", "vdim": "value_width", "key_len": "keys"}.get(name, name)
-        return getattr(self.spec if hasattr(self.spec, alias) else self.inputs, alias)
-
-
-def layer_side(options: Options, asked: AskedSide, kind: LayerKind, other: LayerKind) -> LayerSide:
+def planned_layer(options: Options, asked: AskedSide, other: LayerKind) -> PlannedLayer:
     """Return a layer with its own settings, and those of both that it has a use for where the `other` layer has.
 
     Raises `SpecError` where the settings contradict each other, or neither layer has a use for one.
     """
-    names = [setting_of(text) for text in asked.settings]
+    kind, names = asked.kind, [setting_of(text) for text in asked.settings]
     changed, usual, unheard = asked.options(options), Options(), []
     changed.layer = kind.name
     for name in OPTIONAL:
@@ -161,46 +164,18 @@ def layer_side(options: Options, asked: AskedSide, kind: LayerKind, other: Layer
         raise SpecError(f"{asked.name} side: {error}" if names else str(error)) from None
     kind.check(spec, inputs, run)
     values = {name: getattr(part, name) for part in (spec, inputs, run) for name in part.__dataclass_fields__}
-    return LayerSide(asked.name, kind, spec, inputs, run, {name: values[name] for name in names}, tuple(unheard))
+    return PlannedLayer(kind, spec, inputs, run, {name: values[name] for name in names}, tuple(unheard))
 
 
-def require_alike(left: LayerSide, right: LayerSide) -> None:
-    """Let it pass where both sides can have the same weights and the same input. Raises `SpecError` otherwise."""
-    for name in _SHARED:
-        if left.shared(name) != right.shared(name):
-            raise SpecError(
-                f"{name} is {left.shared(name)} on the left{_why(left, name)} and {right.shared(name)} on the right"
-                f"{_why(right, name)}: diff gives both the same weights and the same input. "
-                f"{_way_out(left, right, name)}"
-            )
+def require_same_rows(left: PlannedLayer, right: PlannedLayer) -> None:
+    """Let it pass where both can have the same weights, for all that their heads tell. Raises `SpecError` otherwise."""
     widths = [int(side.spec.head_dim) for side in (left, right)]
     rows = [side.spec.num_heads * width for side, width in zip((left, right), widths, strict=True)]
-    if rows[0] != rows[1]:
+    whole, none = " ({}: each head has the whole embed_dim)", " ({} has no other head_dim)"
+    kinds = [(side.kind, whole if side.kind.whole_heads else none) for side in (left, right)]
+    why = [text.format(kind.name) if kind.whole_heads or "head_dim" not in kind.takes else "" for kind, text in kinds]
+    if rows[0] != rows[1] and left.spec.embed_dim == right.spec.embed_dim:
         raise SpecError(
-            f"head_dim is {widths[0]} on the left{_why(left, 'head_dim')} and {widths[1]} on the right"
-            f"{_why(right, 'head_dim')}: W_q would have {rows[0]} rows and {rows[1]}, and diff gives both the same "
-            f"weights. {_way_out(left, right, 'head_dim')}"
+            f"head_dim is {widths[0]} on the left{why[0]} and {widths[1]} on the right{why[1]}: W_q would have "
+            f"{rows[0]} rows and {rows[1]}, and diff gives both the same weights. Try --head-dim {min(widths)}."
         )
-    layouts = {(side.spec.batch_first, side.inputs.unbatched) for side in (left, right)}
-    if left.inputs.input is not None and len(layouts) > 1:
-        raise SpecError(
-            f"The file {left.inputs.input.name} is laid out in one way, and the sides take inputs in two: batch_first "
-            "and unbatched must be the same on both. Drop them, or --input."
-        )
-
-
-def _why(side: LayerSide, name: str) -> str:
-    """Return why a side has the size that it has, in brackets; empty where it was set."""
-    if name in side.settings:
-        return ""
-    if name == "head_dim" and side.kind.whole_heads and side.spec.head_dim == side.spec.embed_dim:
-        return f" ({side.kind.name}: each head has the whole embed_dim)"
-    return f" ({side.kind.name} has no other {name})" if name in OPTIONAL and name not in side.kind.takes else ""
-
-
-def _way_out(left: LayerSide, right: LayerSide, name: str) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    for side, other in ((left, right), (right, left)):
-        if name in OPTIONAL and name in side.kind.takes and name not in other.kind.takes:
-            return f"Try {flag} {int(other.spec.head_dim) if name == 'head_dim' else other.shared(name)}."
-    return f"Give one {name} for both: {flag}, and not --left-set or --right-set."

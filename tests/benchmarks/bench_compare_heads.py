@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.compare_heads import compare_heads
-from mha_inspect.call.head_counts import layers_by_name, modules_with_heads
+from mha_inspect.call.load import layers_by_name, modules_with_heads
 from mha_inspect.running.subject import Subject
 
 _COUNTS = (1, 2, 4, 8, 16)

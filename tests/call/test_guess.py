@@ -71,16 +71,11 @@ def test_a_forward_is_run_once_to_know_its_inputs_and_once_to_be_seen(capsys: py
 # -- what nobody can guess ---------------------------------------------------------------------------------------------
 
 
-def test_lengths_are_those_of_the_sequences() -> None:
-    _, call = made("Lengths")
-    assert call.kwargs["seq_lens"].tolist() == [5, 5]
-    assert call.drawn == ("x",)
-
-
 @pytest.mark.parametrize(
     ("name", "said", "arguments"),
     [
         ("Scaled", "Scaled.forward needs freqs_cis, .*--input-shape freqs", "x=torch.randn(2, 12, 12), freqs_cis=..."),
+        ("Lengths", "Lengths.forward needs seq_lens, ", "x=torch.randn(2, 12, 12), seq_lens=..."),
         ("Dictionary", "Dictionary.forward takes several tensors in batch", "batch=..."),
         ("Annotated", "Annotated.forward takes several tensors in pair", "pair=..."),
         ("Named", r"Named.forward takes several tensors in \*\*kwargs", "kwargs=..."),

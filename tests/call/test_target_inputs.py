@@ -13,7 +13,7 @@ from mha_inspect.build.arguments import InputShape, parse_shapes
 from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
-from mha_inspect.call.drawing import Plan
+from mha_inspect.call.forward import Forward, Plan
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.errors import DoesNotFitError, InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
@@ -262,5 +262,5 @@ def test_an_input_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("mha_inspect.files.memory.free_memory", lambda device: 29 * 4 * (1 << 20) - 1)
     plan, generator = Plan("hidden", (1, 1 << 20, 29)), torch.Generator()
     with pytest.raises(DoesNotFitError, match=r"an input \[1, 1048576, 29\] needs about 116 MiB"):
-        plan.draw(InputSpec(), torch.float32, torch.device("cpu"), generator)
-    assert plan.draw(InputSpec(), torch.float32, torch.device("meta"), generator).is_meta
+        plan.draw(Forward.of(nn.Linear(1, 1)), InputSpec(), generator)
+    assert plan.draw(Forward.of(nn.Linear(1, 1, device="meta")), InputSpec(), generator).is_meta

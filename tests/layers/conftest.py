@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mha_inspect.call.call import Call
-from mha_inspect.call.inputs import Triple
 from mha_inspect.call.load import layer_called
-from mha_inspect.call.part import layer_inputs
+from mha_inspect.call.part import call_with, layer_inputs, with_the_same
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.running.subject import Subject
@@ -27,10 +26,14 @@ class Inputs:
 
     spec: AttentionSpec
     asked: InputSpec
-    tensors: Triple
+    tensors: tuple[Tensor, Tensor, Tensor]
 
     def into(self, name: str, layer: nn.Module, **run: Any) -> Subject:
-        return layer_called(layer, self.spec, self.asked, RunSpec(**run), name, self.tensors)
+        own = layer_called(layer, self.spec, self.asked, RunSpec(**run), name)
+        drawn = call_with(layer, own.args, own.kwargs, "drawn from the seed")
+        given = Call((), dict(zip(("query", "key", "value"), self.tensors, strict=True)), "")
+        same = with_the_same(drawn, layer, replace(given, batch_first=drawn.batch_first), layer)
+        return replace(own, args=same.args, kwargs=same.kwargs)
 
 
 @dataclass(frozen=True)

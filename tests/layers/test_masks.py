@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mha_inspect.call.masks import merged
+from mha_inspect.call.masks import merged_mask
 from mha_inspect.errors import InputError
 from mha_inspect.layers.per_head import mask_of_head
 
@@ -75,18 +75,10 @@ def test_split_heads_refuses_an_additive_mask_that_float16_cannot_hold(bench):
         inputs.into("split-heads", bench.build("split-heads", dtype="float16"))
 
 
-@pytest.mark.parametrize("name", ["bert", "grouped-query"])
-def test_hidden_states_cannot_be_a_key_and_a_value(bench, name):
-    inputs = bench.inputs(key_len=KEY)
-    query, key, value = inputs.tensors
-    apart = replace(inputs, tensors=(query, key, value.clone()))
-    with pytest.raises(InputError, match=f"{name} makes keys and values from the same hidden states"):
-        apart.into(name, bench.build(name))
-
-
 def merged_in(bench, given):
     masks = given.into("torch", bench.build("torch")).kwargs
-    return merged(masks.get("attn_mask"), given_padding(masks.get("key_padding_mask")), BATCH)
+    padding = given_padding(masks.get("key_padding_mask"))
+    return merged_mask(masks.get("attn_mask"), padding, "boolean", torch.float64, BATCH, "")
 
 
 def given_padding(mask):

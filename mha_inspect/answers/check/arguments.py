@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...call.layout import batch_axis_in_words
+from ...call.guess import batch_axis_in_words
 from ...errors import InputError
 from ...record.arguments import with_copies
 from ...running.subject import Subject
