@@ -6,11 +6,10 @@ And what one tensor of an attention is for, and where in it each head lies: in w
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate, pairwise
-from math import prod
 from typing import Any, NamedTuple
 
 from ..layers.spec import divisors
@@ -28,10 +27,7 @@ _LETTERS = {
     "kv": "kv_proj to_kv kv wkv key_value kv_b_proj linear_kv",
 }
 _WORDS = {word: letters for letters, words in _LETTERS.items() for word in words.split()}
-_NAME = re.compile(
-    r"(?:(?P<owner>.*)\.)?(?:(?P<word>to_out\.0|[^.]+?)[._](?P<kind>weight|bias)|(?P<each>[Wb])_(?P<letter>[QKVO]))"
-)
-"""`W_Q` of TransformerLens has three dimensions, one of which counts the heads."""
+_NAME = re.compile(r"(?:(?P<owner>.*)\.)?(?P<word>(?:to_out\.0|[^.]+?))[._](?P<kind>weight|bias)")
 _LATENT = "kv_a_proj_with_mqa"
 """What makes the keys and values narrower, with a key of positions that all heads share."""
 _NO_HEAD = ": it belongs to no head"
@@ -47,18 +43,6 @@ _BESIDE = {
     "kv_a_layernorm": f"scales what is on the way to the keys and values, before they are projected{_NO_HEAD}",
 }
 """What a tensor does beside the projections, by its name."""
-_TELLING = (
-    ("relative_(?:attention_bias|position_bias_table)", "positions heads", "added to the scores"),
-    ("relative_position_bias_table", "heads rows columns", "added to the scores"),
-    ("attention_biases", "heads positions", "added to the scores"),
-    ("pos_bias_[uv]|r_[rsw]_bias", "heads head_dim", "added to the queries"),
-    ("rel_pos_[hw]", "positions head_dim", "its products with the queries are added to the scores"),
-    ("logit_scale|temperature|head_scale.*", "heads 1 1", "a factor for each head"),
-    ("head_scale.*", "1 heads 1 1", "a factor for each head"),
-    (".*talking_heads.*|proj_[lw]|reattn_weights", "heads heads", "mixes the heads with one another"),
-    (".*talking_heads.*|reattn_weights", "heads heads 1 1", "mixes the heads with one another"),
-)
-"""Tensors whose shapes tell how many heads there are, or how wide one is: names, axes, and what they do."""
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
@@ -79,26 +63,10 @@ class Role:
 
     axes: str
     text: str
-
-
-@dataclass(frozen=True)
-class StoredProjection:
-    """Where a tensor has the numbers of each head of W_q, or of another part."""
-
-    part: str
-    tensor: str
-    axis: int
-    """The dimension of a head's features."""
-    starts: tuple[int, ...]
-    """Where those of each head begin; empty where the first dimension counts the heads."""
-    width: int
-
-    def slices(self, shape: tuple[int, ...]) -> Iterator[HeadSlice]:
-        """Return the rows and columns of each head; nothing where they are a matrix for each."""
-        for head, start in enumerate(self.starts):
-            bounds = [(0, size) for size in shape]
-            bounds[self.axis] = (start, start + self.width)
-            yield HeadSlice(head, self.part, bounds[0], bounds[1] if len(shape) > 1 else None)
+    heads: tuple[HeadSlice, ...] = ()
+    """Which rows and columns belong to each head; empty where their number or the packing is not known."""
+    axis: int = 0
+    """The dimension of the features of heads."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +75,6 @@ class NamedAttention:
 
     stored: StoredAttention
     roles: dict[str, Role]
-    projections: tuple[StoredProjection, ...]
-    """Empty where the number of heads is not known; without those whose packing is not."""
 
 
 class _Tensor(NamedTuple):
@@ -127,8 +93,10 @@ class _Owner:
     """By `W_q`, `b_qkv`."""
     beside: dict[str, str] = field(default_factory=dict)
     """Names of other tensors, to what they do."""
-    sizes: dict[str, int] = field(default_factory=dict)
-    """What the shapes of those tell: `heads`, `head_dim`, and `latent` of multi-head latent attention."""
+    head_dim: int | None = None
+    """Where a norm of a head's features tells it."""
+    latent: int | None = None
+    """Features of latent keys and values, with a key of positions that all heads share."""
 
     @property
     def is_whole(self) -> bool:
@@ -136,19 +104,15 @@ class _Owner:
         has_keys = {"W_k", "W_v"} <= {*self.parts} or "W_kv" in self.parts
         return "W_qkv" in self.parts or ("W_q" in self.parts and has_keys)
 
-    def axes(self, part: str) -> tuple[int, ...]:
-        """Return the dimension of the features of all heads, or those that count the heads and their features."""
-        kind, letters, shape = part[0], part[2:], self.parts[part].shape
-        if len(shape) == (3 if kind == "W" else 2):
-            return (0, 1 if kind == "b" or letters == "o" else 2)
+    def axis(self, part: str) -> int:
+        """Return the dimension of the features of all heads. Weights of GPT-2's Conv1D are `in out`."""
         packed = self.parts.get("W_qkv")
-        # Weights of GPT-2's Conv1D are `in out`.
         across = packed is not None and packed.word == "c_attn" and packed.shape[1] > packed.shape[0]
-        return (int(kind == "W" and (letters == "o") != across),)
+        return int(part[0] == "W" and (part == "W_o") != across)
 
     def width(self, part: str) -> int:
         """Return the features of all heads together; 0 for a part that it has not."""
-        return prod(self.parts[part].shape[axis] for axis in self.axes(part)) if part in self.parts else 0
+        return self.parts[part].shape[self.axis(part)] if part in self.parts else 0
 
 
 def find_attentions(
@@ -162,50 +126,30 @@ def find_attentions(
         asked: a number of heads that somebody has given; it stands where it fits.
     """
     owners: dict[str, _Owner] = {}
-    for name, tensor in tensors.items():
-        match = _NAME.fullmatch(name)
+    for name, match in ((name, _NAME.fullmatch(name)) for name in tensors):
         if match is not None:
             owner = owners.setdefault(match["owner"] or "", _Owner(match["owner"] or ""))
-            _add(owner, name, match["letter"] or match["word"], match["each"] or match["kind"], tensor.shape)
+            _add(owner, _Tensor(name, match["word"], tensors[name].shape), "W" if match["kind"] == "weight" else "b")
     for path, owner in owners.items():
         around, _, last = path.rpartition(".")
         if last in ("self", "attention") and owner.is_whole and "W_o" not in owner.parts:  # as BERT has it
             output = owners.get(f"{around}.output", owner).parts
             owner.parts |= {part: output[part] for part in ("W_o", "b_o") if part in output}
-    whole = {path: owner for path, owner in owners.items() if owner.is_whole}
-    for name, tensor in tensors.items():
-        around, _, word = name.removesuffix(".weight").rpartition(".")
-        path = around if around in whole else around.rpartition(".")[0]
-        if path in whole:
-            _add_telling(whole[path], name, word, tensor.shape)
-    widths = {path: _widths(owner) for path, owner in whole.items()}
-    return [_attention(whole[path], width, config, asked) for path, width in widths.items() if min(width.values()) > 0]
+    widths = [(owner, _widths(owner)) for owner in owners.values() if owner.is_whole]
+    return [_attention(owner, width, config, asked) for owner, width in widths if min(width.values()) > 0]
 
 
-def _add(owner: _Owner, name: str, word: str, kind: str, shape: tuple[int, ...]) -> None:
+def _add(owner: _Owner, tensor: _Tensor, kind: str) -> None:
     """Add a tensor of which the name tells what it is."""
-    matrix, is_stack, folded = kind in ("W", "weight"), kind in ("W", "b"), word.casefold()
-    if folded in _BESIDE:
-        owner.beside[name] = _BESIDE[folded]
-        if folded in _NORMS and len(shape) == 1:
-            owner.sizes["head_dim"] = shape[0]
-        if folded == _LATENT and matrix:
-            owner.sizes["latent"] = shape[0]
-        return
-    letters = folded if is_stack else _WORDS.get(folded)
-    if letters and len(shape) == 1 + matrix + (is_stack and (matrix or letters != "o")):
-        owner.parts.setdefault(f"{'W' if matrix else 'b'}_{letters}", _Tensor(name, word, shape))
-        if is_stack and matrix and letters == "q":
-            owner.sizes["heads"] = shape[0]
-
-
-def _add_telling(owner: _Owner, name: str, word: str, shape: tuple[int, ...]) -> None:
-    """Add a tensor beside the projections whose shape tells of the heads."""
-    for words, axes, text in _TELLING:
-        sizes = {**dict(zip(axes.split(), shape, strict=False)), "1": 1}
-        if re.fullmatch(words, word) and [sizes.get(axis) for axis in axes.split()] == [*shape]:
-            owner.beside[name] = text
-            owner.sizes = {**sizes, **owner.sizes}
+    word = tensor.word.casefold()
+    if word in _BESIDE:
+        owner.beside[tensor.name] = _BESIDE[word]
+        if word in _NORMS and len(tensor.shape) == 1:
+            owner.head_dim = tensor.shape[0]
+        if word == _LATENT and kind == "W":
+            owner.latent = tensor.shape[0]
+    elif word in _WORDS and len(tensor.shape) == (2 if kind == "W" else 1):
+        owner.parts.setdefault(f"{kind}_{_WORDS[word]}", tensor)
 
 
 def _widths(owner: _Owner) -> dict[str, int]:
@@ -217,34 +161,33 @@ def _widths(owner: _Owner) -> dict[str, int]:
         packed = owner.width("W_qkv") - query
     if packed:
         # Latent keys are wider than values, by what they have of positions.
-        value = out if "latent" in owner.sizes else packed // 2 if packed % 2 == 0 else 0
+        value = out if owner.latent is not None else packed // 2 if packed % 2 == 0 else 0
         key = packed - value
     return {"q": query, "k": key, "v": value, "o": out or query}
 
 
 def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any], asked: int | None) -> NamedAttention:
-    latent, fits = owner.sizes.get("latent"), fitting_counts(*widths.values(), owner.sizes.get("head_dim"))
-    if latent is not None and "W_kv" in owner.parts:
+    fits = fitting_counts(*widths.values(), owner.head_dim)
+    if owner.latent is not None and "W_kv" in owner.parts:
         # A query is as wide as its key: the head's own part, and the part for positions, which all heads share.
-        shared = latent - owner.parts["W_kv"].shape[1]
+        shared = owner.latent - owner.parts["W_kv"].shape[1]
         count, rest = divmod(widths["q"] - widths["k"], shared) if shared > 0 else (0, 0)
         fits = (count,) if count > 0 and not (rest or any(widths[letter] % count for letter in "qkv")) else ()
-    known = (owner.sizes.get("heads"), asked, *_of_config(config, owner, widths["q"]))
+    known = (asked, *_of_config(config, owner, widths["q"]))
     heads = next((n for n in known if n in fits), fits[0] if len(fits) == 1 else None)
     head_dim = None if heads is None else widths["q"] // heads
-    kv_heads = heads if latent is not None or head_dim is None else widths["k"] // head_dim
-    roles, projections = {}, list[StoredProjection]()
+    kv_heads = heads if owner.latent is not None or head_dim is None else widths["k"] // head_dim
+    roles = {}
     for part, tensor in owner.parts.items():
         if part == "b_o":
             roles[tensor.name] = Role("embed", "b_o: added once, it belongs to no head")
         elif owner.width(part) == sum(widths[letter] for letter in part[2:]):
             by_group = False if len(part) == 3 else _is_by_group(tensor.word, config)
             layout = _Layout(owner, part, widths, heads, kv_heads, by_group)
-            roles[tensor.name] = Role(layout.pattern(), layout.text())
-            projections += layout.projections()
+            roles[tensor.name] = Role(layout.pattern(), layout.text(), layout.slices(), owner.axis(part))
     roles |= {name: Role("", text) for name, text in owner.beside.items()}
     stored = StoredAttention(owner.path, tuple(roles), heads, kv_heads, head_dim, fits if heads is None else ())
-    return NamedAttention(stored, roles, tuple(projections))
+    return NamedAttention(stored, roles)
 
 
 def _of_config(config: Mapping[str, Any], owner: _Owner, width: int) -> list[int]:
@@ -257,7 +200,7 @@ def _of_config(config: Mapping[str, Any], owner: _Owner, width: int) -> list[int
         for name in _HEADS if not configs or hidden is None or hidden in query else ():
             count, head_dim = inner.get(name), inner.get("head_dim")
             if type(count) is int and (
-                type(head_dim) is not int or "latent" in owner.sizes or count * head_dim == width
+                type(head_dim) is not int or owner.latent is not None or count * head_dim == width
             ):
                 counts.append(((key or name).partition("_")[0] not in owner.path, count))
     return [count for _, count in sorted(counts, key=lambda pair: pair[0])]
@@ -293,46 +236,39 @@ class _Layout(NamedTuple):
     @property
     def _is_shared(self) -> bool:
         """Whether heads share keys and values."""
-        return self.widths["k"] < self.widths["q"] and "latent" not in self.owner.sizes
+        return self.widths["k"] < self.widths["q"] and self.owner.latent is None
 
     def pattern(self) -> str:
         """Return what each dimension is."""
-        letters, tensor, axes = self.part[2:], self.owner.parts[self.part], self.owner.axes(self.part)
-        is_latent, inner = "latent" in self.owner.sizes, "embed"
+        letters, tensor, axis = self.part[2:], self.owner.parts[self.part], self.owner.axis(self.part)
+        is_latent, inner = self.owner.latent is not None, "embed"
         heads = "kv_heads" if self._is_shared and letters in ("k", "v", "kv") else "heads"
         if is_latent and letters in ("kv", "q") and tensor.word != "q_proj":
             inner = "latent"
         elif letters in ("k", "v") and self.part[0] == "W" and self.owner.parts["W_q"].shape[1] != tensor.shape[1]:
             inner = f"{letters}dim"
-        dims: tuple[str, ...] = (heads, "v_head_dim" if is_latent and letters == "o" else "head_dim")
         if self.by_group is None:
-            dims = ("packed",)
-        elif len({self.widths[letter] for letter in letters}) > 1:
+            side = "packed"
+        elif len(letters) == 1:
+            side = f"({heads} {'v_head_dim' if is_latent and letters == 'o' else 'head_dim'})"
+        elif len({self.widths[letter] for letter in letters}) == 1:
+            side = f"({heads} {letters} head_dim)" if self.by_group else f"({letters} {heads} head_dim)"
+        else:
             by_head = self.by_group and self.kv_heads != 1
-            dims = (f"({'heads' if is_latent else 'kv_heads'} packed)" if by_head else "packed",)
-        elif len(letters) > 1:
-            dims = (f"({heads} {letters} head_dim)" if self.by_group else f"({letters} {heads} head_dim)",)
-        elif len(axes) == 1:
-            dims = (f"({' '.join(dims)})",)
-        words = dict(zip(axes, dims, strict=True))
-        return " ".join(words.get(dim, inner) for dim in range(len(tensor.shape)))
+            side = f"({'heads' if is_latent else 'kv_heads'} packed)" if by_head else "packed"
+        return " ".join(side if dim == axis else inner for dim in range(len(tensor.shape)))
 
     def text(self) -> str:
         """Return which parts it holds, and how its heads lie."""
-        kind, letters, each = self.part[0], self.part[2:], self._each()
-        axes, heads, kv_heads = self.owner.axes(self.part), self.heads, self.kv_heads
-        unit = "elements" if kind == "b" else ("rows", "columns")[axes[0]]
+        kind, letters, each, heads, kv_heads = self.part[0], self.part[2:], self._each(), self.heads, self.kv_heads
+        unit = "elements" if kind == "b" else ("rows", "columns")[self.owner.axis(self.part)]
         listed = ", ".join(f"{kind}_{letter}" for letter in letters)
         if len(letters) == 1:
             shared = ""
             if self._is_shared and letters in "kv" and heads and kv_heads:
                 shared = f", each for {heads // kv_heads} query heads"
-            if kind == "b":
-                return listed + shared
-            if len(axes) > 1:
-                return f"{listed}: a matrix for each head"
             width = f", {each[letters][1]} each" if heads else ""
-            return f"{listed}: its {unit} are the heads {_WAYS[unit]}{width}{shared}"
+            return f"{listed}{'' if kind == 'b' else f': its {unit} are the heads {_WAYS[unit]}{width}'}{shared}"
         if self.by_group is None:
             return f"{listed} in one: neither its name nor its shape tells whether head by head"
         if self.by_group and (kv_heads != 1 or heads == 1):
@@ -346,23 +282,23 @@ class _Layout(NamedTuple):
         places = list(accumulate((self.widths[letter] for letter in letters), initial=0))
         return f"{listed} {_WAYS[unit]}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
 
-    def projections(self) -> list[StoredProjection]:
-        """Return where each head of each part lies; nothing where their number or the packing is not known."""
-        kind, axes, tensor = self.part[0], self.owner.axes(self.part), self.owner.parts[self.part]
+    def slices(self) -> tuple[HeadSlice, ...]:
+        """Return the rows and columns of each head of each part; none where number or packing is not known."""
         if self.heads is None or self.by_group is None:
-            return []
-        if len(axes) > 1:
-            return [StoredProjection(self.part, tensor.name, axes[1], (), tensor.shape[axes[1]])]
+            return ()
+        shape, axis = self.owner.parts[self.part].shape, self.owner.axis(self.part)
         each, groups = self._each(), (self.kv_heads or 1) if self.by_group else 1
         # In each group, so many heads of each.
         order = [letter for letter, (count, _) in each.items() for _ in range(count // groups)] * groups
         starts: dict[str, list[int]] = {letter: [] for letter in each}
         for letter, start in zip(order, accumulate((each[letter][1] for letter in order), initial=0), strict=False):
             starts[letter].append(start)
-        return [
-            StoredProjection(f"{kind}_{letter}", tensor.name, axes[0], tuple(starts[letter]), width)
-            for letter, (_, width) in each.items()
-        ]
+        slices = []
+        for letter, (_, width) in each.items():
+            for head, start in enumerate(starts[letter]):
+                bounds = [(start, start + width) if dim == axis else (0, size) for dim, size in enumerate(shape)]
+                slices.append(HeadSlice(head, f"{self.part[0]}_{letter}", bounds[0], (*bounds, None)[1]))
+        return tuple(slices)
 
 
 @cache

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
-from ...files.attentions import NamedAttention, StoredProjection, find_attentions
+from ...files.attentions import NamedAttention, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
 from ...record.rounding import parts, same_bits
@@ -128,7 +128,7 @@ def _paired(left: _Side, right: _Side) -> Iterable[tuple[NamedAttention, NamedAt
 
 def _parts(attention: NamedAttention, other: NamedAttention, left: _Side, right: _Side) -> list[PartPair]:
     """Compare two attentions part by part: `W_q`, `b_q` and so on, by head."""
-    ours, theirs = numbers_of(attention.projections, left.tensors), numbers_of(other.projections, right.tensors)
+    ours, theirs = numbers_of(attention.roles, left.tensors), numbers_of(other.roles, right.tensors)
     pairs = []
     for part in sorted({*ours} & {*theirs}, key=lambda part: (part[0], "qkvo".find(part[-1]))):
         verdict: TensorVerdict = "other shape"
@@ -204,19 +204,20 @@ def _renamed(
     right: _Side,
 ) -> Iterator[TensorPair]:
     """Yield the tensors of two attentions that have the same parts under other names, or in more tensors or fewer."""
-    where = {theirs.part: theirs for theirs in other.projections if theirs.tensor not in left.tensors}
-    shared: dict[tuple[str, str], list[tuple[StoredProjection, StoredProjection]]] = {}
-    for ours in attention.projections:
-        if ours.part in where and ours.part in verdicts and ours.tensor not in right.tensors:
-            theirs = where[ours.part]
-            shared.setdefault((ours.tensor, theirs.tensor), []).append((ours, theirs))
-    for names, projections in shared.items():
-        verdict = max((verdicts[ours.part] for ours, _ in projections), key=_WORSE.index)
-        note = "transposed" if any(ours.axis != theirs.axis for ours, theirs in projections) else ""
+    ours, theirs = (
+        {piece.part: name for name, role in side.roles.items() if name not in beside.tensors for piece in role.heads}
+        for side, beside in ((attention, right), (other, left))
+    )
+    shared: dict[tuple[str, str], list[str]] = {}
+    for part in (part for part in ours if part in theirs and part in verdicts):
+        shared.setdefault((ours[part], theirs[part]), []).append(part)
+    for names, of_names in shared.items():
+        verdict = max((verdicts[part] for part in of_names), key=_WORSE.index)
+        note = "transposed" if attention.roles[names[0]].axis != other.roles[names[1]].axis else ""
         for side, (packed, apart) in enumerate((("left", "right"), ("right", "left"))):
-            several = [pairs for pair, pairs in shared.items() if pair[side] == names[side]]
+            several = [parts for pair, parts in shared.items() if pair[side] == names[side]]
             if len(several) > 1:
-                letters = sorted((ours.part[-1] for pairs in several for ours, _ in pairs), key="qkv".find)
+                letters = sorted((part[-1] for parts in several for part in parts), key="qkv".find)
                 note = f"{listed(letters)} lie in one tensor on the {packed}, in several on the {apart}"
         if note and verdict in _SAME:
             verdict = "same, permuted"

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from ...files.attentions import StoredProjection
+from ...files.attentions import Role
 from ...files.tensors import StoredTensor, read_stored
 from ...reports.params import HeadNorms
 from ...text import shown, spans
 
 
-def numbers_of(projections: Sequence[StoredProjection], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Read the parts of an attention by head.
+def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Read the parts of an attention by head, where it is known of its tensors.
 
     Returns `W_q` to `b_v`, with the numbers of each: `heads head_dim embed`, and `heads head_dim` of a bias.
     """
-    numbers: dict[str, Tensor] = {}
-    for name in dict.fromkeys(
-        projection.tensor for projection in projections if tensors[projection.tensor].has_numbers
-    ):
-        content = read_stored(tensors[name], shown(name))
-        for projection in (projection for projection in projections if projection.tensor == name):
-            features, width = content.movedim(projection.axis, 0), projection.width
-            parts = [features[start : start + width] for start in projection.starts]
-            numbers[projection.part] = torch.stack(parts) if parts else features.movedim(0, 1)
-    return numbers
+    pieces: dict[str, dict[int, list[Tensor]]] = {}
+    for name, role in roles.items():
+        if role.heads and tensors[name].has_numbers:
+            content = read_stored(tensors[name], shown(name))
+            for piece in role.heads:
+                bounds = [slice(*bound) for bound in (piece.rows, piece.columns) if bound is not None]
+                numbers = content if content.dim() == len(bounds) else content.squeeze()
+                heads = pieces.setdefault(piece.part, {})
+                heads.setdefault(piece.head, []).append(numbers[tuple(bounds)].movedim(role.axis, 0))
+    whole = {part: [torch.cat(heads[head]) for head in sorted(heads)] for part, heads in pieces.items()}
+    return {part: torch.stack(heads) for part, heads in whole.items() if len({head.shape for head in heads}) == 1}
 
 
 def norms_of(module: str, numbers: Mapping[str, Tensor]) -> tuple[list[HeadNorms], list[str]]:

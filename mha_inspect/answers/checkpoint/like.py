@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ...errors import InputError
 from ...files.attentions import Role, fitting_counts
-from ...files.tensors import StoredTensor, read_stored
-from ...reports.params import HeadSlice, LikeModule, StoredAttention, StoredName, WrongShape
+from ...files.tensors import StoredTensor
+from ...reports.params import LikeModule, StoredAttention, StoredName, WrongShape
 from ...text import shown
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from ...naming.parameters import Projection
     from ...running.run import Run
@@ -24,12 +23,9 @@ if TYPE_CHECKING:
 class Known:
     """What the tensors of a file are for, by their names or by a run of the module that they are for."""
 
-    attentions: tuple[tuple[StoredAttention, Callable[[], dict[str, Tensor]]], ...] = ()
-    """With what reads each part of it by head, as `heads.numbers_of` does."""
+    attentions: tuple[StoredAttention, ...] = ()
     roles: Mapping[str, Role] = field(default_factory=dict)
     """By the names in the file."""
-    heads: Mapping[str, tuple[HeadSlice, ...]] = field(default_factory=dict)
-    """By name."""
     notes: tuple[str, ...] = ()
     like: LikeModule | None = None
 
@@ -90,15 +86,14 @@ def held_against(
         path = attention.module.removeprefix(prefix[1:]) if prefix[:1] == "-" else prefix + attention.module
         path, sizes = path.rstrip("."), (axes.num_heads, axes.num_kv_heads, axes.head_dim)
         stored = StoredAttention(path, tuple(used), *sizes, _fitting(parts))
-        attentions.append((stored, partial(_numbers_of, parts, in_file, tensors)))
+        attentions.append(stored)
         if counts.get(path, axes.num_heads) != axes.num_heads:
             notes.append(f"{shown(path)} has {axes.num_heads} heads in {label}, and {counts[path]} by config.json.")
-    if any(len(stored.fits) > 1 for stored, _ in attentions):
+    if any(len(stored.fits) > 1 for stored in attentions):
         notes.append(f"Head counts are those of {label}: the file would load silently with any that fits.")
     return Known(
         tuple(attentions),
-        {name: Role(role.axes, role.text) for name, role in roles.items()},
-        {name: role.heads for name, role in roles.items() if role.is_part},
+        {name: Role(role.axes, role.text, role.heads if role.is_part else ()) for name, role in roles.items()},
         tuple(notes),
         like,
     )
@@ -126,20 +121,3 @@ def _fitting(projections: list[Projection]) -> tuple[int, ...]:
     if not {"W_q", "W_k", "W_v"} <= {*widths}:
         return ()
     return fitting_counts(widths["W_q"], widths["W_k"], widths["W_v"], widths.get("W_o", widths["W_q"]))
-
-
-def _numbers_of(
-    projections: list[Projection], in_file: Mapping[str, str], tensors: Mapping[str, StoredTensor]
-) -> dict[str, Tensor]:
-    """Read the parts of an attention by head, where the module's parameters have them."""
-    from ...naming.parameters import View
-
-    names = {of for projection in projections for of in projection.parameters if of in in_file}
-    contents = {
-        of: read_stored(tensors[in_file[of]], shown(in_file[of])) for of in names if tensors[in_file[of]].has_numbers
-    }
-    return {
-        own.part: View(own.shape, tuple((part, contents[part.parameter.name]) for part in own.parts)).read()
-        for own in projections
-        if own.is_whole and own.part != "b_o" and {*own.parameters} <= {*contents}
-    }

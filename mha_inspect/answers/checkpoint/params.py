@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import SpecError
-from ...files.attentions import StoredProjection, find_attentions
+from ...files.attentions import Role, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
 from ...reports.common import Environment, LayerInfo
-from ...reports.params import HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport, StoredAttention
+from ...reports.params import HeadNorms, Parameter, ParametersTotal, ParamsReport, StoredAttention
 from ...text import did_you_mean, first_few, listed, plural, shown
 from .like import Known, held_against
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from ...layers.spec import Show
     from ...running.subject import Subject
@@ -64,15 +63,16 @@ def params_of_checkpoint(
         tensors = _below(module, tensors)
         of = plural(len(checkpoint.tensors), "tensor")
         notes.append(f"Those of {shown(module)} alone: {len(tensors)} of {of}.")
-        attentions = tuple(pair for pair in attentions if any(name in tensors for name in pair[0].parameters))
+        attentions = tuple(stored for stored in attentions if any(name in tensors for name in stored.parameters))
     whole = sum(tensor.numel for tensor in tensors.values())
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     sizes: list[HeadNorms] = []
     if norms or (show is not None and show.stats):
-        from .heads import norms_of
+        from .heads import norms_of, numbers_of
 
-        for attention, read in attentions:
-            of_attention, unusual = norms_of(attention.module, read())
+        for stored in attentions:
+            of_stored = {name: known.roles[name] for name in stored.parameters if name in known.roles}
+            of_attention, unusual = norms_of(stored.module, numbers_of(of_stored, checkpoint.tensors))
             sizes += of_attention
             notes += unusual
     shown_config = {name: checkpoint.config.get(name) for name in _SHOWN}
@@ -83,7 +83,7 @@ def params_of_checkpoint(
         total=ParametersTotal(whole, sum(tensor.nbytes for tensor in tensors.values()), "", None),
         notes=tuple(notes),
         head_norms=tuple(sizes) if norms else None,
-        stored_attentions=tuple(attention for attention, _ in attentions),
+        stored_attentions=attentions,
         like=known.like,
     )
 
@@ -116,24 +116,11 @@ def _by_names(checkpoint: Checkpoint, num_heads: int | None) -> Known:
         allowed = sorted({n for stored in attentions for n in (*stored.fits, stored.num_heads) if n is not None})
         where, counts = shown(checkpoint.path), listed(list(map(str, allowed)))
         raise SpecError(f"num_heads {num_heads} does not fit the shapes in {where}: {counts} do.")
-    heads: dict[str, tuple[HeadSlice, ...]] = {}
-    for projection in (projection for attention in named for projection in attention.projections):
-        slices = projection.slices(checkpoint.tensors[projection.tensor].shape)
-        heads[projection.tensor] = (*heads.get(projection.tensor, ()), *slices)
     return Known(
-        tuple(
-            (attention.stored, partial(_numbers_of, attention.projections, checkpoint.tensors)) for attention in named
-        ),
+        tuple(attentions),
         {name: role for attention in named for name, role in attention.roles.items()},
-        heads,
         tuple(_notes(attentions, from_config=num_heads is None and bool(checkpoint.config))),
     )
-
-
-def _numbers_of(projections: Sequence[StoredProjection], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    from .heads import numbers_of
-
-    return numbers_of(projections, tensors)
 
 
 def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) -> Known:
@@ -147,8 +134,8 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) 
     if subject is like:
         with torch.no_grad(), subject.replaying(subject.state()):
             run = subject.recorded(keep=True)
-    stored = [stored for stored, _ in by_names.attentions if stored.num_heads is not None and checkpoint.config]
-    counts = {attention.module: attention.num_heads or 0 for attention in stored}
+    told = [stored for stored in by_names.attentions if checkpoint.config]
+    counts = {stored.module: stored.num_heads for stored in told if stored.num_heads is not None}
     by_run = held_against(checkpoint.tensors, subject.module, run, subject.name, counts)
     return replace(by_names, like=by_run.like) if run is None else by_run
 
@@ -156,7 +143,7 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) 
 def _parameter(
     name: str, tensor: StoredTensor, known: Known, whole: int, per_head: bool, show: Show | None
 ) -> Parameter:
-    role = known.roles.get(name)
+    role = known.roles.get(name, Role("", ""))
     stats = values = None
     if show is not None and (show.stats or show.values) and tensor.numel and tensor.read is not None:
         from ...measure.statistics import stats_of, values_of
@@ -167,13 +154,13 @@ def _parameter(
     return Parameter(
         name=name,
         shape=tensor.shape,
-        axes=(role.axes if role is not None else "") or " ".join(map(str, tensor.shape)),
+        axes=role.axes or " ".join(map(str, tensor.shape)),
         dtype=tensor.dtype,
         numel=tensor.numel,
         nbytes=tensor.nbytes,
         share=tensor.numel / whole if whole else 0.0,
-        role="" if role is None else role.text,
-        heads=(known.heads.get(name) or None) if per_head else None,
+        role=role.text,
+        heads=(role.heads or None) if per_head else None,
         stats=stats,
         values=values,
     )

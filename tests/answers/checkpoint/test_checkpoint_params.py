@@ -130,58 +130,6 @@ def test_names_tell_what_the_run_of_the_model_tells(kind, tmp_path):
     assert {own.num_heads for own in found.stored_attentions} == {3 if kind == "deepseek_v3" else 4}
 
 
-def test_a_matrix_for_each_head_as_transformerlens_has_it(tmp_path):
-    named = {f"blocks.0.attn.W_{n}": torch.zeros(3, 12, 5) for n in "QKV"}
-    named |= {"blocks.0.attn.W_O": torch.zeros(3, 5, 12), "blocks.0.attn.b_Q": torch.zeros(3, 5)}
-    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named))
-    (attention,) = report.stored_attentions
-    assert (attention.num_heads, attention.head_dim) == (3, 5)
-    assert roles(report)["blocks.0.attn.W_Q"] == ("W_q: a matrix for each head", "heads embed head_dim")
-    assert roles(report)["blocks.0.attn.W_O"] == ("W_o: a matrix for each head", "heads head_dim embed")
-    assert roles(report)["blocks.0.attn.b_Q"] == ("b_q", "heads head_dim")
-
-
-def test_a_table_of_positions_tells_the_heads_that_a_configuration_does_not(tmp_path):
-    """Swin has other head counts at every stage, which its config lists: what the model was built with is in tables."""
-    transformers = pytest.importorskip("transformers")
-    heads = [2, 4, 8]
-    config = transformers.SwinConfig(image_size=32, embed_dim=16, depths=[1, 2, 1], num_heads=heads, window_size=2)
-    model = transformers.SwinModel(config)
-    built = {
-        name: own.num_attention_heads for name, own in model.named_modules() if hasattr(own, "num_attention_heads")
-    }
-    assert {*built.values()} == {*heads}
-    found = params_of_checkpoint(saved(tmp_path / "x.safetensors", model.state_dict())).stored_attentions
-    assert {own.module: own.num_heads for own in found} == built
-
-
-@pytest.mark.parametrize(
-    ("beside", "shape", "told"),
-    [
-        ("relative_attention_bias.weight", (32, 6), 6),  # T5
-        ("rel_pos.relative_position_bias_table", (6, 13, 13), 6),  # MaxViT of TensorFlow
-        ("attention_biases", (6, 49), 6),  # LeViT
-        ("pos_bias_u", (6, 7), 6),  # Conformer
-        ("rel_pos_h", (13, 7), 6),  # SAM: as wide as a head
-        ("logit_scale", (6, 1, 1), 6),  # Swin 2
-        ("temperature", (6, 1, 1), 6),  # XCiT
-        ("head_scale_params", (1, 6, 1, 1), 6),  # x-transformers
-        ("proj_l.weight", (6, 6), 6),  # CaiT
-        ("pre_softmax_talking_heads.weight", (6, 6, 1, 1), 6),  # x-transformers
-        ("temperature", (1,), None),  # one for all of them
-        ("relative_position_bias_table", (169, 5), None),  # of something else: 5 heads do not fit 42
-        ("proj_l.weight", (6, 3), None),
-        ("logit_scale", (), None),
-    ],
-)
-def test_what_stands_beside_the_projections_tells_the_heads(beside, shape, told, tmp_path):
-    named = {f"a.{name}.weight": torch.zeros(42, 42) for name in ("q_proj", "k_proj", "v_proj", "out_proj")}
-    named[f"a.{beside}"] = torch.zeros(shape)
-    (attention,) = params_of_checkpoint(saved(tmp_path / "x.safetensors", named)).stored_attentions
-    assert attention.num_heads == told
-    assert (f"a.{beside}" in attention.parameters) == (told is not None or shape == (169, 5))
-
-
 def test_the_head_count_of_the_configuration_that_fits(tmp_path):
     """A text tower and a picture tower have their own, and their widths tell which is whose."""
     named = {f"vision.layers.0.{n}_proj.weight": torch.zeros(24, 24) for n in "qkvo"}
