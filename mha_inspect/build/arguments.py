@@ -17,12 +17,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import reduce
 from inspect import Parameter
+from itertools import count
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DoesNotFitError, SpecError
 from ..text import did_you_mean, first_few, shown
-from .vocabulary import ALIASES, Flags, dashed, flag_of, named_for
+from .vocabulary import ALIASES, Flags, dashed, flag_of, kind_of, named_for
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,10 +39,10 @@ _DIGITS = 20
 _EXAMPLES = {int: ("a whole number", "8"), float: ("a number", "0.1"), bool: ("true or false", "true")}
 _LARGEST = 2**40
 _SHAPE = re.compile(r"(?:(?P<name>[^=:\s]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>[\w.]+))?")
-_CONFIG_NAMES = ("config", "cfg", "conf", "args", "params", "hparams", "opt", "options", "configuration")
-_CONFIG_ENDINGS = ("config", "cfg", "args", "params", "hparams", "arguments")
+_CONFIGS = ("config", "cfg", "conf", "args", "params", "opt", "options", "configuration", "arguments")
+"""How names of configs end, and those of their classes."""
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
-_TENSORS = {"q", "k", "v", "x", "query", "key", "value", "queries", "keys", "values", "inputs", "hidden_states"}
+_TENSORS = ("query", "key", "value", "hidden", "mask")
 _MOST_PARAMETERS = 100_000
 """Tensors: a mixture of 256 experts in 61 layers, each matrix for itself, has half of it."""
 
@@ -241,7 +242,7 @@ def bind(
     for key in [key for key in bound.left if open_ended and key.isidentifier()]:
         bound.take(key, convert(key, bound.left.pop(key), Any, Parameter.empty, namespace), "--set")
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
-    if missing and all(argument in _TENSORS or "mask" in argument for argument in missing):
+    if missing and all(kind_of(plain[n]) in _TENSORS for n in missing):
         raise SpecError(
             f"{name} takes tensors ({', '.join(missing)}): it is a function of them, and not a class or a function "
             "that returns a module. Call it in the forward of a torch.nn.Module."
@@ -295,7 +296,7 @@ def _pass_config(
         bound.names += [f"{name}.{n}" for n in inner.names]
         bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
         bound.used |= inner.used
-    elif kind is None and is_needed and (name.casefold() in _CONFIG_NAMES or _is_config_name(name)):
+    elif kind is None and is_needed and name.casefold().endswith(_CONFIGS):
         given = {key: convert(key, text, Any, Parameter.empty, namespace) for key, text in settings.items()}
         bound.values[name] = FlagConfig(name, given, flags, bound)
     else:
@@ -306,18 +307,34 @@ def _pass_config(
 
 def _config_class(parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
     """Return the class of a config: annotated, or the only one that the target's file defines for it; None for none."""
+
+    def named(kind: type) -> bool:
+        return kind.__name__.casefold().endswith(_CONFIGS)
+
     kind = parameter.annotation
     if isinstance(kind, type) and kind is not Parameter.empty and kind.__module__ != "builtins":
-        return kind if dataclasses.is_dataclass(kind) or _is_config_name(kind.__name__) else None
-    if kind is not Parameter.empty or parameter.name.casefold() not in _CONFIG_NAMES or not guess:
+        return kind if dataclasses.is_dataclass(kind) or named(kind) else None
+    if kind is not Parameter.empty or not parameter.name.casefold().endswith(_CONFIGS) or not guess:
         return None
-    here = [value for value in namespace.values() if isinstance(value, type) and _is_config_name(value.__name__)]
-    here = [value for value in here if value.__module__ == namespace.get("__name__")]
-    return here[0] if len(here) == 1 else None
+    classes = [value for value in namespace.values() if isinstance(value, type) and named(value)]
+    classes = [value for value in classes if value.__module__ == namespace.get("__name__")]
+    return classes[0] if len(classes) == 1 else None
 
 
-def _is_config_name(name: str) -> bool:
-    return name.casefold().endswith(_CONFIG_ENDINGS)
+def settings_of_forward(
+    module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what --set gives for arguments of the forward, where the constructor has none of that name.
+
+    Raises `SpecError` for a name that neither has.
+    """
+    every = signature_of(module.forward)
+    taken = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+    strange = next((key for key in left if key not in taken), None)
+    if strange is not None:
+        owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
+        raise SpecError(unknown_setting(strange, [*dict.fromkeys((*names, *taken))], owner))
+    return {key: convert(key, text, taken[key].annotation, taken[key].default, namespace) for key, text in left.items()}
 
 
 def unknown_setting(key: str, names: list[str], owner: str) -> str:
@@ -334,18 +351,16 @@ def of_bounded_number(called: str) -> Iterator[None]:
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
-    left = _MOST_PARAMETERS
+    numbers = count(1)
 
-    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
+    def registered(*_: object) -> None:
+        if next(numbers) > _MOST_PARAMETERS:
             raise DoesNotFitError(
                 f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is more than can be looked at. "
                 "Give it fewer layers."
             )
 
-    hook = register_module_parameter_registration_hook(count)
+    hook = register_module_parameter_registration_hook(registered)
     try:
         yield
     finally:

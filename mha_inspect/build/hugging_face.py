@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +23,7 @@ from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFil
 from ..files.checkpoint import read_json
 from ..files.memory import require_memory
 from ..text import did_you_mean, shown
-from .arguments import convert, of_bounded_number, unknown_setting
+from .arguments import convert, of_bounded_number, settings_of_forward, unknown_setting
 from .hf_small import small_values
 from .importing import in_one_line
 from .vocabulary import ALIASES, Flags, dashed, named_for, plain
@@ -38,6 +37,8 @@ _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
 """How the files of tokenizers begin."""
 
+Built = tuple[nn.Module, dict[str, Any], tuple[str, ...], dict[str, Any]]
+
 
 class NetworkNeededError(MhaInspectError):
     """What was asked for is not on this machine, and nothing is downloaded."""
@@ -45,24 +46,11 @@ class NetworkNeededError(MhaInspectError):
     exit_code = ExitCode.REFUSED
 
 
-@dataclass(frozen=True)
-class Model:
-    """A model that was built, and how."""
-
-    module: nn.Module
-    passed: dict[str, Any]
-    """What its configuration was given, by name, as plain data."""
-    notes: tuple[str, ...]
-    left: dict[str, str]
-    """What --set gave that the configuration has no name for."""
-    names: list[str]
-    """Every name that --set could give the configuration."""
-    owner: str
-    """What messages call the configuration."""
-
-
-def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: str, seed: int) -> Model:
+def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: str, seed: int) -> Built:
     """Build the model that `hf:TYPE` or `hf:DIRECTORY` names.
+
+    Returns it, what its configuration was given by name as plain data, notes on how it was built, and what --set gave
+    for arguments of its forward.
 
     Raises:
         InputError: transformers is missing, or the type or the configuration is none.
@@ -107,7 +95,8 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
         if not isinstance(value, (dict, list))
     }
     names = [*_setting_names(config_class), _ATTENTION, _SMALL]
-    return Model(module, passed, tuple(notes), left, names, f"the configuration of {kind}")
+    chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {})
+    return module, passed, tuple(notes), chosen
 
 
 def _transformers() -> ModuleType:

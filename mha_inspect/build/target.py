@@ -25,10 +25,9 @@ from .arguments import (
     FlagConfig,
     MissingSettingError,
     bind,
-    convert,
     of_bounded_number,
+    settings_of_forward,
     signature_of,
-    unknown_setting,
 )
 from .hugging_face import build_model
 from .importing import in_one_line, load_object
@@ -95,9 +94,8 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
     resolve(spec.device, spec.dtype or "float32")
     seed_everything(spec.seed)
     if text.startswith("hf:"):
-        model = build_model(text, settings, spec.flags, spec.device, spec.seed)
-        chosen = _of_forward(model.module, model.left, model.names, model.owner, {})
-        target = Target(model.module, text, model.passed, model.notes, vars(model.module.config), chosen)
+        module, passed, notes, chosen = build_model(text, settings, spec.flags, spec.device, spec.seed)
+        target = Target(module, text, passed, notes, vars(module.config), chosen)
     else:
         target = _load_python(text, settings, spec)
     target.module.train(spec.training)
@@ -121,7 +119,7 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
                 f"{text} is a module that its file has made already: {dashed(min(typed))} cannot change it. "
                 f"Name its class, {type(named).__name__}, to build another."
             )
-        return Target(named, text, {}, forward_settings=_of_forward(named, settings, [], text, namespace))
+        return Target(named, text, {}, forward_settings=settings_of_forward(named, settings, [], text, namespace))
     if not callable(named) or (isinstance(named, type) and not issubclass(named, nn.Module)):
         what = f"the class {named.__qualname__}" if isinstance(named, type) else f"of type {type(named).__name__}"
         raise InputError(f"{shown(text)} is {what}, and not {_WANTED}")
@@ -141,7 +139,7 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         call = _returned_call(name, returned)
     if not isinstance(module, nn.Module):
         raise InputError(f"{name}() returned {a_kind(module)}, and not {_WANTED}")
-    forward_settings = _of_forward(module, bound.left, bound.names, name, namespace)
+    forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace)
     if typed - bound.used:
         raise SpecError(
             f"{name} takes no argument that {dashed(min(typed - bound.used))} could be: its arguments are "
@@ -216,22 +214,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return str(value).removeprefix("torch.")
     return value.__name__ if isinstance(value, type) else a_kind(value)
-
-
-def _of_forward(
-    module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return what --set gives for arguments of the forward, where the constructor has none of that name.
-
-    Raises `SpecError` for a name that neither has.
-    """
-    every = signature_of(module.forward)
-    taken = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    strange = next((key for key in left if key not in taken), None)
-    if strange is not None:
-        owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
-        raise SpecError(unknown_setting(strange, [*dict.fromkeys((*names, *taken))], owner))
-    return {key: convert(key, text, taken[key].annotation, taken[key].default, namespace) for key, text in left.items()}
 
 
 # -- the device -------------------------------------------------------------------------------------------------------
