@@ -47,15 +47,13 @@ class Weights:
 
     def read(self) -> Numbers:
         """Return a copy of all parts, with zeros for the features that a head does not read."""
-        return {part: view.read() for part, own in self.projections.items() if (view := own.view(self.module))}
+        return {part: own.read(self.module.get_parameter) for part, own in self.projections.items()}
 
     def write(self, numbers: Mapping[str, Tensor]) -> None:
         """Copy numbers of the same shapes into the parameters, those that are given, cast to their dtype."""
         with torch.no_grad():
             for part, own in numbers.items():
-                view = self.projections[part].view(self.module)
-                assert view is not None, f"{part} has no view"
-                view.write(own)
+                self.projections[part].write(self.module.get_parameter, own)
 
     def users(self) -> list[int]:
         """Return for each query head which key/value head it uses."""

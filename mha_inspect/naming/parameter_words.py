@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import permutations
+from math import prod
 
 import torch
+from torch import Tensor
 
+from ..graph.attention import Attention
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
+from .axes import AxisNames
 from .named_run import NamedRun
-from .parameters import axes_of, dimension_of, indices_of, outside_of, runs_of, slices_of
-from .parts import SIDES, Part, PartFinder, parts_of
+from .parameters import SIDES, Part, Serves, coordinates, is_vector, num_heads, parameters_behind, parts_of
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
@@ -27,8 +31,12 @@ _SAID = {
     "sinks": "sinks, beside the scores: they have no value",
 }
 """What a parameter does that is no matrix and no bias of a projection."""
-_BESIDE = frozenset({"scores", "in scores", "in weights", "sinks", "learned"})
+_BESIDE = ("scores", "in scores", "in weights", "sinks", "learned")
 """Those that have no part in what heads are made of."""
+_SCALES = {"scale before": "norm"}
+"""What a slice is called after, where it is not the kind of its part."""
+_PACKED = {"qkv": "qkv", "kv": "kv", "qk": "qk"}
+"""What the axis is called that counts the parts in one parameter."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +52,8 @@ class ParameterRole:
 
 
 @dataclass
-class _Held:
-    """What a parameter holds for one attention."""
+class _Use:
+    """What an attention does with a parameter."""
 
     kind: str
     letters: list[str] = field(default_factory=list)
@@ -57,301 +65,350 @@ def roles_of(run: NamedRun) -> dict[str, ParameterRole]:
 
     A parameter that is no part of an attention has the operation that reads it first for a role.
     """
+    roles: dict[str, list[ParameterRole]] = {}
+    for (attention, names), (parts, serves) in zip(run.attentions, parts_of(run), strict=True):
+        words = _Words(run, attention, names, serves)
+        for name, use in _uses(run, attention, parts).items():
+            roles.setdefault(name, []).append(words.role(use))
+    # Of several attentions the one that tells most, in the words of all.
+    merged = {
+        name: replace(
+            max(several, key=lambda role: len(role.heads)), text="; ".join(dict.fromkeys(r.text for r in several))
+        )
+        for name, several in roles.items()
+    }
     readers = _readers(run)
-    found: dict[str, list[ParameterRole]] = {}
-    for finder, parts in parts_of(run):
-        for name, role in _OfAttention(run, finder, parts, readers).roles().items():
-            found.setdefault(name, []).append(role)
-    merged = {name: _merged(several) for name, several in found.items()}
-    names = {named.name for named in run.recording.parameters}
-    return merged | _others(readers, names - merged.keys())
+    others = {named.name for named in run.recording.parameters} - merged.keys()
+    texts = {name: f"read by {readers[name]}" if name in readers else "not read by this forward" for name in others}
+    return merged | {name: ParameterRole("", text) for name, text in texts.items()}
 
 
-def _merged(roles: list[ParameterRole]) -> ParameterRole:
-    """One role of a parameter that several attentions share: the one that tells most, in the words of all."""
-    texts = dict.fromkeys(role.text for role in roles)
-    return replace(max(roles, key=lambda role: len(role.heads)), text="; ".join(texts))
+def _readers(run: NamedRun) -> dict[str, str]:
+    """Return for each parameter the operation that reads it first, moved or cast at most."""
+    recording, readers, moved = run.recording, dict[str, str](), dict[int, set[str]]()
+    for op in recording.ops:
+        names = set().union(*(moved.get(tensor.id, ()) for tensor in op.inputs))
+        parameters = (recording.parameter_storages.get(tensor.storage) for tensor in op.inputs)
+        names |= {named.name for named in parameters if named is not None}
+        if names and run.graph.moves(op):
+            moved.update((tensor.id, names) for tensor in op.outputs)
+        else:
+            readers = dict.fromkeys(names, op.base_name) | readers
+    return readers
 
 
-class _OfAttention:
+# -- which parameters -------------------------------------------------------------------------------------------------
+
+
+def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[str, _Use]:
+    """Return what is done with each parameter that has a part in an attention: the first of several uses."""
+    graph, uses = run.graph, dict[str, _Use]()
+
+    def add(kind: str, letter: str, name: str, part: Part | None = None) -> None:
+        use = uses.setdefault(name, _Use(kind))
+        if use.kind == kind and letter not in use.letters:
+            use.letters.append(letter)
+            use.parts += [part] if part is not None else []
+
+    for part in sorted(parts, key=lambda part: ("W", "b", part.kind).index(part.kind)):
+        add(part.kind, part.letter, part.parameter.name, part)
+    for letter in "qkv":
+        given = attention.stages.get(SIDES[letter])
+        if given is not None and graph.is_weight(given):
+            for named in parameters_behind(run, [given], lambda op: True):
+                add("learned", letter, named.name)
+    added = [t for op in attention.masks for t in op.inputs if not graph.comes_from_inputs(t)]
+    sinks = [t for t in (attention.sinks.inputs if attention.sinks is not None else ()) if graph.is_weight(t)]
+    for kind, tensors in (("scores", added), ("sinks", sinks)):
+        for named in parameters_behind(run, tensors, lambda op: True):
+            add(kind, "", named.name)
+    product, stages = attention.value_product, attention.stages
+    weights = product.right if attention.value_first else product.left
+    heads = (stages["q_heads"], stages["k_heads"])
+    for kind, sources, target in (
+        ("in scores", heads, attention.softmax.inputs[0]),
+        ("in weights", (attention.softmax.output,), weights),
+    ):
+        stops = {tensor.id for tensor in sources}
+        start = min(run.recording.producers.get(id_, -1) for id_ in stops)
+
+        def passes(op: Op, stops: set[int] = stops, start: int = start) -> bool:
+            inside = op.index > start or all(map(graph.is_weight, op.inputs))
+            return inside and not any(tensor.id in stops for tensor in op.outputs)
+
+        for named in parameters_behind(run, [target], passes):
+            add(kind, "", named.name)
+    return uses
+
+
+# -- how they lie -----------------------------------------------------------------------------------------------------
+
+
+def _inner_dims(part: Part) -> list[int]:
+    """Return the dimensions of a matrix that are not of heads and their features."""
+    number, step = part.inner or (1, 1)
+    ends = coordinates(torch.tensor([0, (number - 1) * step]), part.parameter.tensor)
+    return [dim for dim, at in enumerate(ends) if int(at[0]) != int(at[1])]
+
+
+def _indices(part: Part) -> list[dict[int, Tensor]]:
+    """Return for each dimension, and each head, the indices at which it has elements, in order."""
+    shape, inner = part.parameter.tensor.shape, _inner_dims(part)
+    of_heads = {head: coordinates(row[row >= 0], part.parameter.tensor) for head, row in part.heads.items()}
+    return [
+        {head: torch.arange(size) if dim in inner else torch.unique(at[dim]) for head, at in of_heads.items()}
+        for dim, size in enumerate(shape)
+    ]
+
+
+def _runs(indices: Tensor) -> list[tuple[int, int]]:
+    """Return sorted indices as runs, the start included, the stop not."""
+    breaks = (indices.diff() != 1).nonzero().flatten() + 1
+    pieces = torch.tensor_split(indices, breaks.tolist()) if len(indices) else ()
+    return [(int(run[0]), int(run[-1]) + 1) for run in pieces]
+
+
+def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
+    """Return the rows and columns of each head, where they are all of its elements."""
+    shape = parts[0].parameter.tensor.shape
+    large = [dim for dim, size in enumerate(shape) if size > 1] or [0]
+    if kind == "W" and len(shape) == 2:
+        large = [0, 1]
+    slices = []
+    for part in parts:
+        if part.is_shared or (part.letter == "o" and kind == "b"):
+            continue
+        name, indices = part.name or f"{_SCALES.get(kind, kind)}_{part.letter}", _indices(part)
+        for head, row in part.heads.items():
+            number = len(torch.unique(row[row >= 0])) * (1 if part.inner is None else part.inner[0])
+            if len(large) > 2 or prod(len(of_dim[head]) for of_dim in indices) != number:
+                return ()
+            columns = _runs(indices[large[1]][head]) if len(large) > 1 else [None]
+            slices += [
+                HeadSlice(head, name, run, column) for run in _runs(indices[large[0]][head]) for column in columns
+            ]
+    return tuple(slices)
+
+
+def _axes(parts: Sequence[Part], words: tuple[str, str], ones: Sequence[str]) -> list[str] | None:
+    """Return the words of each dimension, `1` or empty for those of no head; None where no pattern says it.
+
+    Args:
+        parts: what the parameter holds, in the order in which it lies there.
+        words: what the axes of heads and of features are called.
+        ones: those of them that are named where they are of size one.
+    """
+    shape, inner = parts[0].parameter.tensor.shape, _inner_dims(parts[0])
+    rows = [row for part in parts for row in part.heads.values()]
+    if len({len(part.heads) for part in parts}) > 1 or len({len(row) for row in rows}) > 1:
+        return None
+    # Where each part, head and feature is, of all that is not inside of a feature.
+    table = torch.stack(rows).view(len(parts), -1, len(rows[0]))
+    at, place = coordinates(table, parts[0].parameter.tensor), torch.zeros_like(table)
+    outer = [dim for dim in range(len(shape)) if dim not in inner]
+    for dim in outer:
+        place = place * shape[dim] + at[dim]
+    if place.numel() != prod(shape[dim] for dim in outer) or any(bool((row < 0).any()) for row in rows):
+        return None
+    names = (_PACKED.get("".join(part.letter for part in parts), "packed"), *words)
+    for order in permutations(range(3)):
+        laid_out = (
+            torch.arange(place.numel())
+            .view([place.shape[axis] for axis in order])
+            .permute([order.index(axis) for axis in range(3)])
+        )
+        if torch.equal(laid_out, place):
+            sizes = [(names[axis], place.shape[axis]) for axis in order]
+            return _in_dims(shape, outer, [(name, size) for name, size in sizes if size > 1 or name in ones])
+    return None
+
+
+def _in_dims(shape: Sequence[int], outer: Sequence[int], axes: list[tuple[str, int]]) -> list[str] | None:
+    """Return the words of each dimension that axes one after the other fill; None where one lies across two."""
+    dims: dict[int, list[str]] = {}
+    last = max((dim for dim in outer if shape[dim] > 1), default=max(outer, default=0))
+    for dim in outer:
+        size, dims[dim] = 1, []
+        while axes and (size < shape[dim] or dim == last):
+            name, number = axes.pop(0)
+            dims[dim].append(name)
+            size *= number
+        if size != shape[dim]:
+            return None
+    texts = {
+        dim: "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
+        for dim, names in dims.items()
+    }
+    return [texts.get(dim, str(shape[dim])) for dim in range(len(shape))]
+
+
+def _dimension(parts: Sequence[Part]) -> int | None:
+    """Return the one dimension along which parts and heads lie; None where it is not one alone."""
+    shape, inner = parts[0].parameter.tensor.shape, _inner_dims(parts[0])
+    of_dims = [[own for of_dim in dims for own in of_dim.values()] for dims in zip(*map(_indices, parts), strict=True)]
+    varying = [dim for dim, rows in enumerate(of_dims) if any(not torch.equal(rows[0], other) for other in rows[1:])]
+    varying = varying or [dim for dim, size in enumerate(shape) if size > 1 and dim not in inner]
+    return varying[0] if len(varying) == 1 else None
+
+
+def _in_blocks(parts: Sequence[Part], dim: int) -> bool:
+    """Return whether all that belongs to a head, or to those that share a key, lies in one block, in order."""
+    size, count = parts[0].parameter.tensor.shape[dim], min(len(part.heads) for part in parts)
+    return size % count == 0 and all(
+        bool((indices // (size // count) == head // (len(part.heads) // count)).all())
+        for part in parts
+        for head, indices in _indices(part)[dim].items()
+    )
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Words:
     """Says what the parameters of one attention are for."""
 
-    def __init__(self, run: NamedRun, finder: PartFinder, parts: list[Part], readers: dict[str, list[Op]]) -> None:
-        self._run, self._finder, self._parts, self._readers = run, finder, parts, readers
-        self._graph, self._attention, self._names = run.graph, finder.attention, finder.names
+    run: NamedRun
+    attention: Attention
+    names: AxisNames
+    serves: Serves
 
-    def roles(self) -> dict[str, ParameterRole]:
-        """The role of each parameter that has a part in this attention."""
-        shapes = {named.name: named.tensor for named in self._run.recording.parameters}
-        return {name: self._role(held, shapes[name]) for name, held in self._held().items()}
-
-    # -- which parameters -----------------------------------------------------------------------------------------
-
-    def _held(self) -> dict[str, _Held]:
-        held: dict[str, _Held] = {}
-
-        def hold(kind: str, letter: str, name: str, part: Part | None = None) -> None:
-            own = held.setdefault(name, _Held(kind))
-            if own.kind == kind and letter not in own.letters:
-                own.letters.append(letter)
-                own.parts += [part] if part is not None else []
-
-        kinds = [(self._kind_of(part), part) for part in self._parts]
-        for wanted in ("W", "b", ""):
-            for kind, part in kinds:
-                if kind == wanted or not wanted:
-                    hold(kind, part.letter, part.parameter.name, part)
-        for letter, side in SIDES.items():
-            given = self._attention.stages.get(side) if letter != "o" else None
-            if given is not None and self._graph.is_weight(given):
-                for name in self._behind([given], lambda op: True):
-                    hold("learned", letter, name)
-        for kind, tensors in (("scores", self._added_to_scores()), ("sinks", self._sinks())):
-            for name in self._behind(tensors, lambda op: True):
-                hold(kind, "", name)
-        for kind, names in self._around_softmax().items():
-            for name in names:
-                hold(kind, "", name)
-        return held
-
-    def _kind_of(self, part: Part) -> str:
-        """What a parameter does that is no matrix of a projection: it is added, appended, or scales."""
-        projection, op = self._attention.projections.get(SIDES[part.letter]), part.operation
-        late = projection is None or op is None or op.index > projection.index
-        if part.kind == "before" and op is not None:
-            narrower = op in self._attention.earlier.get(SIDES[part.letter], ())
-            return part.kind if narrower or projection is None else "beside"
-        return part.kind if part.kind not in ("norm", "before") else "norm" if late else "scale before"
-
-    def _behind(self, tensors: Iterable[TensorRef], through: Callable[[Op], bool]) -> list[str]:
-        names = self._run.recording.parameter_storages
-        steps = (step for tensor in tensors for step in self._graph.back(tensor, through))
-        storages = (step.tensor.storage for step in steps if self._run.recording.producer(step.tensor) is None)
-        return list(dict.fromkeys(names[storage].name for storage in storages if storage in names))
-
-    def _added_to_scores(self) -> list[TensorRef]:
-        """What biases of positions are: nothing in them comes from what the forward was given."""
-        every = [tensor for op in self._attention.masks for tensor in op.inputs]
-        return [tensor for tensor in every if not self._graph.comes_from_inputs(tensor)]
-
-    def _sinks(self) -> list[TensorRef]:
-        sinks = self._attention.sinks
-        return [] if sinks is None else [tensor for tensor in sinks.inputs if self._graph.is_weight(tensor)]
-
-    def _around_softmax(self) -> dict[str, list[str]]:
-        """The parameters that are met between the heads and the softmax, and between that and the values."""
-        found = self._attention
-        product = found.value_product
-        weights = product.right if found.value_first else product.left
-        ways = {
-            "in scores": ((found.stages["q_heads"], found.stages["k_heads"]), found.softmax.inputs[:1]),
-            "in weights": ((found.softmax.output,), (weights,)),
-        }
-        names = {}
-        for kind, (sources, targets) in ways.items():
-            stops = {tensor.id for tensor in sources}
-            start = min(self._run.recording.producers.get(id_, -1) for id_ in stops)
-
-            def through(op: Op, stops: set[int] = stops, start: int = start) -> bool:
-                inside = op.index > start or all(map(self._graph.is_weight, op.inputs))
-                return inside and not any(tensor.id in stops for tensor in op.outputs)
-
-            names[kind] = self._behind(targets, through)
-        return names
-
-    # -- what they are --------------------------------------------------------------------------------------------
-
-    def _role(self, held: _Held, tensor: TensorRef) -> ParameterRole:
-        shape = tensor.shape
-        if held.kind in _BESIDE:
-            return ParameterRole("", self._plain(held))
-        known = held.parts if all(part.heads for part in held.parts) else []
-        parts = sorted(known, key=lambda part: min(int(own.min()) for own in part.heads.values()))
-        if held.kind == "W" and len(shape) == 1:
-            parts = []
-        if not parts:
-            text = _listed(held.kind, held.letters) if held.kind in ("W", "b") else self._plain(held)
+    def role(self, use: _Use) -> ParameterRole:
+        """Return the role of a parameter."""
+        known = use.parts if all(part.heads or part.is_shared for part in use.parts) else []
+        parts = sorted(known, key=lambda part: min((int(row.min()) for row in part.heads.values()), default=0))
+        if use.kind in _BESIDE or not parts or is_vector(parts[0]):
+            text = _listed(use.kind, use.letters) if use.kind in ("W", "b") else _plain(use)
             return ParameterRole("", text)
-        axes = self._axes(held, parts, tensor)
-        return ParameterRole(" ".join(axes), self._text(held, parts, tensor, axes), slices_of(held.kind, parts), True)
+        axes = self._axes_of(use.kind, parts)
+        return ParameterRole(" ".join(axes), self._text(use, parts, axes), _slices(use.kind, parts), is_part=True)
 
-    def _axes(self, held: _Held, parts: list[Part], tensor: TensorRef) -> list[str]:
-        fewer = self._names.num_kv_heads < self._names.num_heads and all(part.letter in "kv" for part in parts)
-        own_width = "v_head_dim" in self._names.of_stage("context") and all(part.letter in "vo" for part in parts)
-        words = {"heads": "kv_heads" if fewer else "heads", "head_dim": "v_head_dim" if own_width else "head_dim"}
-        letter, shape = parts[0].letter, tensor.shape
-        inside = self._inside(held, parts)
-        if letter == "o" and held.kind == "b" and len(shape) == 1:
+    def _axes_of(self, kind: str, parts: list[Part]) -> list[str]:
+        """Return the words of each dimension of a parameter."""
+        names, letter, shape = self.names, parts[0].letter, parts[0].parameter.tensor.shape
+        fewer = names.num_kv_heads < names.num_heads and all(part.letter in "kv" for part in parts)
+        own_width = "v_head_dim" in names.of_stage("context") and all(part.letter in "vo" for part in parts)
+        words = ("kv_heads" if fewer else "heads", "v_head_dim" if own_width else "head_dim")
+        if letter == "o" and kind == "b" and len(shape) == 1:
             return ["embed"]
-        outside = outside_of(parts[0])
+        axes: list[str] | None
         if any(part.is_shared for part in parts):
-            if held.kind == "norm" and shape == (self._names.head_dim,):
+            if kind == "norm" and shape == (names.head_dim,):
                 return ["head_dim"]
-            sizes = ["latent" if held.kind in ("before", "scale before") and size > 1 else str(size) for size in shape]
-            return [inside if dim in outside and inside else word for dim, word in enumerate(sizes)]
-        found = axes_of(parts, words, single=len(parts[0].heads) == 1 < self._finder.num_heads(parts[0].letter))
-        if found is None:
-            found = self._by_blocks(parts, words)
-        return [inside if dim in outside and inside else word for dim, word in enumerate(found)]
+            axes = ["latent" if kind in ("before", "scale before") and size > 1 else str(size) for size in shape]
+        else:
+            single = len(parts[0].heads) == 1 < num_heads(names, letter)
+            axes = _axes(parts, words, words[single : 1 + (names.head_dim == 1)])
+            axes = axes or self._by_blocks(parts, words[0])
+        inside, inner = self._inside(kind, parts), _inner_dims(parts[0])
+        return [inside if dim in inner and inside else word for dim, word in enumerate(axes)]
 
-    def _inside(self, held: _Held, parts: list[Part]) -> str:
-        """What the dimension of a matrix is called that is not of heads and their features; empty for a bias."""
-        letter, stages = parts[0].letter, self._attention.stages
-        if held.kind not in ("W", "before"):
+    def _inside(self, kind: str, parts: list[Part]) -> str:
+        """Return what the dimension of a matrix is called that is not of heads and their features; else nothing."""
+        part, stages = parts[0], self.attention.stages
+        side, inner = SIDES[part.letter], part.inner
+        if kind not in ("W", "before") or inner is None:
             return ""
-        if held.kind == "W" and self._attention.earlier.get(SIDES[letter]):
+        if kind == "W" and self.attention.earlier.get(side):
             return "latent"
-        inner = parts[0].inner
-        if letter in "kv" and len(parts) == 1 and "query" in stages and SIDES[letter] in stages and inner is not None:
-            width = stages[SIDES[letter]].shape[-1]
+        if part.letter in "kv" and len(parts) == 1 and "query" in stages and side in stages:
+            width = stages[side].shape[-1]
             if width != stages["query"].shape[-1] and width == inner[0]:
-                return "kdim" if letter == "k" else "vdim"
-        return str(inner[0]) if inner is not None and parts[0].reads else "embed"
+                return "kdim" if part.letter == "k" else "vdim"
+        return str(inner[0]) if part.reads else "embed"
 
-    def _by_blocks(self, parts: list[Part], words: dict[str, str]) -> list[str]:
-        """Where parts have heads of their own numbers or widths: what can be said of the dimension they lie along."""
-        shape, dim = parts[0].parameter.tensor.shape, dimension_of(parts)
-        found = [str(size) for size in shape]
+    def _by_blocks(self, parts: list[Part], heads: str) -> list[str]:
+        """Return what can be said of the dimension along which parts lie that have their own numbers or widths."""
+        shape, dim = parts[0].parameter.tensor.shape, _dimension(parts)
+        axes = [str(size) for size in shape]
         if dim is not None and len(parts) > 1:
             fewest = min(len(part.heads) for part in parts)
             shared = any(len(part.heads) > fewest for part in parts)
             grouped = fewest > 1 and _in_blocks(parts, dim)
-            found[dim] = f"({'kv_heads' if shared else words['heads']} packed)" if grouped else "packed"
-        return found
+            axes[dim] = f"({'kv_heads' if shared else heads} packed)" if grouped else "packed"
+        return axes
 
-    def _plain(self, held: _Held) -> str:
-        made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in held.letters))
-        one = {"keys": "key", "values": "value"}.get(made, made)
-        return _SAID.get(held.kind, "on the way to the {made}").format(made=made, one=one)
-
-    def _text(self, held: _Held, parts: list[Part], tensor: TensorRef, axes: list[str]) -> str:
-        shared = any(part.is_shared for part in parts)
-        if held.kind in ("norm", "before", "scale before") and shared:
-            return f"{self._plain(held)}: it belongs to no head"
-        if held.kind not in ("W", "b"):
-            return self._plain(held)
-        matrices = _listed(held.kind, [part.letter for part in parts])
-        if held.kind == "b" and parts[0].letter == "o":
+    def _text(self, use: _Use, parts: list[Part], axes: list[str]) -> str:
+        first, is_shared = parts[0], any(part.is_shared for part in parts)
+        if use.kind in ("norm", "before", "scale before") and is_shared:
+            return f"{_plain(use)}: it belongs to no head"
+        if use.kind not in ("W", "b"):
+            return _plain(use)
+        matrices = _listed(use.kind, [part.letter for part in parts])
+        if use.kind == "b" and first.letter == "o":
             return "b_o: added once, it belongs to no head"
-        if shared:
+        if is_shared:
             return f"{matrices}: the heads have no part of it for themselves"
-        if len(parts) == len(parts[0].heads) == 1 < self._finder.num_heads(parts[0].letter):
-            return f"{matrices} of head {next(iter(parts[0].heads))}{self._of_features(parts[0])}"
-        dim = dimension_of(parts)
+        if len(parts) == len(first.heads) == 1 < num_heads(self.names, first.letter):
+            start, number = next(iter((first.reads or {}).values()), 0), (first.inner or (0, 0))[0]
+            reads = f": it reads features {start}–{start + number - 1} of the embedding and no others"
+            return f"{matrices} of head {next(iter(first.heads))}{reads if first.reads else ''}"
+        dim = _dimension(parts)
         if dim is None:
             return matrices
-        unit = _unit(tensor.shape, dim)
+        unit = _unit(first.parameter.tensor, dim)
         if len(parts) == 1:
-            return self._of_one(matrices, parts[0], unit, dim, axes, held.kind)
-        runs = [runs_of(torch.cat([*indices_of(part, dim).values()])) for part in parts]
-        if all(len(run) == 1 for run in runs):
-            where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
-            way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
-            users = self._users() if any(part.letter in "kv" for part in parts) else ""
-            served = f"; the first head of keys and values is for the query heads {users}" if users else ""
-            return f"{matrices} {way}: {unit} {where}{served}"
-        return f"{matrices} {_by_head(parts, dim, unit)}"
+            return f"{matrices}{self._of_one(first, unit, dim, axes[dim], use.kind)}"
+        runs = [_runs(torch.unique(torch.cat([*_indices(part)[dim].values()]))) for part in parts]
+        if any(len(run) > 1 for run in runs):
+            return f"{matrices} {_by_head(parts, dim, unit)}"
+        where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
+        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
+        users = self._users() if any(part.letter in "kv" for part in parts) else ""
+        served = f"; the first head of keys and values is for the query heads {users}" if users else ""
+        return f"{matrices} {way}: {unit} {where}{served}"
 
-    def _of_features(self, part: Part) -> str:
-        if not part.reads or part.inner is None:
-            return ""
-        start = next(iter(part.reads.values()))
-        return f": it reads features {start}–{start + part.inner[0] - 1} of the embedding and no others"
-
-    def _of_one(self, matrices: str, part: Part, unit: str, dim: int, axes: list[str], kind: str) -> str:
-        indices = indices_of(part, dim)
-        used = torch.cat([*indices.values()])
-        each = len(indices[next(iter(indices))])
-        if axes[dim] in ("heads", "kv_heads") and kind == "W":
-            return f"{matrices}: a matrix for each head"
+    def _of_one(self, part: Part, unit: str, dim: int, axis: str, kind: str) -> str:
+        """Return what is said of a parameter that holds one matrix or bias alone."""
+        indices = _indices(part)[dim]
+        used = torch.unique(torch.cat([*indices.values()]))
+        if axis in ("heads", "kv_heads") and kind == "W":
+            return ": a matrix for each head"
         if len(used) < part.parameter.tensor.shape[dim]:
-            runs = runs_of(used)
+            runs = _runs(used)
             where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
-            return f"{matrices}: {unit} {where}; the others have no part in it"
-        shared = self._shared_by(part)
+            return f": {unit} {where}; the others have no part in it"
+        group, users = self.names.num_heads // max(self.names.num_kv_heads, 1), self._users()
+        shared = f", each for {group} query heads" if part.letter in "kv" and group > 1 else ""
+        shared += f": the first for {users}" if shared and users else ""
         if kind == "b":
-            return f"{matrices}{shared}"
-        if any(len(runs_of(own)) != 1 for own in indices.values()):
-            return f"{matrices}: the {unit} of its heads lie between one another{shared}"
-        way = (
-            "its rows are the heads one above the other" if unit == "rows" else "its columns are the heads side by side"
-        )
-        return f"{matrices}: {way}, {each} each{shared}"
-
-    def _shared_by(self, part: Part) -> str:
-        """Who uses the heads of keys and values, where several query heads share one."""
-        group = self._names.num_heads // max(self._names.num_kv_heads, 1)
-        if part.letter not in "kv" or group < 2:
-            return ""
-        users = self._users()
-        return f", each for {group} query heads" + (f": the first for {users}" if users else "")
+            return shared
+        if any(len(_runs(own)) != 1 for own in indices.values()):
+            return f": the {unit} of its heads lie between one another{shared}"
+        way = "rows are the heads one above the other" if unit == "rows" else "columns are the heads side by side"
+        return f": its {way}, {len(next(iter(indices.values())))} each{shared}"
 
     def _users(self) -> str:
-        """The query heads that use the first head of keys and values; empty where they are neighbours."""
-        serves = self._finder.serves
-        if not any(list(users) != list(range(users[0], users[0] + len(users))) for users in serves if users):
+        """Return the query heads that use the first head of keys and values; empty where they are neighbours."""
+        if not any(list(users) != list(range(users[0], users[0] + len(users))) for users in self.serves if users):
             return ""
-        return ", ".join(map(str, serves[0][:3])) + (", …" if len(serves[0]) > 3 else "")
+        return ", ".join(map(str, self.serves[0][:3])) + (", …" if len(self.serves[0]) > 3 else "")
 
 
-def _unit(shape: Sequence[int], dim: int) -> str:
-    large = [place for place, size in enumerate(shape) if size > 1 or len(shape) < 3]
-    across = len(large) > 1 and dim == large[-1]
-    return "elements" if len(large) < 2 else "columns" if across else "rows"
+def _plain(use: _Use) -> str:
+    made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in use.letters))
+    return _SAID[use.kind].format(made=made, one={"keys": "key", "values": "value"}.get(made, made))
 
 
-def _in_blocks(parts: Sequence[Part], dim: int) -> bool:
-    """Whether all that belongs to a head, or to those that share a key and a value, lies in one block, in order."""
-    size = parts[0].parameter.tensor.shape[dim]
-    count = min(len(part.heads) for part in parts)
-    block = size // count
-    return size % count == 0 and all(
-        bool((own // block == head // (len(part.heads) // count)).all())
-        for part in parts
-        for head, own in indices_of(part, dim).items()
-    )
+def _unit(tensor: TensorRef, dim: int) -> str:
+    large = [place for place, size in enumerate(tensor.shape) if size > 1 or len(tensor.shape) < 3]
+    return "elements" if len(large) < 2 else "columns" if dim == large[-1] else "rows"
 
 
 def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
-    """Parts that lie head by head, or group by group where several query heads share a key and a value."""
+    """Return how parts lie head by head, or group by group where several query heads share a key and a value."""
     fewest = min(len(part.heads) for part in parts)
     if not _in_blocks(parts, dim):
         return f"in one, their {unit} between one another: --per-head says which"
     widths: list[str] = []
     for part in parts:
-        number, width = len(part.heads) // fewest, len(next(iter(indices_of(part, dim).values())))
-        rows = "" if widths else f" {unit}"
-        widths.append(f"{f'{number}·' if number > 1 else ''}{width}{rows} of {part.letter}")
+        number, width = len(part.heads) // fewest, len(next(iter(_indices(part)[dim].values())))
+        times, rows = f"{number}·" if number > 1 else "", "" if widths else f" {unit}"
+        widths.append(f"{times}{width}{rows} of {part.letter}")
     grouped = any(len(part.heads) != fewest for part in parts)
     return f"{'group by group' if grouped else 'head by head'}: {', '.join(widths)} each"
 
 
 def _listed(kind: str, letters: Iterable[str]) -> str:
-    """`W_q, W_k, W_v`."""
+    """Return `W_q, W_k, W_v`."""
     return ", ".join(f"{kind}_{letter}" for letter in letters)
-
-
-def _readers(run: NamedRun) -> dict[str, list[Op]]:
-    """For each parameter, the operations that read it, moved or cast at most, first to last."""
-    recording, graph = run.recording, run.graph
-    found: dict[str, list[Op]] = {named.name: [] for named in recording.parameters}
-    moved: dict[int, set[str]] = {}
-    for op in recording.ops:
-        names = set().union(*(moved.get(tensor.id, ()) for tensor in op.inputs))
-        held = (recording.parameter_storages.get(tensor.storage) for tensor in op.inputs)
-        names |= {named.name for named in held if named is not None}
-        for name in names:
-            if not graph.moves(op):
-                found[name].append(op)
-        if names and graph.moves(op):
-            moved.update((tensor.id, names) for tensor in op.outputs)
-    return found
-
-
-def _others(readers: dict[str, list[Op]], names: Iterable[str]) -> dict[str, ParameterRole]:
-    """What reads each parameter first that is no part of an attention."""
-    roles = {}
-    for name in names:
-        reader = next(iter(readers.get(name, ())), None)
-        roles[name] = ParameterRole("", "not read by this forward" if reader is None else f"read by {reader.base_name}")
-    return roles

@@ -1,63 +1,71 @@
-"""The projections of an attention: where in the parameters of a module each matrix and bias is, head by head.
+"""What the parameters hold of each attention: the rows of W_q to W_v and the columns of W_o that are each head's.
 
-Sorted by how far apart they lie in a parameter, the axes that count parts, heads and features are a pattern of einops,
-and a head's weights are a view of the parameter, to read and to write.
+The elements of a parameter are numbered, and followed (`elements`) to the heads: there the axes of the stage say which
+head and which feature each has become. In `q, k, v = qkv(x).chunk(3, -1)` with 3 heads of 4 features the second head of
+the keys is made of rows 16 to 19 of the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from einops import EinopsError, repeat
+from torch import Tensor
 
-from ..graph.places import coordinates_in
-from ..reports.params import HeadSlice
+from ..graph.attention import Attention
+from ..record.catalog import axes_rule
+from ..record.ops import Named, Op, TensorRef
+from .axes import AxisNames
+from .canonical import sizes_in
+from .elements import Elements, weight_of
 from .named_run import NamedRun
-from .parts import Part, parts_of
+from .pattern import axis_sizes, dims_of
 
-_PACKED = {"qkv": "qkv", "kv": "kv", "qk": "qk"}
-"""What the axis is called that counts the parts in one parameter."""
+SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
+"""What a part is called after, and the projection of which it is."""
+_LONGEST = 600
+"""Operations after which a walk gives up: no projection takes so many."""
+_OF_HEADS = re.compile(r"(heads|kv_heads|group)(_\d+)?")
+_OF_FEATURES = re.compile(r"(maps|head_dim|v_head_dim)(_\d+)?")
+
+Content = Callable[[str], Tensor]
+"""Gives a parameter by its name."""
 
 
-@dataclass(frozen=True)
-class View:
-    """A matrix or bias by head, as the parameters of a module hold it."""
+@dataclass(frozen=True, eq=False)
+class Part:
+    """What one parameter holds of one matrix, bias, or other numbers of one side of an attention."""
 
-    shape: tuple[int, ...]
-    """`heads head_dim embed` of a matrix, `heads head_dim` of a bias, `embed` of b_o."""
-    pieces: tuple[tuple[Part, Tensor], ...]
-    """What each parameter holds of it, and the parameter."""
+    kind: str
+    """`W` and `b` for what projects, `before` and `beside` for another projection, `norm` and `scale before` for what
+    is multiplied behind and before it, `appended` for what is joined, `learned` for anything else."""
+    letter: str
+    """`q`, `k`, `v` or `o`."""
+    parameter: Named
+    heads: dict[int, Tensor]
+    """Head to where in the memory of the parameter each of its features is; -1 where it is not there."""
+    is_shared: bool = False
+    """Whether heads have elements in common, or all of it is in every one: then it belongs to none."""
+    inner: tuple[int, int] | None = None
+    """How many numbers each feature has in a matrix (what it takes in; for W_o what it gives), and the step from one to
+    the next; None for what has one, or where that is not known."""
+    reads: dict[int, int] | None = None
+    """Head to the first feature that it reads, where it reads a part of them."""
+    width: int = 0
+    """How many features the heads have before them, be it that each reads a part of them."""
+    moved: bool = True
+    """Whether the numbers are used as they are: moved or cast, and nothing done to them."""
 
-    def read(self) -> Tensor:
-        """Return a copy of the numbers by head, with zeros for the features that a head does not read."""
-        numbers = self.pieces[0][1].new_zeros(self.shape)
-        for own, features, memory, places in self._pieces(numbers):
-            own[features] = memory[places]
-        return numbers
-
-    def write(self, numbers: Tensor) -> None:
-        """Copy numbers by head into the parameters; what a head does not read has no place, and is left out."""
-        for own, features, memory, places in self._pieces(numbers):
-            memory[places] = own[features].to(memory)
-
-    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Each head's numbers, which features of them a parameter holds, its memory, and where there these are."""
-        for part, parameter in self.pieces:
-            last = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            memory = parameter.detach().as_strided((last + 1,), (1,), parameter.storage_offset())
-            for head, every in part.heads.items():
-                own = numbers if len(self.shape) == 1 else numbers[head]
-                features = (every >= 0).nonzero().flatten()
-                places = every[features]
-                if part.inner is not None:
-                    reads = 0 if part.reads is None else part.reads.get(head, 0)
-                    own = own[:, reads : reads + part.inner[0]]
-                    places = places[:, None] + part.inner[1] * torch.arange(part.inner[0])
-                yield own, features, memory, places
+    @property
+    def name(self) -> str:
+        """`W_q`, `b_q`, or `bias_k` of a learned key; empty for what is none of these."""
+        kind = {"appended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
+        return f"{kind}_{self.letter}" if kind else ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,14 +91,40 @@ class Projection:
         """The names of the parameters that hold it: several where each head has one of its own."""
         return tuple(part.parameter.name for part in self.parts)
 
-    def view(self, module: nn.Module) -> View | None:
-        """Return the numbers by head as this module holds them, to read and to write; None where not all is known.
+    def read(self, content_of: Content) -> Tensor:
+        """Return a copy of the numbers by head, with zeros for the features that a head does not read.
 
-        The module is the one that was run, or one whose parameters are laid out as there.
+        The parameters are those of the module that was run, or of one that is laid out as it is.
         """
-        if not self.is_whole:
-            return None
-        return View(self.shape, tuple((part, module.get_parameter(part.parameter.name)) for part in self.parts))
+        numbers = content_of(self.parameters[0]).detach().new_zeros(self.shape)
+        for part, by_head, features, where in self._pieces(numbers):
+            by_head[features] = content_of(part.parameter.name).detach()[where]
+        return numbers
+
+    def write(self, content_of: Content, numbers: Tensor) -> None:
+        """Copy numbers by head into the parameters; what a head does not read has no place, and is left out."""
+        for part, by_head, features, where in self._pieces(numbers):
+            parameter = content_of(part.parameter.name).detach()
+            parameter[where] = by_head[features].to(parameter)
+
+    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Part, Tensor, Tensor, tuple[Tensor, ...]]]:
+        """Yield each head's numbers, which features of them a parameter holds, and where in it these are."""
+        for part in self.parts:
+            for head, every in part.heads.items():
+                by_head = numbers if len(self.shape) == 1 else numbers[head]
+                features = (every >= 0).nonzero().flatten()
+                places = every[features]
+                if part.inner is not None:
+                    start = 0 if part.reads is None else part.reads.get(head, 0)
+                    by_head = by_head[:, start : start + part.inner[0]]
+                    places = places[:, None] + part.inner[1] * torch.arange(part.inner[0])
+                yield part, by_head, features, coordinates(places, part.parameter.tensor)
+
+
+def coordinates(places: Tensor, tensor: TensorRef) -> tuple[Tensor, ...]:
+    """Return where along each dimension of a parameter the elements at these places of its memory are."""
+    strides = zip(tensor.shape, tensor.stride, strict=True)
+    return tuple(places.floor_divide(max(stride, 1)) % max(size, 1) for size, stride in strides)
 
 
 def projections(run: NamedRun) -> tuple[Projection, ...]:
@@ -98,179 +132,387 @@ def projections(run: NamedRun) -> tuple[Projection, ...]:
 
     Nothing is run again; the tensors of the run need not have been kept. A side that has no projection has none here.
     """
-    found: list[Projection] = []
-    for number, (finder, parts) in enumerate(parts_of(run)):
-        by_name: dict[str, list[Part]] = {}
-        for part in parts:
-            if part.name and not (part.kind == "W" and len(part.parameter.tensor.shape) == 1):
-                by_name.setdefault(part.name, []).append(part)
-        for name, of_name in by_name.items():
-            serves = finder.serves if name[-1] in "kv" else ()
-            found.append(_projection(number, name, of_name, finder.num_heads(name[-1]), serves))
-    return tuple(found)
+    return tuple(
+        _projection(number, name, parts, names, serves)
+        for number, ((_, names), (of_attention, serves)) in enumerate(zip(run.attentions, parts_of(run), strict=True))
+        for name in dict.fromkeys(part.name for part in of_attention)
+        if (parts := [part for part in of_attention if name and part.name == name and not is_vector(part)])
+    )
 
 
-def _projection(
-    number: int, name: str, parts: list[Part], num_heads: int, serves: tuple[tuple[int, ...], ...]
-) -> Projection:
+def is_vector(part: Part) -> bool:
+    """Return whether a matrix has one dimension alone, so that it projects to one number."""
+    return part.kind == "W" and len(part.parameter.tensor.shape) == 1
+
+
+Serves = tuple[tuple[int, ...], ...]
+
+
+def _projection(number: int, name: str, parts: list[Part], names: AxisNames, serves: Serves) -> Projection:
     first, single = parts[0], name == "b_o"
+    count = 1 if single else num_heads(names, name[-1])
     width = max((len(places) for part in parts for places in part.heads.values()), default=0)
-    covered = torch.zeros(1 if single else num_heads, width, dtype=torch.long)
+    covered = torch.zeros(count, width, dtype=torch.long)
     for part in parts:
         for head, places in part.heads.items():
-            if head < len(covered):
-                covered[head, : len(places)] += places >= 0
+            if head < count and len(places) == width:
+                covered[head] += places >= 0
+                covered[head] += len(torch.unique(places[places >= 0])) < int((places >= 0).sum())  # met more than once
     embed = first.width if first.inner is not None else 0
-    shape = (width,) if single else (num_heads, width, embed) if first.kind == "W" else (num_heads, width)
+    shape = (width,) if single else (count, width, embed) if first.kind == "W" else (count, width)
     is_whole = (
         width > 0
         and bool((covered == 1).all())
-        and all(head < len(covered) for part in parts for head in part.heads)
-        and all(part.moved and (single or not part.is_shared or len(part.heads) == 1) for part in parts)
+        and all(head < count for part in parts for head in part.heads)
+        and all(part.moved and not part.is_shared for part in parts)
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
     )
-    return Projection(number, name, shape, is_whole, serves, tuple(parts))
+    return Projection(number, name, shape, is_whole, serves if name[-1] in "kv" else (), tuple(parts))
 
 
-def outside_of(part: Part) -> set[int]:
-    """The dimensions of a matrix that are not of heads and their features."""
-    if part.inner is None:
-        return set()
-    number, step = part.inner
-    places = torch.tensor([0, (number - 1) * step])
-    return {dim for dim, c in enumerate(coordinates_in(part.parameter.tensor, places)) if int(c[1]) != int(c[0])}
+def num_heads(names: AxisNames, letter: str) -> int:
+    """Return how many heads there are of `q`, `k`, `v` or `o`."""
+    return names.num_kv_heads if letter in "kv" else names.num_heads
 
 
-def axes_of(parts: Sequence[Part], words: dict[str, str], *, single: bool) -> list[str] | None:
-    """Return the words of each dimension, `1` or empty for those of no head; None where no pattern says it.
+def parts_of(run: NamedRun) -> list[tuple[list[Part], Serves]]:
+    """Return what the parameters hold of each attention of a run, and which query heads each key head serves."""
+    return [_PartsOfAttention(run, attention, names).all() for attention, names in run.attentions]
 
-    Args:
-        parts: what the parameter holds, in the order in which it lies there.
-        words: what the axes of heads and of features are called.
-        single: whether it holds one head of several.
-    """
-    widths = {(len(part.heads), len(own)) for part in parts for own in part.heads.values()}
-    if len(widths) != 1 or any(bool((own < 0).any()) for part in parts for own in part.heads.values()):
-        return None
-    shape = parts[0].parameter.tensor.shape
-    table = torch.stack([torch.stack([part.heads[head] for head in sorted(part.heads)]) for part in parts])
-    outside = outside_of(parts[0])
-    packed = _PACKED.get("".join(part.letter for part in parts), "packed")
-    names = (packed, words["heads"], words["head_dim"])
-    every = coordinates_in(parts[0].parameter.tensor, table.flatten())
-    found: list[Any] = []  # the names in each dimension, or an empty text
-    told = 1
-    for dim, size in enumerate(shape):
-        if dim in outside:
-            found.append("")
-            continue
-        index = every[dim].reshape(table.shape)
-        axes = _sorted_axes(index, size)
-        if axes is None:
+
+def parameters_behind(run: NamedRun, tensors: Iterable[TensorRef], passes: Callable[[Op], bool]) -> list[Named]:
+    """Return the parameters that tensors are made of, by operations that pass."""
+    found: dict[str, Named] = {}
+    for step in (step for tensor in tensors for step in run.graph.back(tensor, passes)):
+        if run.recording.producer(step.tensor) is None:
+            of_storage = (named for named in run.recording.parameters if named.tensor.storage == step.tensor.storage)
+            found |= {named.name: named for named in of_storage}
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class _Codes:
+    """Which head and feature each element of a stage is: `head * features + feature`, counted from 0."""
+
+    numbers: Tensor
+    heads: int
+    features: int
+
+
+@dataclass(frozen=True)
+class _Meeting:
+    """An operation by which a parameter, moved or scaled at most, meets what becomes heads."""
+
+    op: Op | None
+    """None where the heads are made of parameters alone."""
+    weight: TensorRef
+    kind: str
+
+
+class _PartsOfAttention:
+    """Finds what the parameters hold of one attention."""
+
+    def __init__(self, run: NamedRun, attention: Attention, names: AxisNames) -> None:
+        self._run, self._graph, self._attention, self._names = run, run.graph, attention, names
+        self._turns = attention.branches or (attention,)
+        self._serves: Serves = ()
+
+    def all(self) -> tuple[list[Part], Serves]:
+        """Return everything that parameters hold of the heads and the output, and whom the heads of keys serve."""
+        heads, shared = self._names.num_heads, self._names.num_kv_heads
+        if shared < heads:
+            words = [word for dim in dims_of(self._names.of_stage("q_heads")) for word in dim]
+            inner = "group" in words and words.index("group") < words.index("kv_heads")
+            self._serve([head % shared if inner else head * shared // heads for head in range(heads)])
+        parts = [*self._side("q"), *self._side("k"), *self._side("v"), *self._output()]
+        return parts, self._serves
+
+    def _serve(self, users: list[int]) -> None:
+        counted = range(self._names.num_kv_heads)
+        self._serves = tuple(tuple(head for head, user in enumerate(users) if user == key) for key in counted)
+
+    # -- queries, keys and values -------------------------------------------------------------------------------------
+
+    def _side(self, letter: str) -> list[Part]:
+        """Return what parameters hold of the queries, keys or values, head by head."""
+        side, stage, parts = SIDES[letter], f"{letter}_heads", list[Part]()
+        given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
+        stops = {tensor.id for tensor in given if not self._graph.is_weight(tensor)}
+        since = [self._made_at(turn.stages[side]) for turn in self._turns if side in turn.stages]
+        for number, turn in enumerate(self._turns):
+            op = turn.projections.get(side) or self._attention.projections.get(side)
+            ends = {op.index} if op is not None and not self._attention.earlier.get(side) else set()
+            codes = self._codes(turn, stage)
+            way, meetings = self._way(turn.stages[stage], stops, ends, min(since, default=-1))
+            for meeting in meetings:
+                placed = self._placed(meeting, op, side)
+                of_meeting = self._parts(letter, placed, way, turn.stages[stage], codes, number)
+                is_matrix = placed.kind == "W" and op is not None
+                parts += [self._with_reads(part, op, turn) for part in of_meeting] if is_matrix and op else of_meeting
+        return self._numbered(letter, _merged(parts))
+
+    def _made_at(self, tensor: TensorRef) -> int:
+        return self._run.recording.producers.get(tensor.id, -1)
+
+    def _placed(self, meeting: _Meeting, projection: Op | None, side: str) -> _Meeting:
+        """Return a meeting with what its parameter does, by whether it does so before or behind the projection."""
+        op, kind = meeting.op, meeting.kind
+        if projection is None or op is None:
+            return meeting
+        if kind == "norm":
+            kind = kind if op.index > projection.index else "scale before"
+        elif op is projection:
+            kind = "W" if kind == "before" else kind
+        elif self._graph.is_projection(op) and (kind == "before" or op.index < projection.index):
+            kind = "before" if op in self._attention.earlier.get(side, ()) else "beside"
+        return replace(meeting, kind=kind)
+
+    def _codes(self, turn: Attention, stage: str) -> _Codes | None:
+        """Return which head and feature each element of a stage is; None where its axes do not say so."""
+        pattern, shape = self._names.of_stage(stage), turn.stages[stage].shape
+        if self._names.mixes_positions and self._names.num_heads > 1:
+            return None  # every feature is in every head, somewhere
+        known = sizes_in(self._attention, self._names, stage)
+        dims: list[list[str]] = [[] for _ in shape]
+        for at, words in enumerate(dims_of(pattern)):
+            for word in words:  # what lies beside heads and features is counted as one, where its size is not known
+                named = _OF_HEADS.fullmatch(word) or _OF_FEATURES.fullmatch(word) or word in known
+                if named or not dims[at] or not dims[at][-1].startswith("rest"):
+                    dims[at].append(word if named else f"rest{at}_{len(dims[at])}")
+        sizes = known | axis_sizes(dims, shape, known)
+        words = [word for dim in dims for word in dim]
+        heads, features = ([w for w in words if of.fullmatch(w)] for of in (_OF_HEADS, _OF_FEATURES))
+        try:
+            counts = [prod(sizes[word] for word in some) for some in (heads, features)]
+            numbers = torch.arange(float(prod(counts))).view([sizes[word] for word in (*heads, *features)] or [])
+            target = " ".join(f"({' '.join(dim)})" for dim in dims)
+            laid_out = repeat(numbers, f"{' '.join((*heads, *features))} -> {target}", **{w: sizes[w] for w in words})
+        except (KeyError, EinopsError, RuntimeError):
             return None
-        told *= size
-        found.append([names[axis] for axis in axes])
-    if told != table.numel():
-        return None
-    return _with_axes_of_one(found, table.shape, names, single)
+        return _Codes(laid_out, *counts) if laid_out.shape == shape else None
 
+    def _way(self, start: TensorRef, stops: set[int], ends: set[int], since: int) -> tuple[list[Op], list[_Meeting]]:
+        """Return the operations on the way back to `stops`, in order, and those by which parameters are met on it.
 
-def _sorted_axes(index: Tensor, size: int) -> list[int] | None:
-    """The axes of a table that count an index from 0 to `size`, the slowest first; None where they do not."""
-    corner = index.flatten()[0]
-    steps = [int(index.select(axis, 1).flatten()[0] - corner) if n > 1 else 0 for axis, n in enumerate(index.shape)]
-    grid = torch.zeros_like(index)
-    for axis, (n, step) in enumerate(zip(index.shape, steps, strict=True)):
-        grid = grid + (torch.arange(n) * step).reshape([-1 if other == axis else 1 for other in range(index.dim())])
-    order = sorted((axis for axis, step in enumerate(steps) if step), key=lambda axis: -steps[axis])
-    expected = 1
-    for axis in reversed(order):
-        if steps[axis] != expected:
+        The products `ends` end a way. At any other one with a weight what it projects is followed on. Of what was made
+        by the operation `since` or before nothing is followed but weights.
+        """
+        graph, ops, meetings = self._graph, dict[int, Op](), list[_Meeting]()
+        queue = deque([start])
+        if graph.is_weight(start):
+            meetings.append(_Meeting(None, start, "learned"))
+        while queue and len(ops) < _LONGEST:
+            tensor = queue.popleft()
+            op = self._run.recording.producer(tensor)
+            weight = graph.is_weight(tensor)
+            if op is None or op.index in ops or not (weight or (op.index > since and tensor.id not in stops)):
+                continue
+            ops[op.index] = op
+            projects = graph.is_projection(op) and not weight
+            projected, factor = (graph.projected(op), weight_of(graph, op)) if projects else (None, None)
+            is_number = axes_rule(op.base_name) == "reduce" and not graph.comes_from_inputs(tensor)
+            for read in op.inputs:
+                if read is projected:
+                    queue += [read] if op.index not in ends else []
+                    meetings += [_Meeting(None, read, "learned")] if graph.is_weight(read) else []
+                elif weight or graph.is_weight(read) or not (projects or read.dtype == "bool" or is_number):
+                    queue.append(read)
+                    if not weight and graph.is_weight(read) and op.base_name not in ("zero_", "fill_"):
+                        kind = "before" if read is factor else "b" if projects else _kind(op)
+                        meetings.append(_Meeting(op, read, kind))
+        return [ops[index] for index in sorted(ops)], meetings
+
+    def _with_reads(self, part: Part, op: Op, turn: Attention) -> Part:
+        """Return a part of a matrix with the features of what comes in that it reads, where these are not all."""
+        given = turn.stages.get(SIDES[part.letter])
+        if given is None or not given.shape or part.inner is None or self._attention.earlier:
+            return part
+        number = part.inner[0]
+        if number >= given.shape[-1] or op.base_name == "convolution":
+            return part
+        elements, taken = Elements(self._graph), self._graph.projected(op)
+        elements.number(given, torch.arange(1, given.shape[-1] + 1).expand(given.shape))
+        elements.follow(self._way(taken, {given.id}, set(), self._made_at(given))[0])
+        features = elements.of(taken).reshape(-1, number)[0].long().tolist()
+        if features != [*range(features[0], features[0] + number)] or features[0] < 1:
+            return part
+        return replace(part, reads=dict.fromkeys(part.heads, features[0] - 1), width=given.shape[-1])
+
+    def _numbered(self, letter: str, parts: list[Part]) -> list[Part]:
+        """Return the parts with the numbers of heads that differ, where several heads were found to share one."""
+        shared, count = num_heads(self._names, letter), 1 + max((head for p in parts for head in p.heads), default=0)
+        if shared >= count or letter not in "kv":
+            return parts
+        signs = [
+            tuple((p.parameter.name, *p.heads[head].tolist()) for p in parts if head in p.heads and p.kind in "Wb")
+            for head in range(count)
+        ]
+        apart = [*dict.fromkeys(signs)]  # in the order of the rows, of one parameter
+        if len({part[:1] for sign in signs for part in sign[:1]}) == 1:
+            apart.sort()
+        if len(apart) != shared:
+            return parts
+        self._serve([apart.index(sign) for sign in signs])
+        chosen = {signs.index(sign): number for number, sign in enumerate(apart)}
+        parts = [replace(p, heads={chosen[h]: row for h, row in p.heads.items() if h in chosen}) for p in parts]
+        return [replace(p, is_shared=_have_in_common(p.heads)) if p.heads else p for p in parts]
+
+    # -- the output ---------------------------------------------------------------------------------------------------
+
+    def _output(self) -> list[Part]:
+        """Return what parameters hold of the output: the columns of each head, and what is added."""
+        output, contexts = self._attention.stages.get("output"), [turn.stages["context"] for turn in self._turns]
+        ops = [turn.projections["output"] for turn in (*self._turns, self._attention) if "output" in turn.projections]
+        ops = [*{op.index: op for op in ops}.values()]
+        if output is None or not ops:
+            return []
+        parts: list[Part] = []
+        of_turns = [self._codes(turn, "context") for turn in self._turns]
+        for op in ops:
+            taken, weight = self._graph.projected(op), weight_of(self._graph, op)
+            stops, since = {context.id for context in contexts}, min(map(self._made_at, contexts))
+            way, meetings = self._way(taken, stops, set(), since)
+            codes = self._codes_at(taken, way, contexts, of_turns)
+            weighing = self._way(weight, set(), set(), 0)[0]
+            parts += self._parts("o", _Meeting(op, weight, "W"), weighing, taken, codes)
+            for meeting in meetings:
+                meeting = replace(meeting, kind="norm" if meeting.kind == "b" else meeting.kind)
+                parts += self._parts("o", self._placed(meeting, op, "output"), way, taken, codes)
+        known = {part.parameter.name for part in parts}
+        for meeting in self._way(output, set(), {op.index for op in ops}, min(op.index for op in ops) - 1)[1]:
+            if meeting.op not in ops or meeting.kind == "b":
+                added = self._parts("o", self._placed(meeting, ops[0], "output"), [], output, None)
+                parts += [_of_no_head(part) for part in added if part.parameter.name not in known]
+        return _merged(parts)
+
+    def _codes_at(
+        self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[_Codes | None]
+    ) -> _Codes | None:
+        """Return which head and feature each element is that is projected, of the contexts of all turns."""
+        known = [codes for codes in of_turns if codes is not None]
+        if len(known) < len(of_turns):
             return None
-        expected *= index.shape[axis]
-    return order if expected == size and bool((grid == index).all()) else None
+        elements, size = Elements(self._graph), known[0].heads * known[0].features
+        for number, (context, codes) in enumerate(zip(contexts, known, strict=True)):
+            elements.number(context, codes.numbers + number * size + 1)
+        elements.follow(way)
+        return _Codes(elements.of(taken) - 1, known[0].heads * len(known), known[0].features)
 
+    # -- from parameters to heads -------------------------------------------------------------------------------------
 
-def _with_axes_of_one(
-    dims: list[list[str] | str], sizes: Sequence[int], names: tuple[str, str, str], single: bool
-) -> list[str]:
-    """The words of each dimension, with axes of size one where others of their kind are."""
-    large = [place for place, dim in enumerate(dims) if isinstance(dim, list) and dim]
-    free = [place for place, dim in enumerate(dims) if isinstance(dim, list)]
-    home = large[-1] if large else free[-1] if free else None
-    if home is not None:
-        own = dims[home]
-        assert isinstance(own, list)
-        if sizes[2] == 1:
-            own.append(names[2])
-        if sizes[1] == 1 and not single:
-            own.insert(own.index(names[2]) if names[2] in own else len(own), names[1])
-    words = []
-    for dim in dims:
-        if isinstance(dim, str):
-            words.append(dim)
+    def _parts(
+        self, letter: str, meeting: _Meeting, way: list[Op], target: TensorRef, codes: _Codes | None, turn: int = 0
+    ) -> Iterator[Part]:
+        """Yield what the parameters behind a weight hold of these heads.
+
+        Args:
+            letter: whose heads.
+            meeting: how the weight is met.
+            way: the operations that lead to the target.
+            target: the heads; for W_o what is projected.
+            codes: which head and feature each element of the target is; None where that is not known.
+            turn: the number of these heads in a loop over them.
+        """
+        op, kind = meeting.op, meeting.kind
+        taps = meeting.weight.shape[2:] if op is not None and op.base_name == "convolution" else ()
+        weighing = self._way(meeting.weight, set(), set(), 0)[0]
+        moved = prod(taps) == 1 and all(op.kind in ("view", "copy") for op in weighing)
+        for parameter in parameters_behind(self._run, [meeting.weight], lambda op: True):
+            numbered = self._followed(parameter.tensor, way)
+            heads: dict[int, Tensor] = {}
+            if codes is not None:
+                entering = letter == "o" and kind == "W" and op is not None
+                low, high = (each.entering(op) if entering and op else each.of(target) for each in numbered)
+                rows = enumerate(_rows(low, high, codes), start=turn * codes.heads)
+                heads = {head: row for head, row in rows if bool((row >= 0).any())}
+                if kind not in ("W", "b", "appended"):
+                    heads = {head: torch.unique(row[row >= 0]) for head, row in heads.items()}
+            mixed = self._names.mixes_positions and self._names.num_heads > 1
+            is_shared = mixed or (_have_in_common(heads) if heads else kind not in ("W", "b"))
+            part = Part(kind, letter, parameter, heads, is_shared, moved=moved)
+            projects = op is not None and self._graph.is_projection(op)
+            if op is not None and projects and meeting.weight.id == weight_of(self._graph, op).id:
+                part = self._with_inner(part, op, numbered[0])
+            yield part
+
+    def _followed(self, parameter: TensorRef, way: list[Op]) -> tuple[Elements, Elements]:
+        """Return the numbers of a parameter's elements at the end of a way: the lowest and the highest of each."""
+        lowest = Elements(self._graph)
+        lowest.number_places(parameter)
+        lowest.follow(way)
+        if not lowest.merged:
+            return lowest, lowest
+        highest = Elements(self._graph, torch.fmax)
+        highest.number_places(parameter)
+        highest.follow(way)
+        return lowest, highest
+
+    def _with_inner(self, part: Part, op: Op, elements: Elements) -> Part:
+        """Return a part of a matrix with how many numbers each of its features has, and how far apart they are."""
+        weight = weight_of(self._graph, op)
+        if op.base_name == "convolution":
+            place = 1
         else:
-            words.append("1" if not dim else dim[0] if len(dim) == 1 else f"({' '.join(dim)})")
-    return words
+            place = -2 if self._graph.projected(op) is not op.inputs[-1] and len(weight.shape) > 1 else -1
+        if part.letter == "o" and part.kind == "W" and len(weight.shape) > 1:
+            place = {1: 0, -2: -1, -1: -2}[place]
+        number = weight.shape[place]
+        ends = torch.stack(
+            [elements.at(weight, place, index).flatten() for index in (0, min(1, number - 1), number - 1)]
+        )
+        known = ends[:, ~ends.isnan().any(0)][:, :1].long().flatten().tolist()
+        step = known[1] - known[0] if known and number > 1 else 1
+        if not known or step < 1 or known[2] - known[0] != step * (number - 1):
+            return part
+        return replace(part, inner=(number, step), width=number)
 
 
-def indices_of(part: Part, dim: int) -> dict[int, Tensor]:
-    """Return for each head the indices of a dimension at which it has elements, in order."""
-    tensor = part.parameter.tensor
-    if dim in outside_of(part):
-        return dict.fromkeys(part.heads, torch.arange(tensor.shape[dim]))
-    return {head: _distinct(coordinates_in(tensor, own[own >= 0])[dim]) for head, own in part.heads.items()}
+def _kind(op: Op) -> str:
+    """Return what an operation that is no projection does with a parameter."""
+    if op.does("joins"):
+        return "appended"
+    name = "mul" if op.does("norms") else op.base_name.rstrip("_")
+    return {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
 
 
-def _distinct(numbers: Tensor) -> Tensor:
-    """In order, each once; those that are so already cost nothing."""
-    return numbers if bool((numbers.diff() > 0).all()) else torch.unique(numbers)
+def _rows(low: Tensor, high: Tensor, codes: _Codes) -> Tensor:
+    """Return for each head, and each of its features, which element it is made of, from 0; -1 where that is not known.
+
+    Features that are turned are made of two each, and all of them together of as many: those in their order.
+    """
+    known = ~(low.isnan() | codes.numbers.isnan())
+    index, size = codes.numbers[known].long(), codes.heads * codes.features
+    lowest = torch.full((size,), torch.inf, dtype=low.dtype).scatter_reduce(0, index, low[known], "amin")
+    highest = torch.full((size,), -torch.inf, dtype=low.dtype).scatter_reduce(0, index, high[known], "amax")
+    rows = torch.where(lowest == highest, lowest, 0).long().view(codes.heads, codes.features) - 1
+    for row, *ends in zip(rows, lowest.view(rows.shape), highest.view(rows.shape), strict=True):
+        turned = (ends[0] != ends[1]) & (ends[0] < torch.inf)
+        made_of = torch.unique(torch.cat([end[turned] for end in ends])) if bool(turned.any()) else ends[0][:0]
+        if len(made_of) == int(turned.sum()):
+            row[turned] = made_of.long() - 1
+    return rows
 
 
-def dimension_of(parts: Sequence[Part]) -> int | None:
-    """The one dimension along which parts and heads lie; None where it is not one alone."""
-    shape = parts[0].parameter.tensor.shape
-    varying = []
-    for dim in sorted(set(range(len(shape))) - outside_of(parts[0])):
-        rows = [own for part in parts for own in indices_of(part, dim).values()]
-        if any(not torch.equal(rows[0], own) for own in rows[1:]):
-            varying.append(dim)
-    if not varying:
-        free = [dim for dim in range(len(shape)) if dim not in outside_of(parts[0]) and shape[dim] > 1]
-        return free[0] if len(free) == 1 else None
-    return varying[0] if len(varying) == 1 else None
+def _have_in_common(heads: dict[int, Tensor]) -> bool:
+    """Return whether heads have elements in common."""
+    first, *others = heads.values() or [torch.zeros(0)]
+    return any(bool(torch.isin(other[other >= 0], first).any()) for other in others[:1])
 
 
-def runs_of(indices: Tensor) -> list[tuple[int, int]]:
-    """Indices as runs, the start included, the stop not."""
-    own = _distinct(indices)
-    if not len(own):
-        return []
-    if int(own[-1] - own[0]) == len(own) - 1:
-        return [(int(own[0]), int(own[-1]) + 1)]
-    breaks = (own.diff() != 1).nonzero().flatten() + 1
-    return [(int(run[0]), int(run[-1]) + 1) for run in torch.tensor_split(own, breaks.tolist())]
+def _of_no_head(part: Part) -> Part:
+    """Return a part of what is done to the output, which all of it belongs to."""
+    every = {0: torch.arange(part.parameter.tensor.numel)} if part.kind == "b" else {}
+    return replace(part, heads=every, is_shared=part.kind != "b")
 
 
-def slices_of(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
-    """The rows and columns of each head, where they are all of its elements."""
-    shape = parts[0].parameter.tensor.shape
-    large = [dim for dim, size in enumerate(shape) if size > 1] or [0]
-    if kind == "W" and len(shape) == 2:
-        large = [0, 1]
-    if len(large) > 2:
-        return ()
-    found = []
+def _merged(parts: Iterable[Part]) -> list[Part]:
+    """Return one part for each parameter and what is done with it, with the heads of all."""
+    merged: dict[tuple[str, str], Part] = {}
     for part in parts:
-        if part.is_shared or (part.letter == "o" and kind == "b"):
-            continue
-        name = part.name or f"{kind}_{part.letter}"
-        indices = [indices_of(part, dim) for dim in range(len(shape))]
-        for head, own in sorted(part.heads.items()):
-            number = len(_distinct(own[own >= 0])) * (1 if part.inner is None else part.inner[0])
-            if prod(len(of_dim[head]) for of_dim in indices) != number:
-                return ()
-            rows = runs_of(indices[large[0]][head])
-            columns = runs_of(indices[large[1]][head]) if len(large) > 1 else [None]
-            found += [HeadSlice(head, name, row, column) for row in rows for column in columns]
-    return tuple(found)
+        known = merged.setdefault((part.parameter.name, part.kind), part)
+        if known is not part:
+            heads = dict(sorted({**part.heads, **known.heads}.items()))
+            reads = {**(part.reads or {}), **(known.reads or {})} or None
+            is_shared = part.is_shared or known.is_shared or _have_in_common(heads)
+            merged[part.parameter.name, part.kind] = replace(known, heads=heads, reads=reads, is_shared=is_shared)
+    return [*merged.values()]

@@ -42,8 +42,11 @@ def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[in
     """
     before, after = dims_of(left), dims_of(right)
     _spell_alike(before, after)
-    first, second = _sizes(before, shapes[0], {}), _sizes(after, shapes[1], {})
-    first, second = _sizes(before, shapes[0], {**second, **first}), _sizes(after, shapes[1], {**first, **second})
+    first, second = axis_sizes(before, shapes[0], {}), axis_sizes(after, shapes[1], {})
+    first, second = (
+        axis_sizes(before, shapes[0], {**second, **first}),
+        axis_sizes(after, shapes[1], {**first, **second}),
+    )
     for dims, other, own in ((before, after, first), (after, before, second)):
         there = _names(other)
         for names in dims:
@@ -79,7 +82,7 @@ def _names(dims: Dims) -> list[str]:
     return [name for names in dims for name in names if name != "1"]
 
 
-def _sizes(dims: Dims, shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
+def axis_sizes(dims: Dims, shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
     """The size of each axis that a dimension of its own tells, or all others in its dimension."""
     sizes = {names[0]: size for names, size in zip(dims, shape, strict=True) if len(names) == 1 and names[0] != "1"}
     for names, size in zip(dims, shape, strict=True):

@@ -1,0 +1,184 @@
+"""Follow elements of tensors forward through a recording: its operations are run once more, on numbers of elements.
+
+Memory is simulated, one float64 tensor for each storage, so that a view needs nothing: it looks at the same memory.
+What is moved, joined or picked is so by torch itself. No content of a tensor is looked at, but for tables of indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from math import nan
+
+import torch
+from torch import Tensor
+
+from ..graph.axis import setting
+from ..graph.dataflow import Graph
+from ..graph.evaluate import run_again
+from ..graph.rules import reduced_places
+from ..record.catalog import axes_rule
+from ..record.ops import Op, TensorRef
+
+_MOVED_BY_TORCH = ("repeat", "roll", "flip", "im2col", "constant_pad_nd")
+
+
+class Elements:
+    """Numbers of the elements that each tensor is made of, from 1; nan where it is made of none that is followed."""
+
+    def __init__(self, graph: Graph, merge: Callable[[Tensor, Tensor], Tensor] = torch.fmin) -> None:
+        self._graph, self._merge = graph, merge
+        self._memory: dict[int, Tensor] = {}
+        self._parameter: TensorRef | None = None
+        self.merged = False
+        """Whether elements were made of two each, of which `merge` chose one."""
+
+    def number(self, tensor: TensorRef, numbers: Tensor) -> None:
+        """Number the elements of a tensor."""
+        self._of(tensor).copy_(numbers)
+
+    def number_places(self, parameter: TensorRef) -> None:
+        """Number the elements of a parameter by their places in its memory, which may be too many to be made."""
+        self._parameter = parameter
+
+    def of(self, tensor: TensorRef) -> Tensor:
+        """Return the numbers of a tensor; of complex numbers those of their real parts."""
+        numbers = self._of(tensor) if self._knows(tensor) else torch.tensor(nan).expand(tensor.shape)
+        return numbers.real if numbers.is_complex() else numbers
+
+    def at(self, tensor: TensorRef, place: int, index: int = 0) -> Tensor:
+        """Return the numbers of a tensor at one index of a dimension, which stays."""
+        at, shape = place % len(tensor.shape), tensor.shape
+        shape = (*shape[:at], 1, *shape[at + 1 :])
+        return self.of(replace(tensor, shape=shape, offset=tensor.offset + index * tensor.stride[at]))
+
+    def follow(self, ops: Iterable[Op]) -> None:
+        """Let these operations, in order, make of the elements what they make of them."""
+        for op in ops:
+            if op.kind != "view" and op.outputs and any(map(self._knows, op.inputs)):
+                numbers = self._made_by(op)
+                if numbers is not None or op.output.storage in self._memory:
+                    self._of(op.output).copy_(torch.tensor(nan) if numbers is None else numbers)
+
+    def entering(self, op: Op) -> Tensor:
+        """Return the numbers of a projection's weight where each feature that is projected meets it first."""
+        weight, taken = weight_of(self._graph, op), self._graph.projected(op)
+        if op.base_name == "convolution":
+            return _by_channel(self.at(weight, 0).flatten(1)[0], len(taken.shape)).expand(taken.shape)
+        if len(weight.shape) == 1 or len(taken.shape) == 1:
+            return (self.of(weight) if len(weight.shape) == 1 else self.at(weight, 0)[0]).expand(taken.shape)
+        return self.at(weight, -2 if taken is op.inputs[-1] else -1).mT.expand(taken.shape)
+
+    def _knows(self, tensor: TensorRef) -> bool:
+        is_parameter = self._parameter is not None and self._parameter.storage == tensor.storage
+        return is_parameter or tensor.storage in self._memory
+
+    def _of(self, tensor: TensorRef) -> Tensor:
+        """Return the memory that a tensor looks at, which grows as far as it is needed."""
+        strides = list(zip(tensor.shape, tensor.stride, strict=True))
+        if self._parameter is not None and self._parameter.storage == tensor.storage:
+            numbers = torch.tensor(float(tensor.offset - self._parameter.offset + 1))
+            for size, stride in strides:
+                numbers = numbers.unsqueeze(-1) + torch.arange(size, dtype=torch.float64) * stride
+            return numbers
+        parts = 2 if tensor.dtype.startswith("complex") else 1
+        needed = (tensor.offset + max(sum((size - 1) * stride for size, stride in strides), 0) + 1) * parts
+        memory = self._memory.get(tensor.storage, torch.empty(0, dtype=torch.float64))
+        if len(memory) < needed:
+            memory = self._memory[tensor.storage] = torch.cat([memory, memory.new_full((needed - len(memory),), nan)])
+        if parts == 2:
+            memory = torch.view_as_complex(memory[: len(memory) // 2 * 2].view(-1, 2))
+        return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
+
+    def _made_by(self, op: Op) -> Tensor | None:
+        """Return the numbers of what an operation gives; None where it does more with elements than to move them."""
+        name, shape, rule = op.base_name.rstrip("_"), op.output.shape, axes_rule(op.base_name)
+        if self._graph.is_projection(op):
+            return self._projected(op)
+        if name == "copy":
+            return self.of(op.inputs[-1])
+        if op.does("joins", "gathers") or name in _MOVED_BY_TORCH:
+            return self._moved(op)
+        if op.does("product", "runs", "softmax"):
+            return None
+        if rule in ("reduce", "narrow"):
+            source = self.of(op.inputs[0])
+            if rule == "narrow":
+                return _at_any_place(source, shape)
+            for place in reduced_places(op):
+                source = _where_alike(source, place)
+            return source.reshape(shape)
+        reads = [self._of(tensor) for tensor in op.inputs if self._knows(tensor)]
+        if "batch_norm" in name or "group_norm" in name:
+            reads = [_by_channel(read, len(shape)) for read in reads]
+        return self._together(reads, shape)
+
+    def _projected(self, op: Op) -> Tensor | None:
+        """Return for each feature that a projection gives the first number of its row, or its bias.
+
+        What is summed over may be positions, or a kernel of each channel: the features are then what they were.
+        """
+        taken, weight, shape = self._graph.projected(op), weight_of(self._graph, op), op.output.shape
+        source = self.of(taken)
+        if op.base_name == "convolution":
+            reads = [self.at(weight, 1).flatten(1)[:, 0], *map(self.of, op.inputs[2:])]
+            if setting(op, 8, "groups", 1) == shape[1] == source.shape[1]:
+                reads.append(_at_any_place(source, shape))
+            return self._together([_by_channel(read, len(shape)) for read in reads], shape)
+        is_left = taken is op.inputs[-1]
+        rows = self.at(weight, -1 if is_left else -2 if len(weight.shape) > 1 else 0)
+        if is_left and len(taken.shape) == 1:
+            rows = rows[..., 0]
+        summed = _where_alike(source, -2 if is_left and source.dim() > 1 else -1)
+        return self._together([rows, summed, *map(self.of, op.inputs[:-2])], shape)
+
+    def _moved(self, op: Op) -> Tensor | None:
+        """Return what torch makes of the numbers; None where a table of indices was not kept."""
+
+        def content(tensor: TensorRef) -> Tensor:
+            if tensor.dtype.startswith(("int", "uint", "bool")):
+                return self._graph.recording.values[tensor.id].cpu()  # type: ignore[no-any-return]
+            return self._of(tensor) if self._knows(tensor) else torch.full(tensor.shape, nan, dtype=torch.float64)
+
+        try:
+            moved = run_again(op, content)[0][1]
+        except (KeyError, RuntimeError, ValueError):
+            return None
+        return torch.where(moved >= 1, moved, nan)  # what is padded has the number that it is padded with
+
+    def _together(self, reads: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor | None:
+        """Return numbers that stand at the same places, as broadcasting has them, as one tensor."""
+        together: Tensor | None = None
+        for read in reads:
+            sizes = zip(reversed(read.shape), reversed(shape), strict=False)
+            if read.dim() > len(shape) or any(size not in (1, whole) for size, whole in sizes):
+                continue
+            if together is None or together.is_complex():
+                together = read.expand(shape) if together is None else together
+            else:
+                self.merged |= bool(((together != read) & ~together.isnan() & ~read.isnan()).any())
+                together = self._merge(together, read)
+        return together
+
+
+def weight_of(graph: Graph, op: Op) -> TensorRef:
+    """Return the weight of a projection."""
+    if op.base_name == "convolution":
+        return op.inputs[1]
+    return op.inputs[-1] if graph.is_weight(op.inputs[-1]) else op.inputs[-2]
+
+
+def _where_alike(numbers: Tensor, place: int) -> Tensor:
+    """Return the one number along a dimension that is summed over; nan where there are several."""
+    first = numbers.narrow(place, 0, 1)
+    return torch.where((numbers == first).all(place, keepdim=True), first, nan)
+
+
+def _by_channel(numbers: Tensor, rank: int) -> Tensor:
+    """Return one number for each channel, as it is broadcast to what has the channels behind the batch."""
+    return numbers.view(-1, *[1] * (rank - 2)) if numbers.dim() == 1 else numbers
+
+
+def _at_any_place(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the numbers of what is pooled or picked: those along the dimensions whose size is unchanged."""
+    return numbers[tuple(slice(None if n == m else 1) for n, m in zip(numbers.shape, shape, strict=True))].expand(shape)
