@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import nan
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..graph.axis import setting
 from ..graph.dataflow import Graph
-from ..graph.evaluate import run_again
 from ..graph.rules import reduced_places
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
@@ -92,7 +93,7 @@ class Elements:
 
     def _made_by(self, op: Op) -> Tensor | None:
         """Return the numbers of what an operation gives; None where it does more with elements than to move them."""
-        name, shape, rule = op.base_name.rstrip("_"), op.output.shape, axes_rule(op.base_name)
+        name, shape = op.base_name.rstrip("_"), op.output.shape
         if self._graph.is_projection(op):
             return self._projected(op)
         if name == "copy":
@@ -101,13 +102,13 @@ class Elements:
             return self._moved(op)
         if op.does("product", "runs", "softmax"):
             return None
-        if rule in ("reduce", "narrow"):
+        if axes_rule(op.base_name) == "reduce":
             source = self.of(op.inputs[0])
-            if rule == "narrow":
-                return _at_any_place(source, shape)
             for place in reduced_places(op):
                 source = _where_alike(source, place)
             return source.reshape(shape)
+        if op.does("pools", "picks"):
+            return _at_any_place(self.of(op.inputs[0]), shape)
         reads = [self._of(tensor) for tensor in op.inputs if self._knows(tensor)]
         if "batch_norm" in name or "group_norm" in name:
             reads = [_by_channel(read, len(shape)) for read in reads]
@@ -135,14 +136,19 @@ class Elements:
     def _moved(self, op: Op) -> Tensor | None:
         """Return what torch makes of the numbers; None where a table of indices was not kept."""
 
-        def content(tensor: TensorRef) -> Tensor:
-            if tensor.dtype.startswith(("int", "uint", "bool")):
-                return self._graph.recording.values[tensor.id].cpu()  # type: ignore[no-any-return]
-            return self._of(tensor) if self._knows(tensor) else torch.full(tensor.shape, nan, dtype=torch.float64)
+        def argument(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return [argument(item) for item in value]
+            if not isinstance(value, TensorRef):
+                return value
+            if value.dtype.startswith(("int", "uint", "bool")):
+                return self._graph.recording.values[value.id].cpu()
+            return self._of(value) if self._knows(value) else torch.full(value.shape, nan, dtype=torch.float64)
 
+        function = attrgetter(op.name)(torch.ops)
         try:
-            moved = run_again(op, content)[0][1]
-        except (KeyError, RuntimeError, ValueError):
+            moved: Tensor = function(*map(argument, op.args), **{key: argument(v) for key, v in op.kwargs.items()})
+        except (KeyError, RuntimeError):
             return None
         return torch.where(moved >= 1, moved, nan)  # what is padded has the number that it is padded with
 
