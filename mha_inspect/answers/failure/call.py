@@ -174,10 +174,7 @@ def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
     for before, frame in zip(reversed(frames[:-1]), reversed(frames[1:]), strict=True):
         if frame.f_code in _LAYER_FORWARDS and before.f_code is _MODULE_CALL:
             layer, called = frame.f_locals["self"], before.f_locals
-            try:
-                bound = inspect.signature(layer.forward).bind(*called["args"], **called["kwargs"])
-            except TypeError:
-                return None
+            bound = inspect.signature(layer.forward).bind(*called["args"], **called["kwargs"])
             given = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
             weight = next(layer.parameters())
             dtypes = {value.dtype for value in given.values() if value.is_floating_point()}

@@ -33,7 +33,7 @@ _SAME_SEQUENCE = "Keys and values must come from the same sequence."
 
 def find_cause(facts: Facts) -> Cause | None:
     """Return the mistake that the evidence shows; None where it shows none."""
-    asked = (_kinds, _widths, _sequences, _masks_of_attention, _masks, _products, _views, _einops)
+    asked = (_kinds, _widths, _sequences, _masks, _products, _views, _einops)
     return next(chain.from_iterable(of(facts) for of in asked), None)
 
 
@@ -172,15 +172,11 @@ def _sequences(facts: Facts) -> Iterator[Cause]:
     mask, padding, batch_first = facts.given("attn_mask"), facts.given("key_padding_mask"), facts.call.batch_first
     reading = f"batch_first={batch_first} reads dimension 0 as the {'batch' if batch_first else 'sequence'}"
     both, why = bool(batch and key_batch), ""
-    square = (batch, key_batch) if both and length != batch else None
-    heads = facts.attention.num_heads if facts.attention is not None else 0
     if both and batch != key_batch and length == key_length:
         agree = f"{query.name} and {key.name} agree in the other dimension"
         why = f"batch {batch} against batch {key_batch}, where {agree}."
-    elif square and mask is not None and mask.shape == square and batch == key_batch:
+    elif both and mask is not None and length != batch == key_batch and mask.shape == (batch, batch):
         why = f"length {length}, batch {batch}; {mask.is_shape} and fits dimension {0 if batch_first else 1}."
-    elif square and mask is not None and mask.shape == (length * heads, *square):
-        why = f"length {length}, batch {batch}; {mask.name} {text.shape(mask.shape)} fits the other."
     elif both and padding is not None and padding.shape == (key_length, key_batch) and key_length != key_batch:
         way = "x.transpose(0, 1)" if batch_first else "batch_first=True"
         yield Cause(
@@ -202,63 +198,6 @@ def _sequences(facts: Facts) -> Iterator[Cause]:
         yield Cause("lengths_differ", f"{key.is_shape}, {value.is_shape}.", _SAME_SEQUENCE)
 
 
-def _padding(facts: Facts) -> tuple[Shape, str] | None:
-    """Return what the key_padding_mask of torch's layer has to be, and what is wrong with one that is not so."""
-    padding, key = facts.given("key_padding_mask"), facts.given("key")
-    if facts.base != ATTENTION or padding is None or key is None:
-        return None
-    batch, length = _lengths(facts, key)
-    expected = (batch, length) if batch else (length,)
-    why = f"{padding.is_shape}; key_padding_mask is batch key, {text.shape(expected)}."
-    return None if padding.shape == expected else (expected, why)
-
-
-def _masks_of_attention(facts: Facts) -> Iterator[Cause]:
-    """Judge the masks of torch's attention that lack a dimension, or have one too many."""
-    padding, mask, key_padding = _padding(facts), facts.given("attn_mask"), facts.given("key_padding_mask")
-    if padding is not None and key_padding is not None and len(key_padding.shape) != len(padding[0]):
-        way = "A mask over pairs of positions is attn_mask; one over keys has no dimension for heads or queries."
-        yield Cause("mask_rank", padding[1], way)
-    query, key, layer = facts.given("query"), facts.given("key"), facts.attention
-    if padding is not None or mask is None or query is None or key is None or layer is None:
-        return
-    (batch, length), (_, key_length) = _lengths(facts, query), _lengths(facts, key)
-    heads, pairs = layer.num_heads, (length, key_length)
-    everywhere = (max(batch, 1) * heads, *pairs)
-    wanted = f"{text.shape(pairs)} or {text.shape(everywhere)}, batch·heads first"
-    expand = "" if mask.shape[1:2] == (heads,) else f".expand(-1, {heads}, -1, -1)"
-    apart = f"; the layer takes {wanted}.", f"{mask.name}{expand}.flatten(0, 1)."
-    by_shape: dict[Shape, tuple[str, str]] = {
-        (batch, key_length): (f", batch key; attn_mask is {wanted}.", f"Give it as key_padding_mask={mask.name}."),
-        (batch, *pairs): (
-            f", one for each example; the layer takes {wanted}.",
-            f"{mask.name}.repeat_interleave({heads}, dim=0).",
-        ),
-        (batch, 1, *pairs): apart,
-        (batch, heads, *pairs): apart,
-    }
-    if mask.shape in by_shape and mask.shape not in (pairs, everywhere):
-        what, way = by_shape[mask.shape]
-        yield Cause("mask_rank", f"{mask.is_shape}{what}", way)
-
-
-def _laid_over(facts: Facts) -> tuple[Operand, Shape] | None:
-    """Return a mask and the shape of the scores (query and key last) that it does not lie over; else None."""
-    mask, query, key = facts.given("attn_mask"), facts.given("query"), facts.given("key")
-    scores: Shape = ()
-    if facts.attention is not None and query is not None and key is not None:
-        (batch, length), (_, key_length) = _lengths(facts, query), _lengths(facts, key)
-        scores = (max(batch, 1) * facts.attention.num_heads, length, key_length)
-    elif facts.base == SDPA and query is not None and key is not None:
-        scores = (*query.shape[:-1], key.shape[-2]) if min(len(query.shape), len(key.shape)) > 1 else ()
-    elif facts.mask_and_scores is not None:
-        mask, scores = facts.mask_and_scores[0], facts.mask_and_scores[1].shape
-    if mask is None or not mask.shape or not 2 <= len(scores) <= 4:
-        return None
-    fits = first_clash(mask.shape, scores) is None and len(mask.shape) <= len(scores)
-    return None if fits else (mask, scores)
-
-
 def _masks(facts: Facts) -> Iterator[Cause]:
     """Judge a mask that does not lie over the scores."""
     under = facts.mask_and_scores[1] if facts.mask_and_scores is not None else None
@@ -268,27 +207,30 @@ def _masks(facts: Facts) -> Iterator[Cause]:
             f"{under.text}: heads are compared with heads, so queries and keys were split but not transposed.",
             "q.transpose(1, 2), and k and v alike, after the view that splits: heads must come before the sequence.",
         )
-    laid, padding = _laid_over(facts), _padding(facts)
-    if laid is not None:
-        mask, scores = laid
-        (query, key), over = scores[-2:], f"and the scores are {text.shape(scores)}"
-        if (lacks := _lacking(mask.shape, scores)) is not None:
-            yield Cause("mask_rank", f"{mask.is_shape}, {lacks[0]}, {over}.", mask.name + lacks[1])
-        if mask.shape[-2:] == (key, query) and key != query:
-            what = f"{mask.is_shape}, key {key} before query {query}, {over}."
-            yield Cause("mask_transposed", what, f"{mask.name}.transpose(-2, -1).")
-        if len(scores) >= 3 and mask.shape == (scores[0], scores[0]) and scores[0] not in (query, key):
-            yield Cause(
-                "batch_and_sequence_swapped",
-                f"{mask.is_shape}, {over}: it fits dimension 0, which is read as the batch.",
-                "The input has its sequence first and the layer takes the batch first, or the other way round: "
-                "x.transpose(0, 1), or batch_first.",
-            )
-    if padding is not None:
-        (*batch, length), why = padding
-        yield Cause("mask_size", why, f"Make it for batch {batch[0] if batch else 0} and key {length}.")
-    if laid is None:
+    mask, scores, by_shape = _laid_mask(facts)
+    padding, key_given = facts.given("key_padding_mask"), facts.given("key")
+    if facts.attention is not None and padding is not None and key_given is not None:
+        batch, length = _lengths(facts, key_given)
+        expected = (batch, length) if batch else (length,)
+        if padding.shape != expected:
+            what = f"{padding.is_shape}; key_padding_mask is batch key, {text.shape(expected)}."
+            yield Cause("mask_size", what, f"Make it for batch {batch} and key {length}.")
+    fits = mask is None or (first_clash(mask.shape, scores) is None and len(mask.shape) <= len(scores))
+    if mask is None or fits or not mask.shape or not 2 <= len(scores) <= 4:
         return
+    (query, key), over = scores[-2:], f"and the scores are {text.shape(scores)}"
+    if mask.shape in by_shape:
+        yield Cause("mask_rank", f"{mask.is_shape}{by_shape[mask.shape][0]}", by_shape[mask.shape][1])
+    if mask.shape[-2:] == (key, query) and key != query:
+        what = f"{mask.is_shape}, key {key} before query {query}, {over}."
+        yield Cause("mask_transposed", what, f"{mask.name}.transpose(-2, -1).")
+    if len(scores) >= 3 and mask.shape == (scores[0], scores[0]) and scores[0] not in (query, key):
+        yield Cause(
+            "batch_and_sequence_swapped",
+            f"{mask.is_shape}, {over}: it fits dimension 0, which is read as the batch.",
+            "The input has its sequence first and the layer takes the batch first, or the other way round: "
+            "x.transpose(0, 1), or batch_first.",
+        )
     rows, columns = (1, *mask.shape)[-2:]
     if rows not in (1, query) or columns not in (1, key):
         covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
@@ -298,29 +240,48 @@ def _masks(facts: Facts) -> Iterator[Cause]:
         yield Cause("mask_size", f"{mask.name} covers {covers}, {over}: query {query}, key {key}.", way)
 
 
-def _lacking(shape: Shape, scores: Shape) -> tuple[str, str] | None:
-    """Return what a mask of too few dimensions is, and how it gets the one that it lacks; None where it is neither."""
-    (batch, *_), (query, key) = scores, scores[-2:]
-    by_shape: dict[Shape, tuple[str, str]] = {}
+def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[str, str]]]:
+    """Return a mask, the shape of the scores that it is laid over, and what masks of another rank are and need."""
+    mask, query, key = facts.given("attn_mask"), facts.given("query"), facts.given("key")
+    scores: Shape = ()
+    if facts.attention is not None and query is not None and key is not None and mask is not None:
+        (batch, length), (_, key_length) = _lengths(facts, query), _lengths(facts, key)
+        heads, pairs = facts.attention.num_heads, (length, key_length)
+        scores = (max(batch, 1) * heads, *pairs)
+        wanted = f"{text.shape(pairs)} or {text.shape(scores)}, batch·heads first"
+        expand = "" if mask.shape[1:2] == (heads,) else f".expand(-1, {heads}, -1, -1)"
+        apart = f"; the layer takes {wanted}.", f"{mask.name}{expand}.flatten(0, 1)."
+        repeated = f"{mask.name}.repeat_interleave({heads}, dim=0)."
+        of_keys = f", batch key; attn_mask is {wanted}.", f"Give it as key_padding_mask={mask.name}."
+        return (
+            mask,
+            scores,
+            {
+                (batch, key_length): of_keys,
+                (batch, *pairs): (f", one for each example; the layer takes {wanted}.", repeated),
+                (batch, 1, *pairs): apart,
+                (batch, heads, *pairs): apart,
+            },
+        )
+    if facts.base == SDPA and query is not None and key is not None:
+        scores = (*query.shape[:-1], key.shape[-2]) if min(len(query.shape), len(key.shape)) > 1 else ()
+    elif facts.mask_and_scores is not None:
+        mask, scores = facts.mask_and_scores[0], facts.mask_and_scores[1].shape
+    rows: list[tuple[Shape, str, str]] = []
     if len(scores) == 4:
-        heads = scores[1]
-        view = f".view({batch}, {heads}, {query}, {key}): heads in a dimension of their own."
-        by_shape = {
-            (batch, key): ("batch key", "[:, None, None, :]: one dimension for the heads, one for the queries."),
-            (key, batch): ("key batch", ".T[:, None, None, :]: batch first, then heads and queries."),
-            (batch, query, key): ("batch query key", "[:, None]: one dimension for the heads."),
-            (batch, 1, key): ("batch 1 key", "[:, None]: one dimension for the heads."),
-            (batch * heads, query, key): ("(batch heads) query key", view),
-        }
-        if batch == query == key:
-            by_shape.pop((key, batch))  # as well a mask that is simply too small for its queries
+        batch, heads, length, key_length = scores
+        view = f".view({batch}, {heads}, {length}, {key_length}): heads in a dimension of their own."
+        rows = [
+            ((key_length, batch), "key batch", ".T[:, None, None, :]: batch first, then heads and queries."),
+            ((batch, key_length), "batch key", "[:, None, None, :]: one dimension for the heads, one for the queries."),
+            ((batch, length, key_length), "batch query key", "[:, None]: one dimension for the heads."),
+            ((batch, 1, key_length), "batch 1 key", "[:, None]: one dimension for the heads."),
+            ((batch * heads, length, key_length), "(batch heads) query key", view),
+        ]
     elif len(scores) == 3:
-        by_shape = {(batch, key): ("batch key", "[:, None, :]: one dimension for the queries.")}
-        if len(shape) == 3 and shape[1:] == (query, key) and 1 < shape[0] < batch and batch % shape[0] == 0:
-            times = batch // shape[0]
-            repeat = f".repeat_interleave({times}, dim=0): batch and {times} heads are one dimension here."
-            by_shape = {shape: ("batch query key", repeat)}
-    return by_shape.get(shape)
+        rows = [((scores[0], scores[2]), "batch key", "[:, None, :]: one dimension for the queries.")]
+    name, over = "" if mask is None else mask.name, f"and the scores are {text.shape(scores)}"
+    return mask, scores, {shape: (f", {what}, {over}.", name + way) for shape, what, way in rows}
 
 
 def _products(facts: Facts) -> Iterator[Cause]:
@@ -423,7 +384,11 @@ def _views(facts: Facts) -> Iterator[Cause]:
     if x is None or facts.base not in VIEWS:
         return
     if "stride" in facts.message and not x.given.value.is_contiguous():
-        yield _scattered(x)
+        yield Cause(
+            "not_contiguous",
+            f"{x.name} is a transpose: its elements are not in memory in the order in which the view would read them.",
+            ".contiguous() before .view(...), or .reshape(...) in its place.",
+        )
     width = x.shape[-1] if x.shape else 0
     if len(sizes) == len(x.shape) + 1 and sizes[:-2] == x.shape[:-1]:
         heads, head_dim = sizes[-2:]
@@ -437,36 +402,12 @@ def _views(facts: Facts) -> Iterator[Cause]:
                 f"{heads} heads of a width of {width} have head_dim {width // heads}; a projection for "
                 f"{heads} heads of {head_dim} needs out_features {heads * head_dim}.",
             )
-    elif sizes and len(x.shape) == len(sizes) + 1 and sizes[:-1] == x.shape[:-2]:
-        first, second = x.shape[-2:]
-        if sizes[-1] not in (-1, first * second):
-            yield Cause(
-                "wrong_head_dim",
-                f"{x.axis(-2)} and {x.axis(-1)} side by side are {first}·{second} = {first * second}, not {sizes[-1]}.",
-                f"Write {first * second} or -1 for the last size; the output projection must take as many.",
-            )
     if len(sizes) == 4 and len(x.shape) == 3 and sizes[1] == -1 and prod(sizes[2:]) == width:
         yield Cause(
             "batch_differs",
             f"{x.name} has {x.shape[0]} examples, and the view takes a batch of {sizes[0]}.",
             "Queries, keys and values must have the same examples; one for all needs .expand on the batch dimension.",
         )
-
-
-def _scattered(x: Operand) -> Cause:
-    """Tell of a view of what is not in memory in the order in which the view would read it."""
-    heads, last = x.place(*HEADS), len(x.shape) - 1
-    if heads is not None and x.place("head_dim") == last and heads < last - 1:
-        return Cause(
-            "heads_not_joined",
-            f"{x.name} is {x.pattern}: the heads are not beside their features, so no view puts them side by side.",
-            f"{x.name}.transpose({heads}, {last - 1}).flatten(-2).",
-        )
-    return Cause(
-        "not_contiguous",
-        f"{x.name} is a transpose: its elements are not in memory in the order in which the view would read them.",
-        ".contiguous() before .view(...), or .reshape(...) in its place.",
-    )
 
 
 def _einops(facts: Facts) -> Iterator[Cause]:

@@ -266,23 +266,17 @@ def _groups(graph: Graph, layers: Iterable[TensorRef], order: tuple[str, str]) -
         if dim and counts and not any(set(dim).intersection(group) for _, group in groups):
             groups.append((name, dim))
 
-    def add_positions(dims: Sequence[Dim], order: tuple[str, str]) -> None:
-        axes = [axis for dim in dims for axis in dim]
-        if len(dims) == 2:
-            known = {name for name, group in groups if not set(axes).isdisjoint(resolve(group))}
-            for name, dim in zip(order, dims, strict=True):
-                add(name, () if name in known else dim)
-        elif len(dims) == 1 and len(axes) == 2:  # side by side
-            add(order[0], (axes[0],))
-            add(order[1], (axes[1],))
-        elif len(axes) == 1:
-            add("sequence", (axes[0],))
-
     def add_activation(tensor: TensorRef, order: tuple[str, str]) -> None:
-        dims = graph.dimensions.of(tensor)
-        if 2 <= len(dims) <= 3:
-            add_positions(dims[:-1], order)
-            add("embed", dims[-1])
+        *positions, width = graph.dimensions.of(tensor) or ((),)
+        if len(positions) == 2:
+            axes = {axis for dim in positions for axis in dim}
+            known = {name for name, group in groups if axes.intersection(group)}
+            for name, dim in zip(order, positions, strict=True):
+                add(name, () if name in known else dim)
+        elif len(positions) == 1 and len(positions[0]) == 1:
+            add("sequence", positions[0])
+        if 1 <= len(positions) <= 2:
+            add("embed", width)
 
     projections = [op for op in graph.recording.ops if graph.is_projection(op)]
     for op in projections:
@@ -295,9 +289,6 @@ def _groups(graph: Graph, layers: Iterable[TensorRef], order: tuple[str, str]) -
         source = graph.before_call(op, graph.projected(op))
         origin = graph.before_moves(source)
         add_activation(origin if len(origin.shape) == 3 else source, ("batch", "sequence"))
-    for op in graph.recording.ops:
-        if op.base_name == "embedding":
-            add_positions(graph.dimensions.of(op.inputs[1]), ("batch", "sequence"))
     return groups
 
 
