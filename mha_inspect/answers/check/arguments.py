@@ -6,7 +6,6 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
 
@@ -25,19 +24,16 @@ _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs",
 
 
 class Arguments:
-    """What a forward was given, by name."""
+    """What a forward was given, by name; those of **kwargs stand among the others."""
 
     def __init__(self, subject: Subject) -> None:
         self._forward = f"{type(subject.module).__name__}.forward"
-        self._bound = _bound(subject)
-        self.parameters: Mapping[str, Parameter] = self._bound.signature.parameters
+        bound = _bound(subject)
+        self._signature = bound.signature
+        self.parameters: Mapping[str, Parameter] = bound.signature.parameters
         self._others = next((name for name, p in self.parameters.items() if p.kind is Parameter.VAR_KEYWORD), "")
-
-    @cached_property
-    def values(self) -> dict[str, Any]:
-        """The arguments by name, those of **kwargs among them."""
-        values = dict(self._bound.arguments)
-        return {**values, **values.pop(self._others, {})}
+        self.values: dict[str, Any] = dict(bound.arguments)
+        self.values |= self.values.pop(self._others, {})
 
     def require(self, name: str) -> None:
         """Raise `InputError`, with those that there are, for what is no argument of the forward."""
@@ -49,15 +45,16 @@ class Arguments:
 
     def of_call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with changes by name, every tensor a copy that may be written into."""
-        given = {name: value for name, value in {**self.values, **changes}.items() if name in self.parameters}
+        values = {**self.values, **changes}
+        given = {name: value for name, value in values.items() if name in self.parameters}
         if self._others:
-            given[self._others] = {n: v for n, v in {**self.values, **changes}.items() if n not in self.parameters}
-        bound = BoundArguments(self._bound.signature, given)
+            given[self._others] = {name: value for name, value in values.items() if name not in self.parameters}
+        bound = BoundArguments(self._signature, given)
         return with_copies((bound.args, bound.kwargs))
 
 
 def _bound(subject: Subject) -> BoundArguments:
-    """Return the arguments by name; the place where the forward does not tell its own."""
+    """Return the arguments by name, or by place where the forward does not tell its own names."""
     args, kwargs = subject.args, subject.kwargs
     try:
         bound = inspect.signature(subject.module.forward).bind(*args, **kwargs)
@@ -95,24 +92,25 @@ class Source:
         """The dimensions that count sequences and tokens, those that there are."""
         return [axis for axis in (self.batch, self.positions) if axis is not None]
 
-    def at(self, row: int | slice, position: int | slice | Tensor) -> tuple[Any, ...]:
+    def at(self, row: int | slice, position: int | slice) -> tuple[Any, ...]:
         """Return the index of one token, or of some."""
-        index: list[Any] = [slice(None)] * self.value.dim()
-        if self.batch is not None:
-            index[self.batch] = row
-        if self.positions is not None:
-            index[self.positions] = position
-        return tuple(index)
+        index = {self.batch: row, self.positions: position}
+        return tuple(index.get(axis, slice(None)) for axis in range(self.value.dim()))
 
-    def others(self, index: tuple[Any, ...], draw: torch.Generator, *, by: float = 2.0) -> dict[str, Tensor]:
-        """Return the arguments with other tokens at an index: other numbers of the same kind, or ids that occur."""
-        changed = self.value.detach().clone()
-        old = changed[index]
-        if changed.is_floating_point():
-            spread = float(self.value.detach().float().std()) or 1.0
+    def others(self, position: int | slice, *, by: float = 2.0) -> dict[str, Tensor]:
+        """Return the arguments with other tokens in the first row: other numbers of the same kind, or ids that occur.
+
+        Of an image a corner is another.
+        """
+        value, draw = self.value.detach(), torch.Generator().manual_seed(1729)
+        index = (0, slice(None), slice(0, 2), slice(0, 2))[: value.dim()]
+        index = index if self.positions is None else self.at(0, position)
+        changed, old = value.clone(), value[index]
+        if value.is_floating_point():
+            spread = float(value.float().std()) or 1.0
             changed[index] = (torch.randn(old.shape, generator=draw) * spread * by).to(old)
         else:
-            known = torch.unique(self.value)
+            known = torch.unique(value)
             known = torch.cat([known, known.new_tensor([int(known.max()) - 1])]) if len(known) < 2 else known
             place = torch.searchsorted(known, old.contiguous())
             step = torch.randint(1, len(known), old.shape, generator=draw).to(old.device)
@@ -128,15 +126,14 @@ def sources_of(
     The output's dimensions tell whether features of tokens come with a batch: they are asked for where that is open.
     """
     groups: list[tuple[list[str], Tensor]] = []
-    rank = next((value.dim() for value in values.values() if isinstance(value, Tensor)), 0)
-    for name, value in values.items():
-        if name in (intent.padding, intent.cache) or not isinstance(value, Tensor):
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    flat = [value.dim() for value in tensors.values()][:1] == [2]
+    for name, value in tensors.items():
+        if name in (intent.padding, intent.cache) or not _has_tokens(name, value, first=not groups, flat=flat):
             continue
-        if not _has_tokens(name, value, first=not groups, flat=rank == 2):
-            continue
-        same = (names for names, other in groups if other.shape == value.shape and torch.equal(other, value))
-        if (names := next(same, None)) is not None:
-            names.append(name)
+        same = [names for names, other in groups if other.shape == value.shape and torch.equal(other, value)]
+        if same:
+            same[0].append(name)
         else:
             groups.append(([name], value))
 
@@ -167,8 +164,7 @@ def batch_axis_of(module: nn.Module, values: Mapping[str, Any], intent: Intent) 
         return intent.batch_axis, True
     batch_first = getattr(module, "batch_first", None)
     if isinstance(batch_first, bool):
-        return (0 if batch_first else 1), True
-    in_words = batch_axis_in_words(module, values)
-    if in_words is not None:
+        return int(not batch_first), True
+    if (in_words := batch_axis_in_words(module, values)) is not None:
         return in_words[0], True
     return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in values.items())

@@ -19,7 +19,7 @@ from .tokens import heads
 
 def inputs(evidence: Evidence) -> Iterator[Finding]:
     """Yield arguments that the forward wrote into."""
-    recording, module = evidence.run.recording, evidence.module
+    recording, module = evidence.run.recording, evidence.subject.module
     before = dict(tensors_in(argument_names(module, *evidence.arguments.of_call({}))))
     told = set[int]()
     for name, tensor in tensors_in(argument_names(module, *evidence.arguments_after)):
@@ -38,9 +38,6 @@ def inputs(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-# -- rows of the batch ------------------------------------------------------------------------------------------------
-
-
 def batch(evidence: Evidence) -> Iterator[Finding]:
     """Yield rows of the batch that move others."""
     source = evidence.source
@@ -49,33 +46,12 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
     if evidence.output.dim() <= source.batch or evidence.output.shape[source.batch] != source.rows:
         raise NotPossibleError("the output has no place for each row of the batch")
     if source.rows < 2:
-        yield from _leaks(evidence, {0: _moved_of_two(evidence, source.batch)}, source)
-        return
+        raise NotPossibleError("there is one row: give a batch of 2")
     findings = list(_leaks(evidence, evidence.reach, source))
     yield from findings
     for place, moved in evidence.reach_of_others.items() if not findings else ():
         further = evidence.sources[place]
         yield from _leaks(evidence, {further.length // 2: moved}, further)
-
-
-def _moved_of_two(evidence: Evidence, axis: int) -> Tensor:
-    """Return what moves when the one row is given twice, and the first token of the first is another.
-
-    Raises `NotPossibleError` where it does not run so.
-    """
-    changes = {
-        name: torch.cat([value, value], dim=axis)
-        for name, value in evidence.values.items()
-        if isinstance(value, Tensor) and value.dim() > max(axis, 1) and value.shape[axis] == 1
-    }
-    try:
-        doubled = evidence.with_arguments(changes)
-        other = doubled.source.others(doubled.source.at(0, 0), doubled.draw)
-        _ = doubled.output
-    except NotPossibleError:
-        why = "there is one row, and the module does not run with two: give a batch of 2"
-        raise NotPossibleError(why) from None
-    return doubled.moved(doubled.output_with(other))
 
 
 def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> Iterator[Finding]:
@@ -90,7 +66,7 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     others = int((moved[1:].amax(1) > 0).sum())
     is_first = source.names == evidence.source.names
     fix = "keep the batch apart: look at each view, repeat and mask that joins it with heads or positions."
-    axis, sure = batch_axis_of(evidence.module, evidence.values, evidence.intent)
+    axis, sure = batch_axis_of(evidence.subject.module, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
         sure = not (is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights))
         sentence = "A row of the batch moves the output of another row" + (
@@ -118,9 +94,6 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
 def _moves_beside(moved: Tensor, place: int) -> bool:
     """Whether anything moves at other positions: `batch position`."""
     return bool((moved[:, torch.arange(moved.shape[1]) != place] > 0).any())
-
-
-# -- tokens -----------------------------------------------------------------------------------------------------------
 
 
 def mixing(evidence: Evidence) -> Iterator[Finding]:
@@ -163,19 +136,18 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
 
 def causal(evidence: Evidence) -> Iterator[Finding]:
     """Yield what a causal module sees of its future, and does not see of its past."""
-    if evidence.intent.causal is None:
-        findings = list(_not_as_called(evidence))[:1]
-        if not findings:
-            raise NotPossibleError("not declared: causal")
-        yield from findings
-    if not evidence.intent.causal:
+    if evidence.intent.causal is False:
         return
-    judged = filter(None, (sight.against_causal(evidence.intent.window) for sight in evidence.sights))
-    finding = next(judged, None) or _by_outputs(evidence)
-    if finding is not None:
-        yield finding
+    judged = (sight.against_causal(evidence.intent.window) for sight in evidence.sights)
+    if evidence.intent.causal is None:
+        finding = next(_not_as_called(evidence), None)
+        if finding is None:
+            raise NotPossibleError("not declared: causal")
     elif not evidence.follows and not evidence.sights:
         raise NotPossibleError("neither the output nor the scores show who sees whom")
+    else:
+        finding = next(filter(None, judged), None) or _by_outputs(evidence)
+    yield from [finding] if finding else []
 
 
 def _by_outputs(evidence: Evidence) -> Finding | None:
@@ -201,7 +173,7 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
     """Yield attentions that are called causal, by an argument, their class or a flag of it, and are not."""
     words = ("is_causal", "causal")
     asked = [f"{name} is True" for name in words if evidence.values.get(name) is True]
-    parts = dict(evidence.module.named_modules(remove_duplicate=False))
+    parts = dict(evidence.subject.module.named_modules(remove_duplicate=False))
     for sight in evidence.sights:
         part = parts[sight.module]
         called = type(part).__name__

@@ -145,19 +145,16 @@ def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | 
 
 def _nothing(evidence: Evidence) -> str:
     """Return why there is nothing to check, with the products that were seen."""
-    ops = evidence.run.recording.ops
+    ops, name = evidence.run.recording.ops, type(evidence.subject.module).__name__
     products = [op for op in ops if op.does("product")]
     softmaxes = sum(op.does("softmax") for op in ops)
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
-        f"{type(evidence.module).__name__} has no attention to check: looked for a product, a softmax of it, and a "
+        f"{name} has no attention to check: looked for a product, a softmax of it, and a "
         f"product of that with values, and saw {plural(len(products), 'product')}"
         + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
         + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. `mha-inspect trace` shows what it does."
     )
-
-
-# -- facts ------------------------------------------------------------------------------------------------------------
 
 
 def _facts(evidence: Evidence) -> Iterator[Fact]:

@@ -6,7 +6,7 @@ An `Evidence` stays as it is made. Every run begins from the same state of the m
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
 from typing import Any, TypeVar
@@ -57,11 +57,6 @@ class Runner:
         args, kwargs = arguments
         return replace(self.subject, args=args, kwargs=kwargs, seed=(self.subject.seed or 0) + more_seed)
 
-    def run(self, arguments: tuple[Any, ...], *, go_on: bool = False, more_seed: int = 0) -> Any:
-        """Return what a run gives, as `prepared` says. Raises `RaisedError` where the forward raises."""
-        with raised_is_told():
-            return self.prepared(arguments, go_on=go_on, more_seed=more_seed).plain()
-
     def restore(self) -> None:
         """Put back what a run may change."""
         self._state.restore()
@@ -80,17 +75,6 @@ class Runner:
             self.restore()
 
 
-@contextmanager
-def raised_is_told() -> Iterator[None]:
-    """Raise a `RaisedError` for whatever somebody's code raises under an input that nobody asked for."""
-    try:
-        yield
-    except NotPossibleError:
-        raise
-    except Exception as error:
-        raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
-
-
 @dataclass(frozen=True, eq=False)
 class Evidence:
     """A module's recorded run, and what it is meant to do."""
@@ -98,43 +82,24 @@ class Evidence:
     runner: Runner
     subject: Subject
     intent: Intent
+    arguments: Arguments
     run: Run
     """Recorded with its tensors."""
     arguments_after: tuple[Any, ...]
     """The arguments, as the run has left them."""
-    once: bool = False
+    on_meta: bool
+    """Whether there are shapes alone, and no numbers."""
+    once: bool
     """Whether it is run once alone."""
-    again: Any = None
-    """What a second run returned, which went on from this one with another seed, or the `RaisedError` that it raised.
-
-    None where it is run once alone."""
-    memory: dict[object, Any] = field(default_factory=dict, repr=False)
+    again: Any
+    """What a second run returned, which went on from this one with another seed; None where there is none."""
+    memory: dict[object, Any] = field(default_factory=dict)
     """What `remembered` functions made of this."""
 
     @property
-    def module(self) -> nn.Module:
-        """What is checked."""
-        return self.subject.module
-
-    @property
-    def on_meta(self) -> bool:
-        """Whether there are shapes alone, and no numbers."""
-        return is_on_meta(self.subject)
-
-    @cached_property
-    def arguments(self) -> Arguments:
-        """The arguments by name."""
-        return Arguments(self.subject)
-
-    @property
     def values(self) -> dict[str, Any]:
-        """The content of the arguments by name."""
+        """The arguments by name."""
         return self.arguments.values
-
-    @cached_property
-    def draw(self) -> torch.Generator:
-        """Draws other tokens."""
-        return torch.Generator().manual_seed(self.runner.subject.seed or 0)
 
     @cached_property
     def sights(self) -> tuple[SeenKeys, ...]:
@@ -142,13 +107,12 @@ class Evidence:
         return sights_of(self.run)
 
     @cached_property
-    def leaves(self) -> dict[int, Tensor]:
-        """The content of arguments, parameters and buffers, by the ids of their tensors."""
+    def _leaves(self) -> dict[int, Tensor]:
         return self.subject.leaves(self.run.recording)
 
     def content(self, tensor: TensorRef) -> Tensor | None:
-        """Return the content of a recorded tensor; None where it was not kept."""
-        value: Tensor | None = self.run.recording.values.get(tensor.id, self.leaves.get(tensor.id))
+        """Return the content of a recorded tensor, argument, parameter or buffer; None where it was not kept."""
+        value: Tensor | None = self.run.recording.values.get(tensor.id, self._leaves.get(tensor.id))
         return None if value is None else value.detach()
 
     @property
@@ -156,11 +120,31 @@ class Evidence:
         """The operations that wrote into a tensor."""
         return [op for op in self.run.recording.ops if op.kind == "write" and op.inputs]
 
+    def line_of(self, tensor: TensorRef) -> str:
+        """Return the line that made a recorded tensor; empty for what came from outside."""
+        op = self.run.recording.producer(tensor)
+        return "" if op is None else op.source
+
+    @property
+    def scores_line(self) -> str:
+        """The line of the first scores."""
+        return self.run.attentions[0][0].score_product.op.source
+
+    @property
+    def mask_line(self) -> str:
+        """The line of the first mask, or where there is none, of the first scores."""
+        return next((each.masks[0].source for each, _ in self.run.attentions if each.masks), self.scores_line)
+
     # -- other runs ---------------------------------------------------------------------------------------------------
 
     def returned(self, changes: Mapping[str, Any] | None = None, *, go_on: bool = False, more_seed: int = 0) -> Any:
-        """Return what a run with changed arguments returns; `Runner.run` says how, and what it raises."""
-        return self.runner.run(self.arguments.of_call(changes or {}), go_on=go_on, more_seed=more_seed)
+        """Return what a run with changed arguments returns, prepared as `Runner.prepared` says.
+
+        Raises `RaisedError` where the forward raises.
+        """
+        with _raised_is_told():
+            arguments = self.arguments.of_call(changes or {})
+            return self.runner.prepared(arguments, go_on=go_on, more_seed=more_seed).plain()
 
     def output_with(self, changes: Mapping[str, Any]) -> Tensor:
         """Return the output of a run with changed arguments; raises as `returned` does."""
@@ -169,7 +153,7 @@ class Evidence:
     def with_arguments(self, changes: Mapping[str, Any]) -> Evidence:
         """Return the same of another recorded run, with other arguments. Raises `RaisedError` where that raises."""
         args, kwargs = self.arguments.of_call(changes)
-        with raised_is_told():
+        with _raised_is_told():
             subject = replace(self.subject, args=args, kwargs=kwargs, without_ones=None)
             return evidence_of(self.runner, subject, self.intent, once=True, wider=self.run.wider)
 
@@ -196,7 +180,7 @@ class Evidence:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens, the one that the output follows first."""
-        return sources_of(self.module, self.values, self.intent, lambda: self.output.dim())
+        return sources_of(self.subject.module, self.values, self.intent, lambda: self.output.dim())
 
     @property
     def source(self) -> Source:
@@ -230,8 +214,7 @@ class Evidence:
         if output.shape != base.shape:
             raise RaisedError(f"the output has another shape then: {list(output.shape)}, not {list(base.shape)}")
         left, right = (side.float() if side.itemsize < 4 else side for side in (output, base))
-        equal = (left == right) | (left.isnan() & right.isnan())
-        infinite = float("inf")
+        equal, infinite = (left == right) | (left.isnan() & right.isnan()), float("inf")
         apart = (left - right).abs_().nan_to_num_(nan=infinite, posinf=infinite).masked_fill_(equal, 0.0)
         axes = self.source.axes if self.follows else [0]
         apart = apart.movedim(axes, tuple(range(len(axes))))
@@ -252,13 +235,8 @@ class Evidence:
         Raises `NotPossibleError` where no token can be changed, or the forward raises then. Empty where the module is
         run once alone.
         """
-        if self.once:
-            return {}
-        source = self.source
-        places = {place: source.at(0, place) for place in sorted({source.length // 2, source.length - 1})}
-        if source.positions is None:
-            places = {0: (0, slice(None), slice(0, 2), slice(0, 2))[: source.value.dim()]}
-        outputs = {place: self.output_with(source.others(index, self.draw)) for place, index in places.items()}
+        source, places = self.source, {self.source.length // 2, self.source.length - 1}
+        outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
         return {place: self.moved(output, times=0) for place, output in outputs.items()}
 
     @property
@@ -269,30 +247,8 @@ class Evidence:
     @cached_property
     def reach_of_others(self) -> dict[int, Tensor]:
         """Place of a further source to what moves when its middle token is another, in the first row."""
-        reach = {}
-        for place, source in enumerate(self.sources[1:], 1):
-            if source.batch is not None and source.positions is not None:
-                tokens = source.others(source.at(0, source.length // 2), self.draw)
-                reach[place] = self.moved(self.output_with(tokens))
-        return reach
-
-    # -- where --------------------------------------------------------------------------------------------------------
-
-    @property
-    def mask_line(self) -> str:
-        """The line of the first mask, or where there is none, of the first scores; empty without any."""
-        masks = [attention.masks[0].source for attention, _ in self.run.attentions if attention.masks]
-        return masks[0] if masks else self.scores_line
-
-    @property
-    def scores_line(self) -> str:
-        """The line of the first scores; empty without any."""
-        return next((attention.score_product.op.source for attention, _ in self.run.attentions), "")
-
-    def line_of(self, tensor: TensorRef) -> str:
-        """Return the line that made a recorded tensor; empty for what came from outside."""
-        op = self.run.recording.producer(tensor)
-        return "" if op is None else op.source
+        further = {place: source for place, source in enumerate(self.sources) if place and len(source.axes) == 2}
+        return {p: self.moved(self.output_with(source.others(source.length // 2))) for p, source in further.items()}
 
 
 def evidence_of(
@@ -303,26 +259,27 @@ def evidence_of(
     `wider` is a run of the same forward in which no size is one.
     """
     arguments = Arguments(subject)
-    meta = is_on_meta(subject)
+    tensors = (tensor for _, tensor in tensors_in((subject.args, subject.kwargs)))
+    meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
     try:
         prepared = runner.prepared(arguments.of_call({}))
         run = prepared.recorded(keep=not meta)
         run = run.beside(wider or subject.wider_run(run))
-        again: Any = None
-        if not (once or meta) and run.attentions:
-            try:
-                again = runner.run(arguments.of_call({}), go_on=True, more_seed=1)
-            except RaisedError as error:
-                again = error
-        return Evidence(runner, subject, intent, run, (prepared.args, prepared.kwargs), once, again)
+        again = None
+        with suppress(Exception):  # whatever somebody's code may raise in a second run
+            if not once and not meta and run.attentions:
+                again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
     finally:
         runner.restore()
+    return Evidence(runner, subject, intent, arguments, run, (prepared.args, prepared.kwargs), meta, once, again)
 
 
-def is_on_meta(subject: Subject) -> bool:
-    """Return whether a subject has shapes alone, and no numbers."""
-    tensors = (tensor for _, tensor in tensors_in((subject.args, subject.kwargs)))
-    return any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
+@contextmanager
+def _raised_is_told() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # whatever somebody's code may raise under an input that nobody asked for
+        raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
 
 
 def remembered(make: Callable[[Evidence], T]) -> Callable[[Evidence], T]:

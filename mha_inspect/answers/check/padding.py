@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +21,7 @@ from .sight import SeenKeys
 
 _MOST = 2
 """Mask arguments that are looked at."""
+_KEYS_FIX = "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key."
 
 
 @dataclass(frozen=True)
@@ -37,22 +37,15 @@ class Masked:
     """`batch key`: True where it is the other value."""
     source: Source
     """The tokens that are the keys."""
-    output: Tensor
-    """Of the run."""
-    faults: tuple[Finding, ...]
-    """What is wrong with its weights for sure."""
     pairs: tuple[tuple[SeenKeys, SeenKeys], ...]
     """What each attention whose keys these are sees with the mask as it was given, and with this one."""
-
-    @property
-    def hides(self) -> bool:
-        """Whether any attention sees less."""
-        return any(bool((before.seen & ~after.seen).any()) for before, after in self.pairs)
-
-    @property
-    def opens(self) -> bool:
-        """Whether any attention sees more."""
-        return any(bool((after.seen & ~before.seen).any()) for before, after in self.pairs)
+    hides: bool
+    """Whether any attention sees less."""
+    opens: bool
+    """Whether any attention sees more."""
+    output: Tensor
+    faults: tuple[Finding, ...]
+    """What is wrong with its weights for sure."""
 
     @property
     def meaning(self) -> tuple[Tensor, Tensor]:
@@ -61,7 +54,7 @@ class Masked:
 
     @property
     def places(self) -> str:
-        """The keys of the first row at which it is the other value: `keys 6–7 of row 0`."""
+        """The keys of the first row at which it is the other value."""
         return f"keys {_places(self.keys[0])} of row 0"
 
     @property
@@ -76,10 +69,9 @@ def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
 
     The declared padding mask is among them where it was not given: it is run for that, and keeps all.
     """
-    values = evidence.values
+    values, name = evidence.values, evidence.intent.padding
     masks = {n: v for n, v in values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
     runs: list[Masked | Fact] = []
-    name = evidence.intent.padding
     if name is not None and values.get(name) is None and any(s.positions is not None for s in evidence.sources):
         source = _padded_source(evidence, name)
         ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (evidence.intent.padding_true != "ignore")
@@ -112,19 +104,24 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     changed[slice(None, None, 2) if by_row else slice(None), ..., keys[0]] = other
     try:
         masked = evidence.with_arguments({name: changed})
-        pairs = _pairs(evidence.sights, masked.sights, source)
-        return Masked(name, value, other, keys, source, masked.output, tuple(_of_weights(masked)), pairs)
+        faults, output = tuple(_of_weights(masked)), masked.output
     except NotPossibleError as error:
         return Fact("mask", f"{name}: the forward does not take another value ({error})")
+    pairs = tuple(
+        (before, after)
+        for before, after in zip(evidence.sights, masked.sights, strict=False)
+        if before.seen.shape == after.seen.shape and before.seen.shape[::2] == keys.shape
+    )
+    hides = any(bool((before.seen & ~after.seen).any()) for before, after in pairs)
+    opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
+    return Masked(name, value, other, keys, source, pairs, hides, opens, output, faults)
 
 
-def _pairs(
-    before: tuple[SeenKeys, ...], after: tuple[SeenKeys, ...], source: Source
-) -> tuple[tuple[SeenKeys, SeenKeys], ...]:
-    """Return what the attentions whose keys are these tokens see in two runs."""
-    pairs = zip(before, after, strict=True) if len(before) == len(after) else ()
-    shape = (source.rows, source.length)
-    return tuple((was, now) for was, now in pairs if was.seen.shape == now.seen.shape and was.seen.shape[::2] == shape)
+def _of_weights(masked: Evidence) -> Iterator[Finding]:
+    findings = [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
+    with suppress(NotPossibleError):
+        findings += softmax(masked)
+    yield from (finding for finding in findings if finding.sure)
 
 
 def _padded_source(evidence: Evidence, name: str) -> Source:
@@ -158,21 +155,19 @@ def _places(marks: Tensor) -> str:
     return shortened(spans(int(place) for place in marks.nonzero().flatten()), 40)
 
 
-# -- what a mask hides ------------------------------------------------------------------------------------------------
-
-
 def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     """Yield where padding moves real outputs, or its mask means the opposite of what was declared."""
-    findings: list[Finding] = []
+    name, findings = evidence.intent.padding, list[Finding]()
     for run in masked_runs(evidence):
         if isinstance(run, Masked):
-            findings += _misplaced(run, declared=run.name == evidence.intent.padding)
-            findings += _of_declared(evidence, run) if run.name == evidence.intent.padding else ()
-            findings += _nan(evidence, run)
             told = f"With {run.name} {_word(run.other)} at some keys."
-            findings += [replace(fault, evidence=f"{told} {fault.evidence}") for fault in run.faults]
+            findings += [
+                *_misplaced(run, declared=run.name == name),
+                *(_of_declared(evidence, run) if run.name == name else ()),
+                *_nan(evidence, run),
+                *(replace(fault, evidence=f"{told} {fault.evidence}") for fault in run.faults),
+            ]
     yield from findings
-    name = evidence.intent.padding
     if name is None and not findings:
         raise NotPossibleError("not declared: padding")
     if name is None or any(finding.sure for finding in findings):
@@ -182,16 +177,15 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     source = _padded_source(evidence, name)
     if source.length < 3:
         raise NotPossibleError("there are fewer than 3 tokens: give more")
-    yield from _of_padding(evidence, name, source)
+    for result in _of_padding(evidence, name, source):
+        yield replace(result, source=evidence.mask_line) if isinstance(result, Finding) else result
 
 
 def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
     """Yield the first attention that masks queries for keys, or keys of another row of the batch."""
-    if run.hides == run.opens:
-        return
     kept, ignored = run.meaning
     keys, rows = run.keys, run.keys.any(1)
-    for before, after in run.pairs:
+    for before, after in run.pairs if run.hides != run.opens else ():
         changed = before.seen != after.seen
         # What padding's own queries see is of no account.
         real = changed & ~keys[:, :, None] if before.queries == before.keys else changed
@@ -210,7 +204,7 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
                 continue
             sentence = "The mask bars queries, not keys: what it marks is seen by all others."
             told += ", these queries see nothing, and the others see what they saw."
-            fix = "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key."
+            fix = _KEYS_FIX
         elif bool((by_key & ~keys).any()):
             sentence = f"The mask bars other keys than those where {run.name} is {_word(ignored)}."
             told += f", the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps."
@@ -223,12 +217,11 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
 
 def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     """Yield a declared mask that moves nothing, or means the opposite of what was declared."""
-    name, means = run.name, evidence.intent.padding_true
+    name, means, (kept, ignored) = run.name, evidence.intent.padding_true, run.meaning
     if not run.hides and not run.opens and torch.equal(run.output, evidence.output):
         sentence = f"{name} changes nothing: no score and no output hangs on it."
         told = f"With {_word(run.other)} at {run.places} the output is the same to the bit."
         yield Finding("padding", sentence, told, source=run.line, fix="apply it to the scores before the softmax.")
-    kept, ignored = run.meaning
     if run.hides != run.opens and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
         sentence = f"The mask works the other way round: what {name} keeps is barred."
         told = (
@@ -259,97 +252,77 @@ def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     )
 
 
-def _of_weights(masked: Evidence) -> Iterator[Finding]:
-    """Yield what is wrong with the weights of a run with a mask for sure."""
-    findings = [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
-    with suppress(NotPossibleError):
-        findings += softmax(masked)
-    yield from (finding for finding in findings if finding.sure)
-
-
-# -- what padding moves -----------------------------------------------------------------------------------------------
-
-
 def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Finding | SkippedCheck]:
     """Yield what is wrong where every other row of the batch, the first among them, has padding at one end."""
     side, means = evidence.intent.padding_side or "right", evidence.intent.padding_true
     count = max(min(2, source.length - 2), source.length // 4)
     start, stop = (0, source.length - count) if side == "right" else (count, source.length)
     real, pads = slice(start, stop), slice(stop, None) if side == "right" else slice(0, start)
-    mask = _padding_mask(evidence, name, source, pads)
+    mask = {name: _padding_mask(evidence, name, source, pads)}
     ends = f"he {'last' if side == 'right' else 'first'} {count} tokens of row 0 were padded"
-    base = evidence.output_with({name: mask})
+    base = evidence.output_with(mask)
     # Keys of another source leave every output real.
     places = real if source is evidence.source else slice(None)
     row = evidence.source.at(slice(0, 1), places)[: base.dim()]
     if bool(base[row].isnan().any()):
-        yield _finding(evidence, "Padding gives NaN at real tokens.", f"T{ends} with {name}.")
+        yield Finding("padding", "Padding gives NaN at real tokens.", f"T{ends} with {name}.")
         return
-    others = source.others(source.at(0, pads), evidence.draw, by=6.0)
-    leaks = float(evidence.moved(evidence.output_with({name: mask, **others}), base)[0, places].max())
+    padded = evidence.output_with({**mask, **source.others(pads, by=6.0)})
+    leaks = float(evidence.moved(padded, base)[0, places].max())
     if leaks:
-        yield _finding(
-            evidence,
-            "The content of padding moves real outputs" + ("." if means else ", whichever value of the mask ignores."),
-            f"With {name} True or 1 for {means or 'keep'}, t{ends} and changed, and a real output moved by "
-            f"{leaks:.3g}.",
-            "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key.",
+        sentence = "The content of padding moves real outputs"
+        told = (
+            f"With {name} True or 1 for {means or 'keep'}, t{ends} and changed, and a real output moved by {leaks:.3g}"
         )
+        more = "." if means else ", whichever value of the mask ignores."
+        yield Finding("padding", sentence + more, f"{told}.", fix=_KEYS_FIX)
         return
     try:
-        short = evidence.output_with(_first_row_without(evidence, {name: mask}, source, real))
+        short = evidence.output_with(_first_row_without(evidence, mask, source, real))
         apart = evidence.apart(short, base[row], times=OTHER_SIZES)
     except NotPossibleError as error:
         yield SkippedCheck("padding", f"its length: the forward does not take the row without it ({error})")
         return
     if apart:
-        yield _finding(
-            evidence,
+        yield Finding(
+            "padding",
             f"The {'side' if side == 'left' else 'length'} of the padding moves real outputs, by {apart:.3g}.",
             f"Row 0 with {count} tokens of padding on the {side} gives something else at tokens {start}–{stop - 1} "
             "than without it; the padding's content moves nothing.",
-            "count positions from the first real token: position_ids = mask.cumsum(-1) - 1." if side == "left" else "",
+            fix="count positions from the first real token: position_ids = mask.cumsum(-1) - 1." * (side == "left"),
         )
-
-
-def _finding(evidence: Evidence, sentence: str, told: str, fix: str = "") -> Finding:
-    return Finding("padding", sentence, told, source=evidence.mask_line, fix=fix)
 
 
 def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:
     """Return a mask as the forward takes it, with padding in every other row."""
     padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
     padded[0::2, pads] = True
-    like: Any = evidence.values.get(name)
-    keeps = evidence.intent.padding_true != "ignore"
+    like, keeps = evidence.values.get(name), evidence.intent.padding_true != "ignore"
     for run in masked_runs(evidence):
         if isinstance(run, Masked) and run.name == name:
             like = run.value.new_zeros(padded.shape) if like is None else like
             keeps = bool(run.meaning[0]) if run.hides != run.opens else keeps
-    mask = ~padded if keeps else padded
+    mask = padded != keeps
     if not isinstance(like, Tensor):
         return mask
     if like.is_floating_point() and like.dim() > 2 and bool((like <= 0).all()):
         mask = torch.zeros(padded.shape).masked_fill(padded, torch.finfo(like.dtype).min)
-    mask = mask.to(like)
-    if like.dim() < 3:
-        return mask
-    mask = mask.reshape(len(mask), *(1 for _ in like.shape[1:-1]), -1)
-    return mask.expand(-1, *like.shape[1:-1], -1).contiguous()
+    if like.dim() > 2:
+        mask = mask.reshape(len(mask), *(1 for _ in like.shape[1:-1]), -1).expand(-1, *like.shape[1:-1], -1)
+    return mask.to(like).contiguous()
 
 
 def _first_row_without(evidence: Evidence, mask: dict[str, Tensor], source: Source, real: slice) -> dict[str, Tensor]:
     """Return the arguments of row 0 alone, without the padding of a source."""
-    length, rows = source.length, source.rows
+    length, changes = source.length, dict[str, Tensor]()
     given = {name: value for name, value in evidence.values.items() if isinstance(value, Tensor)}
-    changes: dict[str, Tensor] = {}
     for name, value in {**given, **mask}.items():
         index = [slice(None)] * value.dim()
         same = next((other for other in evidence.sources if name in other.names), None)
         pairs = name not in mask and [*value.shape] == [length, length]
         if same is not None:
             index = list(same.at(slice(0, 1), real if same is source else slice(None)))
-        elif value.dim() > 1 and value.shape[0] == rows and not pairs:
+        elif value.dim() > 1 and value.shape[0] == source.rows and not pairs:
             index[0] = slice(0, 1)
         if same is None and (source is evidence.source or name in mask):
             for place in range(max(value.dim() - 2, 0), value.dim()):

@@ -9,7 +9,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -21,9 +20,8 @@ from ...naming.axes import AxisNames
 from ...naming.canonical import sizes_in
 from ...naming.pattern import dims_of
 from ...record.arguments import tensors_in
-from ...record.ops import Op, Recording, TensorRef
+from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
-from ...running.run import Run
 from ...text import shortened, spans
 from .evidence import Evidence, NotPossibleError, remembered
 from .scores import masks_everything
@@ -36,100 +34,92 @@ _LARGEST = 1 << 24
 _MOST_HEADS = 64
 """Heads of which it is said what hangs on them."""
 
+Gradients = dict[str, Tensor | None]
+
 
 class Readers:
     """What reads a parameter, among the operations that a recording's outputs hang on."""
 
-    def __init__(self, recording: Recording) -> None:
-        self.recording = recording
-        self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
+    def __init__(self, evidence: Evidence) -> None:
+        recording = evidence.run.recording
+        self._graph = evidence.run.graph
         ids, storages = {named.tensor.id for named in recording.outputs}, set[int]()
         written = {named.tensor.storage for named in (*recording.inputs, *recording.buffers)}
-        self.ops: list[Op] = []
+        self._read = [named.tensor for named in recording.outputs]
+        calls: dict[int, dict[int, Op]] = defaultdict(dict)
         for op in reversed(recording.ops):
             into = {op.inputs[0].storage} if op.kind == "write" and op.inputs else set()
             if any(tensor.id in ids for tensor in op.outputs) or into & (storages | written):
-                self.ops.append(op)
                 ids |= {tensor.id for tensor in op.inputs}
                 storages |= {tensor.storage for tensor in op.inputs}
+                for tensor in op.inputs if op.kind != "view" else ():
+                    self._read.append(tensor)
+                    calls[tensor.storage].setdefault(op.call, op)
+        self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
+        self.ops = {named.name: [*calls[named.tensor.storage].values()] for named in recording.parameters}
+        """Parameter to the operations that compute with it, each call once."""
+        self.told: set[str] = set()
+        """Parameters, and modules of such, of which something has been said."""
 
-    @cached_property
-    def by_storage(self) -> dict[int, list[Op]]:
-        """Storage to the operations that compute with what is in it, each call once."""
-        calls: dict[int, dict[int, Op]] = defaultdict(dict)
-        for op in self.ops:
-            for tensor in op.inputs if op.kind != "view" else ():
-                calls[tensor.storage].setdefault(op.call, op)
-        return {storage: list(ops.values()) for storage, ops in calls.items()}
+    def unread(self) -> list[str]:
+        """Return parameters that nothing computes with, and of which nothing has been said."""
+        names = (name for name, ops in self.ops.items() if not ops)
+        return [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in self.told)]
 
-    @cached_property
-    def by_name(self) -> dict[str, list[Op]]:
-        """Parameter to the operations that compute with it."""
-        return {named.name: self.by_storage.get(named.tensor.storage, []) for named in self.recording.parameters}
-
-    def unread(self, told: set[str]) -> list[str]:
-        """Return parameters that nothing computes with, but for those that are told, or that are of a told module."""
-        names = (name for name, ops in self.by_name.items() if not ops)
-        return [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in told)]
-
-    def unread_features(self, result: TensorRef, *, further: bool = False) -> set[int]:
-        """Return the features of a result that no operation reads; `further`, of what one operation makes of all."""
+    def unread_features(self, projection: Op) -> set[int]:
+        """Return the features that a projection gives, its bias added, and that no operation reads."""
+        result = self._graph.after_projection(projection)
         if result.numel > _LARGEST or result.stride != torch.empty(result.shape, device="meta").stride():
             return set()
         read = torch.zeros(result.offset + result.numel, dtype=torch.bool)
-        tensors = [tensor for op in self.ops if op.kind != "view" for tensor in op.inputs]
-        for tensor in (*tensors, *(named.tensor for named in self.recording.outputs)):
+        for tensor in self._read:
             if tensor.storage == result.storage and tensor.shape and tensor.numel:
                 read.as_strided(tensor.shape, tensor.stride, tensor.offset).fill_(True)
         by_feature = read[result.offset :].reshape(-1, result.shape[-1]).any(0)
-        unread = {int(place) for place in (~by_feature).nonzero().flatten()}
-        readers = self.by_storage.get(result.storage, [])
-        if further and not unread and len(readers) == 1 and readers[0].pointwise:  # a bias, say
-            return self.unread_features(readers[0].output) if readers[0].output.numel == result.numel else unread
-        return unread
+        return {int(place) for place in (~by_feature).nonzero().flatten()}
 
 
 def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
     if not evidence.run.recording.outputs:
         raise NotPossibleError("the forward returns no tensor, and nothing is known to hang on its parameters")
-    readers, told = Readers(evidence.run.recording), set[str]()
-    yield from _twice(evidence, readers, told)
+    readers = Readers(evidence)
+    yield from _twice(evidence, readers)
     yield from _copied_heads(evidence)
     for attention, _, _ in kinds(evidence.run):
-        yield from _unused(readers, attention, told)
-        yield from _unread_features(evidence, readers, attention, told)
+        yield from _unused(readers, attention)
+        yield from _unread_features(evidence, readers, attention)
     if evidence.on_meta:
         yield SkippedCheck("parameters", "on meta nothing tells whether each gets a gradient: use --device cpu")
     elif not any(map(masks_everything, evidence.sights)):
-        yield from _without_gradient(evidence, readers, told)
+        yield from _without_gradient(evidence, readers)
 
 
-def _twice(evidence: Evidence, readers: Readers, told: set[str]) -> Iterator[Finding]:
+def _twice(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
     """Yield parameters that serve twice beside one of the same shape and place that serves nowhere."""
     sides: dict[str, dict[str, Op]] = defaultdict(dict)
     turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
-    inside = {f"{turn.module}." if turn.module else "" for turn in turns}
     for turn in turns:
         for side, op in turn.projections.items():
             if _is_whole(evidence, op):
-                sides[weight_of(evidence, op)].setdefault(side, op)
-    for name in [name for name, ops in readers.by_name.items() if len(ops) > 1 or len(sides[name]) > 1]:
-        if name not in sides and not name.startswith(tuple(inside)):
+                sides[_weight_of(evidence, op)].setdefault(side, op)
+    inside = tuple(f"{turn.module}." if turn.module else "" for turn in turns)
+    for name, ops in readers.ops.items():
+        if (len(ops) < 2 and len(sides.get(name, ())) < 2) or not (name in sides or name.startswith(inside)):
             continue
-        spare = {n: _beside(n, name) for n in readers.unread(told) if readers.shapes[n] == readers.shapes[name]}
-        spare = {n: path for n, path in spare.items() if path}
-        if not spare:
+        spare = {n: _beside(n, name) for n in readers.unread() if readers.shapes[n] == readers.shapes[name]}
+        names = [other for other, path in spare.items() if path]
+        if not names:
             continue
-        told.update(spare.values())
-        ops, names = readers.by_name[name], list(spare)
-        uses = f"projects the {' and the '.join(sides[name])}" if len(sides[name]) > 1 else f"serves {len(ops)} times"
+        readers.told.update(spare[other] for other in names)
+        served = sides.get(name, {})
+        uses = f"projects the {' and the '.join(served)}" if len(served) > 1 else f"serves {len(ops)} times"
         others = f"{', '.join(names[:2])}{' and more' if len(names) > 2 else ''}"
         yield Finding(
             "parameters",
             f"{name} {uses}, and {others} {'is' if len(names) == 1 else 'are'} read by nothing.",
             "What has the same shape and stands beside it gets no gradient.",
-            source=(list(sides[name].values()) or ops)[-1].source,
+            source=[*ops, *served.values()][-1].source,
             module=ops[-1].module if ops else "",
             fix=f"use {names[0]} where it belongs.",
         )
@@ -147,18 +137,18 @@ def _beside(name: str, other: str) -> str:
     return ".".join(left[: differ[0] + 1])
 
 
-def weight_of(evidence: Evidence, op: Op) -> str:
+def _weight_of(evidence: Evidence, op: Op | None) -> str:
     """Return the name of the parameter that a projection multiplies by, or a piece of; empty where it is none."""
     graph, storages = evidence.run.graph, evidence.run.recording.parameter_storages
-    for tensor in reversed(op.inputs):
-        if tensor.storage in storages and len(tensor.shape) > 1 and graph.is_weight(tensor):
-            return storages[tensor.storage].name
-    return ""
+    weights = [
+        t for t in (op.inputs if op else ()) if t.storage in storages and len(t.shape) > 1 and graph.is_weight(t)
+    ]
+    return storages[weights[-1].storage].name if weights else ""
 
 
 def _is_whole(evidence: Evidence, op: Op) -> bool:
     """Whether a projection multiplies by all of a parameter, and not by a piece."""
-    name = weight_of(evidence, op)
+    name = _weight_of(evidence, op)
     sizes = {named.name: named.tensor.numel for named in evidence.run.recording.parameters}
     return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
 
@@ -188,14 +178,14 @@ def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[
             return
 
 
-def _unused(readers: Readers, attention: Attention, told: set[str]) -> Iterator[Finding]:
+def _unused(readers: Readers, attention: Attention) -> Iterator[Finding]:
     """Yield weights of an attention's module of which nothing is made."""
-    shapes = readers.shapes
     # `self_attn` holds the projection of `self_attn.q_proj.weight`.
-    spare = [n for n in readers.unread(told) if len(shapes[n]) > 1 and ".".join(n.split(".")[:-2]) == attention.module]
-    told |= set(spare)
+    matrices = [name for name in readers.unread() if len(readers.shapes[name]) > 1]
+    spare = [name for name in matrices if ".".join(name.split(".")[:-2]) == attention.module]
+    readers.told.update(spare)
     width = attention.stages["concat"].shape[-1] if "concat" in attention.stages else None
-    missed = [name for name in spare if "output" not in attention.projections and width in shapes[name]]
+    missed = [name for name in spare if "output" not in attention.projections and width in readers.shapes[name]]
     for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
         if names:
             yield Finding(
@@ -209,17 +199,17 @@ def _unused(readers: Readers, attention: Attention, told: set[str]) -> Iterator[
             )
 
 
-def _unread_features(evidence: Evidence, readers: Readers, attention: Attention, told: set[str]) -> Iterator[Finding]:
+def _unread_features(evidence: Evidence, readers: Readers, attention: Attention) -> Iterator[Finding]:
     """Yield projections of whose output a part is read by nothing: one of q, k and v is made of another's part."""
     packed = Counter(op.index for side, op in attention.projections.items() if side in SIDES)
     for side in SIDES:
         op = attention.projections.get(side)
         if op is None or packed.pop(op.index, 0) < 2 or attention.branches:
             continue
-        unread, features = readers.unread_features(op.output, further=True), op.output.shape[-1]
+        unread, features = readers.unread_features(op), op.output.shape[-1]
         if attention.stages[f"{side[0]}_heads"].shape[-1] <= len(unread) < features:
-            name = weight_of(evidence, op)
-            told.add(name)
+            name = _weight_of(evidence, op)
+            readers.told.add(name)
             yield Finding(
                 "parameters",
                 f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
@@ -231,18 +221,15 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention,
             )
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
-
-
-def _without_gradient(evidence: Evidence, readers: Readers, told: set[str]) -> Iterator[Finding]:
+def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
     """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
     gradients = gradients_of(evidence)
     # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
     saturated = not evidence.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in evidence.sights)
     for attention, _, _ in kinds(evidence.run):
         for side, op in attention.projections.items():
-            name, part = weight_of(evidence, op), ""
-            if name in told or name not in gradients:
+            name, part = _weight_of(evidence, op), ""
+            if name in readers.told or name not in gradients:
                 continue
             gradient = gradients[name]
             if gradient is None:
@@ -251,12 +238,12 @@ def _without_gradient(evidence: Evidence, readers: Readers, told: set[str]) -> I
                 # A square matrix is taken for nn.Linear's, which has the features that come out first.
                 out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
                 dead = (gradient == 0).all(1 - out)
-                dead[sorted(readers.unread_features(op.output, further=True))] = False
+                dead[sorted(readers.unread_features(op))] = False
                 number = int(dead.sum())
                 if attention.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
                     part = f"gets no gradient for {number} of its {dead.numel()} features"
             if part:
-                told.add(name)
+                readers.told.add(name)
                 yield Finding(
                     "parameters",
                     f"{name} projects the {side}, and {part}: the graph is cut behind it.",
@@ -268,50 +255,44 @@ def _without_gradient(evidence: Evidence, readers: Readers, told: set[str]) -> I
 
 
 @remembered
-def gradients_of(evidence: Evidence) -> dict[str, Tensor | None]:
+def gradients_of(evidence: Evidence) -> Gradients:
     """Return the gradient of each projection's parameter that wants one; None where it gets none.
 
-    There are those of each kind of attention, and those from the heads to the output. Raises `NotPossibleError` where
-    none can be taken.
+    There are those of each kind of attention, and of the first 64 heads. Raises `NotPossibleError` where none can be
+    taken.
     """
-    run, runner = evidence.run, evidence.runner
-    attentions = [attention for attention, _ in _first_attentions(run)] + [attention for attention, _, _ in kinds(run)]
-    names = {weight_of(evidence, op) for attention in attentions for op in attention.projections.values()}
-    parameters = {
-        name: parameter
-        for name, parameter in evidence.module.named_parameters()
-        if name in names and parameter.requires_grad and parameter.is_floating_point()
-    }
-    if not parameters:
+    runner, arguments = evidence.runner, evidence.arguments
+    attentions = [attention for attention, _ in _first_heads(evidence)]
+    attentions += [attention for attention, _, _ in kinds(evidence.run)]
+    names = {_weight_of(evidence, op) for attention in attentions for op in attention.projections.values()}
+    wanted = {n: p for n, p in evidence.subject.module.named_parameters() if n in names and p.requires_grad}
+    if not wanted:
         raise NotPossibleError("no projection wants a gradient")
-    without_cache = {"use_cache": False} if "use_cache" in evidence.arguments.parameters else {}
-    subject = replace(runner.prepared(evidence.arguments.of_call(without_cache)), grad=True)
+    without_cache = {"use_cache": False} if "use_cache" in arguments.parameters else {}
+    subject = replace(runner.prepared(arguments.of_call(without_cache)), grad=True)
     try:
         with subject.settings():
             returned = subject.module(*subject.args, **subject.kwargs)
             outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
-            if not outputs:
-                raise NotPossibleError("the output hangs on no projection that wants a gradient")
             for whole in (False, True):
                 losses = [_mixed(output if whole else _first_row(evidence, output)) for output in outputs]
                 loss = torch.stack([loss.to(outputs[0].dtype) for loss in losses]).sum()
-                gradients = torch.autograd.grad(loss, list(parameters.values()), retain_graph=True, allow_unused=True)
+                gradients = torch.autograd.grad(loss, [*wanted.values()], retain_graph=True, allow_unused=True)
                 if not any(map(_lacks, gradients)):  # else rows may attend to others
                     break
-    except NotPossibleError:
-        raise
     except Exception as error:  # whatever somebody's code may raise under gradients
         raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
     finally:
         runner.restore()
-    return dict(zip(parameters, gradients, strict=True))
+    return dict(zip(wanted, gradients, strict=True))
 
 
 def _first_row(evidence: Evidence, output: Tensor) -> Tensor:
     """Return the first row of the batch of an output; all of it where that is not known."""
     source = next(iter(evidence.sources), None)
-    known = source is not None and source.batch is not None and output.shape[source.batch :][:1] == (source.rows,)
-    return output.narrow(source.batch or 0, 0, 1) if source is not None and known else output
+    if source is None or source.batch is None or output.shape[source.batch :][:1] != (source.rows,):
+        return output
+    return output.narrow(source.batch, 0, 1)
 
 
 def _mixed(output: Tensor) -> Tensor:
@@ -327,37 +308,34 @@ def _lacks(gradient: Tensor | None) -> bool:
     return gradient is None or any(bool((gradient == 0).all(axis).any()) for axis in range(min(gradient.dim(), 2)))
 
 
-# -- heads ------------------------------------------------------------------------------------------------------------
-
-
-def _first_attentions(run: Run) -> list[tuple[Attention, AxisNames]]:
+def _first_heads(evidence: Evidence) -> list[tuple[Attention, AxisNames]]:
     """Return as many attentions as have `_MOST_HEADS` heads together."""
-    heads = list(accumulate(names.num_heads for _, names in run.attentions))
-    return [attention for attention, number in zip(run.attentions, heads, strict=True) if number <= _MOST_HEADS]
+    attentions = evidence.run.attentions
+    heads = accumulate(names.num_heads for _, names in attentions)
+    return [attention for attention, number in zip(attentions, heads, strict=True) if number <= _MOST_HEADS]
 
 
 def heads_of(evidence: Evidence) -> Iterator[Head]:
     """Yield what hangs on each head: the output of its attention without it, and its share of the gradient."""
-    gradients: dict[str, Tensor | None] = {}
+    gradients: Gradients = {}
     with suppress(NotPossibleError):
         gradients = {} if evidence.once or evidence.on_meta else gradients_of(evidence)
-    for attention, names in _first_attentions(evidence.run):
+    for attention, names in _first_heads(evidence):
         with suppress(LostError):
             changes = _without_each(evidence, attention, names)
-            share = _shares(evidence, attention, names, gradients)
+            shares = _shares(evidence, attention, names, gradients) or [None] * len(changes)
             for head, change in enumerate(changes):
-                yield Head(attention.module, head, change, share[head] if share else None)
+                yield Head(attention.module, head, change, shares[head])
 
 
 def _without_each(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
     """Return how much the output of an attention changes when a head's context is zero, beside the output."""
-    target = attention.stages.get("output") or attention.stages.get("concat")
+    target, context = attention.stages.get("output") or attention.stages.get("concat"), attention.stages["context"]
     if target is None:
         raise LostError
-    context = attention.stages["context"]
-    base = again(evidence, {context.id: content_of(evidence, context)}, target).double()
+    base = again(evidence, context, content_of(evidence, context), target).double()
     size = float(base.norm()) or 1.0
-    changed = (again(evidence, {ref.id: value}, target) for ref, value in _contexts(evidence, attention, names))
+    changed = (again(evidence, tensor, value, target) for tensor, value in _contexts(evidence, attention, names))
     return [round(float((output.double() - base).norm()) / size, 6) for output in changed]
 
 
@@ -387,13 +365,11 @@ def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Ite
 
 
 def _shares(
-    evidence: Evidence, attention: Attention, names: AxisNames, gradients: dict[str, Tensor | None]
-) -> list[float] | None:
+    evidence: Evidence, attention: Attention, names: AxisNames, gradients: Gradients
+) -> list[float | None] | None:
     """Return each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| over its columns."""
-    op = attention.projections.get("output")
-    name = weight_of(evidence, op) if op else ""
-    gradient, parameter = gradients.get(name), dict(evidence.module.named_parameters()).get(name)
-    width = names.num_heads * names.head_dim
+    name, width = _weight_of(evidence, attention.projections.get("output")), names.num_heads * names.head_dim
+    gradient, parameter = gradients.get(name), dict(evidence.subject.module.named_parameters()).get(name)
     if gradient is None or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
         return None
     if "concat" not in attention.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
@@ -402,5 +378,4 @@ def _shares(
     # A square matrix is taken for nn.Linear's, which has the features that come in last.
     taylor = taylor if parameter.shape[1] == width else taylor.T
     each = taylor.reshape(taylor.shape[0], names.num_heads, names.head_dim).sum((0, 2)).abs()
-    total = float(each.sum())
-    return [round(float(share) / total, 6) for share in each] if total else None
+    return [round(float(share) / float(each.sum()), 6) for share in each] if float(each.sum()) else None

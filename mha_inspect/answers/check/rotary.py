@@ -13,7 +13,7 @@ from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .tokens import SIDES, Factor, LostError, between, content_of, each_kind, factor_of
+from .tokens import SIDES, Factor, LostError, again, between, content_of, each_kind, factor_of
 
 _NEAR = 1e-3
 """What differs by less, beside the largest, does not differ."""
@@ -133,7 +133,8 @@ def _one_token(factor: Factor, *, seed: int) -> Tensor:
 def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
     """Return the rows that a factor has where all of its tokens are one: `group row feature`, in float64."""
     value = content_of(factor.evidence, factor.source)
-    rows = factor.of(_one_token(factor, seed=seed).to(value).expand(value.shape).clone()).double()
+    tokens = _one_token(factor, seed=seed).to(value).expand(value.shape).clone()
+    rows = again(factor.evidence, factor.source, tokens, factor.target).double()
     rows = rows if factor.rows == -2 else rows.transpose(-1, -2)
     return rows.reshape(-1, *rows.shape[-2:])
 

@@ -27,9 +27,8 @@ _CHUNKS, _SINGLES = "chunks", "token by token"
 
 def repeat(evidence: Evidence) -> Iterator[Finding]:
     """Yield where two runs give something else."""
-    if isinstance(evidence.again, RaisedError):
-        raise evidence.again
-    if not evidence.apart(evidence.output_of(evidence.again)):
+    again = evidence.returned(more_seed=1) if evidence.again is None else evidence.again
+    if not evidence.apart(evidence.output_of(again)):
         return
     recording = evidence.run.recording
     by_seed = evidence.apart(evidence.output_of(evidence.returned(more_seed=1)))
@@ -64,7 +63,7 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
 
 def training(evidence: Evidence) -> Iterator[Finding]:
     """Yield where train gives something else than eval, with every dropout set to 0."""
-    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.module.modules()):
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.subject.module.modules()):
         raise NotPossibleError("batch norm takes other statistics in train")
     with evidence.runner.changed_by(_train_without_dropout):
         output = evidence.output_with({})
@@ -87,9 +86,6 @@ def _train_without_dropout(module: nn.Module) -> None:
             drops = "drop" in name.lower() or (isinstance(part, nn.modules.dropout._DropoutNd) and name == "p")
             if drops and isinstance(value, float):
                 setattr(part, name, 0.0)
-
-
-# -- a cache ----------------------------------------------------------------------------------------------------------
 
 
 def cache(evidence: Evidence) -> Iterator[Finding]:
@@ -211,9 +207,6 @@ def _second(returned: Any) -> Any:
         returned = returned.to_tuple()
     values = tuple(returned.values()) if isinstance(returned, dict) else returned
     return values[1] if isinstance(values, (tuple, list)) and len(values) > 1 else None
-
-
-# -- a reference ------------------------------------------------------------------------------------------------------
 
 
 def reference(evidence: Evidence) -> Iterator[Finding]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -24,8 +25,6 @@ from .tokens import LostError, between, content_of, each_kind
 _WEAK = 1.0
 """A constant of this size or less, put where a mask is True, masks nothing."""
 _SMALLER_SCORES = "scale the queries before the product, or compute the scores in float32."
-
-# -- the scale --------------------------------------------------------------------------------------------------------
 
 
 def scale(evidence: Evidence) -> Iterator[Finding]:
@@ -72,9 +71,6 @@ def scale_words(attention: Attention, names: AxisNames) -> str:
     otherwise = f", {attention.scale * head_dim**0.5:.4g} times 1/√head_dim"
     like = (name for name, value in known.items() if math.isclose(attention.scale, value, rel_tol=1e-3))
     return f"{attention.scale:.4g}{next(like, otherwise)}"
-
-
-# -- the softmax ------------------------------------------------------------------------------------------------------
 
 
 def softmax(evidence: Evidence) -> Iterator[Finding]:
@@ -151,13 +147,12 @@ def _is_zero_one(value: Tensor | None) -> bool:
 
 def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
     """Yield softmaxes of another softmax: they make no attention."""
+    graph, recording = evidence.run.graph, evidence.run.recording
     turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
     known, lines = {turn.softmax.index for turn in turns}, set[str]()
-    for op in evidence.run.recording.ops:
-        first = (
-            _before(evidence, op) if op.does("softmax") and op.index not in known and op.source not in lines else None
-        )
-        if first is not None and first.does("softmax"):
+    for op in (op for op in recording.ops if op.does("softmax") and op.index not in known):
+        first = recording.producer(graph.before(op.inputs[0], _passes))
+        if first is not None and first.does("softmax") and op.source not in lines:
             lines.add(op.source)
             yield Finding(
                 "softmax",
@@ -169,16 +164,8 @@ def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
             )
 
 
-def _before(evidence: Evidence, op: Op) -> Op | None:
-    """Return the operation before what is moved, scaled and masked in between."""
-    recording = evidence.run.recording
-    before = recording.producer(op.inputs[0]) if op.inputs else None
-    while before is not None and before.inputs and (before.pointwise or before.kind != "compute"):
-        before = recording.producer(max(before.inputs, key=lambda tensor: tensor.numel))
-    return before
-
-
-# -- masks ------------------------------------------------------------------------------------------------------------
+def _passes(op: Op) -> bool:
+    return bool(op.inputs) and (op.pointwise or op.kind != "compute")
 
 
 def masking(evidence: Evidence) -> Iterator[Finding]:
@@ -236,29 +223,23 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
             "masked_fill(mask == 0, float('-inf')).",
         )
     for value in values if name in ("add", "sub", "baddbmm") else ():
-        if value is None or value.numel() < 4 or not value.is_floating_point():
-            continue
-        known = torch.unique(value.detach().float()).tolist()
+        known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 3 else []
         number = sum(known) if len(known) == 2 and 0.0 in known else 0.0
-        if 0 < abs(number) < 1e-3:
-            return f"The mask adds {number:.3g} where it bars, which changes no weight.", _ADDED, ""
-        if number == 1.0:
-            what = "The mask is added as zeros and ones: it bars nothing, and what it marks gains weight."
-            return what, _ADDED, ""
+        if 0 < abs(number) < 1e-3 or number == 1:
+            sentence = f"The mask adds {number:.3g} where it bars, which changes no weight."
+            if number == 1:
+                sentence = "The mask is added as zeros and ones: it bars nothing, and what it marks gains weight."
+            return sentence, "It is added before the softmax.", ""
     return None
-
-
-_ADDED = "It is added before the softmax."
 
 
 def _weighs(weights: Tensor | None, masked: Tensor | None) -> bool:
     """Whether weight is left where a mask is True; where that is not known, it is."""
     if masked is None or weights is None:
         return True
-    try:
-        return bool((weights * masked.expand(weights.shape)).amax() > 1e-6)
-    except RuntimeError:  # laid out otherwise
-        return True
+    with suppress(RuntimeError):  # laid out otherwise
+        return bool((weights * masked).amax() > 1e-6)
+    return True
 
 
 def _filled(op: Op, values: list[Tensor | None]) -> float | None:
@@ -266,9 +247,6 @@ def _filled(op: Op, values: list[Tensor | None]) -> float | None:
     single = [v for v in values if v is not None and v.numel() == 1 and v.dtype != torch.bool]
     numbers = [float(a) for a in op.args[1:] if isinstance(a, (int, float)) and not isinstance(a, bool)]
     return float(single[-1]) if single else numbers[-1] if numbers else None
-
-
-# -- finite numbers ---------------------------------------------------------------------------------------------------
 
 
 def finite(evidence: Evidence) -> Iterator[Finding]:
@@ -320,12 +298,12 @@ def _unfinite(
 @each_kind()
 def _too_large_for_half(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     """Yield products of queries and keys that float16 has no number for."""
-    largest, op = torch.finfo(torch.float16).max, attention.score_product.op
+    op, largest = attention.score_product.op, torch.finfo(torch.float16).max
     value = evidence.content(op.output)
     if value is None or value.dtype not in (torch.float32, torch.float64) or not value.numel():
         return
     size = float(value.abs().max())
-    if largest < size < float("inf"):
+    if largest < size < math.inf:
         yield Finding(
             "finite",
             f"In float16 the scores would overflow: the largest product of a query and a key is {size:.3g}.",

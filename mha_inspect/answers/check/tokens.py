@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, wraps
+from functools import wraps
 from math import prod
 from typing import Any
 
@@ -78,9 +78,6 @@ def each_kind(without: str = "") -> Callable[[Judge], Callable[[Evidence], Itera
     return of
 
 
-# -- computing again --------------------------------------------------------------------------------------------------
-
-
 def content_of(evidence: Evidence, tensor: TensorRef) -> Tensor:
     """Return the content of a recorded tensor. Raises `LostError` where it was not kept."""
     value = evidence.content(tensor)
@@ -89,13 +86,10 @@ def content_of(evidence: Evidence, tensor: TensorRef) -> Tensor:
     return value
 
 
-def again(evidence: Evidence, changed: dict[int, Tensor], target: TensorRef) -> Tensor:
-    """Return the content of a tensor where others are as given. Raises `LostError` where it cannot be computed."""
-    known = dict(changed)
-    path = between(evidence.run.recording, changed, target)
-    if not path and target.id not in known:
-        raise LostError
-    for op in path:
+def again(evidence: Evidence, source: TensorRef, value: Tensor, target: TensorRef) -> Tensor:
+    """Return the content of a tensor where another is as given. Raises `LostError` where it cannot be computed."""
+    known = {source.id: value}
+    for op in between(evidence.run.recording, {source.id}, target):
 
         def content(tensor: TensorRef, op: Op = op) -> Tensor:
             value = known[tensor.id] if tensor.id in known else content_of(evidence, tensor)
@@ -104,9 +98,11 @@ def again(evidence: Evidence, changed: dict[int, Tensor], target: TensorRef) -> 
         try:
             with torch.no_grad():
                 results = zip(op.outputs, _results(op, content), strict=False)
-                known.update({tensor.id: value for tensor, value in results if tensor.id not in changed})
+                known.update({tensor.id: result for tensor, result in results if tensor.id != source.id})
         except Exception as error:  # whatever an operation that is called from outside may raise
             raise LostError from error
+    if target.id not in known:
+        raise LostError
     return known[target.id]
 
 
@@ -121,12 +117,8 @@ def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
             return content(value)
         if isinstance(value, tuple):
             return [argument(item) for item in value]
-        if isinstance(value, str):
-            if value.startswith("torch."):
-                return getattr(torch, value.removeprefix("torch."))
-            if value.split(":")[0] in ("cpu", "cuda", "mps", "meta", "xpu"):
-                return torch.device(value)
-        return value
+        is_dtype = isinstance(value, str) and value.startswith("torch.")
+        return getattr(torch, value.removeprefix("torch.")) if is_dtype else value
 
     namespace, name, overload = op.name.split(".")
     function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
@@ -137,24 +129,27 @@ def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     return results
 
 
-def between(recording: Recording, sources: Iterable[int], target: TensorRef) -> list[Op]:
+def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
     """Return the operations that a tensor hangs on and that hang on one of the sources, in order."""
     needed: dict[int, Op] = {}
-    reached = set(sources)
     queue = [target]
     while queue:
         tensor = queue.pop()
         op = recording.producer(tensor)
-        if tensor.id in reached or op is None or op.index in needed:
-            continue
-        needed[op.index] = op
-        queue += op.inputs
+        if tensor.id not in sources and op is not None and op.index not in needed:
+            needed[op.index] = op
+            queue += op.inputs
     ordered = [needed[index] for index in sorted(needed)]
-    made_ids = made_of(reached, ordered)
+    made_ids = made_of(sources, ordered)
     return [op for op in ordered if any(tensor.id in made_ids for tensor in op.inputs)] if target.id in made_ids else []
 
 
-# -- tokens and rows --------------------------------------------------------------------------------------------------
+def _moved_by(evidence: Evidence, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
+    """Return which numbers of a tensor are others where those that are marked in another tensor are."""
+    value = content_of(evidence, source)
+    base = again(evidence, source, value, target)
+    other = again(evidence, source, torch.where(marks, value + 1 + value.abs(), value), target)
+    return (base != other) & ~(base.isnan() & other.isnan())
 
 
 @dataclass(frozen=True)
@@ -170,15 +165,6 @@ class Factor:
     width: int
     """Features of a head."""
 
-    @cached_property
-    def base(self) -> Tensor:
-        """The content of the target, computed again from the source as it was."""
-        return self.of(content_of(self.evidence, self.source))
-
-    def of(self, source: Tensor) -> Tensor:
-        """Return the target where the source is another. Raises `LostError` where it cannot be computed."""
-        return again(self.evidence, {self.source.id: source}, self.target)
-
     @property
     def tokens(self) -> tuple[int, ...]:
         """The shape of the source without its features."""
@@ -190,12 +176,11 @@ class Factor:
 
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
         """Return the rows that move where features of a token are others."""
-        source = content_of(self.evidence, self.source).clone()
-        piece = source[token][start:stop]
-        source[token][start:stop] = piece + 1 + piece.abs()
-        by_row = _differing(self.of(source), self.base).any(dim=-1 if self.rows == -2 else -2)
-        by_row = by_row.reshape(-1, by_row.shape[-1])
-        return {(int(group), int(row)) for group, row in by_row.nonzero().tolist()}
+        marks = torch.zeros(self.source.shape, dtype=torch.bool)
+        marks[token][start:stop] = True
+        marks = marks.to(content_of(self.evidence, self.source).device)
+        by_row = _moved_by(self.evidence, self.source, marks, self.target).any(dim=-1 if self.rows == -2 else -2)
+        return {(group, row) for group, row in by_row.reshape(-1, by_row.shape[-1]).nonzero().tolist()}
 
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
         """Return where each piece of a token's features begins that reaches the target, and the rows that it is in.
@@ -213,9 +198,8 @@ def factor_of(evidence: Evidence, attention: Attention, names: AxisNames, side: 
     product = attention.value_product if side == "value" else attention.score_product
     source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
     projection = attention.projections.get(side)
-    if source is None or not product.multiply.does("product") or len(source.shape) < 2:
-        raise LostError
-    if projection is not None and projection.base_name == "convolution":
+    convolved = projection is not None and projection.base_name == "convolution"
+    if source is None or not product.multiply.does("product") or len(source.shape) < 2 or convolved:
         raise LostError
     left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[side]
     # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
@@ -223,44 +207,20 @@ def factor_of(evidence: Evidence, attention: Attention, names: AxisNames, side: 
     return Factor(evidence, source, product.left if left else product.right, rows, max(names.head_dim, 1))
 
 
-def _tokens_of_concat(evidence: Evidence, attention: Attention, rows: Iterable[Row]) -> list[tuple[int, ...]]:
-    """Return the tokens of concat that move where these rows of the context are others, in order."""
-    context, target = attention.value_product.op.output, attention.stages["concat"]
-    value, scores = content_of(evidence, context), attention.score_product.op.output.shape
-    queries = (scores[-1 if attention.key_first else -2], value.shape[-1 if attention.value_first else -2])
-    if prod(scores[:-2]) != prod(value.shape[:-2]) or queries[0] != queries[1]:
-        raise LostError  # chunks that overlap: a row of the one product is none of the other
-    flat = value.reshape(-1, *value.shape[-2:]).clone()
-    for group, row in rows:
-        index = (group, slice(None), row) if attention.value_first else (group, row)
-        flat[index] = flat[index] + 1 + flat[index].abs()
-    base, changed = (again(evidence, {context.id: side.reshape(value.shape)}, target) for side in (value, flat))
-    return sorted(tuple(index) for index in _differing(changed, base).any(-1).nonzero().tolist())
-
-
-def _differing(left: Tensor, right: Tensor) -> Tensor:
-    """Whether each number is another one; a NaN is like any other."""
-    return (left != right) & ~(left.isnan() & right.isnan())
-
-
-# -- heads ------------------------------------------------------------------------------------------------------------
-
-
 @each_kind("no projection leads to the products by steps that can be computed again")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield where heads are split or merged so that tokens are mixed."""
-    looked_at, shared = 0, 0
     split: dict[str, dict[str, str]] = defaultdict(dict)
+    shared: dict[str, int] = {}
     for side in ("key", "value", "query"):
         try:
             factor = factor_of(evidence, attention, names, side)
             pieces = factor.by_piece(factor.token(1 if prod(factor.tokens) > 1 else 0))
         except LostError:
             continue
-        looked_at += 1
-        shared = shared or (len(pieces) if side != "query" else 0)
+        shared[side] = len(pieces)
         apart = _apart(pieces)
-        if apart is None or (side == "query" and 0 < shared < len(pieces)):
+        if apart is None or (side == "query" and 0 < (shared.get("key") or shared.get("value", 0)) < len(pieces)):
             continue  # beside a key head that they share, query heads may stand in the rows of one product
         start, other, group, row, other_row = apart
         end = factor.width - 1
@@ -282,7 +242,7 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
         try:
             yield from _merged(evidence, attention, names)
         except LostError:
-            if not looked_at:
+            if not shared:
                 raise
 
 
@@ -293,9 +253,9 @@ def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None
         if len({row for _, row in rows}) > 1:
             return None  # neighbours are mixed on purpose, as by a convolution
         for group, row in rows:
-            if group in first and first[group][1] != row:
-                return first[group][0], start, group, first[group][1], row
-            first.setdefault(group, (start, row))
+            begin, known = first.setdefault(group, (start, row))
+            if known != row:
+                return begin, start, group, known, row
     return None
 
 
@@ -320,8 +280,7 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
         raise LostError
     total = prod(factor.tokens)
     comparable = factor.tokens == concat.shape[:-1] and len(set(factor.tokens)) == len(factor.tokens)
-    for number in sorted({0, 1, total // 2, total - 1} & set(range(total))):
-        token = factor.token(number)
+    for token in map(factor.token, sorted({0, 1, total // 2, total - 1} & set(range(total)))):
         rows = factor.changed(token)
         if len(rows) > names.num_heads:
             raise LostError  # a token is in several rows of a head on purpose, as with windows that overlap
@@ -333,15 +292,29 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
                 "tokens of concat, each of which holds numbers of several queries."
             )
             more = ", …" if len(spread) > 4 else ""
-            told += f" in all heads, and concat moved at {', '.join(str(list(row)) for row in spread[:4])}{more}."
-        elif comparable and spread and spread[0] != token:
+            told += f" in all heads, and concat moved at {', '.join(map(str, spread[:4]))}{more}."
+        elif comparable and spread and tuple(spread[0]) != token:
             sentence = "The context comes out at another token than the one that asked: queries change places."
-            told += f", and concat moved at {list(spread[0])}."
+            told += f", and concat moved at {spread[0]}."
         else:
             continue
         fix = "transpose(1, 2) before the heads are put side by side."
         yield Finding("heads", sentence, told, source=evidence.line_of(concat), fix=fix)
         return
+
+
+def _tokens_of_concat(evidence: Evidence, attention: Attention, rows: Iterable[Row]) -> list[list[int]]:
+    """Return the tokens of concat that move where these rows of the context are others, in order."""
+    context, scores = attention.value_product.op.output, attention.score_product.op.output.shape
+    *batch, left, right = context.shape
+    queries = right if attention.value_first else left
+    if prod(scores[:-2]) != prod(batch) or scores[-1 if attention.key_first else -2] != queries:
+        raise LostError  # chunks that overlap: a row of the one product is none of the other
+    marks = torch.zeros(prod(batch), queries, dtype=torch.bool, device=content_of(evidence, context).device)
+    for row in rows:
+        marks[row] = True
+    marks = marks.view(*batch, queries).unsqueeze(-2 if attention.value_first else -1)
+    return _moved_by(evidence, context, marks, attention.stages["concat"]).any(-1).nonzero().tolist()
 
 
 @each_kind("no key heads are shared, or it cannot be told which")
