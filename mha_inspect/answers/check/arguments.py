@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
 
@@ -66,31 +65,17 @@ def _bound(subject: Subject) -> BoundArguments:
     return Signature([*places, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs)]).bind(*args, **kwargs)
 
 
-@dataclass(frozen=True)
 class Source:
-    """Arguments that hold the same tokens: their names, and where the batch and the positions are."""
+    """Arguments that hold the same tokens: their names, and where the batch and the positions are.
 
-    names: tuple[str, ...]
-    value: Tensor
-    batch: int | None
-    """The dimension that counts sequences; None where there is none."""
-    positions: int | None
-    """The dimension that counts tokens; None for an image."""
+    A dimension is None where there is no batch, and no position of an image.
+    """
 
-    @property
-    def length(self) -> int:
-        """How many tokens there are in a row."""
-        return 1 if self.positions is None else self.value.shape[self.positions]
-
-    @property
-    def rows(self) -> int:
-        """How many sequences there are."""
-        return 1 if self.batch is None else self.value.shape[self.batch]
-
-    @property
-    def axes(self) -> list[int]:
-        """The dimensions that count sequences and tokens, those that there are."""
-        return [axis for axis in (self.batch, self.positions) if axis is not None]
+    def __init__(self, names: tuple[str, ...], value: Tensor, batch: int | None, positions: int | None) -> None:
+        self.names, self.value, self.batch, self.positions = names, value, batch, positions
+        self.length = 1 if positions is None else value.shape[positions]
+        self.rows = 1 if batch is None else value.shape[batch]
+        self.axes = [axis for axis in (batch, positions) if axis is not None]
 
     def at(self, row: int | slice, position: int | slice) -> tuple[Any, ...]:
         """Return the index of one token, or of some."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -158,25 +159,23 @@ def _nothing(evidence: Evidence) -> str:
 
 
 def _facts(evidence: Evidence) -> Iterator[Fact]:
-    """Yield what is so of each attention, and may well be meant: its scale, who sees whom, what masks do."""
+    """Yield what is so of each attention, and may well be meant, once: its scale, who sees whom, what masks do."""
     every = evidence.run.attentions
-    scales = ((f"{scale_words(each, names)} (head_dim {names.head_dim})", (), each.module) for each, names in every)
-    yield from _by_words("scale", scales)
-    yield from _by_words("attended over", ((_over(each, names), (), each.module) for each, names in every))
-    yield from _by_words("who sees whom", ((s.words(), s.picture, s.module) for s in evidence.sights))
+    facts = [
+        (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module) for each, names in every
+    ]
+    facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in every]
+    facts += [(Fact("who sees whom", sight.words(), sight.picture), sight.module) for sight in evidence.sights]
+    modules: dict[Fact, list[str]] = {}
+    for fact, module in facts:
+        modules.setdefault(fact, []).append(module)
+    several = Counter(fact.name for fact in modules)
+    for fact, paths in modules.items():
+        where = f" in {first_few(paths, 1)}" if several[fact.name] > 1 and any(paths) else ""
+        if fact.sentence:
+            yield replace(fact, sentence=fact.sentence + where)
     if not evidence.once and not evidence.on_meta:
         yield from mask_facts(evidence)
-
-
-def _by_words(name: str, told: Iterable[tuple[str, tuple[str, ...], str]]) -> Iterator[Fact]:
-    """Yield what is told of attentions, once: words, a picture, and the module of each; nothing for no words."""
-    groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for words, picture, module in told:
-        groups.setdefault((words, picture), []).append(module)
-    for (words, picture), modules in groups.items():
-        where = f" in {first_few(modules, 1)}" if len(groups) > 1 and any(modules) else ""
-        if words:
-            yield Fact(name, words + where, picture)
 
 
 def _over(attention: Attention, names: AxisNames) -> str:

@@ -46,21 +46,12 @@ class Masked:
     output: Tensor
     faults: tuple[Finding, ...]
     """What is wrong with its weights for sure."""
-
-    @property
-    def meaning(self) -> tuple[Tensor, Tensor]:
-        """The value that keeps a key, and the one that ignores it."""
-        return (self.value, self.other) if self.hides else (self.other, self.value)
-
-    @property
-    def places(self) -> str:
-        """The keys of the first row at which it is the other value."""
-        return f"keys {_places(self.keys[0])} of row 0"
-
-    @property
-    def line(self) -> str:
-        """The line of the mask; empty where no attention has these keys."""
-        return self.pairs[0][1].line if self.pairs else ""
+    meaning: tuple[Tensor, Tensor]
+    """The value that keeps a key, and the one that ignores it."""
+    places: str
+    """The keys of the first row at which it is the other value."""
+    line: str
+    """The line of the mask; empty where no attention has these keys."""
 
 
 @remembered
@@ -114,7 +105,9 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     )
     hides = any(bool((before.seen & ~after.seen).any()) for before, after in pairs)
     opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
-    return Masked(name, value, other, keys, source, pairs, hides, opens, output, faults)
+    meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
+    places = f"keys {_places(keys[0])} of row 0"
+    return Masked(name, value, other, keys, source, pairs, hides, opens, output, faults, meaning, places, line)
 
 
 def _of_weights(masked: Evidence) -> Iterator[Finding]:

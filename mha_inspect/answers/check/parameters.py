@@ -269,12 +269,15 @@ def gradients_of(evidence: Evidence) -> Gradients:
     if not wanted:
         raise NotPossibleError("no projection wants a gradient")
     without_cache = {"use_cache": False} if "use_cache" in arguments.parameters else {}
-    subject = replace(runner.prepared(arguments.of_call(without_cache)), grad=True)
+    subject, gradients = (
+        replace(runner.prepared(arguments.of_call(without_cache)), grad=True),
+        tuple[Tensor | None, ...](),
+    )
     try:
         with subject.settings():
             returned = subject.module(*subject.args, **subject.kwargs)
             outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
-            for whole in (False, True):
+            for whole in (False, True) if outputs else ():
                 losses = [_mixed(output if whole else _first_row(evidence, output)) for output in outputs]
                 loss = torch.stack([loss.to(outputs[0].dtype) for loss in losses]).sum()
                 gradients = torch.autograd.grad(loss, [*wanted.values()], retain_graph=True, allow_unused=True)
@@ -284,6 +287,8 @@ def gradients_of(evidence: Evidence) -> Gradients:
         raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
     finally:
         runner.restore()
+    if not gradients:
+        raise NotPossibleError("the output hangs on no projection that wants a gradient")
     return dict(zip(wanted, gradients, strict=True))
 
 

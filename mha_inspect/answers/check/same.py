@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,8 +14,8 @@ from torch import Tensor, nn
 from ...errors import MhaInspectError
 from ...reports.check import Finding
 from ...running.subject import Subject
-from ..comparable_run import ComparableRun
-from ..comparison import Comparison
+from ..diff import diff
+from ..side import Side
 from .arguments import Source
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
 
@@ -98,14 +99,14 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.follows or evidence.source.length < 3:
         raise NotPossibleError("the output has no place for each of 3 tokens or more")
     length = evidence.source.length
-    half, first = length // 2, length - 3 if length > 16 else 1
-    ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(first, length + 1)]}
+    half, single = length // 2, length - 3 if length > 16 else 1
+    ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(single, length + 1)]}
     if declared is None:
         del ways[_SINGLES]  # where nobody declared the cache it costs little to look
-    apart: dict[str, Tensor] = {}
+    moved: dict[str, Tensor] = {}
     for way, places in ways.items():
         try:
-            output = _stepwise(evidence, name, places)
+            moved[way] = evidence.moved(_stepwise(evidence, name, places), times=OTHER_SIZES).amax(0)
         except RaisedError as error:
             if declared is None:
                 raise NotPossibleError("not declared: cache") from error
@@ -115,24 +116,18 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
                 f"It was given what it returned second as {name}, and the tokens that follow.",
             )
             return
-        apart[way] = evidence.moved(output, times=OTHER_SIZES).amax(0)
-    wrong = {way: moved.nonzero().flatten().tolist() for way, moved in apart.items()}
-    if not any(wrong.values()):
-        return
-    hows = [way for way, places in wrong.items() if places]
-    cause, fix = _cause(wrong)
-    told = (
-        f"{way}: {f'{len(places)} of {length} positions differ' if places else 'the same'}"
-        for way, places in wrong.items()
-    )
-    yield Finding(
-        "cache",
-        f"Going on from the cache ({', '.join(hows)}) gives something else than one go, from position "
-        f"{wrong[hows[0]][0]} on, by {float(apart[hows[0]].max()):.3g}. {cause}",
-        f"{'; '.join(told)}.",
-        source=evidence.mask_line,
-        fix=fix,
-    )
+    wrong = {way: places.nonzero().flatten().tolist() for way, places in moved.items()}
+    told = (f"{way}: {f'{len(at)} of {length} positions differ' if at else 'the same'}" for way, at in wrong.items())
+    for first in [way for way, places in wrong.items() if places][:1]:
+        cause, fix = _cause(wrong)
+        yield Finding(
+            "cache",
+            f"Going on from the cache ({', '.join(way for way in wrong if wrong[way])}) gives something else than one "
+            f"go, from position {wrong[first][0]} on, by {float(moved[first].max()):.3g}. {cause}",
+            f"{'; '.join(told)}.",
+            source=evidence.mask_line,
+            fix=fix,
+        )
 
 
 def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
@@ -221,16 +216,16 @@ def reference(evidence: Evidence) -> Iterator[Finding]:
     other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, without_ones=None)
     with other.replaying(other.state()):
         trusted.eval()
-        yield from list(_parting(evidence, other))
+        findings = list(_against(evidence, other))
+    yield from findings
 
 
-def _parting(evidence: Evidence, other: Subject) -> Iterator[Finding]:
+def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     try:
-        theirs = evidence.output_of(other.plain())
-    except NotPossibleError:
-        raise
+        returned = other.plain()
     except Exception as error:  # whatever somebody's code may raise
         raise NotPossibleError(f"the reference raises on these arguments: {type(error).__name__}") from error
+    theirs = evidence.output_of(returned)
     if theirs.shape != evidence.output.shape:
         said = f"The output is {list(evidence.output.shape)}, and the reference's is {list(theirs.shape)}."
         yield Finding("reference", said, "Both were run on the same arguments.")
@@ -238,26 +233,18 @@ def _parting(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     apart = evidence.apart(theirs, times=OTHER_SIZES)
     if not apart:
         return
-    place, stage = _first_difference(evidence.subject, other) or (0, "")
-    attention, _ = evidence.run.attentions[place]
-    where = f"{stage} of attention {place + 1}" if stage else "the output"
+    left, right = Side("left", evidence.subject), Side("right", other)
+    where, line, module = "the output", "", ""
+    with suppress(MhaInspectError):  # one cannot be copied, or not run in float64
+        rows = diff(left, right, carry=False).stages if len(left.attentions) == len(right.attentions) else ()
+        for row in [row for row in rows if row.verdict == "differs"][:1]:
+            attention, _ = evidence.run.attentions[(row.attention or 1) - 1]
+            where, module = f"{row.name} of attention {row.attention or 1}", attention.module
+            line = evidence.line_of(attention.stages[row.name])
     yield Finding(
         "reference",
         f"The reference gives something else, by {apart:.3g}: the first that differs is {where}.",
         "Both were run on the same arguments, and their stages compared in canonical axes.",
-        source=evidence.line_of(attention.stages[stage]) if stage else "",
-        module=attention.module if stage else "",
+        source=line,
+        module=module,
     )
-
-
-def _first_difference(subject: Subject, trusted: Subject) -> tuple[int, str] | None:
-    """Return the first stage that differs beyond rounding, and its attention's place; None where that is not known."""
-    left, right = ComparableRun(subject), ComparableRun(trusted)
-    try:
-        if len(left.attentions) != len(right.attentions):
-            return None
-        stages = Comparison(left, right).rows()
-        differing = (s for s in stages if s.difference is not None and s.difference.verdict == "differs")
-        return next(((stage.place, stage.name) for stage in differing), None)
-    except MhaInspectError:  # one cannot be copied, or not run in float64
-        return None

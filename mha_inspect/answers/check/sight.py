@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-
 import torch
 from torch import Tensor
 
@@ -21,70 +18,34 @@ _SIDE = 12
 """Rows and columns of a picture."""
 
 
-@dataclass(frozen=True)
 class SeenKeys:
-    """The keys that the queries of one attention see: `batch query key`, True where any head looks."""
+    """The keys that the queries of one attention see."""
 
-    seen: Tensor
-    line: str
-    module: str
-    masked: bool
-    """Whether anything masks the scores."""
-    heavy: Tensor
-    """`query key`: True where a head of the first row has a weight that counts."""
-
-    @property
-    def queries(self) -> int:
-        """How many there are."""
-        return self.seen.shape[1]
-
-    @property
-    def keys(self) -> int:
-        """How many there are."""
-        return self.seen.shape[2]
-
-    @cached_property
-    def any_row(self) -> Tensor:
+    def __init__(self, seen: Tensor, line: str, module: str, *, masked: bool, heavy: Tensor) -> None:
+        self.seen, self.line, self.module = seen, line, module
+        """`batch query key`: True where any head looks."""
+        self.masked = masked
+        """Whether anything masks the scores."""
+        self.heavy = heavy
+        """`query key`: True where a head of the first row has a weight that counts."""
+        self.queries, self.keys = seen.shape[1:]
+        self.any_row = seen.any(0)
         """`query key`: True where the query of any sequence sees the key."""
-        return self.seen.any(0)
-
-    @cached_property
-    def known(self) -> Tensor:
+        self.known = self.any_row.any(0)[None]
         """`1 key`: True where any query sees the key: one that is masked for all is padding."""
-        return self.any_row.any(0)[None]
-
-    @property
-    def open(self) -> bool:
-        """Whether every query sees every key."""
-        return bool(self.seen.all())
-
-    @property
-    def alone(self) -> bool:
-        """Whether each query sees itself at most."""
-        return self.queries == self.keys and not bool((self.any_row & (self.distance != 0)).any())
-
-    @cached_property
-    def distance(self) -> Tensor:
-        """`query key`: how far the key lies before the query; negative in its future. A cache comes before all."""
         first = max(self.keys - self.queries, 0)
-        return torch.arange(self.queries)[:, None] + first - torch.arange(self.keys)[None]
-
-    @property
-    def sees_future(self) -> bool:
-        """Whether any query sees a key behind its own."""
-        return bool((self.any_row & (self.distance < 0)).any())
-
-    @property
-    def width(self) -> int | None:
-        """How many positions a query sees at most, its own included, where it is fewer than there are."""
+        self.distance = torch.arange(self.queries)[:, None] + first - torch.arange(self.keys)[None]
+        """`query key`: how far the key lies before the query; negative in its future. A cache comes before all."""
+        self.open = bool(seen.all())
+        """Whether every query sees every key."""
+        self.alone = self.queries == self.keys and not bool((self.any_row & (self.distance != 0)).any())
+        """Whether each query sees itself at most."""
+        self.sees_future = bool((self.any_row & (self.distance < 0)).any())
+        self.is_causal = not self.open and not self.alone and not self.sees_future
         past = self.distance[self.any_row & (self.distance >= 0)]
         far = int(past.max()) + 1 if past.numel() else 0
-        return far if far < self.keys and self.keys > 2 else None
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether no query sees a key behind its own, and some key is hidden from some query."""
-        return not self.open and not self.alone and not self.sees_future
+        self.width = far if far < self.keys and self.keys > 2 else None
+        """How many positions a query sees at most, its own included, where it is fewer than there are."""
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -187,7 +148,7 @@ def sights_of(run: Run) -> tuple[SeenKeys, ...]:
             seen = torch.ones(weights[:, 0].shape, dtype=torch.bool)
         heavy = (weights[0] > _HEAVY).any(0).cpu() & (not attention.weights_changed)
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        sights.append(SeenKeys(seen, line, attention.module, bool(attention.masks), heavy))
+        sights.append(SeenKeys(seen, line, attention.module, masked=bool(attention.masks), heavy=heavy))
     return tuple(sights)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import wraps
 from math import prod
 from typing import Any
@@ -152,23 +152,16 @@ def _moved_by(evidence: Evidence, source: TensorRef, marks: Tensor, target: Tens
     return (base != other) & ~(base.isnan() & other.isnan())
 
 
-@dataclass(frozen=True)
 class Factor:
     """One factor of a product and the stage that it is made of: which token of the one is which row of the other."""
 
-    evidence: Evidence
-    source: TensorRef
-    """`... features`: what a projection gave."""
-    target: TensorRef
-    rows: int
-    """The dimension of the target that counts positions, from behind."""
-    width: int
-    """Features of a head."""
-
-    @property
-    def tokens(self) -> tuple[int, ...]:
-        """The shape of the source without its features."""
-        return self.source.shape[:-1]
+    def __init__(self, evidence: Evidence, source: TensorRef, target: TensorRef, rows: int, width: int) -> None:
+        self.evidence, self.source, self.target = evidence, source, target
+        self.rows = rows
+        """The dimension of the target that counts positions, from behind."""
+        self.width = width
+        """Features of a head."""
+        self.tokens = source.shape[:-1]
 
     def token(self, number: int) -> tuple[int, ...]:
         """Return the index of a token by its number."""
