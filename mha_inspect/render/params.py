@@ -67,7 +67,7 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     pieces = [("missing", tensor.name, "", text.shape(tensor.shape)) for tensor in like.missing]
     pieces += [("unexpected", tensor.name, text.shape(tensor.shape), "") for tensor in like.unexpected]
     for tensor in like.wrong_shape:
-        pieces.append(("wrong shape", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected)))
+        pieces.append(("wrong shape", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ())))
     if pieces:
         columns = [
             Column("what", lambda group: group[0][0]),

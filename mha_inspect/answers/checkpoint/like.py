@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...errors import InputError
 from ...files.attentions import Role, fitting_counts
 from ...files.tensors import StoredTensor
-from ...reports.params import LikeModule, StoredAttention, StoredName, WrongShape
+from ...reports.params import LikeModule, StoredAttention, StoredName
 from ...text import shown
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def held_against(
         len(fits),
         tuple(StoredName(of, shapes[of]) for of, tensor in state.items() if id(tensor) not in tied),
         tuple(StoredName(name, tensor.shape) for name, tensor in tensors.items() if name not in names),
-        tuple(WrongShape(name, tensors[name].shape, shapes[of]) for name, of in names.items() if name not in fits),
+        tuple(StoredName(name, tensors[name].shape, shapes[of]) for name, of in names.items() if name not in fits),
     )
     if run is None:
         return Known(like=like)
