@@ -68,8 +68,7 @@ class Picture:
     @property
     def shape(self) -> tuple[int, int, int]:
         """Return how many panels, rows and columns there are."""
-        panels, rows, columns = self.values.shape
-        return panels, rows, columns
+        return self.values.shape[0], self.values.shape[1], self.values.shape[2]
 
     @cached_property
     def range(self) -> Range:
@@ -106,17 +105,13 @@ def reduced(values: Floats, rows: int, columns: int) -> tuple[Floats, tuple[int,
 
     A block is NaN where one of its elements is, and masked where all of them are. Blocks at the end may be smaller.
     """
-    height, width = block(values.shape[1], rows), block(values.shape[2], columns)
-    if width > 1:
-        values = np.maximum.reduceat(values, np.arange(0, values.shape[2], width), axis=2)
-    if height > 1:
-        values = np.maximum.reduceat(values, np.arange(0, values.shape[1], height), axis=1)
+    height, width = (
+        max(-(-size // max(most, 1)), 1) for size, most in zip(values.shape[1:], (rows, columns), strict=True)
+    )
+    for axis, block in ((2, width), (1, height)):
+        if block > 1:
+            values = np.maximum.reduceat(values, np.arange(0, values.shape[axis], block), axis=axis)
     return values, (height, width)
-
-
-def block(size: int, cells: int) -> int:
-    """Return how many elements go into a cell, so that there are no more cells than that."""
-    return max(-(-size // max(cells, 1)), 1)
 
 
 def steps(values: Floats, scale: tuple[float, float], count: int) -> npt.NDArray[np.int64]:

@@ -55,18 +55,23 @@ def to_file(pictures: Sequence[Picture], format: Literal["png", "svg"]) -> bytes
 
 def size_of(picture: Picture) -> tuple[float, float]:
     """Return the inches of a figure that the picture looks well on."""
-    count, rows, columns = picture.shape
+    _, rows, columns = picture.shape
+    high, wide = _layout(picture)
+    width = 5.0 if high == wide == 1 else _INCHES
+    return wide * width + 1.4, high * width * min(max(rows / columns, 0.3), 3) + 0.9
+
+
+def _layout(picture: Picture) -> tuple[int, int]:
+    """Return how many panels stand below each other, and beside each other."""
+    count = picture.shape[0]
     wide = 1 if picture.below else min(count, _BESIDE)
-    width = 5.0 if count == 1 else _INCHES
-    return wide * width + 1.4, -(-count // wide) * width * min(max(rows / columns, 0.3), 3) + 0.9
+    return -(-count // wide), wide
 
 
 def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
     """Draw the picture on an empty figure, and return the axes of each panel."""
-    count = picture.shape[0]
-    wide = 1 if picture.below else min(count, _BESIDE)
-    high = -(-count // wide)
-    axes = [figure.add_subplot(high, wide, place + 1) for place in range(count)]
+    high, wide = _layout(picture)
+    axes = [figure.add_subplot(high, wide, place + 1) for place in range(picture.shape[0])]
     images = [_panel(picture, place, panel) for place, panel in enumerate(axes)]
     span = picture.range
     label = picture.title

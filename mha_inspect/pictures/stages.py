@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from einops import rearrange
 
 from ..errors import SpecError
 from ..naming.stages import CANONICAL_AXES
@@ -43,14 +44,10 @@ class Attended:
         labels: Sequence[str] = (),
         title: str = "",
     ) -> Picture:
-        """Return the picture of a stage, a panel for each head.
+        """Return the picture of a stage of a row of the batch, a panel for each head, all by default.
 
-        Args:
-            stage: one of `STAGES`.
-            heads: those to draw, all by default.
-            batch_row: which row of the batch.
-            labels: what stands at each place of the axes query and key, where they have as many places.
-            title: what the picture shows; by default the stage, and the attention where there are several.
+        `labels` stand at each place of the axes query and key, where they have as many places. The title is by default
+        the stage, and the attention where there are several.
 
         Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
         """
@@ -69,8 +66,13 @@ class Attended:
             )
         if batch_row not in range(tensor.shape[0]):
             raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
-        count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
-        panels = _by_head(tensor[batch_row], stage, count)
+        panels = tensor[batch_row]
+        if "(" in CANONICAL_AXES[stage]:
+            count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
+            split = count if panels.shape[-1] % max(count, 1) == 0 else 1
+            panels = rearrange(panels, "position (head feature) -> head position feature", head=split)
+        elif panels.dim() < 3:
+            panels = panels[None]
         has_heads = "heads" in axes or "kv_heads" in axes
         chosen = list(heads) if has_heads and heads is not None else list(range(len(panels)))
         absent = next((head for head in chosen if head not in range(len(panels))), None)
@@ -122,10 +124,10 @@ def for_viewer(
         return {name: tensor for name, tensor in stages.items() if batch_row < len(tensor) and tensor.numel()}
 
     def pictures(attention: Attended) -> list[Picture]:
-        return [
-            attention.picture(name, batch_row=batch_row, labels=labels if len(labels) in sizes else (), title=name)
-            for name, sizes in ((name, tensor.shape[-2:]) for name, tensor in drawable(attention).items())
-        ]
+        fitting = {
+            name: labels if len(labels) in tensor.shape[-2:] else () for name, tensor in drawable(attention).items()
+        }
+        return [attention.picture(name, batch_row=batch_row, labels=fit, title=name) for name, fit in fitting.items()]
 
     sizes: dict[str, tuple[int, int]] = {}
     for item in attended:
@@ -136,14 +138,6 @@ def for_viewer(
         return None
     named = ((item.name or "attention", pictures(item)) for item in attended)
     return viewer_data(named, storages(sizes), {"attention": attention, "stage": stage, "head": head})
-
-
-def _by_head(row: Tensor, stage: str, num_heads: int) -> Tensor:
-    """Return `heads row column`; one panel where a stage has no heads."""
-    if "(" in CANONICAL_AXES[stage]:
-        heads = num_heads if row.shape[-1] % max(num_heads, 1) == 0 else 1
-        return row.reshape(row.shape[0], heads, -1).transpose(0, 1)
-    return row if row.dim() == 3 else row[None]
 
 
 def _numbers(panels: Tensor, chosen: list[int], masked: Tensor | None) -> Floats:
@@ -171,9 +165,7 @@ def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tenso
     free = contents.get("scores")
     if free is not None and free.shape == scores.shape:
         masked &= free[place].detach() >= -_FAR
-    if stage == "weights":
-        masked = masked & (contents[stage][batch_row].detach() == 0)
-    return masked
+    return masked & (contents[stage][batch_row].detach() == 0) if stage == "weights" else masked
 
 
 def norms_picture(norms: Sequence[HeadNorms]) -> Picture:

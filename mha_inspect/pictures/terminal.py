@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import cached_property
 from itertools import zip_longest
 from textwrap import wrap
 
 import numpy as np
 
 from ..text import cells, fitting, plural
-from .grid import RAMP, SPECIAL, Depth, Floats, Picture, PictureAxis, codes, reduced, steps
+from .grid import RAMP, SPECIAL, Depth, Picture, PictureAxis, codes, reduced, steps
 
 WIDTH = 80
 """Where nothing says how wide the page is."""
@@ -53,50 +52,35 @@ class _Drawing:
         self.codes = () if depth == "none" else codes(picture.signed, depth)
         self.count = len(self.codes or RAMP)
         """How many steps the map has."""
-        rows, columns = picture.rows, picture.columns
-        ticks = [len(str(picture.shape[1] - 1)), *(min(cells(label), WIDEST_LABEL) for label in rows.labels)]
+        (count, height, across), rows, columns = picture.shape, picture.rows, picture.columns
+        ticks = [len(str(height - 1)), *(min(cells(label), WIDEST_LABEL) for label in rows.labels)]
         self.gutter = max(*ticks, cells(rows.name) + 2, cells(columns.name) + 2) + 1
         self.widest_name = max(map(cells, picture.panels))
-
-    @cached_property
-    def zoom(self) -> int:
-        """Return the columns that a cell takes: two where the whole is small, or has names that want to be read."""
-        count, rows, columns = self.picture.shape
-        named = bool(self.picture.rows.labels or self.picture.columns.labels)
-        beside = 1 if named or self.depth == "none" or self.picture.below else count
+        # A cell is two columns wide where the whole is small, or has names that want to be read.
+        named, is_inked = bool(rows.labels or columns.labels), depth != "none"
+        beside = count if is_inked and not named and not picture.below else 1
         limit = 2 * LARGE if named else LARGE
-        return 2 if max(rows, columns) <= limit and 2 * columns <= self.room(beside) else 1
-
-    @cached_property
-    def beside(self) -> int:
-        """Return how many panels stand side by side."""
-        count, _, columns = self.picture.shape
-        side = max(2 * columns if self.zoom > 1 else min(columns, SIDE), self.widest_name)
-        fit = (self.width - self.gutter + GAP) // (side + GAP)
-        return 1 if self.picture.below else max(min(count, fit), 1)
-
-    @property
-    def is_tall(self) -> bool:
-        """Return whether a cell is a line high, and not half of one."""
-        return self.zoom > 1 or self.depth == "none"
+        self.zoom = 2 if max(height, across) <= limit and 2 * across <= self.room(beside) else 1
+        self.is_tall = self.zoom > 1 or not is_inked
+        """Whether a cell is a line high, and not half of one."""
+        side = max(2 * across if self.zoom > 1 else min(across, SIDE), self.widest_name)
+        fit = (width - self.gutter + GAP) // (side + GAP)
+        self.beside = 1 if picture.below else max(min(count, fit), 1)
+        """How many panels stand side by side."""
 
     def room(self, beside: int) -> int:
         """Return the columns of a panel, with so many of them side by side."""
         return (self.width - self.gutter + GAP) // beside - GAP
 
-    def reduced(self) -> tuple[Floats, tuple[int, int]]:
-        """Return the cells that there is room for, and how many elements are in one."""
+    def lines(self) -> list[str]:
+        """Return the picture in bands of panels, with the legend below."""
         count, rows, _ = self.picture.shape
         across = (self.width - self.gutter - GAP * (self.beside - 1)) // self.beside // self.zoom
         # One panel alone may be as wide as the page, and about as high as a screen.
         across = max(min(across, 3 * SIDE if count == 1 else 2 * SIDE), 1)
         # A character is twice as high as it is wide.
         down = across if self.depth != "none" or rows <= across else max(across // 2, 1)
-        return reduced(self.picture.values, down, across)
-
-    def lines(self) -> list[str]:
-        """Return the picture in bands of panels, with the legend below."""
-        values, block = self.reduced()
+        values, block = reduced(self.picture.values, down, across)
         panels = steps(values, self.picture.scale, self.count).tolist()
         lines: list[str] = []
         for first in range(0, len(panels), self.beside):
@@ -148,32 +132,24 @@ class _Drawing:
 
     def character(self, above: int, below: int) -> tuple[str, str]:
         """Return the style and the character of two cells, one above the other."""
-        empty = (_MASKED, _NONE)
-        if above in empty and below in empty:
+        upper, lower = (self.codes[step] if step >= 0 else SPECIAL[self.depth].get(step, "") for step in (above, below))
+        if not upper and not lower:
             return "", "·" if _MASKED in (above, below) else " "
-        upper, lower = self.code(above), self.code(below)
-        if above in empty:
-            return f"38;{lower}", "▄"
-        if below in empty:
-            return f"38;{upper}", "▀"
+        if not upper or not lower:
+            return f"38;{upper or lower}", "▀" if upper else "▄"
         if above == below and above in (_NAN, _INFINITE):  # told apart by more than a colour
             return f"38;5;16;48;{upper}", "×" if above == _NAN else "+"
         return f"38;{upper};48;{lower}", "▀"
 
-    def code(self, step: int) -> str:
-        """Return the colour of a step, as a terminal is told of it; empty for none."""
-        return self.codes[step] if step >= 0 else SPECIAL[self.depth].get(step, "")
-
     def legend(self, block: tuple[int, int]) -> list[str]:
         """Return what the colours stand for, and what else there is to say."""
         picture, span = self.picture, self.picture.range
-        low, high = picture.scale
-        title, is_inked = picture.title, self.depth != "none"
+        (low, high), title, is_inked = picture.scale, picture.title, self.depth != "none"
         if span.nan + span.infinite + span.masked == picture.values.size:
             parts = [f"{title}: no element is a finite number"]
         elif low == high:
             step = int(steps(np.full((1, 1, 1), low, np.float32), picture.scale, self.count)[0, 0, 0])
-            parts = [f"{title}: every number is {number(low)} {self.swatch(step) if is_inked else RAMP[step]}"]
+            parts = [f"{title}: every number is {number(low)} {self.swatch(step)}"]
         else:
             ends = f"{number(low)} ", f" {number(high)}"
             room = self.width - sum(map(cells, ends))
@@ -184,11 +160,10 @@ class _Drawing:
             parts = [f"{title}  {bar}"] if is_beside else [title, bar]
             parts += [f"from {number(span.least)} to {number(span.most)}"] if picture.signed else []
         parts += [f"{'·' if is_inked else 'blank'}: masked"] if span.masked else []
-        odd = (span.nan, _NAN, "magenta", "NaN"), (span.infinite, _INFINITE, "white", "inf")
+        odd = (span.nan, _NAN, " magenta", "NaN"), (span.infinite, _INFINITE, " white", "inf")
         for count, step, colour, name in odd:
             if count:
-                shown = f"{self.swatch(step)} {colour}" if is_inked else _INKLESS[step]
-                parts.append(f"{shown}: {name}, {plural(count, 'element')}")
+                parts.append(f"{self.swatch(step)}{colour if is_inked else ''}: {name}, {plural(count, 'element')}")
         notes = list(picture.notes)
         if block != (1, 1):
             _, rows, columns = picture.shape
@@ -212,6 +187,8 @@ class _Drawing:
 
     def swatch(self, step: int) -> str:
         """Return a character in the colour of a step."""
+        if self.depth == "none":
+            return RAMP[step] if step >= 0 else _INKLESS[step]
         return self.pairs([step, step], [step, step])
 
 
