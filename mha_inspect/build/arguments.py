@@ -33,6 +33,7 @@ _WORDS = {
     **dict.fromkeys(("true", "yes", "on"), True),
     **dict.fromkeys(("false", "no", "off"), False),
     **dict.fromkeys(("none", "null"), None),
+    **{"inf": float("inf"), "-inf": float("-inf")},
 }
 _DIGITS = 20
 """More than any size or seed has."""

@@ -63,31 +63,22 @@ class TargetFailedError(MhaInspectError):
     exit_code = ExitCode.CONDITION
 
 
-def explained(error: Exception, subject: Subject, how: str = "") -> BaseException:
-    """Return what to raise for an exception of a subject's forward; any other is a fault of ours and stays as it is.
-
-    That of a module which somebody made stays as well: who calls the library sees their own. `how` says how it was
-    built.
-    """
-    of_forward = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
-    if not subject.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not of_forward:
-        return error
-    called = subject.described or "a call without tensors"
-    return TargetFailedError(
-        f"{subject.label}{how} failed on {called}: {in_one_line(error)}. {way_out(subject)}".rstrip()
-    )
-
-
 @contextmanager
 def explaining(subject: Subject, how: str = "") -> Iterator[None]:
-    """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out."""
+    """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out.
+
+    Any other is a fault of ours and stays as it is, as does that of a module which somebody made: who calls the library
+    sees their own. `how` says how it was built.
+    """
     try:
         yield
     except Exception as error:
-        explanation = explained(error, subject, how)
-        if explanation is error:
+        of_forward = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
+        if not subject.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not of_forward:
             raise
-        raise explanation from error
+        called = subject.described or "a call without tensors"
+        said = f"{subject.label}{how} failed on {called}: {in_one_line(error)}. {way_out(subject)}"
+        raise TargetFailedError(said.rstrip()) from error
 
 
 def way_out(subject: Subject) -> str:

@@ -85,62 +85,51 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
         DeviceError: the device is not there or cannot run the dtype.
         DoesNotFitError: its parameters and inputs alone take more memory than is free.
     """
-    target = layer_target(spec, inputs, run, layer)
-    return layer_called(target.module, spec, inputs, run, layer)
-
-
-def layer_target(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Target:
-    """Build a layer of the catalog. Raises as `load_layer`."""
     kind = find_layer(layer)
     kind.check(spec, inputs, run)
     resolve(run.device, spec.dtype)
     # What is certainly there at one time: the parameters, the input, q, k, v and context, the scores and the weights.
     batch, queries, keys = (0, 0, 0) if inputs.input else (inputs.batch, inputs.seq_len, inputs.keys)
     q_width, kv_width = (heads * int(spec.head_dim) for heads in (spec.num_heads, spec.kv_heads))
-    parameters = 2 * spec.embed_dim * (q_width + kv_width)
-    rows = batch * (queries * (spec.embed_dim + 2 * q_width) + keys * 2 * kv_width)
-    scores = batch * spec.num_heads * queries * keys if run.need_weights else 0
-    need = (parameters + rows + 2 * scores) * int(getattr(torch, spec.dtype).itemsize)
+    numbers = 2 * spec.embed_dim * (q_width + kv_width)
+    numbers += batch * (queries * (spec.embed_dim + 2 * q_width) + keys * 2 * kv_width)
+    numbers += 2 * batch * spec.num_heads * queries * keys * run.need_weights
     sizes = f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
     way_out = "Try a smaller batch, seq_len or embed_dim. --device meta shows every shape without memory."
-    require_memory(need, run.device, sizes, way_out)
-    return _target(kind.build(spec, run.device), spec, layer)
-
-
-def _target(module: nn.Module, spec: AttentionSpec, layer: str) -> Target:
-    settings = plain_fields(spec)
-    return Target(module, layer, settings, arguments=settings, layer=find_layer(layer))
+    require_memory(numbers * int(getattr(torch, spec.dtype).itemsize), run.device, sizes, way_out)
+    subject = layer_called(kind.build(spec, run.device), spec, inputs, run, layer)
+    if 1 not in (spec.num_heads, spec.head_dim):
+        return subject
+    # The same layer with as many heads, or three for one, and with inputs of which no size is one.
+    heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10
+    given_head_dim = head_dim * (heads if spec.head_dim == spec.embed_dim else 2)
+    small = replace(
+        spec,
+        num_heads=heads,
+        num_kv_heads=None if spec.kv_heads == spec.num_heads else spec.kv_heads,
+        embed_dim=heads * head_dim,
+        kdim=17 if spec.key_width != spec.embed_dim else None,
+        vdim=19 if spec.value_width != spec.embed_dim else None,
+        head_dim=given_head_dim if spec.head_dim_given else DerivedInt(0),
+    )
+    few = InputSpec(
+        batch=1 if inputs.unbatched else 7,
+        seq_len=11,
+        key_len=inputs.key_len and 13,
+        unbatched=inputs.unbatched,
+        causal=inputs.causal or inputs.attn_mask is not None,
+        padding=(2,) if inputs.padding else (),
+    )
+    return replace(subject, without_ones=lambda _: load_layer(small, few, run, layer))
 
 
 def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:
     """Return a layer that was built from this spec, with inputs."""
+    settings = plain_fields(spec)
+    target = Target(module, layer, settings, arguments=settings, layer=find_layer(layer))
     switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
-    target = _target(module, spec, layer)
     call = call_target(target, Asked(inputs, Flags(switches, frozenset(switches)), seed=spec.seed))
-    subject = subject_of(target, call, spec.seed, run.grad)
-    if 1 not in (spec.num_heads, spec.head_dim):
-        return subject
-
-    def wider(_: nn.Module) -> Subject:
-        """Return the same layer with as many heads, or three for one, and with inputs of which no size is one."""
-        heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10
-        small = replace(
-            spec,
-            num_heads=heads,
-            num_kv_heads=None if spec.kv_heads == spec.num_heads else spec.kv_heads,
-            embed_dim=heads * head_dim,
-            kdim=17 if spec.key_width != spec.embed_dim else None,
-            vdim=19 if spec.value_width != spec.embed_dim else None,
-            head_dim=DerivedInt(0)
-            if not spec.head_dim_given
-            else head_dim * (heads if spec.head_dim == spec.embed_dim else 2),
-        )
-        few = replace(inputs, batch=1 if inputs.unbatched else 7, seq_len=11, key_len=inputs.key_len and 13)
-        masked = inputs.causal or inputs.attn_mask is not None
-        few = replace(few, causal=masked, attn_mask=None, input=None, padding=(2,) if inputs.padding else ())
-        return load_layer(small, few, run, layer)
-
-    return replace(subject, without_ones=wider)
+    return subject_of(target, call, spec.seed, run.grad)
 
 
 # -- several head counts -----------------------------------------------------------------------------------------------

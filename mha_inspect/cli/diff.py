@@ -17,11 +17,10 @@ from . import subject
 from .app import command
 from .options import FAIL_IF, FORMS, NUMBERS, Options, completing, option, require_numbers
 from .output import give, prepare
-from .sides import OF_BOTH, AskedSide, planned_layer, require_same_rows, setting_of
+from .sides import AskedSide, planned_layer, require_same_rows
 
 if TYPE_CHECKING:
     from ..answers.side import Side
-    from ..build.target import Target
     from ..call.call import Call
     from ..layers.spec import DtypeName
     from ..reports.diff import CheckpointDiffReport, DiffReport, SideName
@@ -212,17 +211,28 @@ def _built(
     options: Options, asked: AskedSide, other: AskedSide, beside: tuple[Side, Call] | None = None
 ) -> tuple[Side, Call]:
     """Build a side, and return it with what its forward gets: where there is one beside it, what goes into that."""
-    from ..answers.side import Side
+    from ..answers.side import Side, sizes_of
     from ..build.arguments import parse_settings
     from ..call.call import explaining
     from ..call.load import load_layer, subject_of
-    from ..call.part import call_with, with_the_same
+    from ..call.part import call_with, part_of, with_arguments_of, with_the_same
 
     finish: Callable[[Call], Subject]
     if asked.is_target:
-        target, call = _called(options, asked, other, beside)
-        grad, settings = asked.of_run().options(options).grad, dict[str, Any](parse_settings(asked.settings))
-        finish = lambda call: subject_of(target, call, options.seed, grad)  # noqa: E731
+        set_options, left = asked.of_run().options(options), asked.of_constructor()
+        taken = frozenset() if other.is_target else frozenset({"embed_dim", "num_heads", "bias"}) | other.kind.takes
+        # Beside a part of a model, what is whole has the sizes and the arguments of that.
+        of_part = beside if other.path is not None and asked.path is None else None
+        sizes = {} if of_part is None else sizes_of(of_part[0])
+        try:
+            target = subject.load_target(asked.text, set_options, left, sizes, taken)
+        except SpecError as error:
+            raise SpecError(str(error).replace("--set ", f"{asked.flag} ")) from None
+        target = target if of_part is None else with_arguments_of(target, of_part[1])
+        call = subject.call_of(target, set_options)
+        target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)
+        settings = dict[str, Any](parse_settings(asked.settings))
+        finish = lambda call: subject_of(target, call, options.seed, set_options.grad)  # noqa: E731
     else:
         if beside is not None and other.is_target:
             options = _sized_like(options, asked, *beside)
@@ -235,44 +245,14 @@ def _built(
         module, shared = finish(call).module, (beside[1], beside[0].subject.module)
         finer = finish(with_the_same(call, module, *shared, rounded=False))
         call = with_the_same(call, module, *shared)
-        if not other.is_target and beside[0].dtype != plan.spec.dtype:  # its weights are drawn in the finer dtype too
-            spec = replace(plan.spec, dtype=cast("DtypeName", beside[0].dtype))
+        if not asked.is_target and not other.is_target and beside[0].dtype != plan.spec.dtype:
+            spec = replace(plan.spec, dtype=cast("DtypeName", beside[0].dtype))  # its weights are drawn in that too
             finer = replace(finer, module=plan.kind.build(spec, plan.run.device))
     side = Side(asked.name, finish(call), settings, finer)
     if asked.is_target or options.input is not None:  # which may hold what a layer does not take
         with explaining(side.subject):
             _ = side.run
     return side, call
-
-
-def _called(
-    options: Options, asked: AskedSide, other: AskedSide, beside: tuple[Side, Call] | None
-) -> tuple[Target, Call]:
-    """Build a target, and return it with what its forward gets; beside a part of a model it has the sizes of that.
-
-    What is set and none of its arguments may be of a run.
-    """
-    from ..answers.side import sizes_of
-    from ..call.part import part_of, with_arguments_of
-
-    beside = beside if other.path is not None and asked.path is None else None
-    sizes = {} if beside is None else sizes_of(beside[0])
-    taken = frozenset() if other.is_target else frozenset({"embed_dim", "num_heads", "bias"}) | other.kind.takes
-    try:
-        target = subject.load_target(asked.text, options, asked.settings, sizes, taken)
-    except SpecError as error:
-        of_run = asked.of_run()
-        if not of_run.settings:
-            names = [setting_of(text) for text in asked.settings]
-            both = next((asked.of_both(name) for name in names if name in OF_BOTH), None)
-            raise both or SpecError(str(error).replace("--set ", f"{asked.flag} ")) from None
-        options = of_run.options(options)
-        left = [text for text in asked.settings if text not in of_run.settings]
-        target = subject.load_target(asked.text, options, left, sizes, taken)
-    if beside is not None:
-        target = with_arguments_of(target, beside[1])
-    call = subject.call_of(target, options)
-    return (target, call) if asked.path is None else part_of(target, call, asked.path)
 
 
 def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) -> Options:

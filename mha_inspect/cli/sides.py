@@ -21,11 +21,9 @@ if TYPE_CHECKING:
 
 SETTINGS = tuple(name.name for spec in (AttentionSpec, InputSpec, RunSpec) for name in fields(spec))
 """Every setting that a side may have for itself."""
-OF_RUN = frozenset(
-    {"dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights"}
-)
-"""Settings of a side that a target has under the names of our options, whatever its own arguments are called."""
-OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
+_OF_RUN = ("dtype", "device", "training", "causal", "padding", "attn_mask", "grad", "need_weights", "average_weights")
+"""Settings of a side that a target has under the names of our options, as a layer has them."""
+_OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
 """What makes the weights and the input, and is the same on both sides."""
 _SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
@@ -42,7 +40,7 @@ class AskedSide:
 
     @property
     def flag(self) -> str:
-        """Return the flag that gives it settings of its own."""
+        """The flag that gives it settings of its own."""
         return f"--{self.name}-set"
 
     @property
@@ -61,15 +59,12 @@ class AskedSide:
         return find_layer(self.text)
 
     def of_run(self) -> AskedSide:
-        """Return the side with those settings alone that a target has under the names of our options."""
-        return replace(self, settings=[text for text in self.settings if setting_of(text) in OF_RUN])
+        """Return the side of a target with those settings alone that say how it is run."""
+        return replace(self, settings=[text for text in self.settings if setting_of(text) in _OF_RUN])
 
-    def of_both(self, name: str) -> SpecError:
-        """Return the refusal of a setting that both sides have."""
-        return SpecError(
-            f"{self.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
-            f"--{name.replace('_', '-')} in its place."
-        )
+    def of_constructor(self) -> list[str]:
+        """Return the other settings of a target: its own arguments."""
+        return [text for text in self.settings if setting_of(text) not in _OF_RUN]
 
     def options(self, options: Options) -> Options:
         """Return the options with the settings of this side: hyphens may stand for underscores.
@@ -93,8 +88,11 @@ class AskedSide:
             if name in names:
                 raise SpecError(f"{self.flag} gives {name} twice: give it once.")
             names.add(name)
-            if name in OF_BOTH:
-                raise self.of_both(name)
+            if name in _OF_BOTH:
+                raise SpecError(
+                    f"{self.flag} {name} is for both sides: diff gives both the same weights and the same input. Give "
+                    f"--{name.replace('_', '-')} in its place."
+                )
             try:
                 setattr(side, _option(name), _read(name, value))
             except typer.BadParameter as error:

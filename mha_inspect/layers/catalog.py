@@ -60,7 +60,6 @@ class LayerKind:
     weights: str = "4E²"
     """Closed formula of the number of weights, in `LETTERS`; factors stand side by side."""
     biases: str = "4E"
-    """That of the number of biases."""
     split: str
     """How the heads are split, as an einops pattern or a phrase."""
     origin: str
@@ -96,35 +95,24 @@ class LayerKind:
         return " + ".join(filter(None, (weights, biases)))
 
     def spec(self, **settings: Any) -> AttentionSpec:
-        """Return `AttentionSpec(**settings)` with the defaults that are the layer's own.
-
-        Where a head is as wide as the embedding by default, no head count needs to divide it.
-
-        Raises `SpecError` when the settings contradict each other.
-        """
+        """Return `AttentionSpec(**settings)` with the defaults that are the layer's own. Raises `SpecError` as that."""
         from .spec import AttentionSpec
 
-        if self.whole_heads and settings.get("head_dim") is None:
+        if self.whole_heads and settings.get("head_dim") is None:  # no head count needs to divide the width
             settings["head_dim"] = settings.get("embed_dim", AttentionSpec.embed_dim)
         return AttentionSpec(**settings)
 
     def check(self, *parts: AttentionSpec | InputSpec | RunSpec) -> None:
-        """Refuse a setting that the layer has no use for, rather than leave it unheard.
-
-        Raises `SpecError`, which says which layers have it.
-        """
-        from .spec import DerivedInt
-
-        for name, why in OPTIONAL.items():
+        """Raise `SpecError`, which says which layers have it, for a setting that the layer has no use for."""
+        for name in (name for name in OPTIONAL if name not in self.takes):
             (part,) = (part for part in parts if name in part.__dataclass_fields__)
             value, default = getattr(part, name), part.__dataclass_fields__[name].default
-            usual = (default, getattr(part, USUAL[name])) if name in USUAL else (default,)
-            if name in self.takes or value in usual or isinstance(value, DerivedInt):
+            is_derived = name == "head_dim" and not getattr(part, "head_dim_given", True)
+            if is_derived or value == default or (name in USUAL and value == getattr(part, USUAL[name])):
                 continue
             takers = ", ".join(kind.name for kind in LAYERS.values() if name in kind.takes)
-            raise SpecError(
-                f"layer {self.name} has no use for {name} {str(value).lower()}: {why}. Layers that have: {takers}."
-            )
+            typed = f"{name} {str(value).lower()}"
+            raise SpecError(f"layer {self.name} has no use for {typed}: {OPTIONAL[name]}. Layers that have: {takers}.")
 
     def build(self, spec: AttentionSpec, device: str = "cpu") -> nn.Module:
         """Import the layer's code (this imports torch) and build it: in spec.dtype, in training or eval mode as asked.
@@ -142,7 +130,6 @@ class LayerKind:
         try:
             with torch.device("meta" if device == "meta" else "cpu"), torch.random.fork_rng(devices=[]):
                 # Not `torch.manual_seed`: it would seed the other devices too, and nothing would put those back.
-                # Generators take 64 bits; any whole number is folded into them.
                 torch.default_generator.manual_seed(spec.seed % 2**64)
                 layer = make(*attrgetter(*self.arguments.split())(spec))
         finally:

@@ -25,41 +25,29 @@ def divisors(number: int) -> list[int]:
     return small + [number // n for n in reversed(small) if n * n != number]
 
 
-def _require_positive(**sizes: int | None) -> None:
-    for name, size in sizes.items():
-        if size is not None and size < 1:
+def _require_positive(spec: object, *names: str) -> None:
+    for name in names:
+        if (size := getattr(spec, name)) is not None and size < 1:
             raise SpecError(f"{name} {size} is not a size: it must be 1 or more. Try {name} 1.")
 
 
 class DerivedInt(int):
-    """A size that follows from others, and not one that was given.
-
-    `dataclasses.replace` hands every field on as if it had been given. The type lets the new spec see which it was, and
-    work it out again from its own sizes.
-    """
+    """A size that follows from others: a spec made by `dataclasses.replace` works it out again from its own sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """The sizes and settings of a layer to build.
-
-    Raises `SpecError` when they contradict each other.
-    """
+    """The sizes and settings of a layer to build. Raises `SpecError` when they contradict each other."""
 
     embed_dim: int = 512
-    """Width of the query and of the output."""
     num_heads: int = 8
-    """Number of attention heads."""
     num_kv_heads: int | None = None
     """Number of key and value heads, each shared by num_heads / num_kv_heads query heads; None means num_heads."""
     head_dim: int = DerivedInt(0)
     """Features of one head: embed_dim / num_heads unless it was given (None or a `DerivedInt` is not given)."""
     kdim: int | None = None
-    """Width of the key; None means embed_dim."""
     vdim: int | None = None
-    """Width of the value; None means embed_dim."""
     bias: bool = True
-    """Whether the projections add a bias."""
     add_bias_kv: bool = False
     """Whether one learned key and value is appended to the sequence."""
     add_zero_attn: bool = False
@@ -71,14 +59,11 @@ class AttentionSpec:
     batch_first: bool = True
     """Whether inputs are `batch seq embed` (True) or `seq batch embed` (False)."""
     training: bool = False
-    """Whether the layer is in training mode."""
     dtype: DtypeName = "float32"
-    """Data type of parameters and inputs."""
     seed: int = 0
-    """Seed of parameters and inputs."""
 
     def __post_init__(self) -> None:
-        _require_positive(embed_dim=self.embed_dim, num_heads=self.num_heads, kdim=self.kdim, vdim=self.vdim)
+        _require_positive(self, "embed_dim", "num_heads", "kdim", "vdim")
         if self.head_dim is None or isinstance(self.head_dim, DerivedInt):
             if self.embed_dim % self.num_heads:
                 raise SpecError(
@@ -87,7 +72,7 @@ class AttentionSpec:
                     f"{', '.join(map(str, divisors(self.embed_dim)))}."
                 )
             object.__setattr__(self, "head_dim", DerivedInt(self.embed_dim // self.num_heads))
-        _require_positive(head_dim=self.head_dim, num_kv_heads=self.num_kv_heads)
+        _require_positive(self, "head_dim", "num_kv_heads")
         if self.num_heads % self.kv_heads:
             raise SpecError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: each key/value head "
@@ -127,15 +112,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """What goes into the layer.
-
-    Raises `SpecError` when the sizes contradict each other.
-    """
+    """What goes into the layer. Raises `SpecError` when the sizes contradict each other."""
 
     batch: int = 1
-    """Number of sequences."""
     seq_len: int = 12
-    """Length of the query."""
     key_len: int | None = None
     """Length of key and value; None means self-attention (key and value are the query)."""
     unbatched: bool = False
@@ -145,15 +125,12 @@ class InputSpec:
     padding: tuple[int, ...] = ()
     """How many of the last keys are padding: one number for every row, or one number per row of the batch."""
     attn_mask: Path | None = None
-    """A file (.pt, .npy) with a boolean (True: not allowed) or additive mask.
-
-    `query key` or `(batch heads) query key`.
-    """
+    """A file (.pt, .npy) with a boolean (True: not allowed) or additive mask, or one for each batch row and head."""
     input: Path | None = None
     """A file (.pt, .npy, .safetensors) with the query, or query, key and value by name."""
 
     def __post_init__(self) -> None:
-        _require_positive(batch=self.batch, seq_len=self.seq_len, key_len=self.key_len)
+        _require_positive(self, "batch", "seq_len", "key_len")
         if self.unbatched and self.batch != 1:
             raise SpecError(
                 f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. "
@@ -186,7 +163,6 @@ class RunSpec:
     device: str = "cpu"
     """Device of parameters and inputs: cpu, cuda, cuda:N, mps or meta."""
     grad: bool = False
-    """Whether gradients are recorded."""
     need_weights: bool = True
     """Whether the layer is asked for its attention weights."""
     average_weights: bool = True
@@ -213,11 +189,9 @@ class Show:
     """What a report holds beyond names, shapes and axes."""
 
     ops: bool = False
-    """Every operation that PyTorch dispatched."""
     stats: bool = False
     """Mean, std, min, max, NaN and inf of each tensor."""
     values: bool = False
-    """The tensors' content."""
     full_values: bool = False
     """Every element, for a machine to read, and not only the shortened text."""
     precision: int = 4

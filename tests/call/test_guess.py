@@ -13,7 +13,7 @@ from mha_inspect.__main__ import run
 from mha_inspect.build.arguments import parse_shapes
 from mha_inspect.build.target import TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
-from mha_inspect.call.call import explained
+from mha_inspect.call.call import TargetFailedError, explaining
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.call.load import subject_of
 from mha_inspect.call.part import with_the_same
@@ -92,9 +92,8 @@ def test_what_nobody_can_guess_is_refused_with_the_function_to_write(name: str, 
 def test_what_runs_in_training_mode_alone_says_so() -> None:
     target, call = made("Trains")
     subject = subject_of(target, call, 0)
-    with pytest.raises(AssertionError) as raised:
+    with pytest.raises(TargetFailedError, match=r"It runs in training mode: --train\.$"), explaining(subject):
         subject.plain()
-    assert str(explained(raised.value, subject)).endswith("It runs in training mode: --train.")
     assert not target.module.training
     target.module.train()
     subject.plain()
