@@ -103,10 +103,7 @@ def _meaning(mask: str | None) -> dict[str, str]:
 
 
 def _load(target: str | None, options: Options) -> Subject:
-    """Return what is checked: a target without a setting and a mask for causal, which is what is meant, all the same.
-
-    Raises `MhaInspectError` where it cannot be built or called.
-    """
+    """Return what is checked: causal is what is meant, and a target need not have a setting or a mask for it."""
     if target is not None and options.causal:
         options.causal = "causal" in options.typed
         try:

@@ -28,8 +28,12 @@ def explain(error: BaseException) -> ExitCode:
     if isinstance(error, typer.Exit):
         # Typer's own options (--show-completion) leave with 1 when they cannot; here 1 is an answer.
         return ExitCode.USAGE if error.exit_code else ExitCode.OK
-    if isinstance(error, OSError):
-        error = _of_file(error)
+    if isinstance(error, OSError):  # of stdout, to which Typer prints by itself, or of a user's file
+        if error.filename is None or Path(__file__).parents[1] in Path(os.fsdecode(error.filename)).parents:
+            error = unwritable(error) or error
+        else:
+            named = printable(error.filename, 200)
+            error = InputError(f"{named} cannot be used: {error.strerror}. Name another one.")
     if is_out_of_memory(error):
         error = does_not_fit(error)
     if isinstance(error, MhaInspectError):
@@ -45,13 +49,6 @@ def explain(error: BaseException) -> ExitCode:
     traceback.print_exception(type(error), error, error.__traceback__)
     say("this is a fault of mha-inspect. Please report it, with the command and the lines above.")
     return ExitCode.BUG
-
-
-def _of_file(error: OSError) -> BaseException:
-    """Return what an error of the system means: for stdout, to which Typer prints by itself, or for a user's file."""
-    if error.filename is None or Path(__file__).parents[1] in Path(os.fsdecode(error.filename)).parents:
-        return unwritable(error) or error
-    return InputError(f"{printable(error.filename, 200)} cannot be used: {error.strerror}. Name another one.")
 
 
 def say(message: str) -> None:

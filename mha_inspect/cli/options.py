@@ -29,11 +29,10 @@ COLORS = ("auto", "always", "never")
 _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 """Other names that torch has for a data type."""
 NUMBERS = ("ops", "stats", "values", "precision", "edge_items")
-"""What a report may hold beyond names, shapes and axes: for the commands that show stages or parameters."""
+"""What a report may hold beyond names, shapes and axes."""
 OUTPUTS = ("format", "json", "export", "color", "quiet")
 """Where a report goes, and how: for every command."""
 LARGEST_SIZE = 2**40
-"""Far above any tensor that fits anywhere, and small enough to reckon with in no time."""
 
 
 def _reader(kind: Callable[[str], N], rule: str, largest: float = float("inf")) -> Callable[[object], N]:
@@ -75,10 +74,7 @@ def completing(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def counts(name: str, typed: str) -> tuple[int, ...]:
-    """Return the numbers of a comma list, `1,2,4`; none of an empty text.
-
-    Raises `SpecError` that speaks of `name` when a part of it is not a whole number.
-    """
+    """Return the numbers of a comma list, `1,2,4`; none of an empty text. Raises `SpecError` for what is no number."""
     if not typed.strip():
         return ()
     try:
@@ -98,13 +94,8 @@ def option(
 ) -> Any:
     """Declare an option: `embed_dim: int = option(LAYER, ...)` is `--embed-dim`, and reads `MHA_INSPECT_EMBED_DIM`.
 
-    Args:
-        panel: the group under which the help has it.
-        help: what it says there.
-        default: what it is where nobody sets it.
-        flags: its flags where they are not as its name, as `-o --export` or `--bias/--no-bias`.
-        known: the words that it takes; any where it is empty.
-        **more: what else Typer has for options.
+    The panel is its group in the help; `flags` are its flags where they are not as its name, as `--bias/--no-bias`;
+    `known` are the words that it takes, any where it is empty.
     """
     if known:
         more = {"parser": _word_of(known), "metavar": "|".join(known), "autocompletion": completing(known)} | more
@@ -143,11 +134,7 @@ FAIL_IF = option(
 
 
 class Options:
-    """What the shared options were set to.
-
-    Not a dataclass, and the defaults are written out although `layers.spec` has them: to make one of forty fields
-    and to import the specs takes longer than to answer a usage error. A test holds the two to the same defaults.
-    """
+    """What the shared options were set to. Their defaults are those of `layers.spec`, which is slower to import."""
 
     layer: str = option(
         LAYER, f"How attention is written: {', '.join(LAYERS)}.", "torch", known=tuple(LAYERS), metavar="NAME"

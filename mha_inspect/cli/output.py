@@ -51,10 +51,7 @@ class Drawn:
 
 
 def require_drawable(options: Options, *, in_json: bool = False) -> None:
-    """Raise `SpecError` or `DeviceError` where there are no numbers to draw, or nowhere to draw them.
-
-    `in_json` JSON has them too.
-    """
+    """Raise `MhaInspectError` where there are no numbers to draw, or no place to: JSON is one `in_json` alone."""
     if options.format == "json" and options.ending not in (".png", ".svg", ".html") and not in_json:
         raise SpecError(
             "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
@@ -65,13 +62,8 @@ def require_drawable(options: Options, *, in_json: bool = False) -> None:
 def prepare(options: Options, *, draws: bool | None = None, computes: bool = True) -> Destination | None:
     """Return where --export goes, looked at before anything is computed; None where nothing is exported.
 
-    Args:
-        options: what was asked for.
-        draws: whether there is a picture; None for a command that has none.
-        computes: whether torch is needed.
-
-    Raises `ExportError` when it could not be written there, or is to be a picture and none is drawn, `InputError` when
-    nothing is there to make one with, and `MhaInspectError` where torch could not be loaded.
+    `draws` is None for a command that has no picture; `computes` says that torch is needed. Raises `MhaInspectError`
+    where it could not be written there, is to be a picture and none is drawn, or torch could not be loaded.
     """
     if computes:
         require_loadable()
@@ -91,8 +83,7 @@ def prepare(options: Options, *, draws: bool | None = None, computes: bool = Tru
 def give(report: Report, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
     """Print a report on stdout in the format that was asked for, and write it to the file of --export.
 
-    Raises `ExportError` when either could not be written (stdout has the answer all the same when the file has
-    not), and `ClosedPipeError` when the reader of stdout is gone.
+    Raises as `write`; where it is the file that could not be written, stdout has the answer all the same.
     """
     from ..render import to_text
 

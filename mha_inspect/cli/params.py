@@ -140,12 +140,7 @@ def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -
 
 
 def _of_target(text: str, options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -> ParamsReport:
-    """Build the target, and report its parameters: what they are for is read off one call of it.
-
-    Where its inputs cannot be made, or its forward raises, the report of one head count says why, and has no roles.
-
-    Raises `MhaInspectError` where it cannot be built, or inputs were asked for that are of no use.
-    """
+    """Report the parameters of a target, and what they are for by one call of it; else why there is none."""
     many, why = len(heads) > 1, ""
     with subject.running(options, f"reading {text}"):
         from torch.nn.parameter import is_lazy

@@ -1,12 +1,11 @@
 """A process of our own: when Python looks for cycles to free, and how a signal ends it.
 
-Start-up makes hundreds of thousands of objects (import torch alone) and drops none. To look through them for cycles,
-again and again and once more at the end, is a third of the whole; so nothing is collected until the work begins, what
-was there by then is left alone, and at the end all of it goes with the process.
+To look for cycles in what start-up makes, hundreds of thousands of objects of which none is dropped, is a third of the
+whole: nothing is collected until the work begins, and what was there by then is left alone.
 
 Python runs its signal handlers between two instructions of its own, and a product of large matrices is one instruction
-that lasts minutes. The signal itself, though, arrives in C at once and writes a byte to the wakeup descriptor; torch
-works without the interpreter's lock, so a thread that waits for this byte can end the process.
+that lasts minutes. The signal itself writes a byte to the wakeup descriptor at once; torch works without the
+interpreter's lock, so a thread that waits for this byte can end the process.
 """
 
 from __future__ import annotations

@@ -93,14 +93,7 @@ def trace(
 
 
 def _traced(target: str | None, options: Options, *, keep: bool = False) -> tuple[Trace, Run | None]:
-    """Build what was asked for, run it, and report what it did; where its forward raises, as far as it came.
-
-    The run comes with it, its tensors kept where they are to be drawn; None where the forward raised.
-
-    Raises:
-        MhaInspectError: it cannot be built or called as asked.
-        TargetFailedError: the call did not fit its forward.
-    """
+    """Return the report of a run of what was asked for, and the run; without it where the forward raised."""
     show = subject.show(options)
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
@@ -117,10 +110,7 @@ def _traced(target: str | None, options: Options, *, keep: bool = False) -> tupl
 
 
 def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:
-    """Return the trace with those marked that are to be shown in full: the one of this number, or those of this module.
-
-    Raises `SpecError` when there is no such attention.
-    """
+    """Mark the attentions that are to be shown in full, by number or module. Raises `SpecError` where there is none."""
     paths = [report.module for report in trace.attentions]
     chosen = set(range(1, len(paths) + 1))
     if attention is not None:
@@ -157,10 +147,7 @@ class Wanted:
 
 
 def _wanted(options: Options, stage: str | None, head: str, batch_row: int, tokens: str | None) -> Wanted | None:
-    """Return what is to be drawn; None where nothing is.
-
-    Raises `SpecError` where an option has nothing to draw, or cannot be read, `DeviceError` where there are no numbers.
-    """
+    """Return what is to be drawn; None where nothing is. Raises `MhaInspectError` for an option of no use."""
     heads, labels = heads_of(head) if head else None, () if tokens is None else tokens_of(tokens)
     if stage is None and options.ending not in (".png", ".html"):
         for flag, given in (("--head", head), ("--batch-row", batch_row), ("--tokens", tokens)):
@@ -215,8 +202,7 @@ def tokens_of(typed: str) -> tuple[str, ...]:
 def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) -> Drawn | None:
     """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
 
-    None where a page alone was asked for, and there is nothing to show in it. Raises `SpecError` where there is nothing
-    of the kind that was asked for.
+    None where a page has nothing to show. Raises `SpecError` where there is nothing of the kind that was asked for.
     """
     from ..naming.canonical import contents_of
     from ..pictures.stages import Attended, for_viewer

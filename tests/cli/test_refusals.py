@@ -1,0 +1,290 @@
+"""What cannot be answered: exit code 2 or 3, what was asked with its numbers, the rule, and a way out; no traceback."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from mha_inspect.cli.app import COMMANDS
+
+FILES = {
+    "model.py": "",
+    "notes.txt": "",
+    "broken.py": "import absent_library\n",
+    "typo.py": "class A(nn.Module\n",
+    "mine.py": """
+from torch import nn
+
+number = 3
+
+class Plain:
+    pass
+
+class Needy(nn.Module):
+    def forward(self, x, *, freqs_cis):
+        return x * freqs_cis.view_as(x)
+""",
+    "config/config.json": "[1]",
+    "text.pt": "not a tensor",
+    "empty.npy": "",
+}
+TENSORS = {
+    "rows.pt": torch.zeros(5, 7, dtype=torch.bool),
+    "heads.npy": np.zeros((2, 5, 5), dtype=bool),
+    "numbers.pt": torch.ones(5, 5, dtype=torch.int64),
+    "flat_mask.npy": np.zeros(5, dtype=bool),
+    "list.pt": [1, 2],
+    "wide.pt": torch.zeros(3, 5, 13),
+    "flat.npy": np.zeros((5, 14), dtype=np.float32),
+    "number.npy": np.array(3.0),
+    "whole.pt": torch.zeros(3, 5, 14, dtype=torch.int32),
+    "names.pt": {"q": torch.zeros(3, 5, 14), "k": torch.zeros(3, 5, 14)},
+}
+# Distinct primes wherever sizes are independent; embed_dim is num_heads times a prime.
+SIZES = "--embed-dim 14 --batch 3 --seq-len 5"
+LAYER = f"trace {SIZES} --num-heads 2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bad_input")
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    for name, tensor in TENSORS.items():
+        np.save(folder / name, tensor) if name.endswith("npy") else torch.save(tensor, folder / name)
+    return folder
+
+
+LINES: list[tuple[str, ...]] = [
+    # commands and options
+    ("trcae", "trcae is not a command", "Did you mean trace?"),
+    ("compare", "Did you mean compare-heads?"),
+    ("model.py:Attention", "Did you mean mha-inspect trace model.py:Attention?"),
+    ("--versoin", "Did you mean --version?"),
+    ("-help", "there is no option -help before the command. Did you mean --help?"),
+    ("--verbose", "there is no option --verbose before the command. All of them: mha-inspect --help"),
+    ("--embed-dim 3 trace", "--embed-dim stands before the command", "mha-inspect trace --embed-dim"),
+    ("trace --embed-dmi 3", "no option --embed-dmi", "Did you mean --embed-dim?"),
+    ("trace --verbose", "trace has no option --verbose. All of them: mha-inspect trace --help"),
+    ("trace -num-heads 4", "trace has no option -num-heads. Did you mean --num-heads?"),
+    ("trace --d-model 64", "trace has no option --d-model. Did you mean --embed-dim?"),
+    ("params --nhead 4", "params has no option --nhead. Did you mean --num-heads?"),
+    ("trace --heads 4", "belongs to `mha-inspect compare-heads`. Did you mean --num-heads?"),
+    ("trace --seq 4", "trace has no option --seq. Did you mean --seq-len?"),
+    ("trace --batch-size 4", "trace has no option --batch-size. Did you mean --batch?"),
+    ("trace --output x.html", "trace has no option --output. Did you mean --export?"),
+    ("trace --cuda", "trace has no option --cuda. Did you mean --device?"),
+    ("trace --gradients", "no option --gradients", "mha-inspect compare-heads"),
+    ("trace --left-set dtype=float64", "no option --left-set", "mha-inspect diff"),
+    ("trace --embed-dim", "--embed-dim was given without a value"),
+    ("trace a.py:A --set", "write --set NAME=VALUE. What it takes: mha-inspect trace --help"),
+    ("trace --picture", "write --picture STAGE. What it takes: mha-inspect trace --help"),
+    ("trace --bias=1", "--bias takes no value"),
+    ("trace --no-bias=3", "--no-bias takes no value: write --no-bias alone, or --bias."),
+    ("trace --causal=true", "--causal takes no value: write --causal alone."),
+    ("layers b", "layers has no use for b. What it takes: mha-inspect layers --help"),
+    ("trace a.py:B c", "trace has no use for c", "--embed-dim 512"),
+    ("trace a.py:A b.py:B", "trace has no use for b.py:B beside another target. Two: mha-inspect diff"),
+    ("compare-heads --heads 1 2 4", "a list has commas, as in --heads 1,2,4."),
+    ("params --num-heads 1 2", "a list has commas, as in --num-heads 1,2,4."),
+    # values
+    ("trace --dtype float23", "--dtype float23", "float64", "Did you mean float32?"),
+    ("trace --dtype fp16", "Did you mean float16?"),
+    ("trace --dtype float", "Did you mean float32?"),
+    ("trace --dtype half", "Did you mean float16?"),
+    ("trace --layer narow", "--layer narow", "Did you mean narrow?"),
+    ("trace --format jsn", "--format jsn", "Did you mean json?"),
+    ("compare-heads --fail-if differ", "--fail-if differ", "Did you mean differs?"),
+    ("trace --embed-dim abc", "--embed-dim abc is not a whole number", "512"),
+    ("trace --dropout abc", "--dropout abc is not a number"),
+    ("trace --embed-dim 1" + "0" * 30, "more than a size can be", "2**40"),
+    ("trace --num-heads 1" + "0" * 5000, "num_heads 1000"),
+    ("trace --num-heads 1,2", "num_heads 1,2 is a list", "trace takes one number", "params --num-heads 1,2"),
+    ("params --num-heads 1,x", "num_heads 1,x", "1,2,4"),
+    ("params --num-heads ,", "num_heads ,"),
+    ("compare-heads --heads 2;4", "heads 2;4", "--heads 1,2,4"),
+    ("compare-heads --heads 4", "heads 4", "--heads 4,1"),
+    ("compare-heads --heads 0", "heads 0 is not a number of heads: each must be 1 or more."),
+    ("trace --padding x", "padding x"),
+    ("trace --seed -1", "seed -1", "2**64 - 1"),
+    ("trace --precision 99", "precision 99", "0 to 17"),
+    ("trace --precision 3", "says how tensors are printed, and none is. Add --values."),
+    ("trace --edge-items 0", "edge_items 0", "1 or more"),
+    ("trace --attention 2 --embed-dim 8", "attention 2", "there is only 1"),
+    ("trace --module layer --embed-dim 8", "module layer", "leave --module out"),
+    ("check --padding-side left", "and none is declared. Add --mask NAME=keep."),
+    # sizes and settings of a layer
+    ("trace --embed-dim 10 --num-heads 3", "divide 10: 1, 2, 5, 10."),
+    ("compare-heads --embed-dim 10 --heads 1,3", "num_heads 3", "1, 2, 5, 10."),
+    ("trace --layer bert --kdim 3", "layer bert", "kdim 3", "Layers that have: torch"),
+    ("trace --layer grouped-query --num-kv-heads 3", "num_kv_heads 3", "num_heads 8", "1, 2, 4, 8"),
+    ("diff torch narow", "'narow'", "Did you mean narrow?"),
+    ("diff torch wide --embed-dim 22 --num-heads 2", "11 on the left", "22 on the right"),
+    (f"{LAYER} --padding 6", "padding 6", "0 to 5"),
+    (f"{LAYER} --padding 1,2", "2 numbers for batch 3"),
+    (f"{LAYER} --padding -1", "padding -1", "0 to 5"),
+    (f"{LAYER} --dropout 1.5", "dropout 1.5"),
+    (f"{LAYER} --dropout nan", "dropout nan"),
+    (f"{LAYER} --unbatched", "batch 3 contradicts unbatched"),
+    ("params --causal", "a layer has the same parameters whatever does: drop it."),
+    ("params --input x.pt", "a layer has the same parameters whatever does: drop it."),
+    *(
+        (f"{c} {flag} {size}", f"{flag[2:].replace('-', '_')} {size}", "must be 1 or more")
+        for c in ("trace", "params", "compare-heads", "diff", "check")
+        for flag in ("--embed-dim", "--key-len")
+        for size in ("0", "-7")
+    ),
+    *((f"trace {flag} 0", f"{flag[2:]} 0", "must be 1 or more") for flag in ("--kdim", "--vdim", "--batch")),
+    *((f"{c} --num-heads {n}", f"num_heads {n}", "must be 1 or more") for c in ("trace", "params") for n in (0, -7)),
+    *(
+        (f"{c} --embed-dim 16 --device={device}", "cpu", "meta")
+        for c in ("trace", "params", "compare-heads", "check")
+        for device in ("cdua", "cuda:97", "", "cuda:x")
+    ),
+    # masks, inputs and exports
+    (f"{LAYER} --attn-mask rows.pt", "[5, 7]", "`query key` [5, 5]", "[6, 5, 5]"),
+    (f"{LAYER} --attn-mask heads.npy", "[2, 5, 5]", "`(batch heads) query key` [6, 5, 5]"),
+    (f"{LAYER} --attn-mask numbers.pt", "int64", "booleans are meant", "mask.bool()"),
+    (f"{LAYER} --attn-mask flat_mask.npy", "[5]", "`query key` [5, 5]"),
+    (f"{LAYER} --attn-mask text.pt", "text.pt", "torch.save"),
+    (f"{LAYER} --attn-mask empty.npy", "empty.npy", "empty"),
+    (f"{LAYER} --attn-mask absent.pt", "absent.pt is not there"),
+    (f"{LAYER} --input absent.npy", "absent.npy is not there"),
+    *(
+        (f"{line} --input {file}", *said)
+        for line in (LAYER, f"compare-heads {SIZES} --heads 1,2")
+        for file, *said in (
+            ("list.pt", "list.pt is a list and not a tensor"),
+            ("wide.pt", "[3, 5, 13]", "embed_dim 14", "--embed-dim 13"),
+            ("flat.npy", "[5, 14]", "`batch query embed`", "--unbatched"),
+            ("number.npy", "[]", "`batch query embed`", "3 dimensions"),
+            ("whole.pt", "int32", "floating-point"),
+            ("names.pt", "names q, which is no argument"),
+        )
+    ),
+    ("trace --export absent/a.txt", "the folder ", "absent is not there"),
+    ("trace --export a.pdf", ".txt, .json, .html, .png, .svg"),
+    ("layers -o a.png", "a.png is a picture, and none is drawn. End it in .html, .txt or .json."),
+    # targets
+    ("trace 512", "512 is not a target", "package.module:Name", "--embed-dim 512"),
+    ("trace torch.nn.MultiheadAttention", "a target has a colon: torch.nn:MultiheadAttention."),
+    ("trace nn.MultiheadAttention", "a target has a colon: torch.nn:MultiheadAttention."),
+    ("trace nn:MultiheadAttention", "Did you mean torch.nn?"),
+    ("trace tourch.nn:Linear", "Did you mean torch?"),
+    ("trace modle:Attention", "Did you mean model?"),
+    ("trace model.py::Attention", "Write model.py:Attention."),
+    ("trace ./model:Attention", "Write ./model.py:Attention."),
+    ("trace nosuchpackage.layers:Attention", "install its package, or give the file"),
+    ("trace modle.py:Attention", "modle.py is not there. Did you mean model.py?"),
+    ("compare-heads modle.py:X", "modle.py is not there. Did you mean model.py?"),
+    ("params notes.txt", "notes.txt is a file of no kind that can be looked into"),
+    ("trace weights.pt", "no forward to run. `mha-inspect params weights.pt` reads it."),
+    ("check weights.safetensors", "no forward to run. `mha-inspect params weights.safetensors` reads it."),
+    ("trace broken.py:A", "No module named 'absent_library'", "broken.py:1"),
+    ("trace typo.py:A", "SyntaxError", "typo.py:1"),
+    ("trace mine.py:Plain", "not a torch.nn.Module"),
+    ("params mine.py:number", "int", "not a torch.nn.Module"),
+    ("trace mine.py:Needy", "needs freqs_cis", "--input-shape freqs_cis="),
+]
+if find_spec("transformers"):
+    LINES += [
+        ("trace hf:config", "not a configuration"),
+        ("trace hf:./nodir", "there is no folder ./nodir."),
+    ]
+
+
+@pytest.mark.parametrize("case", LINES, ids=lambda case: case[0][:60])
+def test_each_is_answered_in_a_line_or_two(invoke, folder, monkeypatch, case):
+    line, *said = case
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", ["mha-inspect", *line.split()])
+    code, out, err = invoke(*line.split())
+    assert (code, out) == (2, ""), err
+    assert err.startswith("mha-inspect: ")
+    assert err.count("\n") <= (5 if "def attention():" in err else 2)  # three lines to paste are an answer of their own
+    assert len(err) < 600
+    assert "Traceback" not in err
+    told = " ".join(err.split())
+    assert [part for part in said if part not in told] == [], err
+
+
+NO_BFLOAT16 = """
+import torch
+def cannot(*_, **__):
+    raise RuntimeError("\\"softmax_lastdim_kernel_impl\\" not implemented for 'BFloat16'")
+torch.Tensor.softmax = cannot
+"""
+NO_CUDA = "import torch; torch.cuda.is_available = lambda: False"
+NO_TRANSFORMERS = """
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "transformers" else found(name, *rest)
+"""
+LITTLE_ROOM = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))"
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "said", "before"),
+    [
+        ("trcae", 2, "Did you mean trace?", ""),
+        ("trace --device cuda", 2, "'cuda' is not here", NO_CUDA),
+        ("trace --dtype bfloat16", 2, "cpu cannot run dtype bfloat16", NO_BFLOAT16),
+        ("trace --seq-len 100000000", 3, "free on cpu", ""),
+        ("trace hf:bert", 2, 'pip install "mha-inspect[hf]"', NO_TRANSFORMERS),
+        ("trace hf:meta-llama/Llama-2-7b-hf", 3, "nothing is downloaded", ""),
+    ],
+)
+def test_so_it_is_through_the_installed_program(program, folder, line, code, said, before):
+    if code == 3 and "hf:" in line:
+        pytest.importorskip("transformers")
+    answer = program(*line.split(), cwd=folder, before=before)
+    assert (answer.code, answer.out) == (code, ""), answer.err
+    assert answer.err.startswith("mha-inspect: ")
+    assert answer.err.count("\n") <= 2
+    assert said in answer.err
+
+
+def test_a_file_that_was_there_is_kept_when_there_is_no_room(program, tmp_path):
+    (tmp_path / "report.json").write_text("before")
+    line = "trace --embed-dim 6 --num-heads 2 --seq-len 3 --stats --export report.json"
+    code, _, err = program(*line.split(), cwd=tmp_path, before=LITTLE_ROOM)
+    assert code == 2
+    assert "report.json could not be written: File too large. The file that was there is as it was." in err
+    assert (tmp_path / "report.json").read_text() == "before"
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_what_was_typed_cannot_move_the_cursor(invoke):
+    for line in (["\x1b[2Jx"], ["trace", "--a\x1b[2J\u202e"], ["trace", "--dtype", "\x07\n"], ["trace", "\x1b]0;x"]):
+        code, _, err = invoke(*line)
+        assert code == 2
+        assert all(character.isprintable() for character in err.removesuffix("\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("EMBED_DIM", "wide", "MHA_INSPECT_EMBED_DIM wide is not a whole number"),
+        ("BATCH_FIRST", "maybe", "MHA_INSPECT_BATCH_FIRST 'maybe' is neither true nor false: write one of the two.\n"),
+    ],
+)
+def test_a_bad_variable_is_named_not_the_flag(invoke, monkeypatch, name, value, said):
+    monkeypatch.setenv(f"MHA_INSPECT_{name}", value)
+    code, _, err = invoke("trace")
+    assert code == 2
+    assert said in err
+
+
+def test_no_command_shows_the_help_and_the_version_is_told(invoke, program):
+    import mha_inspect
+
+    assert invoke() == invoke("--help")
+    assert invoke().code == 0
+    assert program("-V") == program("--version") == (0, f"mha-inspect {mha_inspect.__version__}\n", "")
+    assert set(COMMANDS) <= set(invoke().out.split())
