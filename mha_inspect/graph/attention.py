@@ -47,8 +47,6 @@ class Attention:
     """Whether the values are the left operand of the product with the weights."""
     scoring: tuple[tuple[str, float | None], ...] = ()
     """What is done to the scores before the softmax, in order: `Scoring.steps`."""
-    softcap: float | None = None
-    """c where scores go through `c · tanh(scores / c)` before the mask."""
     sinks: Op | None = None
     """The operation that puts sinks beside the scores: keys that take a part of the weight and have no value."""
     divided: Op | None = None
@@ -62,14 +60,14 @@ class Attention:
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
     before_repeats: dict[str, TensorRef] = field(default_factory=dict)
-    """`key`, `value` to what their heads were repeated from; the heads themselves where they were not."""
+    """`key` to what its heads were repeated from; the heads themselves where they were not."""
     weighing: tuple[Op, ...] = ()
     """What makes weights of the scores where that is no softmax, in order; `softmax` is the last of them."""
     branches: tuple[Attention, ...] = ()
     """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
     those of the first turn, but for what they share: query, key, value, concat and output."""
-    joined_in: str | None = None
-    """Path of the module that puts the turns together, where each of them is a module of its own."""
+    module: str = ""
+    """Path of the module whose forward computes the scores, or runs those that do for a head each."""
 
     def feature_place(self, side: str, rank: int) -> int:
         """Return where among so many dimensions of what a projection takes or gives the features are."""
@@ -92,11 +90,6 @@ class Attention:
             op.does("picks") or (op.kind == "compute" and op.pointwise and op.base_name != "_to_copy")
             for op in self.weights_path
         )
-
-    @property
-    def module(self) -> str:
-        """Path of the module whose forward computes the scores, or runs those that do for a head each."""
-        return self.score_product.multiply.module if self.joined_in is None else self.joined_in
 
 
 def positions_of(attention: Attention, dimensions: Dimensions, side: str) -> list[Dim]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Axis, Dimensions
 from .products import Product, product_of
-from .softmax import softmax_of
+from .softmax import Softmax, softmax_of
 
 _FAR = 60
 """Steps after which a walk gives up: attention is never that long."""
@@ -41,24 +41,24 @@ class Graph:
         buffers = (named.tensor for named in self.recording.buffers)
         ids = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
         for op in self.recording.ops:
-            if op.inputs and op.kind != "write" and all(tensor.id in ids for tensor in op.inputs):
+            if op.inputs and op.inputs[0].id in ids and op.kind != "write" and all(t.id in ids for t in op.inputs):
                 weighs = op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
                 if weighs or op.kind != "compute":
                     ids.update(tensor.id for tensor in op.outputs)
         return frozenset(ids)
 
     @cached_property
-    def _from_inputs(self) -> frozenset[int]:
+    def _from_inputs(self) -> set[int]:
         """Ids of tensors that depend on what came from outside, parameters and buffers aside."""
         named = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
         read = {tensor.id for op in self.recording.ops for tensor in op.inputs}
         outside = read - self.recording.producers.keys() - named
-        return frozenset({*made_of(outside, self.recording.ops), *self.recording.input_ids})
+        return made_of(outside, self.recording.ops) | self.recording.input_ids
 
     @cached_property
-    def _from_parameters(self) -> frozenset[int]:
-        """Ids of tensors that depend on a parameter."""
-        return frozenset(made_of(self.recording.parameter_names, self.recording.ops))
+    def _from_each_input(self) -> dict[int, set[int]]:
+        """Id of an input of the forward to those of the tensors that it has a part in."""
+        return {input_id: made_of({input_id}, self.recording.ops) for input_id in self.recording.input_ids}
 
     @cached_property
     def _reread(self) -> dict[int, list[TensorRef]]:
@@ -67,22 +67,9 @@ class Graph:
         producers, returned = self.recording.producers, {tensor.id for tensor in self.recording.tensors()}
         for op in self.recording.ops:
             for tensor in op.inputs:
-                if tensor.id in producers and tensor.id not in returned:
+                if tensor.id not in returned and tensor.id in producers:
                     tensors.setdefault(producers[tensor.id], {})[tensor.id] = tensor
         return {index: list(found.values()) for index, found in tensors.items()}
-
-    @cached_property
-    def _next_write(self) -> dict[int, Op]:
-        """Index of a writing operation to the next into the same memory: what it wrote may live on there."""
-        following: dict[int, Op] = {}
-        last: dict[int, Op] = {}
-        for op in self.recording.ops:
-            if op.kind == "write" and op.outputs:
-                storage = op.output.storage
-                if storage in last:
-                    following[last[storage].index] = op
-                last[storage] = op
-        return following
 
     # -- what a tensor is ---------------------------------------------------------------------------------------------
 
@@ -90,21 +77,17 @@ class Graph:
         """Return whether this is a parameter, moved, cast or scaled at most."""
         return tensor.id in self._weights
 
-    def comes_from_inputs(self, tensor: TensorRef) -> bool:
-        """Return whether this depends on what the forward was given."""
-        return tensor.id in self._from_inputs
+    def comes_from_inputs(self, *tensors: TensorRef) -> bool:
+        """Return whether these depend on what the forward was given."""
+        return all(tensor.id in self._from_inputs for tensor in tensors)
 
-    def is_given_or_learned(self, tensor: TensorRef) -> bool:
-        """Return whether this depends on what the forward was given, or on a parameter."""
-        return self.comes_from_inputs(tensor) or tensor.id in self._from_parameters
+    def inputs_of(self, tensor: TensorRef) -> set[int]:
+        """Return the ids of the forward's inputs that have a part in a tensor."""
+        return {input_id for input_id, made in self._from_each_input.items() if tensor.id in made}
 
-    def is_activation(self, tensor: TensorRef) -> bool:
-        """Return whether this depends on what the forward was given, and is no matrix picked out of a stack of them."""
-        if not self.comes_from_inputs(tensor) or self.is_weight(tensor):
-            return False
-        source = self.recording.producer(self.before_moves(tensor))
-        picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2
-        return not (picked and source is not None and self.is_weight(source.inputs[0]))
+    def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
+        """Return whether one tensor has a part in another, by whatever operations."""
+        return end.id in made_of({start.id}, self.recording.ops)
 
     @cached_property
     def features(self) -> set[Axis]:
@@ -112,11 +95,6 @@ class Graph:
         projections = filter(self.is_projection, self.recording.ops)
         weights = (tensor for op in projections for tensor in op.inputs if self.is_weight(tensor))
         return {atom for tensor in weights for dim in self.dimensions.of(tensor) for atom in dim}
-
-    @cached_property
-    def calls_of_products(self) -> frozenset[int]:
-        """The calls that multiply matrices: what moves a factor for one belongs to it."""
-        return frozenset(op.call for op in self.recording.ops if op.does("product"))
 
     # -- what an operation is -----------------------------------------------------------------------------------------
 
@@ -126,10 +104,10 @@ class Graph:
 
     def is_projection(self, op: Op) -> bool:
         """Return whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
-        if op.base_name == "convolution":
-            return self.is_weight(op.inputs[1])
-        factors = self.operands(op)
-        return factors is not None and any(map(self.is_weight, factors))
+        if not op.does("product", "convolution") or len(op.inputs) < 2:
+            return False
+        factors = op.inputs[-2:] if op.does("product") else op.inputs[1:2]
+        return any(factor.id in self._weights for factor in factors)
 
     def projected(self, op: Op) -> TensorRef:
         """Return what a projection projects."""
@@ -148,22 +126,23 @@ class Graph:
                 continue
             # A multiplication whose result serves something else too, or with a table, is no product written out.
             alone = len(self.recording.consumers.get(product.multiply.output.id, ())) == 1
-            given = self.comes_from_inputs(product.left) and self.comes_from_inputs(product.right)
-            if product.multiply is op or (alone and given):
+            if product.multiply is op or (alone and self.comes_from_inputs(product.left, product.right)):
                 products[op.index] = product
         return products
 
     @cached_property
-    def _products_by_multiplication(self) -> dict[int, Product]:
+    def products_by_multiplication(self) -> dict[int, Product]:
+        """Index of the operation that reads its factors, to each product; another operation may sum."""
         return {product.multiply.index: product for product in self.products.values()}
 
     def product(self, op: Op) -> Product | None:
         """Return the product of two tensors, neither of which is a parameter, that an operation gives."""
         return self.products.get(op.index)
 
-    def product_with(self, op: Op) -> Product | None:
-        """Return the product whose factors an operation reads, which another may sum."""
-        return self._products_by_multiplication.get(op.index)
+    @cached_property
+    def calls_of_products(self) -> frozenset[int]:
+        """The calls that multiply matrices: what moves a factor for one belongs to it."""
+        return frozenset(op.call for op in self.recording.ops if op.does("product"))
 
     def scale_of(self, op: Op) -> float | None:
         """Return the number that an operation multiplies by; None where it does something else."""
@@ -179,12 +158,11 @@ class Graph:
 
     def _number(self, tensor: TensorRef) -> float | None:
         """Return the number that a tensor of one element holds, where it is known: torch's own, or made of ones."""
-        if tensor.id in self.recording.scalars or tensor.numel != 1:
-            return self.recording.scalars.get(tensor.id)
-        op = self.recording.producer(tensor)
-        if op is not None and op.base_name == "pow" and self._number(op.inputs[0]) == 1:
-            return 1.0
-        return 1.0 if op is not None and op.base_name in ("ones", "ones_like") else None
+        op = self.recording.producer(tensor) if tensor.numel == 1 else None
+        while op is not None and op.base_name == "pow":
+            op = self.recording.producer(op.inputs[0])
+        made = 1.0 if op is not None and op.base_name in ("ones", "ones_like") else None
+        return self.recording.scalars.get(tensor.id, made)
 
     def is_scale(self, op: Op) -> bool:
         """Return whether this multiplies everything by one number."""
@@ -206,17 +184,19 @@ class Graph:
         return squares or op.does("bends", "norms") or not others
 
     @cached_property
-    def _softmaxes(self) -> dict[int, tuple[TensorRef, int]]:
+    def softmaxes(self) -> dict[int, Softmax]:
+        """Index of the operation that gives the weights, or divides the context, to each softmax."""
         found = ((op.index, softmax_of(self.recording, op)) for op in self.recording.ops)
         return {index: softmax for index, softmax in found if softmax is not None}
 
     def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
         """Return what a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
-        return self._softmaxes.get(op.index)
+        softmax = self.softmaxes.get(op.index)
+        return None if softmax is None or softmax.late is not None else (softmax.masked, softmax.dim)
 
     def is_softmax(self, op: Op) -> bool:
         """Return whether `softmax` finds one here."""
-        return op.index in self._softmaxes
+        return self.softmax(op) is not None
 
     def moves(self, op: Op) -> bool:
         """Return whether this only moves elements about."""
@@ -250,37 +230,13 @@ class Graph:
         seen = {step.tensor.id for step in queue}
         while queue:
             step = queue.popleft()
-            last = step.path[-1] if step.path else None
-            readers = self.recording.consumers.get(step.tensor.id, ())
-            if last is not None and last.kind == "write" and last.index in self._next_write:
-                readers = (*readers, self._next_write[last.index])
-            for op in readers:
+            for op in self.recording.consumers.get(step.tensor.id, ()):
                 yield op, step
                 if len(step.path) < _FAR and through(op):
                     for tensor in (*op.outputs, *self._reread.get(op.index, ())):
                         if tensor.id not in seen and tensor.dtype not in _INDICES:
                             seen.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
-
-    def inputs_of(self, tensor: TensorRef) -> set[int]:
-        """Return the ids of the forward's inputs that have a part in a tensor."""
-        steps = self._all_behind(tensor)
-        return {read.id for read in steps if read.id in self.recording.input_ids}
-
-    def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
-        """Return whether one tensor has a part in another, by whatever operations."""
-        return any(read.id == start.id for read in self._all_behind(end))
-
-    def _all_behind(self, tensor: TensorRef) -> Iterator[TensorRef]:
-        """Yield a tensor, and all that have a part in it."""
-        queue, seen = [tensor], set[int]()
-        while queue:
-            tensor = queue.pop()
-            yield tensor
-            op = self.recording.producer(tensor)
-            if op is not None and op.index not in seen:
-                seen.add(op.index)
-                queue += op.inputs
 
     def before(self, tensor: TensorRef, passes: Callable[[Op], bool]) -> TensorRef:
         """Return what operations that pass made a tensor from, each from its first operand."""
@@ -292,9 +248,9 @@ class Graph:
         """Return what was handed to the call of an operation: the operand before the call moved it."""
         return self.before(tensor, lambda behind: behind.call == op.call and self.moves(behind))
 
-    def before_moves(self, tensor: TensorRef, *, whole: bool = False) -> TensorRef:
-        """Return where elements come from that were only moved; with `whole`, as long as all of them were."""
-        return self.before(tensor, lambda op: self.moves(op) and not (whole and op.inputs[0].numel > op.output.numel))
+    def before_moves(self, tensor: TensorRef) -> TensorRef:
+        """Return where elements come from that were only moved."""
+        return self.before(tensor, self.moves)
 
     def before_repeats(self, tensor: TensorRef) -> TensorRef:
         """Return what a tensor was repeated from, along whatever dimensions; itself where it was moved alone."""
@@ -308,19 +264,16 @@ class Graph:
 
     def before_flattening(self, tensor: TensorRef, module: str) -> TensorRef:
         """Return the same features before their rows were put into one dimension, inside the module."""
-        return self.before(tensor, lambda op: op.module == module and self._keeps_features(op))
+        return self.before(tensor, lambda op: op.module == module and _keeps_features(op))
 
     def after(self, tensor: TensorRef, counts: Callable[[Op], bool], passes: Callable[[Op], bool]) -> TensorRef:
         """Return what a tensor becomes, as long as a single operation reads it, of those that count, and passes."""
         while True:
-            readers = [
-                op
-                for op in self.recording.consumers.get(tensor.id, ())
-                if op.outputs and op.output.id != tensor.id and counts(op)
-            ]
-            if len(readers) != 1 or not passes(readers[0]):
+            readers = self.recording.consumers.get(tensor.id, ())
+            counted = [op for op in readers if op.outputs and op.output.id != tensor.id and counts(op)]
+            if len(counted) != 1 or not passes(counted[0]):
                 return tensor
-            tensor = readers[0].output
+            tensor = counted[0].output
 
     def after_call(self, op: Op) -> TensorRef:
         """Return what the call in Python returned that this operation is the heart of: its result, moved and biased."""
@@ -336,30 +289,26 @@ class Graph:
         """Return what a projection gives, with its bias, and as it is before the features are cut up."""
 
         def passes(reader: Op) -> bool:
-            return reader.module == op.module and (self._adds_bias(reader) or self._keeps_features(reader))
+            return reader.module == op.module and (self._adds_bias(reader) or _keeps_features(reader))
 
         return self.after(self.after_call(op), lambda reader: True, passes)
 
-    def _keeps_features(self, op: Op) -> bool:
-        """Return whether this only changes how the dimensions before the last are counted."""
-        before, after = op.inputs[0].shape if op.inputs else (), op.outputs[0].shape if op.outputs else ()
-        return op.does("reshapes") and min(len(before), len(after)) > 1 and before[-1] == after[-1]
-
     def has_bias(self, op: Op) -> bool:
         """Return whether a projection adds a bias, in itself or at the end of its call."""
-        if len(op.inputs) == 3:
-            return True
         called = self.after_call(op)
         readers = [reader for end in (op.output, called) for reader in self.recording.consumers.get(end.id, ())]
         ends = [self.recording.producer(end) for end in (called, self.after_projection(op))]
-        return any(self._adds_bias(end) for end in (*ends, *readers) if end is not None)
+        return len(op.inputs) == 3 or any(self._adds_bias(end) for end in (*ends, *readers) if end is not None)
 
     def _adds_bias(self, op: Op) -> bool:
-        return (
-            op.base_name.rstrip("_") == "add"
-            and len(op.inputs) == 2
-            and any(self.is_weight(tensor) and tensor.numel < op.output.numel for tensor in op.inputs)
-        )
+        biases = (tensor for tensor in op.inputs if self.is_weight(tensor) and tensor.numel < op.output.numel)
+        return op.base_name.rstrip("_") == "add" and len(op.inputs) == 2 and any(biases)
+
+
+def _keeps_features(op: Op) -> bool:
+    """Return whether this only changes how the dimensions before the last are counted."""
+    before, after = op.inputs[0].shape if op.inputs else (), op.outputs[0].shape if op.outputs else ()
+    return op.does("reshapes") and min(len(before), len(after)) > 1 and before[-1] == after[-1]
 
 
 def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:

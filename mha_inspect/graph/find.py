@@ -1,27 +1,25 @@
 """Find every attention in a recording by its dataflow: no class name and no source text is looked at.
 
-From each softmax the walk goes back through mask and scale to the product that made the scores, or to what scored
-queries and keys without one (`additive`), and forward to the product with the values. Weights that are no softmax are
-found from that product backward (`weighing`). From the operands the walk goes on to the projections, and from the
-product with the values forward to the output.
+From each softmax the walk goes back through mask and scale to what made the scores, and forward to the product with the
+values. Weights that are no softmax are found from that product backward. From the operands the walk goes on to the
+projections, and from the product with the values forward to the output. Turns of a loop over heads are put together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from math import isclose, prod
 
 from ..record.ops import Op, Recording, TensorRef
-from .attention import Attention, Mixing
+from .attention import Attention, positions_of
+from .axis import setting, wide
 from .dataflow import Graph, inside
-from .loops import merge_branches
-from .pairing import Meeting, mixing_of, moved_for, score_product, softmaxed_side, value_product
-from .products import Product
+from .products import Meeting, Product
 from .projections import Projection, adds_up, projections_behind, with_projections
-from .scores import multiply, read_scoring
-from .softmax import LateSoftmax, late_softmax_of, masks_on_exponentials
-from .weighing import find_weighings
+from .scores import mixing_of, moved_for, multiply, read_scoring, score_product
+from .softmax import Softmax
+from .values import find_weighings, softmaxed_side, value_product
 
 
 def find_attentions(recording: Recording) -> list[Attention]:
@@ -31,75 +29,43 @@ def find_attentions(recording: Recording) -> list[Attention]:
 
 def attentions_of(graph: Graph) -> list[Attention]:
     """Return every attention of a recording whose dataflow has been read already, in the order of computation."""
-    found = [_of_softmax(graph, op) or _of_late_softmax(graph, op) for op in graph.recording.ops]
-    attentions = [attention for attention in found if attention is not None]
-    for way in find_weighings(graph, attentions):
-        attention = _around(graph, way.ops[-1], way.masked, way.dim, way.values, way.scores)
-        attentions += [replace(attention, weighing=way.ops)] if attention is not None else []
+    attentions: list[Attention] = []
+    for softmax in graph.softmaxes.values():
+        values = softmax.late or value_product(graph, softmax.op.output, softmax.dim)
+        scores = None if values is None else score_product(graph, softmax.masked, softmax.dim)
+        attention = None if values is None or scores is None else _around(graph, softmax, scores, values)
+        attentions += [] if attention is None else [attention]
+    taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
+    for way in find_weighings(graph, taken):
+        attention = _around(graph, Softmax(way.ops[-1], way.masked, way.dim), way.scores, way.values)
+        attentions += [] if attention is None else [replace(attention, weighing=way.ops)]
     attentions.sort(key=lambda attention: attention.softmax.index)
     kept = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
-    return merge_branches(graph, _with_own_outputs(graph, kept))
+    return _with_turns_merged(graph, _with_own_outputs(graph, kept))
 
 
-def _of_softmax(graph: Graph, op: Op) -> Attention | None:
-    """Return the attention whose weights are the softmax that an operation completes."""
-    masked, dim = graph.softmax(op) or (None, 0)
-    values = None if masked is None else value_product(graph, op.output, dim)
-    return None if masked is None or values is None else _around(graph, op, masked, dim, values)
-
-
-def _of_late_softmax(graph: Graph, op: Op) -> Attention | None:
-    """Return the attention whose weights are never formed, where an operation divides what comes of the values."""
-    late = None if graph.is_softmax(op) else late_softmax_of(graph.recording, op)
-    if late is None:
-        return None
-    return _around(graph, late.exponential, late.masked, late.dim, Meeting(late.product, (), late.carried), late=late)
-
-
-def _is_dispatch(graph: Graph, attention: Attention, attentions: Iterable[Attention]) -> bool:
+def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]) -> bool:
     """Return whether one product gives the weights of two averages, the one of what comes of the other.
 
     That is a soft mixture of experts: tokens are handed out to slots as they are, and what is made of them is handed
     back. Where values are projected, two sides attend to each other.
     """
     scores = attention.score_product.op
-    others = [other for other in attentions if other is not attention and other.score_product.op is scores]
     return any(
         "value" not in first.projections and graph.leads_to(first.stages["context"], second.stages["v_heads"])
-        for other in others
+        for other in attentions
+        if other is not attention and other.score_product.op is scores
         for first, second in ((attention, other), (other, attention))
     )
 
 
-def _around(
-    graph: Graph,
-    softmax: Op,
-    masked: TensorRef,
-    dim: int,
-    values: Meeting,
-    scores: Meeting | None = None,
-    late: LateSoftmax | None = None,
-) -> Attention | None:
-    """Return the attention around a softmax; None where that is no attention's.
-
-    Args:
-        graph: the dataflow.
-        softmax: what makes weights, or exponentials where it is a late softmax.
-        masked: what the softmax is taken of, and `dim` the dimension that it runs over.
-        values: where the weights meet the values.
-        scores: what made the scores, where that is known.
-        late: the softmax, where its weights are never formed.
-    """
-    scores = scores or score_product(graph, masked, dim)
-    side = None if scores is None else softmaxed_side(graph, scores, values, masked, dim)
-    if scores is None or side is None:
-        return None
+def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) -> Attention | None:
+    """Return the attention around a softmax, or around what else makes weights; None where that is no attention's."""
     product, averaged = scores.product, values.product
+    side = softmaxed_side(graph, product, values, softmax.masked, softmax.dim)
+    if side is None or any(step.tensor.id == softmax.op.output.id for step in graph.back(values.values, graph.carries)):
+        return None  # weights that meet themselves, as where a matrix of them is inverted, are none
     query, key = (product.right, product.left) if side.key_first else (product.left, product.right)
-    if any(step.tensor.id == softmax.output.id for step in graph.back(values.values, graph.carries)):
-        return None  # weights that meet themselves, as where a matrix of them is inverted
-    if graph.comes_from_inputs(key) and not graph.is_given_or_learned(values.values):
-        return None  # the mean of numbers that nobody gave or learned, such as places: it says where, and not what
     q_heads, q_scale = _heads(graph, product, query, transposed=side.key_first)
     k_heads, k_scale = _heads(graph, product, key, transposed=not side.key_first)
     v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first)
@@ -110,47 +76,43 @@ def _around(
         "key": set(scored.left_rows if side.key_first else scored.right_columns),
         "value": set(summed.left_inner if values.values_first else summed.right_inner),
     }
-    ends = projections_behind(graph, heads, product.multiply.module, positions)
+    module = product.multiply.module
+    ends = projections_behind(graph, heads, module, positions)
     stages = with_projections(graph, heads, ends)
-    scoring = read_scoring(graph, product, scores.path, masked, dim)
+    scoring = read_scoring(graph, product, scores.path, softmax.masked, softmax.dim)
     if not (scoring.masks and scoring.masks[0] is product.op):
         stages["scores"] = scoring.scores
-    if scoring.masks or scoring.bent:
+    if scoring.masks or scoring.steps:
         stages["masked_scores"] = scoring.masked
-    if late is None:
-        stages["weights"] = _without_sinks(softmax.output, dim, values.path)
-    stages["context"] = graph.after_call(averaged.op) if late is None else late.divided.output
-    after, output = _after_context(graph, stages, product.multiply.module)
+    if softmax.divided is None:
+        stages["weights"] = _without_sinks(softmax.op.output, softmax.dim, values.path)
+    stages["context"] = graph.after_call(averaged.op) if softmax.divided is None else softmax.divided.output
+    after, output = _after_context(graph, stages, module)
     scores_scale = multiply([q_scale, k_scale, scoring.scale]) if product.is_dot else None
     early = [_early_scale(graph, ends[name]) for name in ("query", "key") if name in ends]
-    on_exponentials = masks_on_exponentials(graph.recording, softmax if late is None else late.total)
     return Attention(
-        softmax=softmax,
+        softmax=softmax.op,
         score_product=product,
         value_product=averaged,
         stages=stages | after,
         scale=multiply([*early, scores_scale, scoring.late_scale]),
         scores_scale=scores_scale,
-        softmax_dim=dim,
+        softmax_dim=softmax.dim,
         key_first=side.key_first,
         over_queries=side.over_queries,
         value_first=values.values_first,
-        masks=(*scoring.masks, *on_exponentials),
-        divided=None if late is None else late.divided,
+        masks=(*scoring.masks, *softmax.masks),
+        divided=softmax.divided,
         scoring=tuple(scoring.steps),
-        softcap=scoring.softcap,
         sinks=scoring.sinks,
-        mixed_scores=_mixings(graph, scoring.mixed),
-        mixed_weights=_mixings(graph, values.path),
+        mixed_scores=tuple(scoring.mixed),
+        mixed_weights=tuple(mixing for op in values.path if (mixing := mixing_of(graph, op)) is not None),
         weights_path=values.path,
         projections={name: end.op for name, end in ends.items()} | ({} if output is None else {"output": output}),
         earlier={name: end.earlier for name, end in ends.items() if end.earlier},
-        before_repeats={"key": graph.before_repeats(k_heads), "value": graph.before_repeats(v_heads)},
+        before_repeats={"key": graph.before_repeats(k_heads)},
+        module=module,
     )
-
-
-def _mixings(graph: Graph, ops: Iterable[Op]) -> tuple[Mixing, ...]:
-    return tuple(mixing for op in ops if (mixing := mixing_of(graph, op)) is not None)
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
@@ -158,19 +120,18 @@ def _mixings(graph: Graph, ops: Iterable[Op]) -> tuple[Mixing, ...]:
 
 def _heads(graph: Graph, product: Product, operand: TensorRef, *, transposed: bool) -> tuple[TensorRef, float | None]:
     """Return an operand as it was before it was scaled, or transposed for the product alone, and its scale."""
-    scales: list[float | None] = [1.0]
+    scales: list[float | None] = []
     swapped = False
     tensor = operand
     while (op := graph.recording.producer(tensor)) is not None and op.inputs:
+        step = graph.recording.producer(op.inputs[0]) if op.makes_result else None
         if moved_for(graph, op, product):
             swapped = swapped or op.swaps_last_two
         elif product.is_dot and _scales(graph, op):
             scales.append(graph.scale_of(op))
-        elif op.makes_result and (step := graph.recording.producer(op.inputs[0])) is not None and _scales(graph, step):
-            pass
         elif transposed and not swapped and op.swaps_last_two:
             swapped = True
-        else:
+        elif step is None or not _scales(graph, step):
             break
         tensor = max(op.inputs, key=lambda read: read.numel) if _scales(graph, op) else op.inputs[0]
     return tensor, multiply(scales)
@@ -232,11 +193,10 @@ def _after_context(
     def through(op: Op) -> bool:
         # What is added while heads are still apart belongs to the attention.
         residual = adds_up((op,)) and not (op.module == module and apart and op.output.shape == context.shape)
-        beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}
-        if residual or beside or graph.operands(op):
-            return False
         norms = op.does("norms") and inside(op.module, module)
-        return op.kind != "compute" or op.pointwise or op.does("carries") or norms
+        carries = op.kind != "compute" or op.pointwise or op.does("carries") or norms
+        beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}
+        return carries and not residual and not beside and not graph.operands(op)
 
     for op, step in graph.forward(context, through):
         if graph.is_projection(op):
@@ -244,10 +204,9 @@ def _after_context(
             concat = graph.before_call(op, step.tensor)
             concat = concat if op.module == module else graph.before_flattening(concat, op.module)
             # What moves the features away from the last dimension belongs to what comes after.
-            output = graph.after_projection(op)
-            if op.base_name != "convolution":
-                return {"concat": concat, "output": _onward(graph, output, module, features_last=True)}, op
-            return {"concat": concat, "output": _onward(graph, output, module)}, op
+            features_last = op.base_name != "convolution"
+            output = _onward(graph, graph.after_projection(op), module, features_last=features_last)
+            return {"concat": concat, "output": output}, op
     return _side_by_side(graph, context, module), None
 
 
@@ -255,21 +214,6 @@ def _side_by_side(graph: Graph, context: TensorRef, module: str) -> dict[str, Te
     """Return the heads side by side, where nothing projects them and something moves them."""
     concat = _onward(graph, context, module)
     return {"concat": concat} if concat.id != context.id else {}
-
-
-def _with_own_outputs(graph: Graph, attentions: list[Attention]) -> list[Attention]:
-    """Return attentions without outputs that are another's queries, keys or values: what projects those is no W_o."""
-    taken = {op.index for attention in attentions for side, op in attention.projections.items() if side != "output"}
-    kept = []
-    for attention in attentions:
-        output = attention.projections.get("output")
-        if output is not None and output.index in taken:
-            stages = {name: tensor for name, tensor in attention.stages.items() if name not in ("concat", "output")}
-            stages |= _side_by_side(graph, stages["context"], attention.module)
-            projections = {side: op for side, op in attention.projections.items() if side != "output"}
-            attention = replace(attention, stages=stages, projections=projections)
-        kept.append(attention)
-    return kept
 
 
 def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
@@ -287,3 +231,102 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
         return whole and not (features_last and graph.dimensions.of(op.output)[-1:] != features)
 
     return graph.after(tensor, counts, passes)
+
+
+def _with_own_outputs(graph: Graph, attentions: list[Attention]) -> list[Attention]:
+    """Return attentions without outputs that are another's queries, keys or values: what projects those is no W_o."""
+    taken = {op.index for attention in attentions for side, op in attention.projections.items() if side != "output"}
+    kept = []
+    for attention in attentions:
+        output = attention.projections.get("output")
+        if output is not None and output.index in taken:
+            stages = {name: tensor for name, tensor in attention.stages.items() if name not in ("concat", "output")}
+            stages |= _side_by_side(graph, stages["context"], attention.module)
+            projections = {side: op for side, op in attention.projections.items() if side != "output"}
+            attention = replace(attention, stages=stages, projections=projections)
+        kept.append(attention)
+    return kept
+
+
+# -- turns of a loop over heads ---------------------------------------------------------------------------------------
+
+
+def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attention]:
+    """Put together those that come from the same line and module and meet where heads are joined.
+
+    A head may be a module of its own. Turns of a loop over pieces of a sequence come from one line too, and are joined
+    along it: they stay apart.
+    """
+    groups: dict[tuple[object, ...], list[tuple[Attention, Op | None]]] = {}
+    for place, attention in enumerate(attentions):
+        key: tuple[object, ...] = (place,)
+        joint = _joining(graph, attention)
+        if joint is not None:
+            axes = attention.score_product.axes(graph.dimensions)
+            outside = set(wide(*positions_of(attention, graph.dimensions, "query"))) if _has_query(attention) else None
+            rows = set(wide(axes.columns if attention.key_first else axes.rows))
+            if outside is None or rows <= outside <= {*axes.batch, *axes.rows, *axes.columns}:
+                joined = joint.output.storage if joint.base_name == "copy_" else -1 - joint.index
+                # The queries of one softmax: of other pieces of an image they are others.
+                queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))
+                owner: object = attention.module
+                if (
+                    joint.module != owner
+                    and "query" in attention.projections
+                    and not set(wide(axes.batch)) - (outside or set())
+                ):
+                    owner = graph.before_moves(attention.stages["query"]).id  # a head is a module: what it is made of
+                key = (attention.softmax.source, attention.score_product.op.source, owner, joined, queries)
+        groups.setdefault(key, []).append((attention, joint))
+    merged = [attention for group in groups.values() for attention in _merged(group)]
+    return sorted(merged, key=lambda attention: attention.softmax.index)
+
+
+def _has_query(attention: Attention) -> bool:
+    return "query" in attention.stages and bool(attention.stages["query"].shape)
+
+
+def _joining(graph: Graph, attention: Attention) -> Op | None:
+    """Return the operation that puts this context beside others, head by head; None where there is none."""
+    axes = attention.value_product.axes(graph.dimensions)
+    features = set(axes.rows if attention.value_first else axes.columns)
+
+    def through(op: Op) -> bool:
+        return graph.moves(op) or op.base_name == "native_dropout"
+
+    for op, step in graph.forward(attention.stages["context"], through):
+        if not op.outputs or len(op.inputs) < 2:
+            continue
+        cut = op
+        if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
+            # What is written to was cut out of a larger tensor.
+            cut = graph.recording.producer(op.inputs[0]) or op
+        if op.base_name == "stack" or cut.base_name == "select":
+            return op
+        dims = graph.dimensions.of(step.tensor)
+        joins = cut.base_name in ("cat", "slice") and len(cut.output.shape) == len(dims)
+        if joins and features & set(dims[setting(cut, 1, "dim", 0) % len(dims)]):
+            return op
+    return None
+
+
+def _merged(group: list[tuple[Attention, Op | None]]) -> list[Attention]:
+    """Return one attention of all its turns; each for itself where two have the same scores."""
+    turns = [attention for attention, _ in group]
+    (first, joint), last = group[0], turns[-1]
+    scores = {(turn.stages["q_heads"].id, turn.stages["k_heads"].id) for turn in turns}
+    if len(turns) == 1 or len(scores) < len(turns):
+        return turns
+    apart = len({turn.module for turn in turns}) > 1
+    # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
+    after = {name: last.stages[name] for name in ("concat", "output") if name in last.stages}
+    output = {"output": last.projections["output"]} if "output" in last.projections else {}
+    return [
+        replace(
+            first,
+            stages=first.stages | after,
+            projections=first.projections | output,
+            branches=tuple(turns),
+            module=joint.module if apart and joint is not None else first.module,
+        )
+    ]

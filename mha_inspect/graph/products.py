@@ -1,13 +1,15 @@
-"""Products of two tensors, as a matrix product or written out as a broadcasting multiplication and a sum."""
+"""Products of two tensors: of matrices, written out as a broadcasting multiplication and a sum, or joined otherwise."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
-from .dimensions import Dim, Dimensions
+from .axis import Dim, setting, wide
+from .dimensions import Dimensions
 from .rules import reduced_places
 
 
@@ -41,29 +43,32 @@ class Product:
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """Return what the dimensions of the factors and of the result are to the product."""
+        result = dimensions.of(self.op.output)
         if self.multiply.does("product"):
-            return _of_matrices(*map(dimensions.of, (self.left, self.right, self.op.output)))
-        return self._of_broadcast(dimensions)
-
-    def _of_broadcast(self, dimensions: Dimensions) -> ProductAxes:
-        whole = self.multiply.output
-        summed = reduced_places(self.op) if self.op is not self.multiply else ()
-        rank = len(whole.shape)
-        left, right, out = (((),) * (rank - len(t.shape)) + dimensions.of(t) for t in (self.left, self.right, whole))
+            left, right = dimensions.of(self.left), dimensions.of(self.right)
+            if len(right) < 2:  # mv, dot
+                rows = result[0] if result else ()
+                return ProductAxes((), rows, (), rows, left[-1], right[-1], ())
+            batch = tuple([atom for dim in result[:-2] for atom in dim])
+            return ProductAxes(batch, result[-2], result[-1], left[-2], left[-1], right[-2], right[-1])
+        kept = [atom for dim in result for atom in dim]
+        sides = [*sides_of(dimensions, self.multiply)]
         axes: dict[str, Dim] = defaultdict(tuple)
-        for place in range(rank):
-            in_left, in_right = (is_wide(tensor, rank, place) for tensor in (self.left, self.right))
-            if place in summed:
-                axes["left_inner"] += left[place]
-                axes["right_inner"] += right[place]
-            elif in_left == in_right:
-                axes["batch"] += out[place]
-            elif in_left:
-                axes["left_rows"] += left[place]
-                axes["rows"] += out[place]
+        for whole, first, second in sides:
+            if not second:
+                axes["rows"] += whole
+                axes["left_rows"] += first
+            elif not first:
+                axes["columns"] += whole
+                axes["right_columns"] += second
+            elif whole and set(whole) <= set(kept):
+                axes["batch"] += whole
             else:
-                axes["right_columns"] += right[place]
-                axes["columns"] += out[place]
+                axes["left_inner"] += first
+                axes["right_inner"] += second
+        # What reduces the features may give several scores, one for each head.
+        known = {atom for whole, _, _ in sides for atom in whole}
+        axes["batch"] += tuple(atom for atom in wide(kept) if atom not in known)
         return ProductAxes(**axes)
 
 
@@ -80,43 +85,103 @@ class ProductAxes:
     right_columns: Dim = ()
 
 
+@dataclass(frozen=True)
+class Joint(Product):
+    """What scores two factors that are broadcast against each other and added, subtracted or put side by side.
+
+    `multiply` is the operation that does that, `op` the one that reduces what comes of it to scores.
+    """
+
+    between: tuple[Op, ...] = ()
+    """The operations from the one to the other, in order; that to the scores is the last."""
+
+    @property
+    def is_dot(self) -> bool:
+        """Whether the scores are dot products."""
+        return False
+
+    @property
+    def meeting(self) -> str:
+        """What queries and keys meet in."""
+        name = self.multiply.base_name.rstrip("_")
+        return {"add": "a sum", "cat": "one row of features"}.get(name, "a difference")
+
+    @property
+    def flops(self) -> int:
+        """None are counted: those of an addition are none of a product."""
+        return 0
+
+
+class Meeting(NamedTuple):
+    """A product, and the operations between it and the softmax, in the order in which they ran."""
+
+    product: Product
+    path: tuple[Op, ...]
+    carried: TensorRef
+    """On the side of the scores what the product gives; on the side of the values the factor that is the weights."""
+
+    @property
+    def values_first(self) -> bool:
+        """Whether the values are the left factor of the product with the weights."""
+        return self.product.right.id == self.carried.id
+
+    @property
+    def values(self) -> TensorRef:
+        """The factor that the weights meet."""
+        return self.product.left if self.values_first else self.product.right
+
+    def averaged(self, dimensions: Dimensions) -> Dim:
+        """Return the axes of the weights that the product with the values sums over."""
+        axes = self.product.axes(dimensions)
+        return axes.right_inner if self.values_first else axes.left_inner
+
+
 def product_of(recording: Recording, op: Op) -> Product | None:
     """Return the product that this operation gives: a matrix product, or the sum over a broadcasting multiplication."""
     if op.does("product"):
         return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
-    if op.base_name != "sum" or not op.outputs:
-        return None
-    multiply = recording.producer(op.inputs[0])
-    if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2 or not op.inputs[0].shape:
+    multiply = recording.producer(op.inputs[0]) if op.base_name == "sum" and op.outputs else None
+    if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2 or not multiply.output.shape:
         return None
     left, right = multiply.inputs
     rank = len(multiply.output.shape)
     summed = reduced_places(op)
-    wide = [tuple(is_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
+    wide_places = [tuple(is_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
     # Each has all that is summed over, and one has what the other has not: else it is no product but a norm, say.
-    whole = all(all(places[place] for place in summed) for places in wide)
-    return Product(op, multiply, left, right) if summed and whole and wide[0] != wide[1] else None
+    whole = all(places[place] for place in summed for places in wide_places)
+    return Product(op, multiply, left, right) if summed and whole and wide_places[0] != wide_places[1] else None
 
 
-def outer_product_of(op: Op) -> Product | None:
-    """Return a multiplication in which each factor is repeated along what the other has: a product without a sum."""
-    if op.base_name != "mul" or len(op.inputs) != 2:
-        return None
-    left, right = op.inputs
-    rank = len(op.output.shape)
-    pairs = {tuple(is_wide(tensor, rank, place) for tensor in (left, right)) for place in range(rank)}
-    return Product(op, op, left, right) if {(True, False), (False, True)} <= pairs else None
+def sides_of(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
+    """Yield each axis of what two factors are joined in, and what it is in the left and in the right factor.
 
-
-def _of_matrices(left: tuple[Dim, ...], right: tuple[Dim, ...], out: tuple[Dim, ...]) -> ProductAxes:
-    if len(right) < 2:  # mv, dot
-        rows = out[0] if out else ()
-        return ProductAxes((), rows, (), rows, left[-1], right[-1], ())
-    return ProductAxes(_flat(out[:-2]), out[-2], out[-1], left[-2], left[-1], right[-2], right[-1])
-
-
-def _flat(dims: Iterable[Dim]) -> Dim:
-    return tuple(atom for dim in dims for atom in dim)
+    A factor has no axis where it is broadcast or repeated. Features that stand side by side are no axis of the whole.
+    """
+    left, right = (dimensions.of(factor) for factor in op.inputs)
+    whole = dimensions.of(op.output)
+    if op.does("distances"):
+        batch = zip(whole[:-2], left[:-2], right[:-2], strict=False)
+        yield from (*batch, (whole[-2], left[-2], ()), (whole[-1], (), right[-2]), ((), left[-1], right[-1]))
+        return
+    rank = len(whole)
+    joined = setting(op, 1, "dim", 0) % rank if op.base_name == "cat" else None
+    left, right = (((),) * (rank - len(dims)) + dims for dims in (left, right))
+    for place, dim in enumerate(whole):
+        first, second = (
+            wide(dims[place]) if place == joined or is_wide(factor, rank, place) else ()
+            for dims, factor in zip((left, right), op.inputs, strict=True)
+        )
+        out = wide(dim)
+        if place == joined:
+            yield (), first, second
+        elif not out:
+            yield dim, dim, dim
+        elif any(len(side) != len(out) for side in (first, second) if side):
+            yield out, first, second
+        else:
+            for at, atom in enumerate(out):
+                a, b = (side[at : at + 1] if side and not side[at].repeats else () for side in (first, second))
+                yield (atom,), a, b
 
 
 def is_wide(tensor: TensorRef, rank: int, place: int) -> bool:

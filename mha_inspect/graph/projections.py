@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from ..record.ops import Op, TensorRef
-from .axis import setting
+from .axis import Axis, setting, wide
 from .dataflow import Graph, inside
-from .dimensions import Axis, wide
-from .pairing import mixing_of
+from .scores import mixing_of
 
 _MOST_BEFORE = 3
 """Projections one before the other that lead to that of the heads."""

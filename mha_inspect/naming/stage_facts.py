@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import isclose
 
-from ..graph.additive import Joint
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph, made_of
+from ..graph.products import Joint
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Memory
 from .named_run import NamedRun

@@ -173,8 +173,8 @@ def test_a_scale_on_the_projection_is_told_apart() -> None:
 
 def test_a_soft_cap_is_no_part_of_the_scores() -> None:
     (attention,) = find("SoftCap")
-    found = attention.found
-    assert isclose(found.softcap or 0, 1.5)
+    assert [name for name, _ in attention.found.scoring][:3] == ["scale", "tanh", "scale"]
+    assert isclose(attention.found.scoring[2][1] or 0, 1.5)
     capped = 1.5 * torch.tanh(attention.value("scores") / 1.5)
     torch.testing.assert_close(attention.value("masked_scores").tril(), capped.tril())
 

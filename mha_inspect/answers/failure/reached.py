@@ -18,9 +18,9 @@ from torch import nn
 
 from ...graph.axis import Axis, Dim, resolve, size_of
 from ...graph.dataflow import Graph
-from ...graph.pairing import as_written, score_product
 from ...graph.products import Product
 from ...graph.projections import projections_behind, with_projections
+from ...graph.scores import as_written, score_product
 from ...naming.axes import AxisNames
 from ...naming.stages import STAGES
 from ...naming.tokens import name_dimension, write_dimension

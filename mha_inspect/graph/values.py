@@ -1,0 +1,196 @@
+"""What weights meet: the product with the values, and whether what they make of these is an attention.
+
+Weights need no softmax: `sigmoid(scores)`, `relu(scores) / n`, `exp(scores) / (1 + Σ)`, sparsemax. They are made by
+element, and by numbers of a query over all of its keys. What bends nothing is linear attention, whose products can be
+taken in another order: it has no weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..record.ops import Op, TensorRef
+from .axis import Axis, size_of, wide
+from .dataflow import Graph, made_of
+from .products import Meeting, Product, is_wide
+from .scores import mixes, score_product
+
+
+def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
+    """Return the product of weights and values; None where there is none."""
+    over = graph.dimensions.along(weights, dim)
+    single: Meeting | None = None
+
+    def through(op: Op) -> bool:
+        # Where one weight of each query is left, keys are chosen, and not averaged.
+        picks = op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1
+        return graph.carries(op) or picks or mixes(graph, op, over) or _norms_heads(graph, op, over)
+
+    for op, step in graph.forward(weights, through) if weights.shape else ():
+        product = graph.products.get(op.index) or graph.products_by_multiplication.get(op.index)
+        if product is not None:
+            return Meeting(product, step.path, step.tensor)
+        if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
+            # The average over a single key needs no sum: einsum multiplies.
+            values = op.inputs[op.inputs[0].id == step.tensor.id]
+            wider = values.numel > step.tensor.numel and graph.comes_from_inputs(values)
+            single = Meeting(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
+    return single
+
+
+def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
+    """Return whether this is a norm over another dimension than the one that the softmax runs over: over the heads."""
+    dims = graph.dimensions.of(op.inputs[0]) if over and op.does("norms") else ()
+    return len(dims) > 1 and not over & set(dims[1 if "batch_norm" in op.base_name else -1])
+
+
+class Side(NamedTuple):
+    """Which side of the product of scores holds the keys, and whether the softmax runs over the queries."""
+
+    key_first: bool
+    over_queries: bool = False
+
+
+def softmaxed_side(graph: Graph, product: Product, values: Meeting, masked: TensorRef, dim: int) -> Side | None:
+    """Return the side of the keys: what the values are averaged over. None where this softmax is no attention's.
+
+    None are softmaxes that assign: over an axis along which every score has a product of its own, where there are no
+    queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), over clusters
+    that average what was compared with them (k-means), and of learned queries that average the keys as they are.
+    """
+    if len(product.op.output.shape) < 2 or not masked.shape:
+        return Side(key_first=False)
+    axes = product.axes(graph.dimensions)
+    rows, columns, over = set(axes.rows), set(axes.columns), graph.dimensions.along(masked, dim)
+    if over & set(axes.batch) - rows - columns and not (size_of(rows) > 1 and size_of(columns) > 1):
+        return None
+    over_rows = bool(over & rows) and not over & columns
+    summed = set(wide(values.averaged(graph.dimensions)))
+    if over and summed & (columns if over_rows else rows) - over and not summed & over:
+        keys = product.right if over_rows else product.left
+        alike = _unmoved(graph, keys) == _unmoved(graph, values.values)
+        return None if alike or _is_width(graph, product, over) else Side(not over_rows, over_queries=True)
+    # A parameter's scores of some features weigh the very same features: pooling, and no attention.
+    given = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
+    pools = len(given) == 1 and _unmoved(graph, given[0]) == _unmoved(graph, values.values)
+    return None if pools else Side(over_rows)
+
+
+def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
+    """Return whether an axis of the scores is all the features that a projection gives one factor of their product."""
+    for factor in (product.left, product.right):
+        for step in graph.back(factor, lambda op: graph.moves(op) or op.pointwise):
+            op = graph.recording.producer(step.tensor)
+            if op is not None and graph.is_projection(op) and set(graph.dimensions.of(op.output)[-1]) <= over:
+                return True
+    return False
+
+
+def _unmoved(graph: Graph, tensor: TensorRef) -> int:
+    """Return the id of what a tensor was before all of its elements were moved."""
+    return graph.before(tensor, lambda op: graph.moves(op) and op.inputs[0].numel <= op.output.numel).id
+
+
+# -- weights without a softmax ----------------------------------------------------------------------------------------
+
+
+class Weighing(NamedTuple):
+    """How scores become weights without a softmax, and what these meet."""
+
+    masked: TensorRef
+    """The scores, masked or not, that weights are made of."""
+    dim: int
+    """Which dimension of them is the keys."""
+    ops: tuple[Op, ...]
+    """What makes weights of them, in order: the last gives the weights."""
+    scores: Meeting
+    values: Meeting
+
+
+def find_weighings(graph: Graph, taken: set[int]) -> Iterator[Weighing]:
+    """Yield every way from scores to values without a softmax, but for products that are taken already."""
+    for product in graph.products.values():
+        if product.op.index not in taken and _is_of_activations(graph, product):
+            for carried in (product.left, product.right):
+                weighing = _weighing(graph, Meeting(product, (), carried), taken)
+                if weighing is not None:
+                    yield weighing
+
+
+def _weighing(graph: Graph, values: Meeting, taken: set[int]) -> Weighing | None:
+    """Return how one factor of a product was made of scores; None where it was not."""
+    over = set(wide(values.averaged(graph.dimensions)))
+    maker = graph.recording.producer(graph.before_moves(values.values))
+    if not over or (maker is not None and graph.is_softmax(maker)):
+        return None  # classes are voted for, or clusters counted: what a softmax gives is no value, but what weighs one
+    for step in graph.back(values.carried, graph.carries):
+        op = graph.recording.producer(step.tensor)
+        if op is None or op.index in taken or op is values.product.multiply:
+            continue
+        if _place_of(graph, op.output, over) is None or not (graph.product(op) or graph.reduces(op)):
+            continue
+        path = step.path[::-1]
+        part = _weighing_part(graph, op.output, path, over)
+        if part is None:
+            return None
+        start, stop = part
+        masked = next(tensor for tensor in path[start].inputs if start == 0 or tensor in path[start - 1].outputs)
+        dim = _place_of(graph, masked, over)
+        scores = None if dim is None else score_product(graph, masked, dim)
+        if dim is None or scores is None or scores.product.op.index in taken or not _compares(graph, scores.product):
+            return None
+        return Weighing(masked, dim, path[start:stop], scores, Meeting(values.product, path[stop:], values.carried))
+    return None
+
+
+def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> tuple[int, int] | None:
+    """Return where the part of a path that makes weights of scores begins and ends; None where nothing is bent."""
+    since = graph.recording.producers[scores.id] + 1
+    made = made_of({scores.id}, graph.recording.ops[since : path[-1].index] if path else ())
+    parts = []
+    for place, op in enumerate(path):
+        came_by = path[place - 1].outputs if place else op.inputs[:1]
+        others = [tensor for tensor in op.inputs if tensor.id in made and tensor not in came_by]
+        if any(other.numel > 1 and not _repeated(graph, other, op.output) <= over for other in others):
+            return None  # weights that are set against those of other queries
+        if others or graph.bends(op):
+            parts.append(place)
+    if not any(graph.bends(path[place]) for place in parts) or path[parts[-1]].base_name.rstrip("_") == "exp":
+        return None  # exponentials are divided later, piece by piece
+    start, stop = parts[0], parts[-1] + 1
+    while start and path[start - 1].base_name in ("add", "sub") and len(path[start - 1].inputs) == 1:
+        start -= 1  # a number beside the scores
+    while stop < len(path) and graph.is_scale(path[stop]):
+        stop += 1
+    return start, stop
+
+
+def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:
+    """Return the axes that a tensor is broadcast along: by their places, as it may have one of them at another."""
+    dims = enumerate(graph.dimensions.of(whole))
+    return {axis for place, dim in dims if not is_wide(factor, len(whole.shape), place) for axis in wide(dim)}
+
+
+def _place_of(graph: Graph, tensor: TensorRef, over: set[Axis]) -> int | None:
+    """Return the one dimension that has these axes; None where it is not one."""
+    places = [place for place, dim in enumerate(graph.dimensions.of(tensor)) if over & set(dim)]
+    return places[0] if len(places) == 1 else None
+
+
+def _is_of_activations(graph: Graph, product: Product) -> bool:
+    """Return whether both factors come from what was given, and are no matrices picked out of a stack of them."""
+    for factor in (product.left, product.right):
+        source = graph.recording.producer(graph.before_moves(factor))
+        picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2
+        if not graph.comes_from_inputs(factor) or (picked and source is not None and graph.is_weight(source.inputs[0])):
+            return False
+    return True
+
+
+def _compares(graph: Graph, product: Product) -> bool:
+    """Return whether features are summed up, and what is left are positions: queries are compared with keys."""
+    axes = product.axes(graph.dimensions)
+    summed, left = set(wide(axes.left_inner)), set(wide(axes.rows, axes.columns))
+    sums_features = bool(summed & graph.features) and not left & graph.features
+    return _is_of_activations(graph, product) and (sums_features or not product.is_dot)
