@@ -7,6 +7,9 @@ import json
 import pickle
 import struct
 import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +42,21 @@ def safetensors(header: object, data: bytes) -> bytes:
     """The bytes of a .safetensors file with that header, true or not."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text)) + text + data
+
+
+def saved(path: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any] | None = None) -> Path:
+    """Write a .safetensors file, and the config.json of its folder where one is given."""
+    path.parent.mkdir(exist_ok=True, parents=True)
+    names = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.float64: "F64"}
+    header, data = {}, b""
+    for name, tensor in tensors.items():
+        start, data = len(data), data + tensor.detach().flatten().view(torch.uint8).numpy().tobytes()
+        offsets = [start, len(data)]
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+    path.write_bytes(safetensors(header, data))
+    if config is not None:
+        (path.parent / "config.json").write_text(json.dumps(dict(config)))
+    return path
 
 
 class _Own:
@@ -109,31 +127,16 @@ def damaged(draw: st.DrawFn, whole: list[bytes]) -> bytes:
 @st.composite
 def npy(draw: st.DrawFn) -> bytes:
     """A .npy file whose header says what it likes."""
-    words = st.sampled_from(
-        [
-            *("'<f4'", "'V0'", "'O'", "'<f8'", "'|S0'", "'<U3'", "[('a','<f4')]", "('<f4',(2,))", "'i4,f8'", "'>i2'"),
-            *(
-                "'?'",
-                "'<f16'",
-                "'M8[s]'",
-                "None",
-                "[]",
-                "'" + "9" * 50 + "f4'",
-                "'c32'",
-                "'f3'",
-                "{}",
-                "b'<f4'",
-                "1+1j",
-            ),
-        ]
-    )
+    words = "'<f4' 'V0' 'O' '<f8' '|S0' '<U3' [('a','<f4')] ('<f4',(2,)) 'i4,f8' '>i2' '?' '<f16' 'M8[s]' None [] 'c32'"
+    words += f" 'f3' {{}} b'<f4' 1+1j '{'9' * 50}f4'"
     shapes = st.one_of(
         st.lists(INTEGERS, max_size=5).map(lambda sizes: repr(tuple(sizes))),
         st.sampled_from(["(", "[2,5,7]", "(True,)", "(2.0,)", "(-1,)", "('a',)", "2", "(2,5,7", "((2,),)", "(" * 300]),
         st.just("(" + "1," * 70 + ")"),
     )
     order = st.sampled_from(["True", "False", "0", "None"])
-    text = f"{{'descr': {draw(words)}, 'fortran_order': {draw(order)}, 'shape': {draw(shapes)}, }}"
+    word = draw(st.sampled_from(words.split()))
+    text = f"{{'descr': {word}, 'fortran_order': {draw(order)}, 'shape': {draw(shapes)}, }}"
     text = draw(st.sampled_from([text, text + "\n", text[:-3], "#" + text, text + "'''", "\x00" + text, "é" + text]))
     header = text.encode("latin-1", "replace")
     version = draw(st.sampled_from([(1, 0), (2, 0), (3, 0), (9, 9)]))
@@ -152,14 +155,10 @@ def headers(draw: st.DrawFn) -> bytes:
             "data_offsets": st.lists(INTEGERS, min_size=1, max_size=3) | ANYTHING,
         }
     )
-    header = draw(
-        st.dictionaries(st.text(max_size=12), entry, max_size=3).map(
-            lambda found: json.dumps(found, default=str).encode()
-        )
-        | st.sampled_from([b"[" * 50_000, b"{}", b"[]", b"3", b'{"a":' * 20_000, b"1" * 9000, b"\xff\xfe", b"", b"nan"])
-        | st.binary(max_size=60)
-    )
-    return safetensors(header, draw(st.binary(max_size=300)))
+    entries = st.dictionaries(st.text(max_size=12), entry, max_size=3)
+    texts = [b"[" * 50_000, b"{}", b"[]", b"3", b'{"a":' * 20_000, b"1" * 9000, b"\xff\xfe", b"", b"nan"]
+    header = entries.map(lambda entries: json.dumps(entries, default=str).encode())
+    return safetensors(draw(header | st.sampled_from(texts) | st.binary(max_size=60)), draw(st.binary(max_size=300)))
 
 
 @st.composite
@@ -172,44 +171,25 @@ def pickles(draw: st.DrawFn) -> bytes:
     def plain(value: object) -> bytes:
         return pickle.dumps(value, 2)[2:-1]
 
-    rebuild = "torch._utils._rebuild_"
+    def tensor(key: object, count: int, place: int, sizes: list[int], strides: list[int]) -> bytes:
+        storage = plain("storage") + name("torch.FloatStorage") + plain(key) + plain("cpu") + plain(count)
+        layout = plain(place) + plain(tuple(sizes)) + plain(tuple(strides)) + plain(False)
+        begin = name("torch._utils._rebuild_tensor_v2") + b"(("
+        return begin + storage + b"tQ" + layout + name("collections.OrderedDict") + b")RtR"
+
+    makers = "tensor_v2 tensor_v3 parameter sparse_tensor qtensor meta_tensor_no_storage"
+    others = "torch.FloatStorage torch.storage.UntypedStorage builtins.bytearray torch.float32 os.system"
+    others += " collections.OrderedDict torch._tensor._rebuild_from_type_v2"
+    names = [*(f"torch._utils._rebuild_{what}" for what in makers.split()), *others.split()]
+    operations = [bytes([op]) for op in b"()tRQ}])\x85\x86\x87\x88Nbsuae02\x81\x8f\x90\x91\x93\x94l1"]
+    operations += [b"q\0", b"h\0", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\xff", b"\x96" + b"\xff" * 7 + b"\x00"]
+    sizes = st.lists(INTEGERS, max_size=4)
     steps: st.SearchStrategy[bytes] = st.one_of(
         ANYTHING.map(plain),
-        st.lists(INTEGERS, max_size=4).map(lambda sizes: plain(tuple(sizes))),
-        st.sampled_from(
-            [name(f"{rebuild}{what}") for what in ("tensor_v2", "tensor_v3", "parameter", "sparse_tensor", "qtensor")]
-            + [name("torch.FloatStorage"), name("torch.storage.UntypedStorage"), name("builtins.bytearray")]
-            + [name("torch.float32"), name("os.system"), name("collections.OrderedDict"), b"\x8a\x05\0\0\0\0\x01"]
-            + [name(f"{rebuild}meta_tensor_no_storage"), name("torch._tensor._rebuild_from_type_v2")]
-        ),
-        st.sampled_from([bytes([op]) for op in b"()tRQ}])\x85\x86\x87\x88Nbsuae02\x81\x8f\x90\x91\x93\x94l1"]),
-        st.sampled_from([b"q\0", b"h\0", b"r\xff\xff\xff\xff", b"j\xff\xff\xff\xff", b"\x96" + b"\xff" * 7 + b"\x00"]),
-        st.builds(
-            lambda key, count, place, sizes, strides: (
-                name(f"{rebuild}tensor_v2")
-                + b"("
-                + (
-                    b"("
-                    + plain("storage")
-                    + name("torch.FloatStorage")
-                    + plain(key)
-                    + plain("cpu")
-                    + plain(count)
-                    + b"tQ"
-                )
-                + plain(place)
-                + plain(tuple(sizes))
-                + plain(tuple(strides))
-                + plain(False)
-                + name("collections.OrderedDict")
-                + b")RtR"
-            ),
-            st.sampled_from(["0", "1", "", "../data.pkl", 0]),
-            INTEGERS,
-            INTEGERS,
-            st.lists(INTEGERS, max_size=4),
-            st.lists(INTEGERS, max_size=4),
-        ),
+        sizes.map(lambda sizes: plain(tuple(sizes))),
+        st.sampled_from([*map(name, names), b"\x8a\x05\0\0\0\0\x01"]),
+        st.sampled_from(operations),
+        st.builds(tensor, st.sampled_from(["0", "1", "", "../data.pkl", 0]), INTEGERS, INTEGERS, sizes, sizes),
     )
     program = b"\x80\x02" + b"".join(draw(st.lists(steps, min_size=1, max_size=6))) + b"."
     if draw(st.integers(0, 4)) == 0:
@@ -217,9 +197,8 @@ def pickles(draw: st.DrawFn) -> bytes:
     file = io.BytesIO()
     kind = draw(st.sampled_from([zipfile.ZIP_STORED] * 9 + [zipfile.ZIP_DEFLATED]))
     with zipfile.ZipFile(file, "w", kind) as archive:
-        for member in draw(
-            st.sampled_from([["x/data.pkl", "x/data/0"], ["x/data.pkl"] * 2, ["data.pkl"], ["x/y/data.pkl"]])
-        ):
+        members = ["x/data.pkl x/data/0", "x/data.pkl x/data.pkl", "data.pkl", "x/y/data.pkl"]
+        for member in draw(st.sampled_from(members)).split():
             archive.writestr(member, program if member.endswith("pkl") else bytes(280))
     return file.getvalue()
 

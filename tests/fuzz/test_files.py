@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
@@ -16,60 +17,43 @@ from .contract import acts_on_a_terminal, in_time, require_answer, require_messa
 from .files import any_file
 
 
-def test_reading(try_all, tmp_path):
-    def check(case):
-        suffix, data = case
-        path = tmp_path / f"x{suffix}"
-        path.write_bytes(data)
-        try:
-            with in_time():
-                content = read_tensors(path)
-        except MhaInspectError as error:
-            require_message(error)
-            return
-        tensors = content.values() if isinstance(content, dict) else [content]
-        for tensor in tensors:
-            assert type(tensor) is torch.Tensor
-            assert tensor.is_contiguous()
-            assert tensor.numel() > 0
-            assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-    try_all(check, any_file(), 500)
+def shown(report):
+    for format in ("plain", "json"):
+        assert acts_on_a_terminal(to_text(report, format)) == []
 
 
-def test_checkpoints(try_all, tmp_path):
-    def check(case):
-        suffix, data = case
-        path = tmp_path / f"x{suffix}"
-        path.write_bytes(data)
-        try:
-            with in_time():
-                report = params_of_checkpoint(path, per_head=True, show=Show(stats=True), norms=True)
-                for format in ("plain", "json"):
-                    assert acts_on_a_terminal(to_text(report, format)) == []
-        except MhaInspectError as error:
-            require_message(error)
-
-    try_all(check, any_file(), 150)
+def read(path):
+    content = read_tensors(path)
+    for tensor in content.values() if isinstance(content, dict) else [content]:
+        assert type(tensor) is torch.Tensor
+        assert tensor.is_contiguous()
+        assert tensor.numel() > 0
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
 
 
-def test_differences(try_all, tmp_path):
+def of_checkpoint(path):
+    shown(params_of_checkpoint(path, per_head=True, show=Show(stats=True), norms=True))
+
+
+def difference(*paths):
     """Two files, of which each may be whole, damaged or hostile, against each other."""
+    shown(diff_of_checkpoints(*paths))
 
+
+@pytest.mark.parametrize(("look", "files", "number"), [(read, 1, 500), (of_checkpoint, 1, 150), (difference, 2, 100)])
+def test_a_file_is_answered_or_refused(try_all, tmp_path, look, files, number):
     def check(case):
         paths = []
-        for name, (suffix, data) in zip(("left", "right"), case, strict=True):
-            paths.append(tmp_path / f"{name}{suffix}")
+        for place, (suffix, data) in enumerate(case):
+            paths.append(tmp_path / f"{place}{suffix}")
             paths[-1].write_bytes(data)
         try:
             with in_time():
-                report = diff_of_checkpoints(*paths)
-                for format in ("plain", "json"):
-                    assert acts_on_a_terminal(to_text(report, format)) == []
+                look(*paths)
         except MhaInspectError as error:
             require_message(error)
 
-    try_all(check, st.tuples(any_file(), any_file()), 100)
+    try_all(check, st.tuples(*[any_file()] * files), number)
 
 
 def test_through_the_commands(try_all, invoke, tmp_path):

@@ -12,7 +12,7 @@ import mha_inspect
 from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
 from mha_inspect.render import to_text
 
-from ...checkpoints import saved
+from ...fuzz.files import saved
 
 CONFIG = {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 48}
 

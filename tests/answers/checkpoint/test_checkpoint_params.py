@@ -17,12 +17,11 @@ import mha_inspect
 from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.call.load import load_layer
 from mha_inspect.errors import InputError, MhaInspectError, SpecError, UnsafeFileError
-from mha_inspect.files.tensors import content_of, read_tensors
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from mha_inspect.render import to_text
 from mha_inspect.running.subject import Subject
 
-from ...checkpoints import saved
+from ...fuzz.files import saved
 
 
 def roles(report: Any) -> dict[str, tuple[str, str]]:
@@ -218,42 +217,6 @@ def test_options_that_a_checkpoint_has_no_use_for(invoke, tmp_path):
     assert (code, out) == (2, "")
     assert "--embed-dim cannot change: drop it" in err
     assert invoke("params", str(path), "--format", "json")[0] == 0
-
-
-@pytest.mark.parametrize("new", [True, False])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint16, torch.complex64]
-)
-def test_what_torch_saves_is_read_as_torch_reads_it(dtype, new, tmp_path):
-    if dtype == torch.uint16 and not new:
-        pytest.skip("torch cannot read what it wrote")
-    whole = (torch.arange(60).reshape(3, 4, 5) % 7).to(dtype)
-    views = {
-        "a": whole,
-        "b": whole[1:, ::2].transpose(0, 2),
-        "c": whole[:1, :1, :1].expand(2, 3, 4),
-        "d": whole[2, 3, 4],
-    }
-    torch.save(
-        {name: nn.Parameter(own, requires_grad=False) for name, own in views.items()} | views,
-        tmp_path / "x.pt",
-        _use_new_zipfile_serialization=new,
-    )
-    found, expected = read_tensors(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
-    for name, own in expected.items():
-        assert found[name].dtype == own.dtype
-        assert torch.equal(found[name], own)
-
-
-def test_a_library_of_safetensors_reads_the_same(tmp_path):
-    library = pytest.importorskip("safetensors.torch")
-    names = ("float32", "float16", "bfloat16", "int8", "bool", "float8_e4m3fn", "uint32", "int64")
-    tensors = {name: (torch.arange(6).reshape(2, 3) % 2).to(getattr(torch, name)) for name in names}
-    library.save_file(tensors, tmp_path / "x.safetensors")
-    for name, own in read_tensors(tmp_path / "x.safetensors").items():
-        assert own.dtype == tensors[name].dtype
-        assert torch.equal(own.float(), tensors[name].float())
-    assert list(content_of(tmp_path / "x.safetensors", (".safetensors",))["int8"].shape) == [2, 3]
 
 
 def test_what_is_no_checkpoint(tmp_path):
