@@ -227,7 +227,7 @@ def test_what_a_target_prints_does_not_reach_stdout(capfd):
     assert "from python" in err
 
 
-# -- devices --------------------------------------------------------------------------------------------------------------
+# -- devices ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
