@@ -68,8 +68,6 @@ class Table:
     """What the marks behind its fields mean."""
     total: bool = False
     """Whether the last row sums up the others."""
-    split: bool = False
-    """Where it is too wide: whether it is cut into several tables, each with the first column again."""
 
 
 @dataclass(frozen=True)
@@ -138,15 +136,13 @@ def _cleaned(value: Any, longest: int) -> Any:
     return value
 
 
-def table(
-    items: Iterable[Any], columns: Sequence[Column], *, legend: str = "", total: bool = False, split: bool = False
-) -> Table:
+def table(items: Iterable[Any], columns: Sequence[Column], *, legend: str = "", total: bool = False) -> Table:
     """Return a table with a row for each item, without optional columns that are empty."""
     items = list(items)
     filled = [(column, _cells(items, column)) for column in columns]
     shown = [(column, cells) for column, cells in filled if not column.optional or any(cell.text for cell in cells)]
     rows = zip(*(cells for _, cells in shown), strict=True)
-    return Table(tuple(column for column, _ in shown), tuple(rows), legend, total, split)
+    return Table(tuple(column for column, _ in shown), tuple(rows), legend, total)
 
 
 def _cells(items: Iterable[Any], column: Column) -> list[Cell]:

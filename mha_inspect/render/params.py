@@ -180,9 +180,10 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
         def cell(line: tuple[str, list[str]]) -> Cell:
             return Cell(line[1][place], "strong" if len(set(line[1])) > 1 else "muted")
 
-        return Column(str(counts[place].num_heads), cell, "right")
+        # Where the page is narrow, the last counts go first.
+        return Column(str(counts[place].num_heads), cell, "right", drop=place)
 
-    return table(lines, [Column("num_heads", lambda line: line[0]), *map(column, range(len(counts)))], split=True)
+    return table(lines, [Column("num_heads", lambda line: line[0]), *map(column, range(len(counts)))])
 
 
 def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:

@@ -84,11 +84,10 @@ def _title(title: str, detail: str) -> Text:
 
 def _block(block: Block, width: int) -> Iterator[RenderableType]:
     if isinstance(block, Table):
-        for number, fit in enumerate(_parts(block, width)):
-            yield from [Text()] if number else []
-            yield _rows(block, fit)
-            if fit.dropped:
-                yield Text(f"no room at this width for: {', '.join(fit.dropped)}", STYLES["muted"])
+        fit = _fitted(block, width)
+        yield _rows(block, fit)
+        if fit.dropped:
+            yield Text(f"no room at this width for: {', '.join(fit.dropped)}", STYLES["muted"])
         if block.legend:
             yield Text(block.legend, STYLES["muted"])
     elif isinstance(block, Facts):
@@ -102,12 +101,12 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
     elif isinstance(block, Paragraph):
         yield Text(block.text, STYLES.get(block.tone, ""), overflow="fold")
     else:
-        yield from _verbatim(block, width)
+        yield from _verbatim(block)
 
 
 @dataclass(frozen=True)
 class _Fit:
-    """How a table, or a part of it, is shown. A column is the number of its place in the table."""
+    """How a table is shown. A column is the number of its place in the table."""
 
     widths: dict[int, int]
     """Of each column that is shown."""
@@ -117,26 +116,9 @@ class _Fit:
     """Titles of columns that there was no room for."""
 
 
-def _parts(table: Table, width: int) -> list[_Fit]:
-    """Return how to show a table in `width` columns: as one, or in parts where it may be split."""
-    places = list(range(len(table.columns)))
-    if not table.split:
-        return [_fitted(table, places, width)] if places else []
-    needs = [
-        max([_longest_word(column.title), *(cells(row[place].full) for row in table.rows)])
-        for place, column in enumerate(table.columns)
-    ]
-    parts: list[list[int]] = [[]]
-    for place in places[1:]:
-        if parts[-1] and needs[0] + sum(GAP + needs[part] for part in (*parts[-1], place)) > width:
-            parts.append([])
-        parts[-1].append(place)
-    return [_fitted(table, [0, *part], width) for part in parts]
-
-
-def _fitted(table: Table, shown: Sequence[int], width: int) -> _Fit:
-    """Return how to show these columns. Some go under others, then some are dropped, then words are broken."""
-    columns, shown = table.columns, list(shown)
+def _fitted(table: Table, width: int) -> _Fit:
+    """Return how to show a table. Some columns go under others, then some are dropped, then words are broken."""
+    columns, shown = table.columns, list(range(len(table.columns)))
     bodies = [max((cells(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
     words = [max((_longest_word(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
     below: dict[int, list[int]] = {}
@@ -234,21 +216,11 @@ def _styled(content: str, tone: Tone, axes: str) -> Text:
     return text
 
 
-def _verbatim(block: Verbatim, width: int) -> Iterator[RenderableType]:
+def _verbatim(block: Verbatim) -> Iterator[RenderableType]:
     heading = Text().append(block.title, "bold")
     if block.shape:
         heading.append("  ").append_text(_styled(block.shape, "shape", block.axes))
     if block.axes:
         heading.append("  ").append_text(_styled(block.axes, "axes", ""))
     yield heading
-    for line in block.lines:
-        # A line that is too long goes on under its own first number, behind the brackets.
-        opening = re.match(r"(?:tensor\()?[ \[]*", line)
-        indent = min(opening.end() if opening else 0, max(width - 20, 0)) if len(line) > width else 0
-        if indent:
-            grid = RichTable.grid()
-            grid.add_column(width=indent)
-            grid.add_row(Text(line[:indent]), Text(line[indent:], overflow="fold"))
-            yield grid
-        else:
-            yield Text(line, overflow="fold")
+    yield from (Text(line, overflow="fold") for line in block.lines)
