@@ -54,16 +54,8 @@ def compare_heads(
 ) -> CompareHeadsReport:
     """Compare modules that differ in their number of heads, the first being the baseline.
 
-    Each is given what it can hold of the baseline's weights, and run once.
-
-    Args:
-        counted: head counts, and a module for each, with the same input.
-        gradients: whether the gradient of every parameter is compared.
-        steps: how many steps each head count is trained for, to compare what it has learned; 0 for none.
-        focus: whether to measure what each head looks at, before training and after it.
-        time: whether to measure how long each head count takes.
-        see: is called with each head count and its run, while its stages are there.
-        tick: is told before each step of training how far it is.
+    Each is given what it can hold of the baseline's weights, and run once. `see` is called with each head count and its
+    run, while its stages are there; `tick` is told before each step of training how far it is.
 
     Raises:
         SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.

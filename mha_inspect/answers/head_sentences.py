@@ -57,12 +57,6 @@ def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried) -> t
     """Return why this head count's output differs from the baseline's, or does not, in one sentence of three pieces.
 
     The second tells the sizes of this head count, where there is such a piece: the others may be those of all.
-
-    Args:
-        base: the baseline's row of the report.
-        count: the row of this head count, its verdict in it.
-        walk: what the stages have been found to hold.
-        carried: what became of the baseline's weights.
     """
     if walk.first is None and walk.unnamed:
         names = ", ".join(walk.unnamed)

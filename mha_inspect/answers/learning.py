@@ -114,10 +114,7 @@ class Learner:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Run the body with the random numbers of the seed, and put generators and buffers back after it.
-
-        A backward pass belongs into it as well: it reads buffers, which must not have been put back before.
-        """
+        """Run the body, the backward pass too, with the random numbers of the seed; then put back what it changed."""
         with self.subject.replaying(self.subject.state()), torch.enable_grad():
             torch.manual_seed((self.subject.seed or 0) % 2**64)
             yield
@@ -166,8 +163,7 @@ def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
 def compare_gradients(learners: Sequence[Learner]) -> Gradients:
     """Compare the gradients of modules that hold the same weights with those of the first, the baseline.
 
-    Raises:
-        InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
+    Raises `InputError` where a number of the output is NaN, and so every gradient, or there is no gradient.
     """
     counts, base = [], None
     for learner in learners:
@@ -236,17 +232,11 @@ def compare_training(
     after: Callable[[Learner], None] = lambda learner: None,
     tick: Callable[[str], None] = lambda words: None,
 ) -> Training:
-    """Train a copy of each module and compare the weights with those of the first, the baseline.
+    """Train a copy of each module, of the same weights, and compare them with those of the first, the baseline.
 
-    Args:
-        learners: one a head count, with the same weights.
-        steps: of the optimiser.
-        after: is called with each when it has learned.
-        tick: is told before each step how far it is.
+    `after` is called with each when it has learned, `tick` is told before each step how far it is.
 
-    Raises:
-        SpecError: there are no steps, or more than could ever be made.
-        InputError: a number of the output is NaN, and so every gradient; or there is no gradient.
+    Raises `SpecError` where there could never be so many steps, `InputError` as `compare_gradients`.
     """
     require_steps(steps)
     counts, base = [], None

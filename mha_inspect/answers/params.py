@@ -48,20 +48,14 @@ def params(
     beside: Sequence[Subject] = (),
     called: bool = True,
 ) -> ParamsReport:
-    """Report every parameter of a module.
+    """Report every parameter of a module, and `beside` it the same under other head counts.
 
-    Args:
-        subject: is run once and recorded: what the parameters are for is read off that, and which rows and columns
-            belong to which head. The run leaves buffers and generators as they were.
-        show: whether statistics and values are shown.
-        per_head: whether to show each head's rows and columns.
-        norms: whether to measure each head's part of each matrix.
-        beside: the same under other head counts, to be set side by side.
-        called: whether the arguments are those of a call. Without one it is said what the kind of module tells.
+    It is run once and recorded: what the parameters are for is read off that, and which rows and columns belong to
+    which head. The run leaves no trace. Where its arguments are not those of a call, it is said what the kind of module
+    tells.
 
-    Raises:
-        InputError: the module has lazy parameters, which have no shape before its first call; or nothing tells how many
-            heads the attention has that is to be set side by side.
+    Raises `InputError` where the module has lazy parameters, which have no shape before its first call, or nothing
+    tells how many heads an attention has that is to be set side by side.
     """
     module = subject.module
     for name, parameter in module.named_parameters():
@@ -93,10 +87,7 @@ def params(
 
 
 def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
-    """Run the module, which leaves no trace.
-
-    Raises `TargetFailedError` where the forward of a target raises.
-    """
+    """Run the module, which leaves no trace. Raises `TargetFailedError` where the forward of a target raises."""
     with torch.no_grad(), subject.replaying(subject.state()):
         built = ", ".join(f"{name} {value}" for name, value in subject.made_with.items()) if of_several else ""
         with explaining(subject, f" with {built}" if built else ""):
@@ -105,10 +96,7 @@ def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
 
 
 def _roles(module: nn.Module, run: Run | None) -> Roles:
-    """Return what a run shows, and where it says less, what the kinds of the module's parts tell.
-
-    Without a run torch's attention layers are each run alone.
-    """
+    """Return what a run shows, or without one that of each of torch's layers, and what the kinds of parts tell."""
     shown = {} if run is None else dict(roles_of(run))
     roles: Roles = {}
     for path, part in module.named_modules():
@@ -172,10 +160,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _column(subject: Subject, run: Run) -> HeadCountColumn:
-    """Return a subject under its head count, which the first attention in its run tells.
-
-    Raises `InputError` where there is none.
-    """
+    """Return a subject under the head count of its first attention. Raises `InputError` where there is none."""
     if not run.attentions:
         raise InputError(
             f"No attention was found in the forward of {subject.name}, so that nothing is told of its heads. Give one "
