@@ -72,12 +72,6 @@ class Mixes(Right):
         return self.talk(scores.softmax(-1).movedim(1, -1)).movedim(-1, 1)
 
 
-def test_what_is_mixed_on_purpose_is_no_fault() -> None:
-    torch.manual_seed(0)
-    report = mha_inspect.check(Mixes(), torch.randn(B, N, E), intent=Intent(causal=True))
-    assert not report.failed
-
-
 class MergesTokens(Right):
     """Every two tokens become one key."""
 
@@ -94,16 +88,33 @@ class SharesMemory(Right):
         return (q @ k.mT / D**0.5).softmax(-1) @ v
 
 
-def test_a_memory_that_rows_share_may_be_meant() -> None:
+class Patches(Right):
+    """Takes an image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(3, E, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.cut(x).flatten(2).mT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape", "causal", "may_be"),
+    [
+        (Mixes, (B, N, E), True, []),
+        (MergesTokens, (B, N, E), None, []),
+        (SharesMemory, (B, N, E), None, ["batch"]),
+        (Patches, (2, 3, 8, 8), None, []),
+    ],
+)
+def test_what_is_meant_is_no_fault(
+    kind: type[nn.Module], shape: tuple[int, ...], causal: bool | None, may_be: list[str]
+) -> None:
     torch.manual_seed(0)
-    report = mha_inspect.check(SharesMemory(), torch.randn(B, N, E))
+    report = mha_inspect.check(kind(), torch.randn(shape), intent=Intent(causal=causal))
     assert not report.failed
-    assert [finding.check for finding in report.findings] == ["batch"]
-
-
-def test_merged_tokens_are_no_fault() -> None:
-    torch.manual_seed(0)
-    assert not mha_inspect.check(MergesTokens(), torch.randn(B, N, E)).failed
+    assert [finding.check for finding in report.findings] == may_be
 
 
 HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "openai-gpt")
@@ -152,15 +163,6 @@ def test_a_head_counts_as_its_context_does() -> None:
         module.o.weight[:, D : 2 * D] = 0
     without = mha_inspect.check(module, x).heads
     assert without[1].output_change == without[1].gradient_share == 0
-    # The context of head 0 alone, projected, beside the output, in float64.
-    exact = Right().double()
-    exact.load_state_dict(module.state_dict())
-    q, k, v = (exact.split(p(x.double())) for p in (exact.q, exact.k, exact.v))
-    context = exact.join(exact.attend(q, k, v))
-    part = context[..., :D] @ exact.o.weight[:, :D].T
-    assert without[0].output_change == pytest.approx(
-        float(part.detach().norm() / exact.o(context).detach().norm()), rel=1e-4
-    )
     assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
 
 
@@ -194,7 +196,6 @@ def told_by_columns(module: nn.Module, w_o: Tensor, heads: int, args: tuple[Any,
 
 
 def test_heads_in_groups_with_a_dimension_of_their_own_are_told() -> None:
-    torch.manual_seed(0)
     module = styles.GroupedBroadcast().eval()
     told_by_columns(module, module.o.weight, 6, (torch.randn(3, 8, 22),), {})
 
@@ -228,8 +229,7 @@ class ToScript(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(self.q(x)), self.split(self.k(x)), self.split(self.v(x))
-        made = (q @ k.transpose(-2, -1) / 2).softmax(-1) @ v
-        return made.transpose(1, 2).flatten(2)
+        return ((q @ k.transpose(-2, -1) / 2).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -273,8 +273,7 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
     assert "meta" in reasons["heads"]
     assert {held.check for held in report.held} == {"scale", "parameters"}
     assert report.runs == 1
-    twice = MADE["KeyServesTwice"](True).to("meta")
-    assert mha_inspect.check(twice, torch.randn(B, N, E, device="meta")).failed
+    assert mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), torch.randn(B, N, E, device="meta")).failed
 
 
 class Refuses(Right):
@@ -343,20 +342,16 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     assert (code, "the first that differs is masked_scores of attention 1" in out) == (1, True)
     code, _, err = invoke("check", target, *sizes, "--mask", "maks=keep")
     assert (code, "maks is no argument of Model.forward, which takes x, mask" in err) == (2, True)
-    code, _, err = invoke("check", target, *sizes, "--mask", "mask=yes")
-    assert (code, "NAME=keep or NAME=ignore" in err) == (2, True)
-    code, _, err = invoke("check", target, "--only", "head")
-    assert (code, "head is no check" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("--window 0", "window 0 is too small"),
-        ("--window -1", "window -1 is too small"),
         ("--batch-axis 7", "batch_axis 7 is not known: 0, 1"),
-        ("--batch-axis -1", "batch_axis -1 is not known: 0, 1"),
         ("--only heads --skip heads", "leave no check to make"),
+        ("--only head", "head is no check"),
+        ("--mask mask=yes", "NAME=keep or NAME=ignore"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(line: str, told: str, invoke: Callable[..., Any]) -> None:
@@ -375,20 +370,6 @@ def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:
     assert code == 0
     assert out.startswith("inputs ")
     assert "\nreference   the reference gives the same\n" in out
-
-
-def test_an_image_of_patches_is_not_accused() -> None:
-    torch.manual_seed(0)
-
-    class Patches(Right):
-        def __init__(self) -> None:
-            super().__init__()
-            self.cut = nn.Conv2d(3, E, 4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(self.cut(x).flatten(2).mT)
-
-    assert not mha_inspect.check(Patches(), torch.randn(2, 3, 8, 8)).failed
 
 
 def test_a_stack_of_twelve_runs_few_times() -> None:
