@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .arguments import cast_tensors, tensors_in
 from .schema import about
 
 _A = torch.ops.aten
@@ -19,31 +19,34 @@ Do = Callable[..., Any]
 """Runs one operation of torch, and has it recorded."""
 
 
+FEW = 4
+"""Rows that a kernel is compared in with its steps."""
+
+
 class NotOpenedError(Exception):
     """A kernel does something that no steps here follow; the message is the reason."""
 
 
-@dataclass(frozen=True, eq=False)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """What an attention kernel was asked for: `... heads query head_dim`, `... heads key head_dim`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
-    device: torch.device
-    """Where they are, also where tensors on meta stand for them."""
     bias: Tensor | None = None
+    starts: Tensor | None = None
+    """Where each sequence begins among packed queries, and where the last one ends."""
+    key_starts: Tensor | None = None
+    """The same among packed keys."""
     causal: bool = False
     from_end: bool = False
     """Whether the last query looks at the last key, and not the first at the first."""
     window: tuple[int, int] = (-1, -1)
     """How many keys before and after a query's own place it may look at; -1 is all of them."""
-    starts: tuple[Tensor, Tensor] | None = None
-    """Where each sequence begins among packed queries and keys, and where the last one ends."""
-    slopes: Tensor | None = None
-    """What is taken off for each key of distance, by head."""
     scale: float = 1.0
     dropout: float = 0.0
+    rows_first: bool = False
+    """Whether heads stand after rows, in all three and in what comes out."""
     few: tuple[range, int] | None = None
     """Which queries these are, and of how many, where others were left out."""
 
@@ -58,41 +61,50 @@ class AttentionCall:
         aligned = self.from_end or self.starts is not None or max(self.window) >= 0
         return self.causal and not aligned and self.few is None
 
+    def steps(self, do: Do, finer: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
+        """Compute it step by step; with `finer` in that dtype, which stays."""
+        product = attention(do, self.heads_first(do), finer, described=described)
+        product = product if finer else _in_dtype(do, product, self.query.dtype)
+        return (do(_A.transpose.int, product, -3, -2) if self.rows_first else product,)
+
+    def size(self, results: Sequence[Tensor]) -> int:
+        """Return the bytes of its largest step."""
+        return 4 * math.prod(self.scores_shape)
+
     def heads_first(self, do: Do) -> AttentionCall:
         """Return the same with heads before rows, where they come after them."""
+        if not self.rows_first:
+            return self
         query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value)
+        return self._replace(query=query, key=key, value=value, rows_first=False)
 
-    def without_batch(self, do: Do) -> AttentionCall:
-        """Return the same without a batch of one."""
-        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
-        batched = {name: tensor for name, tensor in given.items() if tensor is not None and tensor.dim() > 3}
-        return replace(self, **{name: do(_A.squeeze.dim, tensor, 0) for name, tensor in batched.items()})
+    def of_few(
+        self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
+    ) -> tuple[AttentionCall, tuple[Tensor, ...]]:
+        """Return the same of a few queries of one head, and what the kernel gave for these.
 
-    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> AttentionCall:
-        """Return the same with something made of each tensor in its place."""
-        given = {"query": self.query, "key": self.key, "value": self.value, "bias": self.bias, "slopes": self.slopes}
-        starts = None if self.starts is None else (change(self.starts[0]), change(self.starts[1]))
-        changed: dict[str, Any] = {name: tensor if tensor is None else change(tensor) for name, tensor in given.items()}
-        return replace(self, starts=starts, **changed)
-
-    def of_head(self, head: tuple[int, ...], queries: range) -> AttentionCall:
-        """Return the same of one head and these queries alone."""
-        rows: tuple[Any, ...] = (*head, slice(queries.start, queries.stop, queries.step))
-        group = self.query.shape[-3] // self.key.shape[-3] if head else 1
-        shared = (*head[:-1], head[-1] // group) if head else head
-        shape, bias, slopes = self.query.shape[:-2], self.bias, self.slopes
+        They are of another head at each `turn`; with what the `steps` gave, those where that is farthest apart.
+        """
+        asked, *given = self.heads_first(run), results[0], *(steps or ())
+        given = [tensor.transpose(-3, -2) for tensor in given] if self.rows_first else given
+        *shape, count, width = given[0].shape
+        number, query = turn % math.prod(shape), count - 1
+        if steps is not None:
+            apart = (given[0] - given[1]).abs().nan_to_num(nan=0.0, posinf=0.0)
+            number, query = divmod(int(apart.argmax()) // width, count)
+        head = _place(number, shape)
+        step = max(1, count // FEW)
+        group = asked.query.shape[-3] // asked.key.shape[-3] if head else 1
+        chosen = tuple(slice(at, at + 1) for at in head)
+        shared = (*chosen[:-1], slice(head[-1] // group, head[-1] // group + 1)) if head else ()
+        rows = (*chosen, slice(query % step, count, step))
+        bias = asked.bias
         if bias is not None:
-            bias = bias.expand(*shape, *bias.shape[-2:])[rows if bias.shape[-2] > 1 else head][None]
-        return replace(
-            self,
-            query=self.query[rows][None],
-            key=self.key[shared][None],
-            value=self.value[shared][None],
-            bias=bias,
-            slopes=None if slopes is None else slopes.expand(shape)[head][None],
-            few=(queries, self.query.shape[-2]),
-        )
+            bias = bias.expand(*shape, *bias.shape[-2:])
+            bias = bias[rows if bias.shape[-2] > 1 else chosen]
+        few = range(query % step, count, step), count
+        query_rows, key, value = asked.query[rows], asked.key[shared], asked.value[shared]
+        return asked._replace(query=query_rows, key=key, value=value, bias=bias, few=few), (given[0][rows],)
 
     def allowed(self, rows: Tensor) -> Tensor | None:
         """Return which keys these queries may look at, biases aside: `query key`; None where it is all of them."""
@@ -104,15 +116,6 @@ class AttentionCall:
         allowed = allowed & (distance <= before) if before >= 0 else allowed
         return allowed & (distance >= -after) if after >= 0 else allowed
 
-    def added(self, rows: Tensor, dtype: torch.dtype) -> Tensor | None:
-        """Return what is added to the scores of these queries, biases aside: `query key`, or with heads before."""
-        allowed = self.allowed(rows)
-        mask = None if allowed is None else _filled(run, allowed, dtype, self.device)
-        if self.slopes is None:
-            return mask
-        off = -self.slopes[..., None, None].to(dtype) * self._distances(rows)[0].abs()
-        return off if mask is None else off + mask
-
     def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return how far each key lies behind these queries' own places, and whether both are of one sequence."""
         count = self.query.shape[-2] if self.few is None else self.few[1]
@@ -120,7 +123,8 @@ class AttentionCall:
         if self.starts is None:
             places = rows + (len(keys) - count if self.from_end else 0)
             return places[:, None] - keys, torch.ones((), dtype=torch.bool, device=rows.device)
-        first, second = (start.to(rows.device).long() for start in self.starts)
+        other_starts = self.starts if self.key_starts is None else self.key_starts
+        first, second = (start.to(rows.device).long() for start in (self.starts, other_starts))
         row, other = (torch.searchsorted(s[1:], at, right=True) for s, at in ((first, rows), (second, keys)))
         # Aligned at the end, the last query of a sequence has the place of its last key.
         shift = second.diff() - first.diff() if self.from_end else torch.zeros_like(first[1:])
@@ -128,64 +132,86 @@ class AttentionCall:
         return places[:, None] - (keys - second[other]), row[:, None] == other
 
 
-def read_attention(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[AttentionCall, bool]:
-    """Return what an attention kernel was asked for, its operands as given, and whether heads stand after rows.
+class _Arguments(NamedTuple):
+    """Under which names an attention kernel takes what an `AttentionCall` has."""
+
+    defaults: dict[str, Any]
+    """Of all that it takes, in order."""
+    operands: tuple[str, str, str]
+    bias: str | None
+    starts: str | None
+    key_starts: str | None
+    refused: tuple[str, ...]
+    """What no steps follow, where it is given."""
+    is_flat: bool
+    """Whether heads stand after rows, unless it is cuDNN's and has no packed rows."""
+
+
+@cache
+def _arguments(func: Any) -> _Arguments:
+    """Read the names off a kernel's schema."""
+    defaults = {a.name: a.default_value if a.has_default_value() else None for a in func._schema.arguments}
+
+    def first(*names: str) -> str | None:
+        return next((name for name in names if name in defaults), None)
+
+    operands = [name if name in defaults else name[0] for name in ("query", "key", "value")]
+    refused = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slopes")
+    starts = [first(*(f"{start}_{side}" for start in ("cum_seq", "cu_seqlens", "cu_seq"))) for side in "qk"]
+    return _Arguments(
+        defaults,
+        (operands[0], operands[1], operands[2]),
+        first("attn_mask", "attn_bias", "bias"),
+        starts[0],
+        starts[1],
+        tuple(name for name in refused if name in defaults),
+        not about(func).name.startswith(("aten._scaled", "aten._triton")),
+    )
+
+
+def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation by their names in its schema, in order, defaults included."""
+    names = _arguments(func).defaults
+    return {**names, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:
+    """Return what an attention kernel was asked for, its operands as given.
 
     Every kernel is read by the names in its schema. Raises `NotOpenedError` for what the steps do not follow.
     """
-    given = bound(func, args, kwargs)
+    names, given = _arguments(func), bound(func, args, kwargs)
     if func._overloadname == "quantized":
         raise NotOpenedError("its operands are quantized")
-    for name in ("seqused_k", "seqlen_k", "block_table", "dropout_mask"):
-        if given.get(name) is not None:
+    for name in names.refused:
+        if given[name] is not None:
             raise NotOpenedError(f"it is given {name}")
-    if isinstance(given.get("window_size"), int) and given["window_size"] > 0:
-        raise NotOpenedError("it is given window_size")
-    query, key, value = (given[name] if name in given else given[name[0]] for name in ("query", "key", "value"))
-    if any(tensor.is_nested for tensor in (query, key, value)):
+    query, key, value = (given[name] for name in names.operands)
+    if query.is_nested or key.is_nested or value.is_nested:
         raise NotOpenedError("its rows have different lengths (nested tensors)")
-    first, second = (
-        next(
-            (given[f"{start}_{side}"] for start in ("cum_seq", "cu_seqlens", "cu_seq") if f"{start}_{side}" in given),
-            None,
-        )
-        for side in "qk"
-    )
-    name, kind = about(func).name, given.get("custom_mask_type", 0)
-    is_flat = not name.startswith(("aten._scaled", "aten._triton"))
-    rows_first = is_flat and (first is not None or "cudnn" not in name)
-    window = given.get("window_size")
+    starts = given[names.starts] if names.starts else None
+    bias = given[names.bias] if names.bias else None
+    kind, window = given.get("custom_mask_type", 0), given.get("window_size")
+    if isinstance(window, int) and window > 0:
+        raise NotOpenedError("it is given window_size")
     if not isinstance(window, (list, tuple)):
-        window = (-1 if given.get(end) is None else given[end] for end in ("window_size_left", "window_size_right"))
-    before, after = map(int, window)
+        window = given.get("window_size_left"), given.get("window_size_right")
+    before, after = (-1 if end is None else int(end) for end in window)
+    rows_first = names.is_flat and (starts is not None or "cudnn" not in about(func).name)
     return AttentionCall(
         query,
         key,
         value,
-        query.device,
-        bias=next((given[n] for n in ("attn_mask", "attn_bias", "bias") if isinstance(given.get(n), Tensor)), None),
+        bias if isinstance(bias, Tensor) else None,
+        starts,
+        given[names.key_starts] if names.key_starts else None,
         causal=bool(given.get("is_causal")) or kind in (1, 2),
         from_end=kind == 2 or (rows_first and kind == 0),
         window=(before, after),
-        starts=None if first is None else (first, first if second is None else second),
-        slopes=given.get("alibi_slopes"),
         scale=1 / math.sqrt(query.shape[-1]) if given.get("scale") is None else float(given["scale"]),
-        dropout=float(given.get("dropout_p", 0.0)),
-    ), rows_first
-
-
-def bound(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by their names in its schema, defaults included."""
-    names, defaults = _signature(func)
-    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-
-
-@cache
-def _signature(func: Any) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Return the names of an operation's arguments, and their defaults."""
-    named = func._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in named if argument.has_default_value()}
-    return tuple(argument.name for argument in named), defaults
+        dropout=float(given.get("dropout_p") or 0.0),
+        rows_first=rows_first,
+    )
 
 
 # -- the steps --------------------------------------------------------------------------------------------------------
@@ -227,27 +253,26 @@ def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Any:
 
 def _bias(do: Do, asked: AttentionCall, dtype: torch.dtype, described: bool) -> Any:
     """Return what is added to the scores, the lower triangle of a causal mask made in steps of its own."""
-    bias = None if asked.bias is None else _filled(do, asked.bias, dtype, asked.device)
-    shape, device = asked.scores_shape[-2:], asked.device
+    bias = None if asked.bias is None else _filled(do, asked.bias, dtype)
+    shape, device = asked.scores_shape[-2:], asked.query.device
     if asked.is_plainly_causal:
         triangle = do(_A.tril.default, do(_A.ones.default, list(shape), dtype=torch.bool, device=device))
-        added = _filled(do, triangle, dtype, device)
-    elif asked.causal or asked.slopes is not None or asked.starts is not None or max(asked.window) >= 0:
-        if described or device.type == "meta":
-            added = torch.empty(shape, dtype=dtype, device="meta")
-        else:
-            queries = range(shape[0]) if asked.few is None else asked.few[0]
-            added = asked.added(torch.arange(queries.start, queries.stop, queries.step, device=device), dtype)
-    else:
+        added = _filled(do, triangle, dtype)
+    elif not asked.causal and asked.starts is None and max(asked.window) < 0:
         return bias
+    elif described or device.type == "meta":
+        added = torch.empty(shape, dtype=dtype, device="meta")
+    else:
+        queries = range(shape[0]) if asked.few is None else asked.few[0]
+        added = _filled(run, asked.allowed(torch.tensor(queries, device=device)), dtype)
     return added if bias is None else do(_A.add.Tensor, bias, added)
 
 
-def _filled(do: Do, mask: Tensor, dtype: torch.dtype, device: torch.device) -> Any:
+def _filled(do: Do, mask: Any, dtype: torch.dtype) -> Any:
     """Return a mask to be added: of booleans zero where a query may look, and minus infinity elsewhere."""
     if mask.dtype != torch.bool:
         return _in_dtype(do, mask, dtype)
-    zero, barred = (do(_A.scalar_tensor.default, n, dtype=dtype, device=device) for n in (0.0, -torch.inf))
+    zero, barred = (do(_A.scalar_tensor.default, n, dtype=dtype, device=mask.device) for n in (0.0, -torch.inf))
     return do(_A.where.self, mask, zero, barred)
 
 
@@ -312,16 +337,12 @@ def _adding_product(
     return (do(_A.add.Tensor, product, added),)
 
 
-FEW = 4
-
-
 def _few(tensor: Tensor, rank: int) -> Tensor:
     """Return the first of what a tensor of this rank counts first; all of it where it is broadcast along that."""
     return tensor[:FEW] if tensor.dim() == rank else tensor
 
 
-Steps = Callable[..., tuple[Tensor, ...]]
-PARTS: dict[str, tuple[Steps, Callable[..., tuple[Any, ...]]]] = {
+_PARTS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[Any, ...]]]] = {
     "aten._transform_bias_rescale_qkv.default": (_split_qkv, lambda qkv, bias, heads: (qkv[:FEW], bias, heads)),
     "aten._masked_softmax.default": (
         _masked_softmax,
@@ -337,6 +358,45 @@ PARTS: dict[str, tuple[Steps, Callable[..., tuple[Any, ...]]]] = {
     ),
 }
 """A leaf that is a part of an attention: its steps; and from its arguments to those of the first few of its result."""
+
+
+class PartCall(NamedTuple):
+    """What a kernel was asked for that is a part of an attention."""
+
+    name: str
+    args: tuple[Any, ...]
+    settings: dict[str, Any]
+    dropout: float = 0.0
+
+    def size(self, results: Sequence[Tensor]) -> int:
+        """Return the bytes of its largest step."""
+        return 4 * results[0].numel()
+
+    def steps(self, do: Do, finer: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
+        """Compute it step by step; with `finer` in that dtype."""
+        args = self.args if finer is None else cast_tensors(self.args, finer)
+        return _PARTS[self.name][0](do, *args, **self.settings)
+
+    def of_few(
+        self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
+    ) -> tuple[PartCall, tuple[Tensor, ...]]:
+        """Return the same of the first few of what it counts first, and what the kernel gave for these."""
+        return self._replace(args=_PARTS[self.name][1](*self.args)), tuple(result[:FEW] for result in results)
+
+
+KernelCall = AttentionCall | PartCall
+
+
+def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCall:
+    """Return what a kernel was asked for. Raises `NotOpenedError` for what no steps follow."""
+    known = about(func)
+    if known.fused is not None and known.fused.way == "attention":
+        return read_attention(func, args, kwargs)
+    if known.name not in _PARTS:
+        raise NotOpenedError("no steps are known of it")
+    if any(tensor.is_nested for _, tensor in tensors_in(args)):
+        raise NotOpenedError("its rows have different lengths (nested tensors)")
+    return PartCall(known.name, tuple(args), dict(kwargs))
 
 
 # -- steps without numbers --------------------------------------------------------------------------------------------
@@ -378,3 +438,12 @@ def described(func: Any, *args: Any, **kwargs: Any) -> Any:
     order = sorted(range(rank), key=lambda place: (first.stride(place), first.shape[place]), reverse=True)
     empty = torch.empty([shape[place] for place in order], dtype=dtype, device="meta")
     return empty.permute([order.index(place) for place in range(rank)])
+
+
+def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the indices of an element by its number."""
+    place = []
+    for size in reversed(shape):
+        number, at = divmod(number, size)
+        place.append(at)
+    return tuple(reversed(place))

@@ -22,58 +22,37 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..errors import RecordingError
 from ..text import plural
 from .arguments import tensors_in
-from .ops import RESULT, Kind, Named, Op, Recording, TensorRef
-from .schema import About, about
+from .ops import Kind, Named, Op, Recording, TensorRef
+from .schema import ABOUT, About, about
 from .sight import Sight, sight_of
 from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off
-from .tensors import Tensors
+from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
 
 _MODULE_CALL = nn.Module._call_impl.__code__
-LINK = About(RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
 _VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
 """They give their tensor another shape, and write nothing."""
 _NUMBERS = count()
+_NONE: dict[str, Any] = {}
 
 
 class Entry(NamedTuple):
     """An operation as it is written down while it runs: no more than what would be gone later."""
 
-    number: int
-    """Under which the tensors know it."""
     known: About
-    args: tuple[Any, ...]
+    args: list[Any]
+    """As `Tensors.note` has them."""
     kwargs: dict[str, Any]
-    inputs: list[TensorRef]
-    outputs: list[TensorRef]
-    writes: bool
-    kind: Kind | None
-    """None where the memory tells it."""
+    made: Sequence[Look]
+    written: list[Look] | None
+    """None where it writes into nothing that was there."""
     site: Site
     call: int
     kernel: int | None
-
-    def op(self, index: int, place: tuple[str, str]) -> Op:
-        """Return the operation, at this place in the recording, asked for by this line in this module."""
-        kind, known = self.kind, self.known
-        if kind is None:
-            given = {tensor.storage for tensor in self.inputs}
-            kind = "copy" if known.copies else "compute"
-            if self.outputs and all(output.storage in given for output in self.outputs):
-                kind = "write" if self.writes and known.base_name not in _VIEWS_IN_PLACE else "view"
-        read = tuple(self.inputs)
-        return Op(
-            index,
-            known.name,
-            self.args,
-            self.kwargs,
-            self.args if read == self.args else read,  # one tuple where it may be: there are many
-            tuple(self.outputs),
-            kind,
-            known.pointwise,
-            *place,
-            self.call,
-            self.kernel,
-        )
+    kind: Kind | None = None
+    """None where the memory tells it."""
+    sight: Sight | None = None
+    opening: Any = None
+    """What it is opened by, where it is a fused kernel whose steps are worked out later."""
 
 
 class _Mark:
@@ -100,18 +79,17 @@ class Recorder(TorchDispatchMode):
 
     def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
         super().__init__()
-        self._keeps = keep
         self._tensors = Tensors(keep)
-        self._entries: list[Entry] = []
-        """What was written down since the recording was last asked for."""
-        self._number = -1
-        """Of the last operation."""
+        self._look, self._keeps = self._tensors.look, keep
+        self._entries: list[Entry | tuple[list[Named], list[tuple[str, Look]]]] = []
+        """What was written down since the recording was last asked for: operations, and tensors that have names."""
         self._ops: list[Op] = []
-        self._numbered: dict[int, Op] = {}
-        self._known: dict[int, About] = {}
+        self._place: tuple[Site | None, tuple[str, str]] = None, ("", "")
+        """The last site of an operation, and what it is in words."""
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
         self._buffers: list[Named] = []
+        self._sights: dict[int, Sight] = {}
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
         self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
@@ -125,8 +103,6 @@ class Recorder(TorchDispatchMode):
         """Number of the call that the last operation came out of."""
         self._new_call = True
         """Whether the next operation comes out of another call, though Python may stand where it stood."""
-        self._one_call = False
-        """Whether all that runs now comes out of one call."""
         self._whole: set[int] = set()
         """Numbers of calls that are one each, also where the same operations come over and over."""
         self._frame: FrameType | None = None
@@ -178,7 +154,7 @@ class Recorder(TorchDispatchMode):
         """Note the paths of modules, and the names of parameters and buffers."""
         parameters: dict[int, tuple[str, Tensor]] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
-        for path, module in root.named_modules():
+        for path, module in _modules_of(root, "", {}).values():
             if self._path(module) is None:
                 self._paths[id(module)] = ref(module), path
                 if _is_compiled(module):
@@ -188,21 +164,24 @@ class Recorder(TorchDispatchMode):
                 for name, tensor in tensors.items():
                     if tensor is not None and id(tensor) not in names and not nn.parameter.is_lazy(tensor):
                         names[id(tensor)] = start + name, tensor
-        self._parameters += self._named(parameters.values())
-        self._buffers += self._named(buffers.values(), are_constants=True)
+        self._name(self._parameters, parameters.values())
+        self._name(self._buffers, buffers.values(), are_constants=True)
 
-    def _named(self, named: Iterable[tuple[str, Tensor]], *, are_constants: bool = False) -> list[Named]:
-        return [Named(name, self._tensors.read(tensor, named=not are_constants)) for name, tensor in named]
+    def _name(self, names: list[Named], tensors: Iterable[tuple[str, Tensor]], *, are_constants: bool = False) -> None:
+        look = self._tensors.look
+        self._entries.append((names, [(name, look(tensor, are_constants)) for name, tensor in tensors]))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors among the arguments."""
-        self._inputs += self._named(tensors_in(arguments))
+        self._name(self._inputs, tensors_in(arguments))
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
-        outputs = tuple(self._named(tensors_in(returned)))
-        self._add_ops()
-        self._tell_turns_apart()
+        outputs: list[Named] = []
+        self._name(outputs, tensors_in(returned))
+        with uncollected():
+            self._catch_up()
+            self._tell_turns_apart()
         tensors = self._tensors
         return Recording(
             ops=tuple(self._ops),
@@ -210,29 +189,68 @@ class Recorder(TorchDispatchMode):
             parameters=tuple(self._parameters),
             buffers=tuple(self._buffers),
             scalars=tensors.scalars,
-            outputs=outputs,
-            producers={tensor: self._numbered[number].index for tensor, number in tensors.producers.items()},
+            outputs=tuple(outputs),
+            producers=tensors.producers,
             fast_path_refusals=tuple(self._refusals.values()),
             notes=_of_compiled(self._compiled),
             constants=tensors.constants(),
             values=tensors.values,
-            sights=tensors.sights,
+            sights=self._sights,
         )
 
-    def _add_ops(self) -> None:
+    def _catch_up(self) -> None:
         """Make operations of what was written down."""
         entries, self._entries = self._entries, []
-        site: Site | None = None
-        place = "", ""
-        for entry in self._opened(entries):
-            if entry.site is not site:
-                site, place = entry.site, place_of_site(entry.site)
-            self._numbered[entry.number] = op = entry.op(len(self._ops), place)
-            self._ops.append(op)
+        for entry in entries:
+            if not isinstance(entry, Entry):
+                names, looks = entry
+                names += [Named(name, self._tensors.read(look)) for name, look in looks]
+            elif entry.opening is None:
+                self._add(entry)
+            else:
+                self._open(entry)
 
-    def _opened(self, entries: Iterable[Entry]) -> Iterable[Entry]:
-        """Return the entries with the steps of kernels in the place of those that are to be described."""
-        return entries
+    def _open(self, entry: Entry) -> None:
+        """Add the steps of a kernel in its place."""
+        self._add(entry)
+
+    def _add(self, entry: Entry) -> Op:
+        """Add one operation."""
+        known, args, kwargs, made, written, site, call, kernel, kind, sight, _ = entry
+        tensors, index = self._tensors, len(self._ops)
+        inputs: list[TensorRef] = []
+        plain, write, in_place, told = tensors.plain, tensors.write, written is not None, kind is not None
+        plain_args = tuple([plain(value, inputs) for value in args])
+        plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()} if kwargs else {}
+        outputs = [write(look, index, inputs, in_place, told) for look in made]
+        if written is not None:
+            left = [write(look, index, inputs, True, told) for look in written]
+            outputs = outputs or left
+        if kind is None:
+            given = {tensor.storage for tensor in inputs}
+            kind = "copy" if known.copies else "compute"
+            if outputs and all(output.storage in given for output in outputs):
+                kind = "write" if in_place and known.base_name not in _VIEWS_IN_PLACE else "view"
+        if site is not self._place[0]:
+            self._place = site, place_of_site(site)
+        if sight is not None:
+            self._sights[outputs[0].id] = sight
+        read = tuple(inputs)
+        op = Op(
+            index,
+            known.name,
+            plain_args,
+            plain_kwargs,
+            plain_args if read == plain_args else read,  # one tuple where it may be: there are many
+            tuple(outputs),
+            kind,
+            known.pointwise,
+            *self._place[1],
+            call,
+            kernel,
+        )
+        self._ops.append(op)
+        return op
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -242,26 +260,33 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if running is not self._asked and not self._belongs(running):
             return func(*args, **kwargs)
-        known = self._known.get(id(func))
-        if known is None:
-            known = self._known[id(func)] = about(func)
+        known = ABOUT.get(id(func)) or about(func)
         if known.fused or self._inside:
-            answer = self._look_into(known, func, args, kwargs, sys._getframe(1))
+            answer = self._look_into(known, func, args, kwargs or {}, sys._getframe(1))
             if answer is not NotImplemented:
                 return answer
         if known.composite and torch.is_inference_mode_enabled():
             # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
-            return self._take_apart(func, args, kwargs, sys._getframe(1))
-        inputs: list[TensorRef] = []
-        plain = self._tensors.plain
-        plain_args = tuple([plain(value, inputs) for value in args])
-        plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()} if kwargs else {}
-        written = self._about_to_write(known, args, kwargs) if known.written else None
-        result = func(*args, **kwargs)
+            return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
+        look = self._look
+        noted = []
+        for value in args:
+            kind = type(value)
+            noted.append(look(value) if kind in DENSE else value if kind in PLAIN else self._tensors.note(value))
+        named = {name: self._tensors.note(value) for name, value in kwargs.items()} if kwargs else _NONE
+        written = self._about_to_write(known, args, kwargs or _NONE) if known.written else None
+        result = func(*args, **kwargs) if kwargs else func(*args)
         self._stand(self._asking or sys._getframe(1))
-        self._add(known, plain_args, plain_kwargs, inputs, result, written)
-        if known.weighs:
-            self._note_sight(known, args, result)
+        sight = self._sight_of(known, args, result) if known.weighs else None
+        if written is not None or type(result) is not Tensor:
+            self._write_down(known, noted, named, result, written, sight=sight)
+        else:
+            made = (look(result, False),)
+            self._entries.append(
+                Entry(known, noted, named, made, None, self._site, self._call, self._kernel, None, sight, None)
+            )
+            if self._keeps:
+                self._catch_up()
         return result
 
     def _belongs(self, running: tuple[object, ...]) -> bool:
@@ -274,72 +299,38 @@ class Recorder(TorchDispatchMode):
             return True
         return get_ident() != self._thread  # one that works for this one
 
-    def _log(
+    def _write_down(
         self,
         known: About,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        args: list[Any],
+        kwargs: dict[str, Any],
         result: Any,
+        written: Sequence[Tensor] | None = None,
         *,
         kind: Kind | None = None,
-        written: Sequence[Tensor] | None = None,
+        sight: Sight | None = None,
+        opening: Any = None,
     ) -> None:
-        """Write down an operation that has run already, under the name that `known` has.
+        """Write down an operation that has run where Python stands, under the name that `known` has.
 
         With `kind` given, what came out may lie in memory that was known before; `written` is what it wrote into.
         """
-        self._stand(self._asking or sys._getframe(1))
-        self._note(known, args, kwargs, result, kind=kind, written=written)
-
-    def _note(
-        self,
-        known: About,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        *,
-        kind: Kind | None = None,
-        written: Sequence[Tensor] | None = None,
-        sight: Sight | None = None,
-    ) -> None:
-        """Do the same, where Python is known to stand; `sight` is who sees whom where it makes weights."""
-        inputs: list[TensorRef] = []
-        plain = self._tensors.plain
-        plain_args = tuple([plain(value, inputs) for value in args])
-        plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()}
-        self._add(known, plain_args, plain_kwargs, inputs, result, written, kind)
-        if known.weighs:
-            self._note_sight(known, args, result, sight)
-
-    def _add(
-        self,
-        known: About,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        inputs: list[TensorRef],
-        result: Any,
-        written: Sequence[Tensor] | None,
-        kind: Kind | None = None,
-    ) -> None:
-        """Add an operation: its arguments as plain data, what it returned, and what it wrote into."""
-        self._number = number = self._number + 1
-        write, in_place, told = self._tensors.write, written is not None, kind is not None
-        results = [result] if isinstance(result, Tensor) else [tensor for _, tensor in tensors_in(result)]
-        outputs = [write(tensor, number, inputs, in_place, told) for tensor in results]
-        if written is not None:
-            left = [write(tensor, number, inputs, True, told) for tensor in written]
-            outputs = outputs or left
+        look = self._tensors.look
+        results = (result,) if type(result) is Tensor else [tensor for _, tensor in tensors_in(result)]
+        made = [look(tensor, False) for tensor in results]
+        left = None if written is None else [look(tensor, False) for tensor in written]
         self._entries.append(
-            Entry(number, known, args, kwargs, inputs, outputs, in_place, kind, self._site, self._call, self._kernel)
+            Entry(known, args, kwargs, made, left, self._site, self._call, self._kernel, kind, sight, opening)
         )
+        if self._tensors.keep:
+            self._catch_up()
 
-    def _note_sight(self, known: About, args: Sequence[Any], result: Any, sight: Sight | None = None) -> None:
-        """Note who sees whom in weights, where there are numbers to tell."""
-        if sight is None and isinstance(result, Tensor):
+    def _sight_of(self, known: About, args: Sequence[Any], result: Any) -> Sight | None:
+        """Return who sees whom in weights, where there are numbers to tell."""
+        if isinstance(result, Tensor):
             with self._beside(), suppress(Exception):  # whatever tensors of other kinds may raise
-                sight = sight_of(args[0], result, args[1] if known.base_name.endswith("softmax") else None)
-        if sight is not None:
-            self._tensors.sights[self._entries[-1].outputs[0].id] = sight
+                return sight_of(args[0], result, args[1] if known.base_name.endswith("softmax") else None)
+        return None
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -375,23 +366,10 @@ class Recorder(TorchDispatchMode):
         """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
         places = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
         written = [tensor for _, tensor in tensors_in(places)]
-        if self._keeps:
+        if self._tensors.keep:
             for tensor in written:
                 self._tensors.copy_kept(tensor)
         return written
-
-    @contextmanager
-    def _in_one_call(self, *, new: bool = True) -> Iterator[None]:
-        """Give all that runs in the body one call number: a new one, or that of the operation before it."""
-        outer = self._one_call
-        if not outer:
-            self._call += new
-            self._whole.add(self._call)
-        self._one_call = True
-        try:
-            yield
-        finally:
-            self._one_call, self._new_call = outer, new
 
     # -- where Python stands ------------------------------------------------------------------------------------------
 
@@ -403,8 +381,7 @@ class Recorder(TorchDispatchMode):
             if attention is not None:
                 names = attention.f_locals
                 self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
-        if self._new_call and not self._one_call:
-            self._call += 1
+        self._call += self._new_call
         self._new_call = False
 
     def _site_of(self, frame: FrameType | None) -> tuple[Site, FrameType | None]:
@@ -446,7 +423,8 @@ class Recorder(TorchDispatchMode):
 
     def identify(self, tensor: Tensor) -> TensorRef:
         """Return what the recording calls this tensor."""
-        return self._tensors.read(tensor)
+        self._catch_up()
+        return self._tensors.read(self._tensors.look(tensor))
 
     def path_of(self, module: object) -> str:
         """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""
@@ -489,6 +467,17 @@ def _period(names: Sequence[str]) -> int:
     whole = len(names)
     lengths = (size for size in range(1, whole // 2 + 1) if whole % size == 0)
     return next((size for size in lengths if names[size:] == names[:-size]), whole)
+
+
+def _modules_of(
+    module: nn.Module, path: str, modules: dict[int, tuple[str, nn.Module]]
+) -> dict[int, tuple[str, nn.Module]]:
+    """Add a module and those in it, with their paths, by their ids: `named_modules` in a fifth of its time."""
+    modules[id(module)] = path, module
+    for name, child in module._modules.items():
+        if child is not None and id(child) not in modules:
+            _modules_of(child, f"{path}.{name}" if path else name, modules)
+    return modules
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +18,8 @@ _UNTAGGED = frozenset({"leaky_relu", "celu_", "elu_", "hardsigmoid_", "hardtanh_
 class About:
     """What does not change from one use of an operation to the next."""
 
+    func: Any
+    """It is held, so that no other has its id."""
     name: str
     base_name: str
     pointwise: bool
@@ -37,12 +38,23 @@ class About:
         return None if self.fused is None else self.fused.way
 
 
-@cache
+ABOUT: dict[int, About] = {}
+"""By the id of an operation, as to hash one takes longer."""
+
+
 def about(func: Any) -> About:
-    """Read it off an operation's schema, tags and kernels."""
+    """Return what is known of an operation, read off its schema, tags and kernels."""
+    known = ABOUT.get(id(func))
+    if known is None:
+        known = ABOUT[id(func)] = _read(func)
+    return known
+
+
+def _read(func: Any) -> About:
     name = str(func)
     if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
         return About(
+            func,
             f"higher_order.{name}",
             name,
             pointwise=False,
@@ -60,6 +72,7 @@ def about(func: Any) -> About:
 
     base_name = name.split(".")[1]
     return About(
+        func,
         name=name,
         base_name=base_name,
         pointwise=torch.Tag.pointwise in func.tags or base_name in _UNTAGGED,

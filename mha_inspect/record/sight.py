@@ -72,9 +72,9 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
 def sight_of_kernel(asked: AttentionCall) -> Sight | None:
     """Return who sees whom in the weights of a fused kernel, read off what it was asked for."""
     shape = asked.scores_shape
-    if asked.device.type == "meta" or shape[-2] * shape[-1] > _LARGEST:
+    if asked.query.is_meta or shape[-2] * shape[-1] > _LARGEST:
         return None
-    allowed = asked.allowed(torch.arange(shape[-2], device=asked.device))
+    allowed = asked.allowed(torch.arange(shape[-2], device=asked.query.device))
     if asked.bias is not None and asked.bias.numel():
         open_ = asked.bias if asked.bias.dtype == torch.bool else asked.bias > MASKED_BELOW
         allowed = open_ if allowed is None else allowed & open_

@@ -6,14 +6,12 @@ computes what it computes without it, bit for bit, gradients and random numbers 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from math import prod
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,51 +20,37 @@ from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, Fused, fused
-from .kernels import FEW, PARTS, AttentionCall, Do, NotOpenedError, attention, bound, described, read_attention
+from .kernels import AttentionCall, KernelCall, NotOpenedError, PartCall, bound, described, read_kernel
 from .kernels import run as compute
-from .ops import Kernel, Op, Recording
-from .recorder import LINK, Entry, Recorder
+from .ops import RESULT, Kernel, Op, Recording
+from .recorder import Entry, Recorder
 from .rounding import STEP, Rounding, max_difference, rounding_error
 from .schema import About, about
 from .sight import Sight, sight_of, sight_of_kernel
 from .site import put_on, take_off
-from .tensors import Shelf
+from .tensors import Look, Tensors
 
-_A, _Key = torch.ops.aten, torch._C.DispatchKey
+_Key = torch._C.DispatchKey
+LINK = About(None, RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
 BUDGET = 1 << 30
 """Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
 _COPIED = 1 << 20
 """Bytes of keys and values that are copied to be looked at when the run is over; more are looked at right away."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A kernel with what it was given."""
-
-    known: About
-    func: Any
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    def run(self) -> Any:
-        """Run it as it is."""
-        return self.func(*self.args, **self.kwargs)
-
-
-@dataclass(frozen=True)
-class _Later:
-    """A kernel whose steps are described when the run is over, and that is one operation until then."""
+class _Opening(NamedTuple):
+    """What is kept of a kernel that has run, until its steps are worked out."""
 
     place: int
     """Of the kernel in the recording."""
-    given: Callable[[], Any]
-    """Returns what it was given, with tensors on meta for those of the run: none of these is held."""
-    steps: Callable[[Do, Any], Sequence[Tensor]]
-    """Does the steps, and returns what comes last of them."""
-    sight: Callable[[Any], Sight | None]
-    """Returns who sees whom in the weights."""
+    func: Any
+    shapes_only: bool
+    """Whether its steps are too large for numbers."""
+    sight: Sight | None
+    """Who sees whom in its weights, where that hangs on numbers."""
     check: Callable[[], Rounding] | None
-    """Returns how far the steps are from what the kernel gave; None where that is known, or cannot be."""
+    """Returns how far the steps of a few rows are from what the kernel gave; None where it is kept, or cannot be told.
+    """
 
 
 class XRay(Recorder):
@@ -80,11 +64,7 @@ class XRay(Recorder):
         """Place of the kernel that runs now."""
         self._composite = False
         """Whether a composite operation inside a kernel is being taken apart: all of it is one call."""
-        self._later: dict[int, _Later] = {}
-        """By the number of the operation."""
-        self._shelf = Shelf()
-        self._sight: Sight | None = None
-        """Who sees whom in the weights of steps that have no numbers."""
+        self._sights_of_masks: dict[Any, Sight | None] = {}
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording up to here, with the names of what was returned."""
@@ -95,14 +75,16 @@ class XRay(Recorder):
         _join_products([op for op in recording.ops if op.kernel in watched] if watched else [])
         return replace(recording, kernels=tuple(self._kernels))
 
+    # -- while the run goes on ----------------------------------------------------------------------------------------
+
     def _look_into(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
         asking, composite = self._asking, self._composite
         self._asking = asking or frame
         try:
-            if known.fused and (known.way != "adding" or _adds_scores(args, kwargs)):
-                return self._open(known.fused, _Call(known, func, args, kwargs))
+            if known.fused and (known.fused.way != "adding" or _adds_scores(args, kwargs)):
+                return self._run_kernel(known, known.fused, func, args, kwargs)
             if not self._inside:
                 return NotImplemented
             if not composite:
@@ -115,318 +97,199 @@ class XRay(Recorder):
         finally:
             self._asking, self._composite = asking, composite
 
-    @contextmanager
-    def _watching(self) -> Iterator[None]:
-        """Record what a kernel's own code dispatches."""
-        was, self._inside = self._inside, True
-        put_on(self)
-        try:
-            yield
-        finally:
-            take_off(self)
-            self._inside = was
-
-    # -- the two ways -------------------------------------------------------------------------------------------------
-
-    def _open(self, hiding: Fused, call: _Call) -> Any:
+    def _run_kernel(self, known: About, hiding: Fused, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a kernel: its own code with the mode on, where that is a program over the dispatcher, else as it is."""
         place, was = len(self._kernels), (self._within, self._kernel, self._inside)
-        kernel = partial(Kernel, call.known.name, hiding.title, hiding.hides, within=self._within)
-        self._kernels.append(kernel(opened=False, note="it raised"))
+        kernel = Kernel(known.name, hiding.title, hiding.hides, opened=False, note="it raised", within=self._within)
+        self._kernels.append(kernel)
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
         self._new_call = True
         try:
-            result, changes = self._reopen(call) if hiding.way == "reopen" else self._rebuild(call)
+            if hiding.way != "reopen":
+                return self._run_leaf(place, known, func, args, kwargs)
+            tensors = [tensor for _, tensor in tensors_in((args, kwargs))]
+            nested = any(tensor.is_nested for tensor in tensors)
+            if nested and known.name.startswith(MULTI_HEAD):
+                return self._run_padded(place, known, func, args, kwargs)
+            code = _code_of(func, tensors[0], "NestedTensor" if nested else "")
+            if code is None:
+                self._kernels[place] = replace(kernel, note=f"torch has no code of it for {tensors[0].device.type}")
+                return self._run_leaf(place, known, func, args, kwargs)
+            result = self._watch(code, *args, **kwargs)
+            self._kernels[place] = replace(kernel, opened=True, note="")
+            return result
         finally:
             self._within, self._kernel, self._inside = was
-        self._kernels[place] = kernel(**changes)
-        return result
+            self._new_call = True
 
-    def _reopen(self, call: _Call) -> tuple[Any, dict[str, Any]]:
-        """Run a kernel's own code with the mode on: what is recorded is the run itself."""
-        tensors = [tensor for _, tensor in tensors_in((call.args, call.kwargs))]
-        nested = any(tensor.is_nested for tensor in tensors)
-        if nested and call.known.name.startswith(MULTI_HEAD):
-            return self._rebuild(call)
-        if isinstance(call.func, torch._ops.HigherOrderOperator):
-            code: Callable[..., Any] = call.func.py_kernels[_Key.CompositeExplicitAutograd]
-        else:
-            key = _code_for(call.func, ("NestedTensor" if nested else "") + tensors[0].device.type.upper())
-            if key is None:
-                result = call.run()
-                self._log(call.known, call.args, call.kwargs, result)
-                return result, {"opened": False, "note": f"torch has no code of it for {tensors[0].device.type}"}
-            code = partial(call.func._op_dk, key)
-        with self._watching():
-            result = code(*call.args, **call.kwargs)
-        self._new_call = True
-        return result, {}
+    def _watch(self, code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Record what a kernel's own code dispatches."""
+        was, self._inside = self._inside, True
+        put_on(self)
+        try:
+            return code(*args, **kwargs)
+        finally:
+            take_off(self)
+            self._inside, self._new_call = was, True
 
-    def _rebuild(self, call: _Call) -> tuple[Any, dict[str, Any]]:
-        """Run a leaf, and beside it its steps. Where these fail it is recorded as the one operation that it is."""
-        unbatched = self._has_put_on_a_batch()
-        result = call.run()
-        start = len(self._entries), len(self._kernels)
+    def _run_padded(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run the fast path on rows of different lengths, and beside it on padded ones and a mask, to be seen."""
+        result, note, start = func(*args, **kwargs), self._tensors.note, (len(self._entries), len(self._kernels))
         try:
             with self._beside():
-                if call.known.way == "reopen":
-                    return result, self._pad(call, result)
-                with self._in_one_call(new=not unbatched):
-                    if call.known.way == "attention":
-                        return result, self._attend(call, result, unbatched)
-                    return result, self._take_part(call, result)
+                given = bound(func, args, kwargs)
+                rows = given["query"]
+                padded, lengths = torch.ops.aten.to_padded_tensor.default(rows, 0.0), rows._nested_tensor_size()[:, 0]
+                masked = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths.to(padded.device)[:, None]
+                self._stand(self._asking)
+                self._write_down(about(torch.ops.aten.to_padded_tensor.default), [note(rows), 0.0], {}, padded)
+                given |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
+                code = _code_of(func, padded)
+                if code is None:
+                    raise NotOpenedError(f"torch has no code of it for {padded.device.type}")
+                made = self._watch(code, *given.values())[0]
+                self._stand(self._asking)
+                self._write_down(LINK, [note(made)], {"kernel": known.name}, result, kind="copy")
+                pairs = [(one[: len(row)], row) for one, row in zip(made, result[0].unbind(), strict=True)]
+                apart = max((max_difference(one, row) for one, row in pairs), default=0.0)
+            reason = f"it ran on rows of different lengths, its steps on padded ones, {apart:.1e} apart"
+            self._kernels[place] = replace(self._kernels[place], opened=True, note=reason)
         except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
-            reason = _reason(error)
-        del self._entries[start[0] :], self._kernels[start[1] :]
-        self._log(call.known, call.args, call.kwargs, result)
-        return result, {"opened": False, "note": reason}
+            del self._entries[start[0] :], self._kernels[start[1] :]
+            self._kernels[place] = replace(self._kernels[place], note=_reason(error))
+            self._write_down(known, [note(value) for value in args], {}, result)
+        return result
 
-    def _attend(self, call: _Call, result: Any, unbatched: bool) -> dict[str, Any]:
-        """Compute an attention step by step beside its kernel."""
-        asked, rows_first = read_attention(call.func, call.args, call.kwargs)
-        given = result[0] if isinstance(result, tuple) else result
-        shapes_only, runs = self._way_of_steps(given, 4 * prod(asked.scores_shape))
-
-        dtype = given.dtype  # what is described later holds no tensor of the run
-
-        def laid_out(do: Do, asked: AttentionCall) -> AttentionCall:
-            asked = asked.heads_first(do) if rows_first else asked
-            return asked.without_batch(do) if unbatched else asked
-
-        def steps(do: Do, asked: AttentionCall) -> list[Tensor]:
-            made = attention(do, laid_out(do, asked), described=not runs)
-            made = made if made.dtype == dtype else do(_A._to_copy.default, made, dtype=dtype)
-            made = do(_A.unsqueeze.default, made, 0) if unbatched else made
-            return [do(_A.transpose.int, made, -3, -2) if rows_first else made]
-
-        changes: dict[str, Any] = {"shapes_only": shapes_only}
-        made = self._run_steps(call, result, steps, asked) if runs else None
-        check: Callable[[], Rounding] | None = None
-        if asked.dropout > 0:
-            changes |= {"drops": True, "note": "it draws its dropout itself, and its steps drop nothing: not compared"}
-        elif _is_comparable(given):
-            whole = asked.heads_first(compute) if rows_first else asked
-            pair = [given, *(made or [])]
-            pair = [tensor.transpose(-3, -2) for tensor in pair] if rows_first else pair
-            check = few_rows(whole, *pair, turn=len(self._kernels), shelf=self._shelf)
-        if runs:
-            return changes | (_checked(check) if check is not None else {})
-        at_once = asked.bias is not None or asked.starts is not None
-        seen = sight_of_kernel(laid_out(compute, asked)) if at_once else None
-        self._log(call.known, call.args, call.kwargs, result)
-        makers = asked.with_tensors(self._tensors.stand_in)  # type: ignore[arg-type]  # each in the place of its tensor
-        self._later[self._entries[-1].number] = _Later(
-            len(self._kernels) - 1,
-            lambda: makers.with_tensors(lambda make: make()),  # type: ignore[operator]
-            steps,
-            lambda asked: seen if at_once else sight_of_kernel(laid_out(compute, asked)),
-            check,
-        )
-        return changes
-
-    def _has_put_on_a_batch(self) -> bool:
-        """Return whether the call to a kernel itself made a batch of one of what has none, as newer torches do."""
-        last = self._entries[-3:]
-        return (
-            len(last) == 3
-            and all(entry.known.base_name == "unsqueeze" and entry.call == self._call for entry in last)
-            and self._site_of(self._asking)[0] == self._site
-        )
-
-    def _take_part(self, call: _Call, result: Any) -> dict[str, Any]:
-        """Compute a part of an attention step by step beside its kernel."""
-        if call.known.name not in PARTS:
-            raise NotOpenedError("no steps are known of it")
-        if any(tensor.is_nested for _, tensor in tensors_in(call.args)):
-            raise NotOpenedError("its rows have different lengths (nested tensors)")
-        steps, few = PARTS[call.known.name]
-        given = result if isinstance(result, tuple) else (result,)
-        shapes_only, runs = self._way_of_steps(given[0], 4 * given[0].numel())
-        kwargs = call.kwargs
-
-        def all_steps(do: Do, args: Sequence[Any]) -> Sequence[Tensor]:
-            return steps(do, *args, **kwargs)
-
-        made = self._run_steps(call, result, all_steps, call.args) if runs else None
-        if not runs:
-            seen = sight_of(None, result, -1) if call.known.base_name == "_masked_softmax" else None
-            self._log(call.known, call.args, call.kwargs, result)
-            makers = [
-                self._tensors.stand_in(arg) if isinstance(arg, Tensor) else partial(_cast, arg, None)
-                for arg in call.args
-            ]
-            self._later[self._entries[-1].number] = _Later(
-                len(self._kernels) - 1, lambda: [make() for make in makers], all_steps, lambda _: seen, None
-            )
-        if not _is_comparable(given[0]):
-            return {"shapes_only": shapes_only}
-
-        def check() -> Rounding:
-            args = few(*call.args)
-
-            def computed(dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-                return steps(compute, *(_cast(arg, dtype) for arg in args), **call.kwargs)
-
-            rows = computed()
-            pairs = zip(given, made, strict=True) if made else zip((t[:FEW] for t in given), rows, strict=True)
-            return _beside_rounding(max(max_difference(*pair) for pair in pairs), rows, computed)
-
-        return {"shapes_only": shapes_only} | _checked(check)
-
-    def _pad(self, call: _Call, result: Any) -> dict[str, Any]:
-        """Open the fast path on padded rows and a mask, beside it on rows of different lengths."""
-        given = bound(call.func, call.args, call.kwargs)
-        rows = given["query"]
-        lengths = rows._nested_tensor_size()[:, 0].to(rows.device)
-        padded = self._step(_A.to_padded_tensor.default, rows, 0.0)
-        masked = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths[:, None]
-        given |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
-        key = _code_for(call.func, padded.device.type.upper())
-        if key is None:
-            raise NotOpenedError(f"torch has no code of it for {padded.device.type}")
-        with self._watching():
-            made = call.func._op_dk(key, *(given[argument.name] for argument in call.func._schema.arguments))[0]
-        self._new_call = True
-        self._link(call, made, result)
-        pairs = [(one[: len(row)], row) for one, row in zip(made, result[0].unbind(), strict=True)]
-        apart = max((max_difference(one, row) for one, row in pairs), default=0.0)
-        return {"note": f"it ran on rows of different lengths, its steps on padded ones, {apart:.1e} apart"}
-
-    # -- what goes into the recording ---------------------------------------------------------------------------------
-
-    def _way_of_steps(self, given: Tensor, size: int) -> tuple[bool, bool]:
-        """Return whether steps are too large for numbers, and whether they are run.
-
-        They are described alone where nobody keeps what comes of them, or it is too much.
-        """
-        shapes_only = size > self._budget and not given.is_meta
-        return shapes_only, (self._keeps and not shapes_only) or given.is_meta
-
-    def _run_steps(
-        self, call: _Call, result: Any, steps: Callable[[Do, Any], Sequence[Tensor]], given: Any
-    ) -> Sequence[Tensor]:
-        """Run the steps of a kernel, and lead from what comes last to what the kernel itself has made."""
-        made = steps(self._step, given)
-        for last, output in zip(made, [result] if len(made) == 1 else result, strict=True):
-            self._link(call, last, output)
-        return made
-
-    def _opened(self, entries: Iterable[Entry]) -> Iterable[Entry]:
-        for entry in entries:
-            later = self._later.pop(entry.number, None)
-            if later is None:
-                yield entry
-            else:
-                with self._beside():
-                    yield from self._described(later, entry)
-
-    def _described(self, later: _Later, whole: Entry) -> list[Entry]:
-        """Return the steps of a kernel that is one operation until now, which it stays where they fail."""
-        state = self._entries, self._site, self._call, self._kernel
-        self._entries, self._site, self._call, self._kernel = [], whole.site, whole.call, whole.kernel
-        kernel = self._kernels[later.place]
-        self._tensors.described = True
-        try:
-            given = later.given()
-            self._sight = later.sight(given)
-            made = later.steps(self._describe, given)
-            results = [whole.outputs] if len(made) == 1 else [[output] for output in whole.outputs]
-            for last, outputs in zip(made, results, strict=True):
-                self._number += 1
-                # What else is made of that memory is known by the number of the whole.
-                number = whole.number if outputs is results[-1] else self._number
-                self._tensors.producers.update((output.id, number) for output in outputs)
-                read = [self._tensors.read(last)]
-                link = whole._replace(number=number, known=LINK, args=tuple(read), inputs=read, outputs=outputs)
-                self._entries.append(link._replace(kwargs={"kernel": whole.known.name}, kind="copy"))
-            steps = self._entries
-        except Exception as error:  # whatever may be asked of a step
-            self._kernels[later.place] = replace(kernel, opened=False, note=_reason(error))
-            return [whole]
-        finally:
-            self._tensors.described = False
-            self._entries, self._site, self._call, self._kernel = state
-        if later.check is not None:
-            self._kernels[later.place] = replace(kernel, **_checked(later.check))
-        return steps
-
-    def _step(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run one step and write it down."""
+    def _run_leaf(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run a kernel as it is, and note what its steps will need that is gone later."""
+        keep, note = self._tensors.keep, self._tensors.note
+        noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        self._log(about(func), args, kwargs, result)
+        self._stand(self._asking)
+        results = result if isinstance(result, tuple) else (result,)
+        opening, sight, check = None, None, None
+        with self._beside():
+            try:
+                call = read_kernel(func, args, kwargs)
+                shapes_only = not results[0].is_meta and call.size(results) > self._budget
+                with suppress(Exception):  # whatever may be asked of somebody's tensors: what can be told is
+                    sight = self._sight_of_call(call, results)
+                    if not keep and _is_comparable(results[0]):
+                        check = self._later(*call.of_few(results, place + 1))
+                opening = _Opening(place, func, shapes_only, sight, check)
+            except Exception as error:
+                self._kernels[place] = replace(self._kernels[place], note=_reason(error))
+        self._write_down(known, noted, named, result, opening=opening)
         return result
 
-    def _describe(self, func: Any, *args: Any, **kwargs: Any) -> Any:
-        """Write down one step without running it."""
-        result = described(func, *args, **kwargs)
-        self._note(about(func), args, kwargs, result, sight=self._sight)
-        return result
+    def _sight_of_call(self, call: KernelCall, results: Sequence[Tensor]) -> Sight | None:
+        """Return who sees whom in a kernel's weights: the same for all that are given no numbers to tell."""
+        if isinstance(call, PartCall):
+            return sight_of(None, results[0], -1) if "softmax" in call.name else None
+        if call.bias is not None or call.starts is not None:
+            return sight_of_kernel(call.heads_first(compute))
+        key = (call.scores_shape, call.causal, call.from_end, call.window, call.rows_first)
+        if key not in self._sights_of_masks:
+            self._sights_of_masks[key] = sight_of_kernel(call.heads_first(compute))
+        return self._sights_of_masks[key]
+
+    def _later(self, few: KernelCall, rows: Sequence[Tensor]) -> Callable[[], Rounding]:
+        """Return what compares a few rows when the run is over, and holds no tensor of the run until then."""
+        if isinstance(few, PartCall) or few.key.nbytes + few.value.nbytes > _COPIED:
+            return partial(lambda rounding: rounding, _judged(few, rows))
+        parts: list[Any] = [part.clone() if isinstance(part, Tensor) else part for part in few]
+        return partial(_judged, AttentionCall(*parts), [row.clone() for row in rows])
 
     def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
         written = self._about_to_write(known, args, kwargs)
+        note = self._tensors.note
+        noted = [note(value) for value in args]
+        rest = {name: note(value) for name, value in kwargs.items() if name != "out"}
         result = func(*args, **kwargs)
-        rest = {name: value for name, value in kwargs.items() if name != "out"}
+        self._stand(self._asking)
         plain = replace(known, name=known.name.removesuffix("out") + "default")
-        self._log(plain, args, rest, result, kind="compute", written=written)
+        self._write_down(plain, noted, rest, result, written, kind="compute")
         return result
 
-    def _link(self, call: _Call, made: Tensor, result: Any) -> None:
-        """Lead from the last step to what the kernel itself has made."""
-        self._log(LINK, (made,), {"kernel": call.known.name}, result, kind="copy")
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    def _open(self, entry: Entry) -> None:
+        opening, start = entry.opening, len(self._ops)
+        kernel = self._kernels[opening.place]
+        try:
+            with self._beside():
+                changes = {"opened": True, "note": ""} | self._add_steps(entry, opening)
+        except Exception as error:  # whatever may be asked of a step: the kernel stays one operation
+            del self._ops[start:]
+            changes = {"note": _reason(error)}
+            self._add(entry)
+        self._kernels[opening.place] = replace(kernel, **changes)
+
+    def _add_steps(self, entry: Entry, opening: _Opening) -> dict[str, Any]:
+        """Add the steps of a kernel, and lead from what comes last to what the kernel itself has made.
+
+        They are computed where all is kept; else described, on tensors that stand for those that were given.
+        """
+        tensors, kept = self._tensors, self._tensors.keep
+        call = read_kernel(opening.func, _given(tensors, entry.args), _given(tensors, entry.kwargs))
+        computed = kept and not opening.shapes_only
+
+        def add(known: About, args: Sequence[Any], kwargs: dict[str, Any], made: Sequence[Look], **more: Any) -> None:
+            noted, named = (
+                [tensors.note(arg) for arg in args],
+                {name: tensors.note(arg) for name, arg in kwargs.items()},
+            )
+            place = entry.site, entry.call, entry.kernel
+            self._add(Entry(known, noted, named, made, None, *place, **more))
+
+        def do(func: Any, *args: Any, **kwargs: Any) -> Any:
+            made = func(*args, **kwargs) if computed else described(func, *args, **kwargs)
+            looks = [tensors.look(tensor, False) for tensor in ((made,) if isinstance(made, Tensor) else made)]
+            known = about(func)
+            weighs = known.weighs and (self._sight_of(known, args, made) if computed else opening.sight)
+            add(known, args, kwargs, looks, sight=weighs or None)
+            return made
+
+        tensors.keep = computed
+        try:
+            steps = call.steps(do, described=not computed)
+            looks = [entry.made] if len(steps) == 1 else [[look] for look in entry.made]
+            for last, made in zip(steps, looks, strict=True):
+                add(LINK, (last,), {"kernel": entry.known.name}, made, kind="copy")
+        finally:
+            tensors.keep = kept
+        self._whole.add(entry.call)
+        if call.dropout > 0:
+            note = "it draws its dropout itself, and its steps drop nothing: not compared"
+            return {"drops": True, "note": note, "shapes_only": opening.shapes_only}
+        check = opening.check
+        results = [look[6] for look in entry.made] if kept else []
+        if kept and _is_comparable(results[0]):
+            few, rows = call.of_few(results, opening.place + 1, steps if computed else None)
+            check = partial(_judged, few, rows, max(map(max_difference, results, steps)) if computed else None)
+        return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})
+
+
+def _given(tensors: Tensors, value: Any) -> Any:
+    """Return a noted argument, or several, with tensors that count as those that were given."""
+    if isinstance(value, tuple):
+        return tensors.stand_in(value)
+    if isinstance(value, list):
+        return [_given(tensors, part) for part in value]
+    return {name: _given(tensors, part) for name, part in value.items()} if isinstance(value, dict) else value
 
 
 # -- a kernel beside its steps ----------------------------------------------------------------------------------------
 
 
-def few_rows(
-    asked: AttentionCall, given: Tensor, made: Tensor | None = None, *, turn: int, shelf: Shelf
-) -> Callable[[], Rounding]:
-    """Return what compares a kernel's result with its steps', `... heads query head_dim`, beside measured rounding.
-
-    Rounding is measured against float64, in a few rows of one head, the one where the two are farthest apart among
-    them. Without `made` (steps that are described alone) these rows are compared, of another head at each `turn`. What
-    is returned may then be called when the run is over: it holds no tensor of the run.
-    """
-    count = given.shape[-2]
-    *head, row = (*_place(turn % prod(given.shape[:-2]), given.shape[:-2]), count - 1)
-    if made is not None:
-        apart = (given - made).abs().masked_fill(given == made, 0.0).nan_to_num(nan=math.inf)
-        apart = apart.masked_fill(given.isnan() & made.isnan(), 0.0)
-        *head, row, _ = _place(int(apart.argmax()), apart.shape)
-    step = max(1, count // FEW)
-    queries = range(row % step, count, step)
-    few, rows = asked.of_head(tuple(head), queries), given[tuple(head)][queries.start :: step]
-    if made is not None:
-        difference = max_difference(given, made)
-        return lambda: _judged(few, rows, difference)
-    if 2 * few.key.numel() * few.key.element_size() > _COPIED:
-        rounding = _judged(few, rows)
-        return lambda: rounding
-    # A closure for each tensor stands in its place until it is wanted.
-    copied, result = few.with_tensors(shelf.put), shelf.put(rows)  # type: ignore[arg-type]
-    return lambda: _judged(copied.with_tensors(lambda get: get()), result())  # type: ignore[operator]
-
-
-def _judged(few: AttentionCall, given: Tensor, difference: float | None = None) -> Rounding:
-    """Judge a difference, by default that of these rows from what a kernel gave for them."""
-
-    def computed(dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (attention(compute, few, dtype),)
-
-    # Computed anew also where the steps were run: where these are wrong, their error is no rounding.
-    steps = computed(torch.float64 if given.dtype == torch.float64 else torch.float32)[0].to(given.dtype)
-    difference = max_difference(given, steps[0]) if difference is None else difference
-    return _beside_rounding(difference, (steps,), computed)
-
-
-def _beside_rounding(
-    difference: float, steps: tuple[Tensor, ...], computed: Callable[[torch.dtype], tuple[Tensor, ...]]
-) -> Rounding:
-    """Judge a difference beside the rounding of `steps`, which `computed` gives in another dtype."""
-    exact = computed(torch.float64)
+def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None = None) -> Rounding:
+    """Judge a difference, by default that of these results from the steps', beside the rounding of these steps."""
+    steps, exact = few.steps(compute), few.steps(compute, torch.float64)
+    difference = max(map(max_difference, results, steps)) if difference is None else difference
     if steps[0].dtype == torch.float64:
-        return Rounding.of(difference, max(map(rounding_error, computed(torch.float32), exact)) * STEP)
+        return Rounding.of(difference, max(map(rounding_error, few.steps(compute, torch.float32), exact)) * STEP)
     return Rounding.of(difference, max(map(_error, steps, exact)))
 
 
@@ -434,19 +297,6 @@ def _error(output: Tensor, exact: Tensor) -> float:
     """Return the largest rounding error, which to store the largest number alone may make half a step."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     return max(rounding_error(output, exact), float(largest) * torch.finfo(output.dtype).eps / 2)
-
-
-def _cast(value: Any, dtype: torch.dtype | None) -> Any:
-    return value.to(dtype) if dtype and isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _place(number: int, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the indices of an element by its number."""
-    place = []
-    for size in reversed(shape):
-        number, at = divmod(number, size)
-        place.append(at)
-    return tuple(reversed(place))
 
 
 def _checked(check: Callable[[], Rounding]) -> dict[str, Any]:
@@ -479,11 +329,15 @@ def _join_products(ops: list[Op]) -> None:
             after.call = op.call
 
 
-def _code_for(func: Any, name: str) -> Any:
-    """Return the key under which torch has an operation's own code for a kind of tensor; None where it has none."""
+def _code_of(func: Any, tensor: Tensor, kind: str = "") -> Callable[..., Any] | None:
+    """Return a kernel's own code, a program over the dispatcher, for tensors of a kind on a device; None without."""
+    if isinstance(func, torch._ops.HigherOrderOperator):
+        code: Callable[..., Any] = func.py_kernels[_Key.CompositeExplicitAutograd]
+        return code
+    name = kind + tensor.device.type.upper()
     key = getattr(_Key, name, None)
     known = key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name)
-    return key if known else None
+    return partial(func._op_dk, key) if known else None
 
 
 def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -418,7 +418,7 @@ def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, m
         raise error
 
     module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
-    monkeypatch.setattr("mha_inspect.record.xray.attention", fail)
+    monkeypatch.setattr("mha_inspect.record.kernels.attention", fail)
     with torch.no_grad():
         trace = mha_inspect.trace(module, x)
         assert torch.equal(record_opened(module, x)[1], module(x))
@@ -433,14 +433,14 @@ def test_wrong_steps_and_a_wrong_kernel_are_seen(monkeypatch: pytest.MonkeyPatch
     module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
     attention = kernels.attention
 
-    def wrong(do: Any, asked: Any, finer: Any = None, **described: Any) -> Tensor:
-        made = attention(do, asked, finer, **described)
-        return made if finer else do(torch.ops.aten.mul.Scalar, made, 1.001)
+    def wrong(do: Any, *asked: Any, **described: Any) -> Any:
+        return do(torch.ops.aten.mul.Scalar, attention(do, *asked, **described), 1.001)
 
     with torch.no_grad():
         assert mha_inspect.trace(module, x).proof.agrees
         assert mha_inspect.trace(module, x, keep=True).proof.agrees
-        monkeypatch.setattr("mha_inspect.record.xray.attention", wrong)
+        monkeypatch.setattr("mha_inspect.record.kernels.attention", wrong)
+        assert mha_inspect.trace(module, x).proof.agrees is False
         assert mha_inspect.trace(module, x, keep=True).proof.agrees is False
 
 
@@ -475,9 +475,9 @@ def test_packed_rows_attend_to_their_own_sequence(causal: bool, window: tuple[in
     starts = [torch.tensor([0, *torch.tensor(sizes).cumsum(0)], dtype=torch.int32) for sizes in (lengths, others)]
     func = torch.ops.aten._flash_attention_forward.default
     given = {"window_size_left": window[0], "window_size_right": window[1]}
-    asked, rows_first = kernels.read_attention(func, (q, k, v, *starts, 5, 6, 0.0, causal, False), given)
-    assert rows_first
-    made = kernels.attention(kernels.run, asked.heads_first(kernels.run)).transpose(0, 1)
+    asked = kernels.read_attention(func, (q, k, v, *starts, 5, 6, 0.0, causal, False), given)
+    assert asked.rows_first
+    (made,) = asked.steps(kernels.run)
     for at, (rows, keys) in enumerate(zip(lengths, others, strict=True)):
         own, other = (s[at] for s in starts)
         # The last query stands where the last key does.
@@ -523,8 +523,8 @@ READ: dict[str, tuple[Any, Callable[..., tuple[Any, ...]], dict[str, Any]]] = {
 def test_kernels_of_other_devices_are_read_by_their_schemas(name: str) -> None:
     func, arguments, expected = READ[name]
     q, k, v = (drawn(BATCH, HEADS, LENGTH, HEAD_DIM, seed=seed) for seed in range(3))
-    asked, rows_first = kernels.read_attention(func, arguments(q, k, v), {"scale": 0.5})
-    assert (asked.query is q, asked.scale, rows_first) == (True, 0.5, False)
+    asked = kernels.read_attention(func, arguments(q, k, v), {"scale": 0.5})
+    assert (asked.query is q, asked.scale, asked.rows_first) == (True, 0.5, False)
     assert {name: getattr(asked, name) for name in expected} == expected
 
 
