@@ -13,13 +13,19 @@ class Finding:
     """Something that is wrong, or may be."""
 
     check: str
+    """Name of the check that found it."""
     sentence: str
+    """What is wrong, and by how much."""
     evidence: str
+    """What was changed and what moved, or which axes were joined."""
     sure: bool = True
     """False: it may be meant so, and does not fail the run."""
     source: str = ""
+    """The line: `attention.py:41`."""
     module: str = ""
+    """Path of the module; empty for the checked one itself."""
     fix: str = ""
+    """What to do, where the evidence shows it."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Head:
     output_change: float
     """How much the attention's output changes when the head's context is zeroed, beside the output itself."""
     gradient_share: float | None
+    """Its share of the gradient that arrives at all heads, 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +75,14 @@ class CheckReport(Report):
     environment: Environment
     layer: LayerInfo
     intent: dict[str, Any]
+    """What was declared, by name."""
     findings: tuple[Finding, ...]
     facts: tuple[Fact, ...]
     heads: tuple[Head, ...]
     held: tuple[PassedCheck, ...]
     left_out: tuple[SkippedCheck, ...]
     runs: int
+    """How often the module was run."""
     notes: tuple[str, ...] = ()
 
     @property

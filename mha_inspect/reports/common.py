@@ -89,6 +89,7 @@ class Difference:
     noise_floor: float | None
     """Largest rounding error of the two, or that of the baseline."""
     times_noise: float | None
+    """max_abs_difference / noise_floor."""
     verdict: Verdict | None
     """Above 10 times the noise floor `differs`, at or below twice `same`; None where there is nothing to compare."""
 
@@ -98,8 +99,10 @@ class Environment:
     """What the numbers were made with."""
 
     torch: str
+    """Its version."""
     device: str
     dtype: str
+    """Data type of parameters and inputs."""
     seed: int | None
     """Of parameters and inputs; None for a module that was brought along."""
 
@@ -109,6 +112,7 @@ class LayerInfo:
     """The layer that was looked at."""
 
     name: str
+    """Name in the catalog of layers, or the class of the user's module."""
     spec: dict[str, Any]
     """Sizes and settings; empty for a module that was brought along."""
 
@@ -122,6 +126,7 @@ class Stats:
     min: float
     max: float
     nan: int
+    """Elements that are NaN."""
     inf: int
     """Elements that are +inf or -inf and were not put there by a mask."""
     masked: int
@@ -133,5 +138,6 @@ class Values:
     """The content of one tensor."""
 
     text: str
+    """Shortened as torch shortens it."""
     data: list[Any] | None
     """Every element as nested lists, when a machine is to read it; else None."""

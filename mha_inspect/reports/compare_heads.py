@@ -14,6 +14,7 @@ class HeadCount(Difference):
     num_heads: int
     head_dim: int
     numel: int
+    """Number of parameters."""
     same_parameters: bool
     """Whether every parameter equals the baseline's, bit for bit."""
     output_shape: tuple[int, ...]
@@ -23,7 +24,9 @@ class HeadCount(Difference):
     times_noise: float
     verdict: Verdict
     first_differing_stage: str | None
+    """None where no stage differs."""
     reason: str
+    """Why, in one sentence."""
     _pieces: tuple[str, str, str] | None = None
     """The same in three: of head counts whose first and last are the same, a page has all sizes in one sentence."""
 
@@ -40,6 +43,7 @@ class PartGradient(Difference):
     """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value. Of a
     module that was brought along the parameter, by its own name."""
     norm: float
+    """‖gradient‖."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,10 @@ class Gradients:
     """What a first step of learning would change, with the same weights, input and loss."""
 
     loss: str
+    """What the loss is, in words."""
     counts: tuple[HeadGradients, ...]
     answer: str
+    """One or two plain sentences."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,7 @@ class HeadTraining:
     first_loss: float
     last_loss: float
     moved: float
+    """‖weights after - weights before‖."""
     max_abs_difference: float | None
     """Largest difference of a weight from the baseline's after the last step; None where their shapes differ."""
     apart: float | None
@@ -90,6 +97,7 @@ class Training:
     task: str
     counts: tuple[HeadTraining, ...]
     answer: str
+    """One or two plain sentences."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,7 @@ class Strongest:
     query: int
     key: int
     weight: float
+    """Averaged over the batch."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ class HeadFocus:
     effective_keys: float
     """exp(entropy): as many keys with equal weights would have it."""
     distance: float
+    """Σ w |query - key|, in positions."""
     strongest: tuple[Strongest, ...]
     """The pairs with the largest weights, the largest first; queries that see one key alone are left out."""
 
@@ -138,8 +148,11 @@ class HeadsFocus:
     most_alike: Alike | None = None
     """The two heads that are most alike; None of a single head."""
     least_alike: Alike | None = None
+    """The two heads that are least alike; None where there are fewer than three."""
     attention: int | None = None
+    """Which of several attentions, from 1; None where there is one."""
     module: str | None = None
+    """The path of its module; None where there is one attention."""
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,7 @@ class Focus:
     """Which weights the heads had: `as given`, `after 100 steps`."""
     counts: tuple[HeadsFocus, ...]
     answer: str
+    """One or two plain sentences."""
 
 
 @dataclass(frozen=True)
@@ -169,8 +183,10 @@ class HeadTime:
     low_ms: float
     """A quarter of the runs were faster."""
     high_ms: float
+    """A quarter of the runs were slower."""
     runs: int
     flops: tuple[StageFlops, ...]
+    """Those stages that have products."""
 
 
 @dataclass(frozen=True)
@@ -180,6 +196,7 @@ class Timing:
     counts: tuple[HeadTime, ...]
     threads: int
     answer: str
+    """One plain sentence."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,15 +208,21 @@ class CompareHeadsReport(Report):
     environment: Environment
     layer: LayerInfo
     baseline: int
+    """The head count that the others are compared with: the first that was given."""
     counts: tuple[HeadCount, ...]
     verdict: Verdict
+    """`differs` when any count differs from the baseline, `same` when all are the same."""
     answer: tuple[str, ...]
     """The answer in plain sentences: of the output, of the parameters, and of queries that see no key."""
     gradients: Gradients | None = None
+    """The gradient of every parameter, when asked for."""
     training: Training | None = None
+    """How the weights move apart, when asked for."""
     focus: Focus | None = None
+    """What each head looks at, when asked for."""
     focus_after: Focus | None = None
     """The same after training, when both were asked for."""
     timing: Timing | None = None
     """How long each head count takes, when asked for: the one part that is another in every run."""
     measured_against: MeasuredAgainst = "float64"
+    """What the rounding error of the baseline is measured against."""

@@ -18,16 +18,21 @@ class DiffSide:
     """One of the two that are compared."""
 
     label: str
+    """What sentences call it: `torch`, `torch with dtype bfloat16`."""
     environment: Environment
     layer: LayerInfo
     settings: dict[str, Any]
+    """What was set for this side alone."""
     path: Path
+    """How PyTorch runs its plain forward."""
     numel: int
+    """Number of its parameters."""
     output_shape: tuple[int, ...]
     rounding_error: float | None
     """Largest distance of the plain output from the same computation in float64; None where it is float64 itself, or
     where dropout is at work."""
     measured_against: MeasuredAgainst = "float64"
+    """What that, and the rounding error of its stages, is measured against."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,9 @@ class StageSide:
     axes: str
     dtype: str
     opened: bool
+    """Whether its plain forward fuses this stage away, and it was opened to be seen."""
     op: OpRef | None
+    """None for an input."""
     count: int = 1
     """How many such tensors there are: one a head, where a layer loops over its heads."""
 
@@ -49,6 +56,7 @@ class StageRow(Difference):
 
     name: str
     left: StageSide | None
+    """None where this side does not have it."""
     right: StageSide | None
     compared: str
     """The canonical axes in which it was compared, or what stands for them."""
@@ -62,7 +70,9 @@ class NoiseSource:
     """What rounding the differences are measured against."""
 
     dtype: str
+    """The coarser of the two dtypes."""
     sides: tuple[SideName, ...]
+    """The sides that have it."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +80,10 @@ class SharedWeights:
     """How both sides came to the same weights."""
 
     whole: bool
+    """Whether every number of the one is in the other."""
     sentence: str
     left_out: tuple[str, ...]
+    """What a side has no place for, and why."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -86,11 +98,15 @@ class DiffReport(Report):
     noise: NoiseSource
     stages: tuple[StageRow, ...]
     first_differing_stage: str | None
+    """None where no stage differs."""
     output: Difference
     """Of what the two plain forwards return, compared in canonical axes."""
     verdict: Verdict
+    """That of the outputs of the plain forwards."""
     notes: tuple[str, ...]
+    """Sentences that a reader should not miss."""
     answer: tuple[str, ...]
+    """The answer in plain sentences, from what was measured."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +137,7 @@ class TensorPair:
     max_abs_difference: float | None
     """None where there is nothing to subtract, or nothing to be found in it."""
     relative_difference: float | None
+    """‖left - right‖ / ‖left‖."""
     note: str = ""
 
 
@@ -129,8 +146,10 @@ class PartPair:
     """A matrix or a bias of an attention, head by head."""
 
     left: str
+    """Path of the attention."""
     right: str
     part: str
+    """`W_q`, `b_v`."""
     verdict: TensorVerdict
     differences: tuple[float, ...]
     """‖left - right‖ / ‖left‖ of each head; empty where they are the same, or of another shape."""
@@ -153,3 +172,4 @@ class CheckpointDiffReport(Report):
     """`same` where every tensor is on both sides, with the same bits or within the rounding of the dtypes."""
     notes: tuple[str, ...]
     answer: tuple[str, ...]
+    """The answer in plain sentences."""

@@ -12,12 +12,15 @@ class ListedLayer:
     """One way to write attention."""
 
     name: str
+    """Name on the command line."""
     summary: str
+    """One line: how it is written."""
     formula: str
     """Closed formula of the parameter count with biases."""
     split: str
     """How the heads are split, as an einops pattern or a phrase."""
     source: str
+    """Where this style comes from."""
     takes: tuple[str, ...]
     """Settings that not every layer has a use for, and this one has."""
 
@@ -30,3 +33,4 @@ class LayersReport(Report):
 
     layers: tuple[ListedLayer, ...]
     letters: dict[str, str]
+    """What the letters of the formulas stand for."""

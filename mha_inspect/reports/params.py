@@ -16,6 +16,7 @@ class HeadSlice:
     """The matrix or bias that it is a part of: `W_q`, `b_v`, `W_o`; `norm_q` for what scales the queries."""
     rows: tuple[int, int]
     columns: tuple[int, int] | None
+    """None for a bias."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,11 @@ class Parameter:
     numel: int
     nbytes: int
     share: float
+    """Part of the whole, 0 to 1."""
     role: str
     """What it is for: `W_q, W_k, W_v one above the other: rows 0–511, 512–1023, 1024–1535`."""
     heads: tuple[HeadSlice, ...] | None = None
+    """Which rows and columns belong to each head, when asked for."""
     stats: Stats | None = None
     values: Values | None = None
 
@@ -43,6 +46,7 @@ class HeadNorms:
     owner: str
     """Path of the module that the attention's matrices are in; empty for the module itself."""
     part: str
+    """`W_q`, `W_k`, `W_v` or `W_o`."""
     norms: tuple[float, ...]
     """‖rows, or columns, of the head‖ for each head in order; fewer where heads of queries share keys and values."""
 
@@ -56,6 +60,7 @@ class ParametersTotal:
     formula: str
     """`4E² + 4E`, with E the embed_dim; empty for a module that was brought along."""
     formula_numel: int | None
+    """What the formula gives; equal to numel, or one of the two is wrong."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ class HeadCountColumn:
     head_dim: int
     numel: int
     shapes: dict[str, tuple[int, ...]]
+    """Name to shape."""
     first_head: dict[str, tuple[HeadSlice, ...]]
     """Name to the slices that head 0 owns."""
 
@@ -78,6 +84,7 @@ class StoredAttention:
     """Path of the module that holds the projections; empty where they have no path."""
     parameters: tuple[str, ...]
     num_heads: int | None
+    """None where nothing tells it."""
     num_kv_heads: int | None
     head_dim: int | None
     fits: tuple[int, ...]
@@ -96,14 +103,18 @@ class StoredName:
 
 @dataclass(frozen=True)
 class LikeModule:
-    """How a checkpoint fits a module: tensors that are in both, in the module alone, in the file alone."""
+    """How a checkpoint fits a module."""
 
     module: str
+    """What the module is called."""
     prefix: str
     """What stands before the names in the file and not in the module; after a minus sign the other way round."""
     matching: int
+    """Tensors of the same name and shape."""
     missing: tuple[StoredName, ...]
+    """What the module has and the file has not."""
     unexpected: tuple[StoredName, ...]
+    """What the file has and the module has not."""
     wrong_shape: tuple[StoredName, ...]
 
 
@@ -118,9 +129,14 @@ class ParamsReport(Report):
     parameters: tuple[Parameter, ...]
     total: ParametersTotal
     side_by_side: tuple[HeadCountColumn, ...] | None = None
+    """One a head count, when several were asked for."""
     changes: str = ""
+    """What changes between the head counts, in one sentence."""
     notes: tuple[str, ...] = ()
     """Why there are no roles, where there are none."""
     head_norms: tuple[HeadNorms, ...] | None = None
+    """How large each head's part of each matrix is, when asked for."""
     stored_attentions: tuple[StoredAttention, ...] | None = None
+    """Those of a checkpoint."""
     like: LikeModule | None = None
+    """How a checkpoint fits the module that it was held against."""

@@ -16,10 +16,13 @@ class Path:
     """How PyTorch runs the plain forward under these settings."""
 
     plain: str
+    """The attention kernel that the plain forward takes, in one phrase."""
     reason: str | None
     """Why it is not the fast path, in torch's own words, or that it names none; None where it is, or there is none."""
     opened: tuple[str, ...]
+    """Operations of the run that hide stages, and that were opened to show them."""
     not_opened: tuple[str, ...] = ()
+    """Operations of the run that hide stages and were not opened, each with the reason."""
     _kernel: str = ""
     """The first kernel that the plain forward takes, by its name alone."""
 
@@ -29,9 +32,11 @@ class OpRef:
     """The operation that produced a stage."""
 
     index: int
+    """Its number in the list of operations."""
     name: str
     """Its name in torch: `aten.bmm.default`."""
     source: str
+    """The line that asked for it: `torch/nn/functional.py:6400`."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,7 @@ class Stage:
     """One step of attention as a textbook names it."""
 
     name: str
+    """One of `mha_inspect.naming.stages.STAGES`."""
     shape: tuple[int, ...]
     axes: str
     """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""
@@ -51,7 +57,9 @@ class Stage:
     """Floating-point operations of the matrix products that this stage added, a multiply-add counted as two."""
     memory: Memory
     opened: bool
+    """Whether the plain forward fuses this stage away, and it was opened to be seen."""
     op: OpRef | None
+    """None for an input."""
     stats: Stats | None = None
     values: Values | None = None
     shape_only: bool = False
@@ -71,6 +79,7 @@ class AttentionReport:
     """What q·kᵀ is multiplied by, as it was really applied; NaN where it is no one number, or there is no q·kᵀ."""
     stages: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
+    """Sentences about this attention that a reader should not miss."""
     kind: tuple[str, ...] = ()
     """`self` or `cross`, `causal`, `grouped`: what the recording gives evidence of."""
     call: int | None = None
@@ -82,6 +91,7 @@ class Returned:
     """One tensor that the module returned."""
 
     name: str
+    """`output`, `weights`, or its place in what was returned."""
     shape: tuple[int, ...]
     axes: str
     dtype: str
@@ -126,7 +136,9 @@ class Proof:
     noise_floor: float | None
     """Largest rounding error of these steps in this dtype, measured against float64 of the kernel's own inputs."""
     agrees: bool | None
+    """None where it was not measured."""
     note: str = ""
+    """Why there is no measurement, or what it leaves out."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +153,7 @@ class FailedOperand:
     dtype: str
     device: str
     axes: str
+    """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +163,9 @@ class Cause:
     name: str
     """`heads_not_transposed`: a word of `mha_inspect.answers.failure.causes`."""
     explanation: str
+    """What is wrong, with the real numbers."""
     fix: str
+    """What to write instead."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +180,7 @@ class ReachedStage:
     axes: str
     dtype: str
     op: str
+    """The operation that made it: `aten.view.default`; empty for an input."""
     source: str
 
 
@@ -177,7 +193,9 @@ class ReachedOp:
     module: str
     source: str
     inputs: tuple[tuple[int, ...], ...]
+    """Shapes of what it read."""
     outputs: tuple[tuple[int, ...], ...]
+    """Shapes of what it wrote."""
 
 
 @dataclass(frozen=True)
@@ -185,14 +203,19 @@ class Failure:
     """How a forward pass ended that did not return."""
 
     error: str
+    """Class of the exception: `RuntimeError`."""
     message: str
+    """Its message, as far as it is about the failure."""
     call: str
     """What the user's line called that raised: `torch.matmul`, `Tensor.view`; empty where it raised by itself."""
     op: str
     """The operation that PyTorch had dispatched when it raised; empty where it raised before any."""
     module: str
+    """Path of the innermost module whose forward was running; empty for the traced module itself."""
     source: str
+    """The line of the user's code: `attention.py:41`."""
     line: str
+    """The text of that line."""
     operands: tuple[FailedOperand, ...]
     clash: str
     """What does not fit, in words with the real numbers; empty where that is not known."""
@@ -200,8 +223,11 @@ class Failure:
     """None where the evidence shows none: then there are facts and no guess."""
     completed: tuple[ReachedStage, ...]
     last_ops: tuple[ReachedOp, ...]
+    """The last operations that were completed, in order."""
     num_ops: int
+    """How many operations were completed."""
     note: str = ""
+    """What could not be seen, and why."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,6 +244,7 @@ class Trace(Report):
     proof: Proof
     notes: tuple[str, ...] = ()
     ops: tuple[OpLine, ...] | None = None
+    """Every operation, when asked for."""
     failure: Failure | None = None
     """How the forward ended, where it raised; then the rest is what was completed before."""
     chosen: tuple[int, ...] | None = None
