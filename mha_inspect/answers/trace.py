@@ -14,8 +14,7 @@ from ..record.arguments import tensors_in
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.run import Run, run_and_record
-from ..running.state import State
-from ..running.subject import Subject
+from ..running.subject import State, Subject
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
 

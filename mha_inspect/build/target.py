@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import DeviceError, DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.catalog import LayerKind
 from ..record.arguments import cast_tensors
-from ..running.state import seed_everything
+from ..running.subject import seed_everything
 from ..text import a_kind, shown
 from .arguments import (
     Arguments,

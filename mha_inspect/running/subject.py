@@ -1,4 +1,4 @@
-"""A module and its arguments, ready to run."""
+"""A module and its arguments, ready to run, and what a run may change, kept and put back."""
 
 from __future__ import annotations
 
@@ -18,11 +18,38 @@ from torch.nn.parameter import is_lazy
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from ..record.ops import Recording
 from .run import Run, run_and_record
-from .state import State, held_by, seed_everything
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class State:
+    """What a run may change, at one moment: generators, buffers, modes, and what modules hold by name."""
+
+    cpu: torch.Tensor
+    gpus: dict[int, torch.Tensor]
+    contents: list[tuple[torch.Tensor, torch.Tensor]]
+    """Each buffer with a copy of its content."""
+    held: list[tuple[Any, Any]]
+    """What each module holds, with a copy of it; one that is scripted holds its own out of reach."""
+    modes: list[tuple[nn.Module, bool]]
+    """Whether each module is in training mode."""
+
+    def restore(self) -> None:
+        """Put everything back to this moment."""
+        torch.set_rng_state(self.cpu)
+        for gpu, numbers in self.gpus.items():
+            torch.cuda.set_rng_state(numbers, gpu)
+        with torch.no_grad():
+            for buffer, content in self.contents:
+                buffer.copy_(content)
+        for names, held in self.held:
+            _put_back(names, held)
+        for part, mode in self.modes:
+            if part.training != mode:
+                part.training = mode
 
 
 @dataclass(frozen=True)
@@ -64,6 +91,11 @@ class Subject:
     def described(self) -> str:
         """The arguments by name, a tensor as its dtype and shape: `x float32 [2, 10, 512]`."""
         return described(argument_names(self.module, self.args, self.kwargs))
+
+    @property
+    def elements(self) -> int:
+        """How many numbers its arguments hold."""
+        return sum({id(t): t.numel() for _, t in tensors_in((self.args, self.kwargs))}.values())
 
     def leaves(self, recording: Recording) -> dict[int, torch.Tensor]:
         """Return the content of what came from outside in a recording of it, by the ids of that."""
@@ -127,7 +159,8 @@ class Subject:
         try:
             other = make(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
             computed = sum(op.output.nbytes for op in run.recording.ops if op.kind == "compute")
-            if _elements(other) > _elements(self) and not costs_nothing and computed > _SMALL:
+            larger = other.elements > self.elements and not costs_nothing
+            if larger and computed > _SMALL:
                 return None
             with other.replaying(other.state()):
                 return Run(other.recorded().recording)
@@ -168,10 +201,12 @@ class Subject:
 
         On the CPU where the device has no such dtype. Raises what copying a module may raise.
         """
-        on_cpu = any(tensor.device.type == "mps" for _, tensor in tensors_in((self.args, self.kwargs)))
-        device = torch.device("cpu") if on_cpu and dtype == torch.float64 else None
-        module = copy_module(self.module).to(device=device, dtype=dtype)
-        return replace(self, module=module, grad=False).with_arguments_of(self, dtype)
+        arguments = self.args, self.kwargs
+        on_cpu = any(tensor.device.type == "mps" for _, tensor in tensors_in(arguments)) and dtype == torch.float64
+        module = copy_module(self.module).to(device="cpu" if on_cpu else None, dtype=dtype)
+        device = next((p.device for p in module.parameters() if p.device.type == "cpu"), None)
+        args, kwargs = cast_tensors(arguments, dtype, device)
+        return replace(self, module=module, args=args, kwargs=kwargs, grad=False)
 
     def shaken(self) -> Subject:
         """Return it with every number that goes into it off by half a last digit, without a copy of the module."""
@@ -210,24 +245,13 @@ class Subject:
         with own.replaying(own.state()):
             yield own
 
-    def with_arguments_of(self, other: Subject, dtype: torch.dtype) -> Subject:
-        """Return this module with the arguments of another subject, cast to a dtype."""
-        device = next((p.device for p in self.module.parameters() if p.device.type == "cpu"), None)
-        args, kwargs = cast_tensors((other.args, other.kwargs), dtype, device)
-        return replace(self, args=args, kwargs=kwargs)
-
     def state(self) -> State:
         """Return what a run may change, as it is now."""
         return State(
             torch.get_rng_state(),
             {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
             [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()],
-            [
-                held
-                for part in self.module.modules()
-                if not isinstance(part, torch.jit.ScriptModule)
-                for held in held_by(part)
-            ],
+            [content for part in self.module.modules() for content in _contents(part)],
             [(part, part.training) for part in self.module.modules()],
         )
 
@@ -263,6 +287,36 @@ def _fresh(value: Any) -> Any:
         return value
 
 
-def _elements(own: Subject) -> int:
-    """Elements of the arguments."""
-    return sum({id(tensor): tensor.numel() for _, tensor in tensors_in((own.args, own.kwargs))}.values())
+def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
+    """Yield what a module holds by name, and each list or dict of its own that a run may add to, with a copy of it."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    yield vars(module), dict(vars(module))
+    yield module._buffers, dict(module._buffers)
+    for name, value in vars(module).items():
+        if type(value) in (list, dict, set) and name not in _OF_EVERY_MODULE:
+            yield value, copy.copy(value)
+
+
+def _put_back(now: Any, before: Any) -> None:
+    """Make a list, dict or set what it was. One that is so is not touched: another thread may be reading it."""
+    if isinstance(now, dict):
+        for name in [name for name in now if name not in before]:
+            del now[name]
+        now.update({name: value for name, value in before.items() if name not in now or now[name] is not value})
+    elif isinstance(now, list) and [*map(id, now)] != [*map(id, before)]:
+        now[:] = before
+    elif isinstance(now, set) and {*map(id, now)} != {*map(id, before)}:
+        now.clear()
+        now.update(before)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every generator that a module may draw from: torch's, Python's and numpy's."""
+    # For a device that may yet come torch would write down the stack each time: a tenth of what a check takes.
+    (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)

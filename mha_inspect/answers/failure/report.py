@@ -12,8 +12,7 @@ from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
 from ...reports.trace import FailedOperand, Failure, Proof, ReachedOp, ReachedStage
 from ...running.run import Run, run_and_record
-from ...running.state import State
-from ...running.subject import Subject
+from ...running.subject import State, Subject
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
 from .call import CallWatch, call_of_layer, dispatched, site_of
