@@ -19,7 +19,7 @@ from ..errors import InputError, SpecError
 from ..layers.spec import InputSpec
 from .forward import Axis, Forward, Plan
 from .hugging_face import is_hugging_face
-from .probe import Evidence, Probed
+from .probe import Probed
 
 _UNUSUAL = 37
 """A width that nothing has: whatever takes it, does not look at it."""
@@ -55,12 +55,6 @@ class Sizes:
             return Plan(kind, places, "int64", size or self._vocabulary())
         return Plan(kind, (*places, size or self._width(kind)))
 
-    def corrected(self, name: str, plan: Plan, evidence: Evidence | None) -> Plan:
-        """Return a plan as what the forward did with the argument shows that it should be."""
-        if evidence is None:
-            return plan
-        return self.plan(name, plan.kind if evidence.kind == "width" else evidence.kind, evidence.size)
-
     def given(self, name: str, shape: InputShape) -> Plan:
         """Return a tensor of the shape that somebody gave it."""
         dtype = shape.dtype or ("int64" if self.forward.kind(name) == "ids" else "")
@@ -73,14 +67,14 @@ class Sizes:
 
         Raises `InputError` where nothing suggests one.
         """
-        lazy = [m for m in self.target.module.modules() if any(map(is_lazy, m.parameters(recurse=False)))]
-        if not lazy or any(self.forward.kind(name) in ("ids", "image") for name in self.forward.parameters):
+        lazy = next((m for m in self.target.module.modules() if any(map(is_lazy, m.parameters(recurse=False)))), None)
+        if lazy is None or any(self.forward.kind(name) in ("ids", "image") for name in self.forward.parameters):
             return ()
-        width, name = self._width("hidden"), next(iter(self.forward.parameters), "x")
-        if width == _UNUSUAL:
+        if (width := self._width("hidden")) == _UNUSUAL:
             raise InputError(
-                f"{self.target.name} has lazy layers ({type(lazy[0]).__name__}), which take any width, and nothing "
-                f"tells which is meant. Give it: --input-shape {name}=2x10x512 with its own sizes."
+                f"{self.target.name} has lazy layers ({type(lazy).__name__}), which take any width, and nothing tells "
+                f"which is meant. Give it: --input-shape {next(iter(self.forward.parameters), 'x')}=2x10x512 with its "
+                "own sizes."
             )
         return (f"Its lazy layers take any width, and were given {width}: --input-shape gives another.",)
 
@@ -193,7 +187,10 @@ def guessed_plans(
             f"{untold[0]}=2x10x512:float32 with its own sizes, --input FILE with {untold[0]} in it, or as a function "
             f"that returns it with the module:\n{lines}"
         )
-    return {name: sizes.corrected(name, plan, probed.evidence.get(name)) for name, plan in chosen.items()}
+    for name in chosen.keys() & probed.evidence.keys():
+        evidence = probed.evidence[name]
+        chosen[name] = sizes.plan(name, chosen[name].kind if evidence.kind == "width" else evidence.kind, evidence.size)
+    return chosen
 
 
 # -- what nobody can guess ---------------------------------------------------------------------------------------------

@@ -96,19 +96,11 @@ def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
     file, mask = printable(path), read_tensor(path)
     batch, heads, query, key = sizes
     shape = tuple(mask.shape)
-    hints = {
-        (key, query): "Try mask.T.",
-        (batch, query, key): f"Try mask.repeat_interleave({heads}, dim=0), which gives each head its batch row's mask.",
-        (heads, query, key): f"Try mask.repeat({batch}, 1, 1), which gives each batch row the heads' masks.",
-        (batch, heads, query, key): "Try mask.flatten(0, 1).",
-        (batch, 1, query, key): f"Try mask.squeeze(1).repeat_interleave({heads}, dim=0).",
-        (batch, key): "For padding keys use --padding.",
-    }
     if shape not in ((query, key), (batch * heads, query, key)):
         raise InputError(
             f"{file} has shape {list(shape)}: for batch {batch}, {heads} heads, {query} queries and {key} keys a mask "
             f"is `query key` [{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. "
-            f"{hints.get(shape, '')}".rstrip()
+            "Padding keys are for --padding."
         )
     kind, boolean = str(mask.dtype).removeprefix("torch."), mask.dtype == torch.bool
     like_one = not boolean and not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
@@ -143,18 +135,23 @@ def masks_of(
     names = {plain(name): name for name in forward.parameters}
     of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
     switches = [name for word, name in names.items() if word in _CAUSAL]
-    is_taken = bool(free or switches or mask_arguments(forward.parameters))
-    asked = {"--attn-mask": inputs.attn_mask is not None, "--causal": inputs.causal, "--padding": bool(inputs.padding)}
-    flags = [flag for flag, is_asked in asked.items() if is_asked]
+    style = None if target.layer is None else target.layer.masks
+    is_known = style is not None or type(forward.module).__module__.startswith("torch.nn.")
+    is_taken = not is_known and bool(free or switches or mask_arguments(forward.parameters))
+    of_keys = [names[word] for word in _OF_KEYS if word in names]
+    asked = {
+        "--attn-mask": (inputs.attn_mask is not None, of_scores),
+        "--causal": (inputs.causal, of_scores or is_taken),
+        "--padding": (bool(inputs.padding), of_keys or style or is_taken),
+    }
+    flags = [flag for flag, (is_asked, _) in asked.items() if is_asked]
     for flag in flags:
-        if not (is_taken if flag != "--attn-mask" else of_scores):
+        if not asked[flag][1]:
             listed = ", ".join(forward.parameters)
             arguments = f"its arguments are {listed}" if listed else "it names no arguments"
             raise SpecError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
     tensors = {name: value for name in forward.parameters if isinstance(value := values.get(name), Tensor)}
-    style = None if target.layer is None else target.layer.masks
-    is_torchs = type(forward.module).__module__.startswith("torch.nn.")
-    if flags and tensors and (is_torchs or style):
+    if flags and tensors and is_known:
         scores, padded = _known_masks(forward, target, inputs, tensors)
         if style:
             batch = None if inputs.unbatched else next(iter(tensors.values())).shape[0]
@@ -162,7 +159,7 @@ def masks_of(
         else:
             if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates two kinds
                 padded = torch.zeros_like(padded, dtype=scores.dtype).masked_fill_(padded, float("-inf"))
-            masks = {of_scores: scores, **{names[word]: padded for word in _OF_KEYS if word in names}}
+            masks = {of_scores: scores, **dict.fromkeys(of_keys, padded)}
         return {name: mask for name, mask in masks.items() if name is not None and mask is not None}, []
     given: dict[str, Any] = {}
     if inputs.attn_mask is not None and of_scores is not None:

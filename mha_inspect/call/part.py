@@ -34,7 +34,7 @@ _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Si
 
 
 class _CaughtError(BaseException):
-    """The module has been called: the rest of the run tells nothing more."""
+    """The module has been called with these: the rest of the run tells nothing more."""
 
 
 # -- the arguments of a call by name -----------------------------------------------------------------------------------
@@ -104,7 +104,10 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
             laid_out = match.transpose(0, 1).contiguous() if is_turned else match
             dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
             moved[id(match)] = laid_out.to(device=tensor.device, dtype=dtype)
-        if match is None or not _fits(moved[id(match)], tensor, kind, any_length=other.origin != call.origin):
+        fits = match is not None and moved[id(match)].dim() == tensor.dim()
+        # What a model gives has lengths of its own.
+        sizes = slice(None) if kind == "image" else slice(-1, None) if tensor.is_floating_point() else slice(0)
+        if match is None or not fits or moved[id(match)].shape[sizes] != tensor.shape[sizes]:
             has = ", ".join(f"{n} {list(t.shape)}" for n, (_, t) in given.items()) or "no tensor"
             raise InputError(
                 f"{type(module).__name__}.forward takes {name} {list(tensor.shape)} and {type(other_module).__name__}"
@@ -116,13 +119,6 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
     kwargs = {name: arguments.pop(name) for name in call.kwargs}
     origin = call.origin if not instead or other.origin == call.origin else f"what {type(other_module).__name__} gets"
     return replace(call, args=(*arguments.values(), *call.args[len(arguments) :]), kwargs=kwargs, origin=origin)
-
-
-def _fits(tensor: Tensor, drawn: Tensor, kind: Kind, *, any_length: bool) -> bool:
-    """Return whether a tensor may stand in the place of a drawn one: what a model gives has lengths of its own."""
-    if not any_length or kind == "image" or not tensor.dim():
-        return tensor.shape == drawn.shape
-    return tensor.dim() == drawn.dim() and (tensor.shape[-1] == drawn.shape[-1] or not tensor.is_floating_point())
 
 
 def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -158,41 +154,36 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
         listed = first_few(list(paths), 4) or "none"  # of a long list these say how paths are written
         raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed}.{did_you_mean(path, paths)}")
     module = paths[path]
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
     def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls.append((args, kwargs))
-        raise _CaughtError
+        raise _CaughtError(args, kwargs)
 
     whole = call.of(target.module)
     handle = module.register_forward_pre_hook(catch, prepend=True, with_kwargs=True)
     try:
         with torch.no_grad(), whole.replaying(whole.state()):
             whole.plain()
-    except _CaughtError:
-        pass
-    finally:
-        handle.remove()
-    if not calls:
         raise InputError(
             f"{target.name} does not call its module {shown(path)} in this forward, so nothing tells what it takes. "
             "Name one that it calls."
         )
+    except _CaughtError as caught:
+        args, kwargs = with_copies(caught.args)
+    finally:
+        handle.remove()
     part = Target(module, f"{target.made_from} {path}", target.passed, target.notes, target.arguments)
-    args, kwargs = with_copies(calls[0])
     parameters = signature_of(module.forward)
     may_go = {name for name, parameter in parameters.items() if parameter.default is None}
     by_name = call_with(module, args, kwargs, f"what {target.name} gives it")
     kwargs = {name: value for name, value in by_name.kwargs.items() if name not in may_go or _is_plain(value)}
-    caught = call_with(module, by_name.args, kwargs, by_name.origin)
-    return part, replace(caught, drawn=tuple(path for path in caught.drawn if "." not in path))
+    call = call_with(module, by_name.args, kwargs, by_name.origin)
+    return part, replace(call, drawn=tuple(path for path in call.drawn if "." not in path))
 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is data that a run leaves as it is; a cache of keys, for one, is filled by every run."""
-    if isinstance(value, (list, tuple, dict)):
-        return all(_is_plain(part) for _, part in parts_of(value))
-    return isinstance(value, _PLAIN)
+    parts = [part for _, part in parts_of(value)] if isinstance(value, (list, tuple, dict)) else []
+    return all(map(_is_plain, parts)) if parts else isinstance(value, (*_PLAIN, list, tuple, dict))
 
 
 def with_arguments_of(target: Target, call: Call) -> Target:

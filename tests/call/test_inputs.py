@@ -172,9 +172,8 @@ def test_an_additive_mask_is_in_the_layers_dtype_and_may_be_zeros(numbers: Tenso
 @pytest.mark.parametrize(
     ("mask", "words"),
     [
-        (torch.zeros(7, 5, dtype=torch.bool), ["[7, 5]", "`query key` [5, 7]", "[6, 5, 7]", "mask.T"]),
-        (torch.zeros(3, 5, 7, dtype=torch.bool), ["repeat_interleave(2, dim=0)"]),
-        (torch.zeros(3, 2, 5, 7, dtype=torch.bool), ["flatten(0, 1)"]),
+        (torch.zeros(7, 5, dtype=torch.bool), ["[7, 5]", "`query key` [5, 7]", "[6, 5, 7]"]),
+        (torch.zeros(3, 2, 5, 7, dtype=torch.bool), ["`(batch heads) query key` [6, 5, 7]"]),
         (torch.eye(5, 7), ["float32 numbers 0 and 1", "booleans", "mask.bool()"]),
         (torch.eye(5, 7, dtype=torch.int64), ["int64 numbers 0 and 1", "mask.bool()"]),
         (torch.zeros(5, 7, dtype=torch.uint8), ["uint8 numbers 0 and 1"]),

@@ -239,7 +239,7 @@ def test_a_forward_of_nothing_but_stars():
     ("held", "asked", "said"),
     [
         ({"query": torch.zeros(3, 5, 12)}, "input", r"embed_dim 14.*Try --embed-dim 12"),
-        (torch.zeros(7, 5, dtype=torch.bool), "attn_mask", r"`query key` \[5, 7\].*mask.T"),
+        (torch.zeros(7, 5, dtype=torch.bool), "attn_mask", r"`query key` \[5, 7\]"),
     ],
 )
 def test_files_for_torchs_layer_are_checked_as_for_the_layer_of_that_name(held, asked, said, tmp_path):

@@ -117,7 +117,7 @@ def test_what_goes_in_is_what_the_model_gives_it(invoke, mine):
     assert "Attention.forward was called with hidden_states float32 [2, 5, 33], turn (float32 [5, 1], cosine)" in said
     assert "cache" not in said
     assert "hidden_states was what Model gives it." in said
-    assert "Port was built with d_model=33 (--embed-dim), n_heads=3 (--num-heads)." in said
+    assert "Port was built with d_model=33 (--embed-dim), n_heads=3 (--num-heads)" in said
     assert "x was what Attention gets." in said
 
 
