@@ -39,15 +39,6 @@ def test_a_reader_that_is_gone_ends_it_quietly(program, command):
 
 
 @each_command
-def test_json_parses_and_comes_out_the_same_again(invoke, command):
-    numbers = ["--values", "--stats"] if command in ("trace", "params") else []
-    first = invoke(command, *SMALL[command], "--format", "json", *numbers)
-    assert (first.code, first.err) == (0, "")
-    assert json.loads(first.out, parse_constant=pytest.fail)["command"] == command
-    assert invoke(command, *SMALL[command], "--json", *numbers) == first
-
-
-@each_command
 def test_table_has_color_and_the_width_that_were_asked_for(invoke, monkeypatch, command):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "100")

@@ -85,25 +85,6 @@ def test_a_target_in_the_current_folder_is_found(invoke, tmp_path, monkeypatch):
     assert sys.path[-1] == str(tmp_path)
 
 
-@posix
-def test_from_a_folder_that_is_gone(entry_point, environment, tmp_path):
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    line = 'cd "$1" && rmdir "$1" && shift && "$@"'
-    for arguments in (["trace", "torch.nn:Identity"], ["layers", "--export", "x.json"]):
-        gone.mkdir(exist_ok=True)
-        done = subprocess.run(
-            ["sh", "-c", line, "sh", str(gone), *entry_point, *arguments],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert "Traceback" not in done.stderr
-        assert done.returncode in (0, 1, 2)
-
-
 WRITES = """
 import os, sys, time
 from pathlib import Path
@@ -239,15 +220,3 @@ def test_an_error_of_the_system_about_a_users_file_is_no_fault_of_ours():
     from mha_inspect.errors import ExitCode
 
     assert explain(PermissionError(13, "Permission denied", "/closed/x")) is ExitCode.USAGE
-
-
-@pytest.mark.parametrize(
-    "line", [["--head-dim", "16"], ["--rope"], ["--num-kv-heads", "2"], ["--num-heads", "1,2", "--head-dim", "16"]]
-)
-def test_a_setting_that_a_layer_has_no_use_for_costs_no_torch(environment, line):
-    code = "import sys; from mha_inspect.__main__ import run; print(int(run(sys.argv[1:])), 'torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code, "params", *line], env=environment(), capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "2 False\n"
-    assert "has no use for" in done.stderr

@@ -52,6 +52,7 @@ def imported(*args: str, env: dict[str, str]) -> set[str]:
         ("trace --embed-dim 10 --num-heads 3", {}),
         ("trace --layer bert --kdim 3", {}),
         ("params --num-heads 1,3", {}),
+        ("params --rope", {}),
         ("compare-heads --heads 8", {}),
         ("diff torch narow", {}),
         ("diff torch wide", {}),

@@ -78,12 +78,6 @@ def test_columns_are_those_that_were_set(monkeypatch, typed, width):
     assert screen.columns(Stream(False)) == width
 
 
-def test_no_stream_is_no_terminal(monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
-    assert (screen.is_terminal(None), screen.in_color(None), screen.columns(None)) == (False, False, None)
-
-
 @pytest.mark.parametrize("line", ["--help", "trace --help", "--version", "--show-completion bash"])
 def test_a_reader_that_is_gone_ends_it_quietly(entry_point, environment, line):
     read, write = os.pipe()

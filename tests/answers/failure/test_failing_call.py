@@ -70,23 +70,6 @@ def test_the_call_and_its_operands_are_told(body: Callable[..., Any], call: str,
             assert expected in (operand.name, operand.shape)
 
 
-def test_one_more_run_leaves_what_one_call_leaves() -> None:
-    def body(module: Block, x: torch.Tensor) -> torch.Tensor:
-        return (F.dropout(x.add_(1), 0.5) + module.counted(x)).view(2, 5, -1)
-
-    plain, x = Block(body), X.clone()
-    torch.manual_seed(3)
-    with pytest.raises(RuntimeError, match="invalid for input"):
-        plain(x)
-    numbers = torch.get_rng_state()
-    traced, given = Block(body), X.clone()
-    torch.manual_seed(3)
-    failure_of(traced, given)
-    assert torch.equal(given, x)
-    assert traced.calls == plain.calls == 1
-    assert torch.equal(torch.get_rng_state(), numbers)
-
-
 def test_a_forward_that_raises_once_alone_is_told_by_its_frames() -> None:
     raised: list[int] = []
 

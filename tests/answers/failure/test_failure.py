@@ -161,12 +161,6 @@ def test_stages_are_those_that_were_reached(
     assert not absent & reached.keys()
 
 
-def test_a_product_of_what_another_gives_is_no_scores():
-    trace = failed(Projected(lambda q, k, v: (q @ k.mT * torch.ones(11, 11)) @ v), torch.randn(7, 11, 22))
-    assert trace.failure is not None
-    assert {stage.name for stage in trace.failure.completed} == {""}
-
-
 def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
     class Two(nn.Module):
         def __init__(self) -> None:
@@ -299,14 +293,6 @@ def test_a_module_that_counts_its_calls_is_run_again_from_the_state_before():
     assert failure.num_ops > 0
 
 
-def test_an_error_of_the_forwards_own_has_no_call():
-    def refuses(_: torch.Tensor) -> torch.Tensor:
-        raise ValueError("no")
-
-    failure = failure_of(Breaks(refuses), torch.randn(2, 7, 24))
-    assert (failure.error, failure.call, failure.note) == ("ValueError", "", "")
-
-
 def test_what_is_no_failure_of_the_forward_is_raised_as_it_is():
     def full(_: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 TiB.")
@@ -428,10 +414,6 @@ def trace() -> Trace:
     return failed(Breaks(view_badly), torch.randn(2, 7, 24))
 
 
-def test_it_follows_its_schema(trace: Trace):
-    jsonschema.validate(json.loads(to_text(trace, "json")), load_schema("trace"))
-
-
 def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
     page = to_text(trace, "plain")
     assert "No attention was found" not in page
@@ -439,12 +421,3 @@ def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
     assert "heads.view(2, 5, -1)" in page
     assert "shape '[2, 5, -1]' is invalid for input of size 336" in page
     assert page.rstrip().endswith("these are the facts.")
-
-
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
-def test_it_is_told_without_gradients_too(context: Callable[[], Any]):
-    with context():
-        failure = failure_of(Breaks(view_badly), torch.randn(2, 7, 24))
-    assert failure.call == "Tensor.view"
-    assert failure.operands[0].shape == (2, 7, 3, 8)
-    assert failure.operands[0].axes == "batch sequence heads head_dim"
