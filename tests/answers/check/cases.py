@@ -152,6 +152,15 @@ class Case:
         return self.base(**(self.wrong if wrong else self.twin))
 
 
+def folded(
+    fold: Callable[[Tensor], Tensor] = lambda t: t.unflatten(-1, (H, D)).transpose(1, 2).flatten(0, 1),
+    unfold: Callable[[Tensor], Tensor] = lambda t: t.unflatten(0, (-1, H)).transpose(1, 2).flatten(2),
+    weigh: Callable[[Any, Tensor], Tensor] = lambda m, s: s.softmax(-1),
+) -> Steps:
+    """Steps in which batch and heads are one dimension."""
+    return {"split": lambda m, t: fold(t), "weigh": weigh, "join": lambda m, t: unfold(t)}
+
+
 def masked(bar: Callable[[Tensor], Tensor], number: float = -math.inf) -> Steps:
     """A step that masks scores where a function of them says."""
     return {"mask": lambda m, s: s.masked_fill(bar(s), number)}
@@ -207,6 +216,10 @@ def _each(x: Tensor) -> Tensor:
     return x.repeat_interleave(2, 1)
 
 
+def _expanded(x: Tensor, place: int) -> Tensor:
+    return x.unsqueeze(place).expand(x.shape[0], 2, 2, *x.shape[2:]).reshape(x.shape[0], H, *x.shape[2:])
+
+
 def _keeps_keys(m: Any, x: Tensor, *, wrong: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Heads of a cache that nobody empties."""
     q, k, v = Right.heads(m, x)
@@ -218,6 +231,10 @@ def _norm(x: Tensor, *dims: int) -> Tensor:
     return (x - x.mean(dims, keepdim=True)) / x.std(dims, keepdim=True)
 
 
+def _mean(m: Any, x: Tensor) -> Tensor:
+    return (x * m.padding[..., None]).sum(1, True) / m.padding.sum(1)[:, None, None]
+
+
 def _bar_without_keys(m: Any, s: Tensor) -> Tensor:
     return ~m.padding[:, None, None, :] | future(s)
 
@@ -225,6 +242,20 @@ def _bar_without_keys(m: Any, s: Tensor) -> Tensor:
 def _packed(split: Callable[[Tensor], Any]) -> Steps:
     one = {name: partial(nn.Identity) for name in "qkv"}  # they are one matrix here
     return {**one, "qkv": partial(nn.Linear, E, 3 * E), "heads": lambda m, x: split(m.qkv(x))}
+
+
+def _batch_by_view(flip: Callable[[Tensor], Tensor]) -> Steps:
+    """Layers that have the sequence first, between others."""
+    return {
+        "enter": lambda m, x: flip(x),
+        "split": lambda m, t: t.reshape(len(t), -1, D).transpose(0, 1),
+        "join": lambda m, t: t.transpose(0, 1).reshape(t.shape[1], -1, E),
+        "leave": lambda m, t: m.o(t.transpose(0, 1)),
+    }
+
+
+def _one_sequence(m: Any, x: Tensor) -> Tensor:
+    return x.reshape(1, -1, E)
 
 
 def _no_key() -> dict[str, Tensor]:
@@ -251,6 +282,14 @@ CASES = [
     # reczoo/FuxiCTR#30
     Case("SplitByView", "heads", {"split": lambda m, x: _by_view(x), "join": lambda m, x: x.reshape(len(x), -1, E)}),
     Case("KeysSplitByView", "heads", {"heads": lambda m, x: (m.split(m.q(x)), _by_view(m.k(x)), m.split(m.v(x)))}),
+    Case("ValuesSplitByView", "heads", {"heads": lambda m, x: (m.split(m.q(x)), m.split(m.k(x)), _by_view(m.v(x)))}),
+    # 649453932/Chinese-Text-Classification-Pytorch#53: view(batch * heads, -1, head_dim)
+    Case(
+        "SplitIntoBatch",
+        "heads",
+        folded(lambda t: t.reshape(-1, t.shape[1], D), lambda t: t.reshape(-1, t.shape[1], E)),
+        folded(),
+    ),
     # jsbaan/transformer-from-scratch#6
     Case("MergedByReshape", "heads", {"join": lambda m, x: x.reshape(len(x), x.shape[2], E)}),
     Case("MergedFused", "heads", {**fused(), "join": lambda m, x: x.contiguous().view(len(x), -1, E)}, fused()),
@@ -267,14 +306,27 @@ CASES = [
             "join": lambda m, x: x.permute(1, 2, 0, 3).flatten(2),
         },
     ),
+    # the context is transposed by the caller as well
+    Case("MergedTwice", "heads", {"join": lambda m, x: x.transpose(1, 2).transpose(1, 2).reshape(len(x), -1, E)}),
     Case(
         "PackedSplitByView",
         "heads",
         _packed(lambda x: x.view(x.shape[0], 3, H, -1, D).unbind(1)),
         _packed(lambda x: x.view(*x.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4)),
     ),
+    # gazelle93/Transformer-Various-Positional-Encoding#1: folded as (batch heads), unfolded as (heads batch)
+    Case(
+        "UnfoldedInTheOtherOrder",
+        "batch",
+        folded(unfold=lambda t: t.unflatten(0, (H, -1)).permute(1, 2, 0, 3).flatten(2)),
+        folded(),
+    ),
     Case("SoftmaxOverQueries", "softmax", {"weigh": lambda m, s: s.softmax(-2)}),
     Case("SoftmaxOverHeads", "softmax", {"weigh": lambda m, s: s.softmax(1)}),
+    Case("SoftmaxOverBatch", "softmax", {"weigh": lambda m, s: s.softmax(0)}),
+    # F.softmax without dim takes dimension 0 of three
+    Case("SoftmaxWithoutDim", "softmax", folded(weigh=lambda m, s: F.softmax(s, dim=0)), folded()),
+    Case("WeightsCutOff", "softmax", {"weigh": lambda m, s: s.softmax(-1) * (s > 0)}),
     Case("SoftmaxOfSoftmax", "softmax", {"weigh": lambda m, s: s.softmax(-1).softmax(-1)}),
     Case(
         "MaskAfterSoftmax",
@@ -282,13 +334,41 @@ CASES = [
         {"weigh": lambda m, s: s.softmax(-1).masked_fill(future(s), 0)},
         masked(future),
     ),
+    Case("MaskTimesWeights", "softmax", {"weigh": lambda m, s: s.softmax(-1) * (~future(s)).float()}, masked(future)),
     Case("OverHeads", "heads", {"split": lambda m, x: x.unflatten(-1, (H, D)), "join": lambda m, x: x.flatten(2)}),
+    Case(
+        "OverHeadsFused",
+        "heads",
+        {**fused(), "split": lambda m, x: x.unflatten(-1, (H, D)), "join": lambda m, x: x.flatten(2)},
+        fused(),
+    ),
     Case("MaskTimesScores", "masking", {"mask": lambda m, s: s * (~future(s)).float()}, masked(future)),
     # 1e-9 where -1e9 was meant
     Case("TinyBar", "masking", masked(future, 1e-9), masked(future, -1e9)),
+    Case(
+        "TinyNegativeBar",
+        "masking",
+        {"mask": lambda m, s: torch.where(future(s), torch.tensor(-1e-9), s)},
+        {"mask": lambda m, s: torch.where(future(s), torch.tensor(-1e9), s)},
+    ),
+    # a boolean mask is added as numbers
+    Case(
+        "MaskOfOnesAdded",
+        "masking",
+        {"mask": lambda m, s: s + future(s).float()},
+        {"mask": lambda m, s: s + future(s).float() * -1e9},
+    ),
     # kzl/decision-transformer#30 and many like it; RVC-Boss/GPT-SoVITS#965
     _causal("CausalOneLate", wrong=masked(lambda s: future(s, 2)), twin=masked(future)),
     _causal("CausalWithoutItself", wrong=masked(lambda s: future(s, 0), -1e9), twin=masked(future, -1e9)),
+    _causal("CausalTurnedRound", wrong=masked(lambda s: ~future(s), -1e9), twin=masked(future, -1e9)),
+    _causal("CausalForgotten", wrong=fused(), twin=fused(is_causal=True)),
+    # torch's fused kernel keeps where a mask is True, its own layer masks there
+    _causal(
+        "CausalBooleanForFused",
+        wrong=fused(attn_mask=lambda m, q: future(torch.empty(N, N)).mT),
+        twin=fused(attn_mask=lambda m, q: ~future(torch.empty(N, N))),
+    ),
     # the triangle lies over the heads' axis and is broadcast over the queries
     _causal("CausalAlongHeads", wrong=masked(lambda s: future(s)[:H][None, :, None], -1e9), twin=masked(future, -1e9)),
     # a norm over the positions tells each of the later ones
@@ -296,6 +376,20 @@ CASES = [
         "NormOverPositions",
         wrong={**masked(future, -1e9), "enter": lambda m, x: _norm(x, 1, 2)},
         twin={**masked(future, -1e9), "enter": lambda m, x: _norm(x, 2)},
+    ),
+    # a convolution before causal attention, padded on both sides
+    _causal(
+        "ConvolutionSeesAhead",
+        wrong={
+            **masked(future, -1e9),
+            "conv": partial(nn.Conv1d, E, E, 3),
+            "enter": lambda m, x: m.conv(F.pad(x.mT, (1, 1))).mT,
+        },
+        twin={
+            **masked(future, -1e9),
+            "conv": partial(nn.Conv1d, E, E, 3),
+            "enter": lambda m, x: m.conv(F.pad(x.mT, (2, 0))).mT,
+        },
     ),
     # huggingface/transformers#39408: a window of 4 that sees 5
     _window(
@@ -308,12 +402,37 @@ CASES = [
         wrong=masked(lambda s: future(s) | ~future(s, -2), -1e9),
         twin=masked(lambda s: future(s) | ~future(s, -3), -1e9),
     ),
+    # the window's other side is masked, and the far past is not
+    _window(
+        "WindowWithoutEnd",
+        wrong=masked(lambda s: before(s) < 0, -1e9),
+        twin=masked(lambda s: (before(s) < 0) | (before(s) > 3), -1e9),
+    ),
     # pytorch/pytorch#27968 and others: True means the opposite
     _padding("PaddingTurnedRound", wrong=padded(lambda keep: ~keep[:, None, None, :])),
     _padding("PaddingOnQueries", wrong=padded(lambda keep: keep[:, None, :, None])),
+    # lsdefine/attention-is-all-you-need-keras#36: mask and heads are folded in different orders
+    _padding(
+        "PaddingInTheOtherOrder",
+        wrong={**folded(), **padded(lambda keep: keep.repeat(H, 1)[:, None, :])},
+        twin={**folded(), **padded(lambda keep: keep.repeat_interleave(H, 0)[:, None, :])},
+    ),
     _padding("PaddingForgotten", wrong={"mask": lambda m, s: s}),
+    # the mask of the first row is used for all
+    _padding("PaddingOfFirstRow", wrong=padded(lambda keep: keep[:1].expand_as(keep)[:, None, None, :])),
+    _padding(
+        "PaddingAsBoolForFused",
+        wrong=fused(attn_mask=lambda m, q: ~m.padding[:, None, None, :]),
+        twin=fused(attn_mask=lambda m, q: m.padding[:, None, None, :]),
+    ),
     # torch's layer ignores where key_padding_mask is True: facebookresearch/detr#96
     _padding("PaddingForTorchsLayer", wrong={}, twin={"given": torch.logical_not}, base=TorchsLayer),
+    # a mean over all tokens, padding among them, is taken off first
+    _padding(
+        "MeanOfPadding",
+        wrong={"enter": lambda m, x: x - x.mean(1, keepdim=True)},
+        twin={"enter": lambda m, x: x - _mean(m, x)},
+    ),
     # huggingface/trl#469: positions are counted from the padding on the left
     _padding(
         "PositionsOfPadding",
@@ -338,13 +457,41 @@ CASES = [
     ),
     # aipixel/AEMatter#3: torch's layer has the sequence first, and is given the batch first
     Case("BatchNotFirst", "batch", {"batch_first": False}, intent=Intent(batch_axis=0), base=TorchsLayer, alone=False),
+    Case("BatchInSequence", "batch", {"enter": _one_sequence, "leave": lambda m, x: m.o(x).view(-1, N, E)}),
+    # rish-16/tokenlearner-pytorch#1: a view where a transpose belongs, between layers that have the sequence first
+    Case(
+        "BatchByView",
+        "batch",
+        _batch_by_view(lambda x: x.reshape(x.shape[1], -1, E)),
+        _batch_by_view(lambda x: x.transpose(0, 1)),
+    ),
+    # a mean over the batch where one over the features was meant
+    Case(
+        "BatchMean",
+        "batch",
+        {"enter": lambda m, x: x - x.mean(0, keepdim=True)},
+        {"enter": lambda m, x: x - x.mean(-1, keepdim=True)},
+    ),
+    Case("KeysOfTheNextRow", "batch", keys_of(lambda m, x: m.k(x.roll(1, 0)))),
     _scale("NoScale", wrong=scaled(lambda q, k: q @ k.mT)),
+    # lucidrains/vit-pytorch#65
+    _scale("ScaleOfEmbedding", wrong=scaled(lambda q, k: q @ k.mT * E**-0.5)),
+    # the queries are scaled, and the fused kernel scales again
+    _scale(
+        "ScaledTwice",
+        wrong={"attend": lambda m, q, k, v: F.scaled_dot_product_attention(q * D**-0.5, k, v)},
+        twin={"attend": lambda m, q, k, v: F.scaled_dot_product_attention(q * D**-0.5, k, v, scale=1.0)},
+    ),
+    # esceptico/perceiver-io#9: divided by what should be multiplied
+    _scale("ScaleUpsideDown", wrong=scaled(lambda q, k: q @ k.mT / D**-0.5)),
     # onnx/onnx#7274: tiled where torch repeats each
     Case("Tiled", "grouped", repeated(_tiled), repeated(_each)),
+    Case("ExpandedInFront", "grouped", repeated(lambda t: _expanded(t, 1)), repeated(lambda t: _expanded(t, 2))),
     Case("ValuesTiled", "grouped", repeated(_each, _tiled), repeated(_each)),
     # raiyanyahya/how-to-train-your-gpt#6: halves of one layout, pairs of another
     Case("RotaryMixed", "rotary", turned(halves, pairs), turned(halves, halves)),
     Case("RotaryOfQueriesAlone", "rotary", turned(pairs, lambda k: k), turned(pairs, pairs)),
+    Case("RotaryBackwards", "rotary", turned(halves, lambda k: halves(k.flip(-2)).flip(-2)), turned(halves, halves)),
     # the heads stand where the rotation looks for positions
     Case("RotaryByHead", "rotary", turned(_over_heads, _over_heads), turned(halves, halves)),
     Case("QueryServesTwice", "parameters", keys_of(lambda m, x: m.q(x))),
@@ -353,6 +500,12 @@ CASES = [
     Case("KeysCutOff", "parameters", keys_of(lambda m, x: m.k(x).detach())),
     # karpathy/nanoGPT#240, pytorch/pytorch#124464
     Case("DropoutAlways", "repeat", fused(dropout_p=0.3), fused(dropout_p=lambda m, q: 0.3 if m.training else 0.0)),
+    Case(
+        "DropoutWithoutFlag",
+        "repeat",
+        {"weigh": lambda m, s: F.dropout(s.softmax(-1), 0.2, training=True)},
+        {"weigh": lambda m, s: F.dropout(s.softmax(-1), 0.2, training=m.training)},
+    ),
     Case(
         "MaskInTrainingAlone",
         "training",
@@ -385,6 +538,9 @@ CASES = [
         wrong=masked(lambda s: future(s, 1 if s.shape[-2] > 1 else s.shape[-1])),
     ),
     _cache("CachePositionsFromZero", wrong={"turn": lambda m, x, start: halves(x, 0)}),
+    _cache("CacheTurnedRound", wrong={"after": lambda m, past, new: torch.cat((new, past), 2)}),
+    # mlx-node/mlx-node#24: a chunk behind a cache is not masked at all
+    _cache("CacheOpenChunk", wrong={"mask": lambda m, s: s if s.shape[-1] > s.shape[-2] else Cached.mask(m, s)}),
     _reference("KeyAndValueSwapped", wrong=keys_of(lambda m, x: m.v(x), lambda m, x: m.k(x))),
     # view(…, head_dim, heads) where weights are (heads head_dim)
     _reference("FeaturesBeforeHeads", wrong={"split": lambda m, x: x.unflatten(-1, (D, H)).permute(0, 3, 1, 2)}),

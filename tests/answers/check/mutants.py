@@ -1,4 +1,4 @@
-"""Attention as people write it, in fourteen ways that are right, and mistakes of one line in each."""
+"""Attention as people write it, in eighteen ways that are right, and mistakes of one line in each."""
 
 # ruff: noqa: E501, Q
 # fmt: off
@@ -175,6 +175,23 @@ class M(nn.Module):
         return self.proj(o.transpose(1, 2).reshape(b, n, c))
 ''')
 
+IDIOMS["blocks"] = ({}, "dict(x=torch.randn(2, 8, 16))", '''
+class M(nn.Module):
+    def __init__(self, dim=16, heads=2, block=4):
+        super().__init__()
+        self.heads, self.block = heads, block
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+    def fold(self, t):
+        b, n, c = t.shape
+        t = t.view(b, n // self.block, self.block, self.heads, c // self.heads)
+        return t.transpose(2, 3)
+    def forward(self, x):
+        q, k, v = self.fold(self.q(x)), self.fold(self.k(x)), self.fold(self.v(x))
+        a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
+        y = (a @ v).transpose(2, 3)
+        return self.o(y.reshape(x.shape))
+''')
+
 IDIOMS["vit"] = ({"scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 10, 24))", '''
 class M(nn.Module):
     def __init__(self, dim=24, num_heads=4):
@@ -251,6 +268,24 @@ class M(nn.Module):
         bias = self.rel(mem - ctx + 15).permute(2, 0, 1)[None]
         w = F.softmax((s + bias).float(), dim=-1).type_as(s)
         return self.o((w @ v).transpose(1, 2).contiguous().view(b, n, -1))
+''')
+
+IDIOMS["alibi"] = ({"causal": True}, "dict(x=torch.randn(2, 7, 16))", '''
+class M(nn.Module):
+    def __init__(self, dim=16, heads=4):
+        super().__init__()
+        self.h, self.d = heads, dim // heads
+        self.qkv, self.o = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.register_buffer("slopes", 2.0 ** -(8.0 / heads * torch.arange(1, heads + 1)))
+    def forward(self, x):
+        b, n, _ = x.shape
+        q, k, v = (t.view(b, n, self.h, self.d).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        pos = torch.arange(n)
+        dist = (pos[None, :] - pos[:, None]).float()
+        bias = self.slopes[:, None, None] * dist
+        s = torch.matmul(q, k.transpose(-1, -2)) / self.d ** 0.5 + bias
+        s = s + torch.full((n, n), -1e9).triu(1)
+        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
 ''')
 
 IDIOMS["einsum"] = ({"padding": "mask", "padding_true": "ignore", "scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 5, 24), mask=torch.zeros(2, 5))", '''
@@ -339,6 +374,23 @@ class M(nn.Module):
         return self.LayerNorm(self.dense(ctx) + hidden_states)
 ''')
 
+IDIOMS["mqa"] = ({"causal": True}, "dict(x=torch.randn(2, 6, 24))", '''
+class M(nn.Module):
+    def __init__(self, dim=24, heads=4):
+        super().__init__()
+        self.h, self.d = heads, dim // heads
+        self.q, self.kv, self.o = nn.Linear(dim, dim), nn.Linear(dim, 2 * self.d), nn.Linear(dim, dim)
+    def forward(self, x):
+        b, n, c = x.shape
+        q = self.q(x).view(b, n, self.h, self.d).transpose(1, 2)
+        k, v = self.kv(x).split(self.d, dim=-1)
+        att = torch.einsum("bhqd,bkd->bhqk", q, k) * self.d ** -0.5
+        causal = torch.ones(n, n, dtype=torch.bool).triu(1)
+        att = att.masked_fill(causal, torch.finfo(att.dtype).min)
+        out = torch.einsum("bhqk,bkd->bhqd", att.softmax(-1), v)
+        return self.o(out.transpose(1, 2).reshape(b, n, c))
+''')
+
 IDIOMS["static"] = ({"causal": True, "cache": "cache"}, "dict(x=torch.randn(2, 6, 16))", '''
 class M(nn.Module):
     def __init__(self, dim=16, heads=2, most=32):
@@ -364,43 +416,120 @@ class M(nn.Module):
         return self.o(y), {"k": ck, "v": cv, "at": total}
 ''')
 
+IDIOMS["neox"] = ({"causal": True, "scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 7, 24))", '''
+class M(nn.Module):
+    def __init__(self, dim=24, heads=4):
+        super().__init__()
+        self.h, self.d = heads, dim // heads
+        self.query_key_value, self.dense = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+    def forward(self, x):
+        b, n, _ = x.shape
+        qkv = self.query_key_value(x).view(b, n, self.h, 3 * self.d)
+        q = qkv[..., : self.d].permute(0, 2, 1, 3)
+        k = qkv[..., self.d : 2 * self.d].permute(0, 2, 1, 3)
+        v = qkv[..., 2 * self.d :].permute(0, 2, 1, 3)
+        q, k, v = (t.reshape(b * self.h, n, self.d) for t in (q, k, v))
+        s = torch.baddbmm(torch.zeros(1, 1, 1), q, k.transpose(1, 2), beta=1.0, alpha=self.d ** -0.5)
+        s = s.view(b, self.h, n, n)
+        keep = torch.ones(n, n, dtype=torch.bool).tril()
+        s = torch.where(keep, s, torch.tensor(torch.finfo(s.dtype).min))
+        w = s.softmax(-1)
+        o = torch.matmul(w, v.view(b, self.h, n, self.d))
+        o = o.permute(0, 2, 1, 3).contiguous().view(b, n, -1)
+        return self.dense(o)
+''')
+
+IDIOMS["half"] = ({}, "dict(x=torch.randn(2, 6, 32, dtype=torch.float16) * 30)", '''
+class M(nn.Module):
+    def __init__(self, dim=32, heads=2):
+        super().__init__()
+        self.h, self.d = heads, dim // heads
+        self.qkv, self.o = nn.Linear(dim, 3 * dim).half(), nn.Linear(dim, dim).half()
+        with torch.no_grad():
+            self.qkv.weight.mul_(4)
+    def forward(self, x):
+        b, n, c = x.shape
+        q, k, v = (t.view(b, n, self.h, self.d).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        s = (q.float() * self.d ** -0.5) @ k.float().mT
+        w = s.softmax(-1).to(x.dtype)
+        return self.o((w @ v).transpose(1, 2).reshape(b, n, c))
+''')
+
+IDIOMS["paddings_add"] = ({"padding": "src_mask", "padding_true": "keep"}, "dict(src=torch.randn(3, 6, 16), src_mask=torch.ones(3, 1, 1, 6, dtype=torch.bool))", '''
+def attention(query, key, value, mask=None, dropout=None):
+    d_k = query.size(-1)
+    scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(d_k)
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, -1e9)
+    p_attn = scores.softmax(dim=-1)
+    if dropout is not None:
+        p_attn = dropout(p_attn)
+    return torch.matmul(p_attn, value), p_attn
+class M(nn.Module):
+    def __init__(self, d_model=16, h=4):
+        super().__init__()
+        self.d_k, self.h = d_model // h, h
+        self.linears = nn.ModuleList(nn.Linear(d_model, d_model) for _ in range(4))
+        self.dropout = nn.Dropout(0.1)
+    def forward(self, src, src_mask=None):
+        nb = src.size(0)
+        query, key, value = [l(t).view(nb, -1, self.h, self.d_k).transpose(1, 2) for l, t in zip(self.linears, (src, src, src))]
+        x, self.attn = attention(query, key, value, mask=src_mask, dropout=self.dropout)
+        x = x.transpose(1, 2).contiguous().view(nb, -1, self.h * self.d_k)
+        return self.linears[-1](x)
+''')
+
 MUTANTS: list[tuple[str, str, str, str]] = [
     ("nanogpt", "mask_inverted", "== 0, float", "== 1, float"),
     ("nanogpt", "mask_triu", "torch.tril(torch.ones(block, block))", "torch.triu(torch.ones(block, block))"),
     ("nanogpt", "mask_early", "torch.tril(torch.ones(block, block))", "(torch.tril(torch.ones(block, block), diagonal=-1) + F.one_hot(torch.tensor([0]), block) * F.one_hot(torch.tensor([0]), block).T)"),
     ("nanogpt", "scale_times", "* (1.0 / math.sqrt(k.size(-1)))", "* math.sqrt(k.size(-1))"),
+    ("nanogpt", "mask_zero", 'float("-inf")', "0.0"),
     ("nanogpt", "mask_minus1", 'float("-inf")', "-1.0"),
+    ("nanogpt", "mask_lost", "att = att.masked_fill(self", "att.masked_fill(self"),
     ("nanogpt", "k_is_q", "att = (q @ k.transpose", "att = (q @ q.transpose"),
     ("nanogpt", "v_is_k", "y = att @ v", "y = att @ k"),
     ("nanogpt", "att_T", "y = att @ v", "y = att.transpose(-2, -1) @ v"),
     ("nanogpt", "state", "return self.c_proj(y)", "self.bias = self.bias.roll(1, -1)\n        return self.c_proj(y)"),
     ("nanogpt", "flatten_before", "q, k, v = self.c_attn(x).split(self.n_embd, dim=2)", "q, k, v = self.c_attn(x).view(B, 3 * C, T).transpose(1, 2).split(self.n_embd, dim=2)"),
+    ("nanogpt", "out_transposed", "return self.c_proj(y)", "return self.c_proj(y).transpose(1, 2).reshape(B, T, C)"),
     ("nanogpt", "batch_mean", "B, T, C = x.size()", "B, T, C = x.size()\n        x = x - x.mean((0, 2), keepdim=True)"),
     ("nanogpt", "detach", "y = att @ v", "y = att.detach() @ v"),
     ("nanogpt", "bnc_swapped", "B, T, C = x.size()", "T, B, C = x.size()"),
     ("keepmask", "not_renorm", "            scores = scores.masked_fill(~mask[:, None, None, :], -1e9)\n        p = scores.softmax(dim=-1)", "            pass\n        p = scores.softmax(dim=-1) * mask[:, None, None, :]"),
     ("keepmask", "other_row", "~mask[:, None, None, :]", "~mask.roll(1, 0)[:, None, None, :]"),
     ("keepmask", "flip", "~mask[:, None, None, :]", "~mask.flip(1)[:, None, None, :]"),
+    ("keepmask", "any_row", "~mask[:, None, None, :]", "~mask.all(0)[None, None, None, :]"),
     ("keepmask", "merge23", "torch.matmul(p, v).transpose(1, 2)", "torch.matmul(p, v).transpose(2, 3)"),
     ("keepmask", "batchfold", "t.view(b, n, self.h, self.d_k).transpose(1, 2)", "t.view(n, b, self.h, self.d_k).permute(1, 2, 0, 3)"),
     ("keepmask", "cumulative_len", "~mask[:, None, None, :]", "(torch.arange(mask.size(1))[None] > mask.sum(1, keepdim=True))[:, None, None, :]"),
+    ("keepmask", "len_off", "~mask[:, None, None, :]", "(torch.arange(mask.size(1))[None] >= mask.sum(1, keepdim=True) - 1)[:, None, None, :]"),
+    ("keepmask", "both", "~mask[:, None, None, :]", "~(mask[:, None, None, :] | mask[:, None, :, None])"),
     ("fairseq", "mask_order", 'attn_weights = attn_weights.masked_fill(key_padding_mask.unsqueeze(1).unsqueeze(2), float("-inf"))', "attn_weights = attn_weights.view(bsz * self.num_heads, tgt_len, src_len).masked_fill(key_padding_mask.repeat(self.num_heads, 1)[:, None], float('-inf'))"),
+    ("fairseq", "fold_wrong", "q = q.contiguous().view(tgt_len, bsz * self.num_heads, self.head_dim).transpose(0, 1)", "q = q.contiguous().view(tgt_len, bsz, self.num_heads, self.head_dim).permute(2, 1, 0, 3).reshape(bsz * self.num_heads, tgt_len, self.head_dim)"),
     ("fairseq", "view_direct", "k = k.contiguous().view(-1, bsz * self.num_heads, self.head_dim).transpose(0, 1)", "k = k.contiguous().view(bsz * self.num_heads, -1, self.head_dim)"),
     ("fairseq", "view_all", ".transpose(0, 1)\n        src_len", "\n        q, k, v = (t.transpose(0, 1).reshape(bsz * self.num_heads, tgt_len, self.head_dim) for t in (q, k, v.transpose(0, 1).reshape(tgt_len, -1, self.head_dim)))\n        src_len"),
     ("fairseq", "merge_bt", "attn = attn.transpose(0, 1).contiguous().view(tgt_len, bsz, embed_dim)", "attn = attn.transpose(0, 1).contiguous().view(bsz, tgt_len, embed_dim).transpose(0, 1)"),
     ("fairseq", "scale_twice", "torch.bmm(q, k.transpose(1, 2))", "torch.bmm(q, k.transpose(1, 2)) * self.scaling"),
+    ("fairseq", "scale_k", "k = self.k_proj(query)", "k = self.k_proj(query) * self.scaling"),
+    ("fairseq", "mask_view", "attn_weights.view(bsz, self.num_heads, tgt_len, src_len)", "attn_weights.view(self.num_heads, bsz, tgt_len, src_len).transpose(0, 1).contiguous()"),
     ("fairseq", "batch_first", "tgt_len, bsz, embed_dim = query.size()", "bsz, tgt_len, embed_dim = query.size()\n        key_padding_mask = None"),
     ("llama", "repeat_tile_k", "k, v = repeat_kv(k, self.heads // self.kv)", "k, v = k.repeat(1, self.heads // self.kv, 1, 1)"),
     ("llama", "repeat_tile_v", "repeat_kv(v, self.heads // self.kv)", "v.repeat(1, self.heads // self.kv, 1, 1)"),
     ("llama", "rope_v", "q, k = rope(q, pos), rope(k, pos)", "q, k, v = rope(q, pos), rope(k, pos), rope(v, pos)"),
     ("llama", "rope_k_only", "q, k = rope(q, pos), rope(k, pos)", "k = rope(k, pos)"),
     ("llama", "rope_layout", "emb = torch.cat((ang, ang), -1)", "emb = ang.repeat_interleave(2, -1)"),
+    ("llama", "rope_sign", "return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, x1), dim=-1)"),
     ("llama", "rope_head", 'ang = torch.einsum("n,d->nd", pos.float(), inv)', "ang = torch.einsum('n,d->nd', torch.arange(x.shape[1]).float(), inv)[:, None]"),
     ("llama", "rope_k_off", "rope(k, pos)", "rope(k, pos + 1)"),
+    ("llama", "rope_k_neg", "rope(k, pos)", "rope(k, -pos)"),
     ("llama", "rope_base", "rope(k, pos)", "rope(k, pos * 0.5)"),
     ("llama", "pos_off", "offset = past[0].shape[2] if past", "offset = past[0].shape[2] - 1 if past"),
+    ("llama", "pos_axis", "offset = past[0].shape[2] if past", "offset = past[0].shape[1] if past"),
+    ("llama", "cache_after_repeat", "cache = (k, v)", "cache = (k.flip(1), v)"),
     ("llama", "cache_order_v", "torch.cat([past[1], v], dim=2)", "torch.cat([v, past[1]], dim=2)"),
     ("llama", "cache_axis", "dim=2)", "dim=1)"),
+    ("llama", "cache_swapped", "cache = (k, v)", "cache = (v, k)"),
     ("llama", "cache_new_only", "cache = (k, v)", "cache = (k[:, :, -t:], v[:, :, -t:])"),
     ("llama", "mask_off", ".triu(1 + offset)", ".triu(offset)"),
     ("llama", "mask_tril", ".triu(1 + offset)", ".tril(-1)"),
@@ -410,22 +539,35 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("llama", "global_kv", "k, v = repeat_kv(k,", "k, v = k.mean(0, keepdim=True).expand_as(k), v\n        k, v = repeat_kv(k,"),
     ("llama", "q_roll", "q, k = rope(q, pos), rope(k, pos)", "q, k = rope(q, pos).roll(1, 0), rope(k, pos)"),
     ("cross", "self_kv", "self.to_kv(memory)", "self.to_kv(x)\n        memory_mask = None\n        k, v = self.to_kv(x)"),
+    ("cross", "dropped", "sim = sim.masked_fill", "_ = sim.masked_fill"),
     ("cross", "mask_other", "memory_mask.bool()", "memory_mask.flip(0).bool()"),
+    ("cross", "einsum_ij", '"b h i j, b h j d -> b h i d", attn, v', '"b h i j, b h j d -> b h i d", attn.flip(0), v'),
     ("cross", "mem_batch0", "self.to_kv(memory)", "self.to_kv(memory[:1].expand_as(memory))"),
     ("window", "future", "keep = (j <= i) & (i - j < self.window)", "keep = (i - j).abs() < self.window"),
+    ("window", "no_causal", "(j <= i) & (i - j < self.window)", "(i - j < self.window)"),
+    ("window", "inv", "attn_mask=keep", "attn_mask=~keep"),
     ("window", "strict", "(j <= i)", "((j < i) | (i == 0) & (j == 0))"),
     ("window", "swapped_ij", "(i - j < self.window)", "(j - i < self.window)"),
+    ("window", "or", ") & (i", ") | (i"),
     ("window", "float", "attn_mask=keep", "attn_mask=keep.float()"),
     ("window", "modulo", "(i - j < self.window)", "(i % self.window >= j % self.window)"),
     ("window", "perm_view", "reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "reshape(3, b, self.heads, n, c // self.heads)"),
     ("window", "perm_view2", "reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "reshape(b, 3, n, self.heads, c // self.heads).permute(1, 0, 3, 2, 4)"),
+    ("window", "perm_view3", "reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "reshape(b, 3, self.heads, n, c // self.heads).permute(1, 0, 2, 3, 4)"),
+    ("blocks", "no_transpose", "t.transpose(2, 3)", "t.reshape(b, n // self.block, self.heads, self.block, c // self.heads)"),
+    ("blocks", "merge", "(a @ v).transpose(2, 3)", "(a @ v)"),
+    ("blocks", "batch", "t.view(b, n // self.block, self.block, self.heads, c // self.heads)", "t.view(n // self.block, b, self.block, self.heads, c // self.heads)\n        t = t.transpose(0, 1)"),
+    ("blocks", "block_heads", "return t.transpose(2, 3)", "return t"),
     ("vit", "nt", "permute(2, 0, 3, 1, 4)", "permute(2, 0, 1, 3, 4)"),
+    ("vit", "reshape2", ".reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)", ".reshape(3, B, self.num_heads, N, C // self.num_heads)"),
     ("vit", "merge2", "(attn @ v).transpose(1, 2).reshape(B, N, C)", "(attn @ v).permute(2, 0, 1, 3).reshape(B, N, C)"),
     ("vit", "kk", "q, k, v = qkv[0], qkv[1], qkv[2]", "q, k, v = qkv[0], qkv[1], qkv[1]"),
     ("vit", "norm_q_twice", "self.q_norm(q), self.k_norm(k)", "self.q_norm(q), self.q_norm(k)"),
+    ("vit", "scale_both", "k.transpose(-2, -1)\n", "(k * self.scale).transpose(-2, -1)\n"),
     ("vit", "norm_batch", "self.norm(x)", "(x - x.mean(0)) / (x.std(0) + 1e-5)"),
     ("vit", "batch_view", "B, N, C = x.shape\n", "N, B, C = x.shape\n"),
     ("mha", "not_bf_nomask", "y, _ = self.attn(y, y, y, attn_mask=mask, key_padding_mask=pad, need_weights=False)", "y, _ = self.attn(y, y, y, need_weights=False)"),
+    ("mha", "mask_inv", "diagonal=1)", "diagonal=1).logical_not()"),
     ("mha", "mask_tril", "torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)", "torch.tril(torch.ones(n, n, dtype=torch.bool))"),
     ("mha", "mask_float", "torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)", "torch.triu(torch.ones(n, n), diagonal=1)"),
     ("mha", "is_causal_no_mask", "attn_mask=mask, ", "attn_mask=None, "),
@@ -441,16 +583,26 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("perhead", "shared", "nn.ModuleList(Head(dim, dim // heads) for _ in range(heads))", "nn.ModuleList([Head(dim, dim // heads)] * heads)"),
     ("t5", "softmax", "dim=-1)", "dim=1)"),
     ("t5", "bias_after", "w = F.softmax((s + bias).float(), dim=-1).type_as(s)", "w = F.softmax(s.float(), dim=-1).type_as(s) + bias"),
+    ("alibi", "triu0", ".triu(1)", ".triu(0)"),
+    ("alibi", "triu2", ".triu(1)", ".triu(2)"),
+    ("alibi", "tril", ".triu(1)", ".tril(1)"),
     ("einsum", "dim1", "dim=3", "dim=1"),
     ("einsum", "dim2", "dim=3", "dim=2"),
     ("einsum", "kT", '"bhqk,bkhd->bqhd", w, v', '"bhkq,bkhd->bqhd", w, v'),
     ("einsum", "mask_sign", "* -1e9", "* 1e9"),
     ("einsum", "mask_weak", "* -1e9", "* -1"),
+    ("einsum", "scale_dim", "self.hd ** 0.5", "x.size(-1) ** 0.5"),
+    ("einsum", "batch_sum", '"bhqk,bkhd->bqhd", w, v', '"bhqk,ckhd->bqhd", w, v'),
     ("lm", "pos_arange", "position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -n:]", "position_ids = torch.arange(before, before + n)[None]"),
     ("lm", "pos_noclamp", "- 1).clamp(min=0)[:, -n:]", ").clamp(min=0)[:, :n]"),
+    ("lm", "tril0", ".tril(total - n)", ".tril(0)"),
     ("lm", "tril1", ".tril(total - n)", ".tril(total - n + 1)"),
+    ("lm", "triu", ".tril(total - n)", ".triu(total - n)"),
+    ("lm", "no_pad", " & attention_mask.bool()[:, None, None, :]", ""),
     ("lm", "pad_q", "attention_mask.bool()[:, None, None, :]", "attention_mask.bool()[:, None, -n:, None]"),
     ("lm", "or", "causal[None, None] & att", "causal[None, None] | att"),
+    ("lm", "past_swapped", "past[i] if past is not None", "past[-1 - i] if past is not None"),
+    ("lm", "cache_dim", "torch.cat((past[1], v), -2)", "torch.cat((v, past[1]), -2)"),
     ("lm", "eye_all", "torch.eye(total, dtype=torch.bool)[-n:]", "torch.ones(n, total, dtype=torch.bool).triu(n - 1)"),
     ("lm", "last_only", "presents.append(present)", "presents.append((present[0][..., -n:, :], present[1][..., -n:, :]))"),
     ("lm", "mean_norm", "return self.head(self.ln_f(x)), presents", "return self.head(self.ln_f(x - x.mean(1, keepdim=True))), presents"),
@@ -460,10 +612,29 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("bert", "ext_late", "        scores = scores + extended\n        probs = nn.functional.softmax(scores, dim=-1)\n", "        probs = nn.functional.softmax(scores, dim=-1)\n        probs = probs + extended\n"),
     ("bert", "query_key", "self.transpose_for_scores(self.value(hidden_states))", "self.transpose_for_scores(self.key(hidden_states))"),
     ("bert", "ln_res", "self.LayerNorm(self.dense(ctx) + hidden_states)", "self.LayerNorm(self.dense(ctx) + hidden_states.mean(1, keepdim=True))"),
+    ("bert", "ln_flip", "self.LayerNorm(self.dense(ctx) + hidden_states)", "self.LayerNorm(self.dense(ctx) + hidden_states.flip(0))"),
+    ("mqa", "view_q", "self.q(x).view(b, n, self.h, self.d).transpose(1, 2)", "self.q(x).view(b, self.h, n, self.d)"),
+    ("mqa", "triu0", ".triu(1)", ".triu()"),
+    ("mqa", "notril", ".triu(1)", ".tril(-1)"),
+    ("static", "start0", "x = x + self.pos[start : start + n]", "x = x + self.pos[:n]"),
     ("static", "write", "cv[:, :, start : start + n] = v", "cv[:, :, :n] = v"),
+    ("static", "at", '"at": total}', '"at": n}'),
     ("static", "bar0", "torch.arange(start, total)[:, None]", "torch.arange(n)[:, None]"),
     ("static", "all", "s = (q @ ck[:, :, :total].mT)", "total = self.most; bar = torch.arange(total)[None] > 10 ** 6\n        s = (q @ ck[:, :, :total].mT)"),
+    ("static", "inplace", 'ck, cv = cache["k"].clone(), cache["v"].clone()', 'ck, cv = cache["v"].clone(), cache["k"].clone()'),
     ("static", "bar1", "torch.arange(total)[None] > torch", "torch.arange(total)[None] > 1 + torch"),
+    ("neox", "view_nh", "s.view(b, self.h, n, n)", "s.view(self.h, b, n, n).transpose(0, 1)"),
+    ("neox", "v_view", "v.view(b, self.h, n, self.d)", "v.view(self.h, b, n, self.d).transpose(0, 1)"),
+    ("neox", "qkv_view", "self.query_key_value(x).view(b, n, self.h, 3 * self.d)", "self.query_key_value(x).view(b, self.h, n, 3 * self.d).transpose(1, 2)"),
+    ("neox", "permute_v", "v = qkv[..., 2 * self.d :].permute(0, 2, 1, 3)", "v = qkv[..., 2 * self.d :].permute(0, 1, 2, 3)"),
+    ("neox", "permute_out", "o.permute(0, 2, 1, 3)", "o.permute(0, 1, 2, 3)"),
+    ("neox", "alpha", "alpha=self.d ** -0.5", "alpha=self.d ** 0.5"),
+    ("neox", "kt", "q, k.transpose(1, 2), beta", "q, q.transpose(1, 2), beta"),
+    ("half", "overflow", "(q.float() * self.d ** -0.5) @ k.float().mT", "(q @ k.mT) * self.d ** -0.5"),
+    ("paddings_add", "maskT", "mask == 0", "mask.transpose(-1, -2) == 0"),
+    ("paddings_add", "same_linear", "zip(self.linears, (src", "zip([self.linears[0]] * 3, (src"),
+    ("paddings_add", "wrong_last", "self.linears[-1](x)", "self.linears[0](x)"),
+    ("paddings_add", "drop", "p_attn = dropout(p_attn)", "p_attn = F.dropout(p_attn, 0.1, training=True)"),
 ]
 """An idiom, a name, and the line that goes wrong: what stands there, and what somebody wrote.
 
@@ -474,7 +645,10 @@ ORDERS: list[tuple[str, str, str, str]] = [
     ("keepmask", "merge_hd", "torch.matmul(p, v).transpose(1, 2)", "torch.matmul(p, v).permute(0, 2, 3, 1)"),
     ("keepmask", "hd_order", "t.view(b, n, self.h, self.d_k).transpose(1, 2)", "t.view(b, n, self.d_k, self.h).permute(0, 3, 1, 2)"),
     ("llama", "rope_sign2", "return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, -x1), dim=-1)"),
+    ("llama", "heads_reversed", "(s @ v).transpose(1, 2)", "(s @ v).flip(1).transpose(1, 2)"),
+    ("cross", "merge_dh", '"b h n d -> b n (h d)"', '"b h n d -> b n (d h)"'),
     ("cross", "split_dh", '"b n (h d) -> b h n d"', '"b n (d h) -> b h n d"'),
     ("window", "order", "b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "b, n, self.heads, 3, c // self.heads).permute(3, 0, 2, 1, 4)"),
+    ("alibi", "flat", ".transpose(1, 2).flatten(2)", ".flatten(2).transpose(1, 2).reshape(b, n, -1)"),
 ]
 """Those that a module learns to live with: only a reference with the same weights tells them."""

@@ -163,6 +163,15 @@ def test_a_head_counts_as_its_context_does() -> None:
         module.o.weight[:, D : 2 * D] = 0
     without = mha_inspect.check(module, x).heads
     assert without[1].output_change == without[1].gradient_share == 0
+    # The context of head 0 alone, projected, beside the output, in float64.
+    exact = Right().double()
+    exact.load_state_dict(module.state_dict())
+    q, k, v = (exact.split(p(x.double())) for p in (exact.q, exact.k, exact.v))
+    context = exact.join(exact.attend(q, k, v))
+    part = context[..., :D] @ exact.o.weight[:, :D].T
+    assert without[0].output_change == pytest.approx(
+        float(part.detach().norm() / exact.o(context).detach().norm()), rel=1e-4
+    )
     assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
+import importlib.util
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,20 @@ from .mutants import HEAD, IDIOMS, MUTANTS, ORDERS
 def module_of(source: str, folder: Path, name: str) -> nn.Module:
     file = folder / f"{name}.py"
     file.write_text(HEAD + source, encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    made = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(made)
     torch.manual_seed(7)
-    module: nn.Module = runpy.run_path(str(file))["M"]().eval()
+    module: nn.Module = made.M().eval()
     return module
+
+
+def arguments(idiom: str) -> dict[str, Any]:
+    torch.manual_seed(11)
+    made: dict[str, Any] = eval(IDIOMS[idiom][1], {"torch": torch})
+    return made
 
 
 def mutated(idiom: str, right: str, wrong: str) -> str:
@@ -32,9 +43,7 @@ def mutated(idiom: str, right: str, wrong: str) -> str:
 
 
 def report_of(idiom: str, source: str, folder: Path, name: str, **intent: Any) -> CheckReport:
-    torch.manual_seed(11)
-    arguments: dict[str, Any] = eval(IDIOMS[idiom][1], {"torch": torch})
-    return mha_inspect.check(module_of(source, folder, name), intent=Intent(**intent), **arguments)
+    return mha_inspect.check(module_of(source, folder, name), intent=Intent(**intent), **arguments(idiom))
 
 
 def named(case: tuple[str, str, str, str]) -> str:
@@ -56,8 +65,9 @@ def test_a_mistake_is_found(case: tuple[str, str, str, str], tmp_path: Path) -> 
 
 
 def test_most_mistakes_are_found_with_nothing_declared(tmp_path: Path) -> None:
-    failed = [report_of(c[0], mutated(c[0], c[2], c[3]), tmp_path, f"m{n}").failed for n, c in enumerate(MUTANTS)]
-    assert sum(failed) >= 0.65 * len(MUTANTS)  # those of `cases`, most of which are, are not among them
+    cases = MUTANTS[::5]
+    failed = [report_of(c[0], mutated(c[0], c[2], c[3]), tmp_path, f"m{n}").failed for n, c in enumerate(cases)]
+    assert sum(failed) >= 0.65 * len(cases)  # those of `cases`, most of which are, are not among them
 
 
 @pytest.mark.parametrize("case", ORDERS, ids=named)
