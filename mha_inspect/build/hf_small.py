@@ -180,12 +180,9 @@ def _with_smaller_numbers(config: Mapping[str, Any], factor: int, words: dict[in
     smaller: dict[str, Any] = {}
     lengths = [len(value) for value in config.values() if isinstance(value, list)]
     for name, value in config.items():
-        numbers = value if isinstance(value, list) else [value]
-        # What is listed layer by layer was cut with the layers, and so was their number.
-        is_cut = name in _DEPTHS if type(value) is int else len(numbers) == _first(config, _DEPTHS)
-        is_depth = isinstance(name, str) and re.fullmatch(_DEPTH, name) is not None
-        stays = is_depth and ((is_cut and not name.endswith("depths")) or value in lengths)
-        if isinstance(name, str) and not stays:  # labels have numbers for names
+        # The number of layers was cut, and so was what is listed for them; labels have numbers for names.
+        if isinstance(name, str) and name not in _DEPTHS and not (re.fullmatch(_DEPTH, name) and value in lengths):
+            numbers = value if isinstance(value, list) else [value]
             changed = [_smaller(name, n, config, factor, words) if type(n) is int else n for n in numbers]
             smaller[name] = changed if isinstance(value, list) else changed[0]
     return smaller

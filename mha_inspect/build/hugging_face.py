@@ -87,13 +87,10 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     notes = [f"{type(module).__name__} was built from {described}; {said}."]
     if of_flags:
         notes.append(f"The configuration got {', '.join(of_flags)}.")
-    parts = {name: value for name, value in changes.items() if isinstance(value, dict)}
-    passed = {name: value for name, value in changes.items() if name not in parts} | {
-        f"{part}.{name}": value
-        for part, values in parts.items()
-        for name, value in values.items()
-        if not isinstance(value, (dict, list))
-    }
+    passed = {name: value for name, value in changes.items() if not isinstance(value, dict)}
+    for part, inner in changes.items():
+        plain_values = inner.items() if isinstance(inner, dict) else ()
+        passed |= {f"{part}.{name}": value for name, value in plain_values if not isinstance(value, (dict, list))}
     names = [*_setting_names(config_class), _ATTENTION, _SMALL]
     chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {})
     return module, passed, tuple(notes), chosen
@@ -169,16 +166,14 @@ def _config_class(transformers: ModuleType, kind: str, text: str, values: Mappin
     name = kind if kind in known or values is not None else spelled.get(plain(kind.replace("-", "_")))
     if name in known:
         return transformers.CONFIG_MAPPING[name]
-    if values is not None and "auto_map" in values:
-        raise UnsafeFileError(
-            f"{shown(text)} is of type {shown(kind)}, which transformers does not have: its configuration names code "
-            "of its own, and that is not run. Import the class yourself: path/to/file.py:Name."
-        )
     if values is not None:
-        raise InputError(
-            f"{shown(text)} is of type {shown(kind)}, which transformers {transformers.__version__} does not have."
-            f"{did_you_mean(kind, known)}"
-        )
+        said = f"{shown(text)} is of type {shown(kind)}, which transformers"
+        if "auto_map" in values:
+            raise UnsafeFileError(
+                f"{said} does not have: its configuration names code of its own, and that is not run. Import the class "
+                "yourself: path/to/file.py:Name."
+            )
+        raise InputError(f"{said} {transformers.__version__} does not have.{did_you_mean(kind, known)}")
     if kind.startswith((".", "/", "~")):
         raise InputError(
             f"there is no folder {shown(kind)}. Give one that save_pretrained wrote, or a type, as hf:bert."

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnsafeFileError
-from ..text import a_kind, plural, shown
-from .tensors import READERS, StoredTensor, Unknown, Unusual, content_of, made_by_code, opened, path_name
+from ..text import plural, shown
+from .tensors import READERS, StoredTensor, Unknown, content_of, kind_of, made_by_code, opened, path_name
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _INDEX = ".index.json"
@@ -116,15 +116,14 @@ def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]
         return {path.stem: content}, ""
     if isinstance(content, Unknown):
         raise made_by_code(path_name(path), content.name)
-    what = content.kind if isinstance(content, Unusual) else a_kind(content)
     if isinstance(content, dict):
-        what = "a dict without tensors"
         inside = () if any(isinstance(value, StoredTensor) for value in content.values()) else _STATE_DICTS
         for name in (*inside, ""):
             tensors = _flat(content.get(name) if name else content)
             if tensors:
                 return tensors, name
-    raise InputError(f"{path_name(path)} is {what}, and not a state dict. Save model.state_dict().")
+    kind = "a dict without tensors" if isinstance(content, dict) else kind_of(content)
+    raise InputError(f"{path_name(path)} is {kind}, and not a state dict. Save model.state_dict().")
 
 
 def _flat(content: object, depth: int = 0) -> dict[str, StoredTensor]:

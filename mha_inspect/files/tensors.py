@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
 """Of files of inputs and masks."""
 _LONGEST_PATH = 200
+_UNUSUAL = "a sparse, nested or quantized tensor"
+"""One whose elements are not laid out with strides."""
 _SAFETENSORS_DTYPES = {
     **{"BOOL": ("bool", 8), "BF16": ("bfloat16", 16), "C64": ("complex64", 64)},
     **{f"I{bits}": (f"int{bits}", bits) for bits in (8, 16, 32, 64)},
@@ -67,20 +69,10 @@ class StoredTensor:
         return self.numel > 0 and self.read is not None and not self.dtype.startswith("complex")
 
 
-class Unusual:
-    """Stands for a tensor whose elements are not laid out with strides."""
-
-    kind = "a sparse, nested or quantized tensor"
-
-
 class Unknown:
     """Stands for an object whose class torch.load does not know: it has the name of the class, and nothing is run."""
 
     name = ""
-
-    def __new__(cls, *args: object, **kwargs: object) -> Unknown:
-        """Return an object without anything in it."""
-        return object.__new__(cls)
 
     def __init__(self, *args: object, **kwargs: object) -> None: ...
 
@@ -115,24 +107,23 @@ def read_tensor(path: Path) -> Tensor:
 
     with torch.device("cpu"):  # of a mask the numbers are needed, whatever runs where
         content = read_tensors(path)
-    content = {"": content} if not isinstance(content, dict) else content
-    if len(content) != 1:
+    if isinstance(content, dict) and len(content) != 1:
         names = shortened(", ".join(map(repr, content)) or "none", MESSAGE // 2)
         raise InputError(
             f"{path_name(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
         )
-    (mask,) = content.values()
-    return mask
+    return next(iter(content.values())) if isinstance(content, dict) else content
 
 
 def _read(value: Any, name: str) -> Tensor:
     """Return the tensor, when it is a plain one with elements that fit in memory."""
     if isinstance(value, Unknown):
         raise made_by_code(name, value.name)
-    if isinstance(value, Unusual):
-        raise InputError(f"{name} is {value.kind}. Save to_dense() or dequantize() of it.")
     if not isinstance(value, StoredTensor):
-        raise InputError(f"{name} is {a_kind(value)} and not a tensor. Save a tensor, or a dict of tensors by name.")
+        kind = kind_of(value)
+        if kind == _UNUSUAL:
+            raise InputError(f"{name} is {kind}. Save to_dense() or dequantize() of it.")
+        raise InputError(f"{name} is {kind} and not a tensor. Save a tensor, or a dict of tensors by name.")
     if value.numel == 0:
         raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
     return read_stored(value, name)
@@ -171,7 +162,7 @@ def read_stored(stored: StoredTensor, name: str) -> Tensor:
 def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
     """Return the tensors of a file as `StoredTensor`, in the dicts that they lie in.
 
-    What is no tensor is as it is, or is `Unusual`, or `Unknown`.
+    Anything else is as it is, or is `Unknown`.
 
     Args:
         path: the file.
@@ -220,6 +211,11 @@ def path_name(path: Path) -> str:
     return printable(path, _LONGEST_PATH)
 
 
+def kind_of(value: object) -> str:
+    """Return what an object is that is no `StoredTensor`, with its article."""
+    return _UNUSUAL if hasattr(value, "layout") else a_kind(value)
+
+
 def made_by_code(name: str, kind: str) -> UnsafeFileError:
     """Return the error for an object that only running its class could make."""
     return UnsafeFileError(
@@ -234,7 +230,7 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, _LONGEST_SAFETENSORS_HEADER):
             raise ValueError
-        header = json.loads(file.read(length), object_pairs_hook=_without_duplicates)
+        header = json.loads(file.read(length))
         start, entries = 8 + length, {key: value for key, value in header.items() if key != "__metadata__"}
         tensors = {}
         for key, entry in entries.items():
@@ -250,18 +246,10 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
         raise InputError(f"{path_name(path)} is not a .safetensors file, or it is cut short. Save it again.") from None
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    named = dict(pairs)
-    if len(named) != len(pairs):
-        raise ValueError
-    return named
-
-
-def _sizes(value: object) -> tuple[int, ...]:
+def _sizes(value: Any) -> tuple[int, ...]:
     """Return a shape or offsets out of a header. Raises `ValueError` for what cannot be one."""
-    if not isinstance(value, (list, tuple)) or len(value) > _MOST_DIMENSIONS:
-        raise ValueError
-    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
+    is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_DIMENSIONS
+    if not is_short or not all(type(size) is int and 0 <= size < 2**63 for size in value):
         raise ValueError
     return tuple(value)
 
@@ -363,7 +351,7 @@ def _with_stored(content: Any) -> Any:
 
     if isinstance(content, torch.Tensor):
         if content.layout != torch.strided or content.is_quantized or content.is_nested:
-            return Unusual()
+            return content
         values = content.detach().resolve_conj().resolve_neg()
         copied = partial(values.clone, memory_format=torch.contiguous_format)
         dtype, nbytes = str(values.dtype).removeprefix("torch."), values.numel() * values.element_size()
