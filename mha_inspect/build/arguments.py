@@ -167,11 +167,7 @@ class Arguments:
 
 
 class MissingSettingError(AttributeError, KeyError):
-    """A config was asked for something that nobody has given."""
-
-    def __init__(self, config: str, name: str) -> None:
-        super().__init__(f"{config}.{name} was not given")
-        self.config, self.asked = config, name
+    """A config was asked for something that nobody has given: its path, as `config.n_layer`."""
 
 
 class FlagConfig(dict[str, Any]):
@@ -189,7 +185,7 @@ class FlagConfig(dict[str, Any]):
         flag = None if name.startswith("__") else flag_of(name)
         value = None if flag is None else self._flags.value(flag)
         if flag is None or value is None:
-            raise MissingSettingError(self._name, name)
+            raise MissingSettingError(f"{self._name}.{name}")
         self._bound.origins[f"{self._name}.{name}"] = dashed(flag)
         self._bound.used.add(flag)
         self[name] = value
@@ -232,10 +228,12 @@ def bind(
     open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     bound = Arguments(names=list(plain))
     for key, text in settings.items():
-        if key in plain:
-            bound.take(key, convert(key, text, _annotation(plain[key]), plain[key].default, namespace), "--set")
-        else:
+        if key not in plain:
             bound.left[key] = text
+            continue
+        annotation, default = plain[key].annotation, plain[key].default
+        is_size = annotation is default is Parameter.empty and flag_of(key) in _SIZES
+        bound.take(key, convert(key, text, int if is_size else annotation, default, namespace), "--set")
     _pass_flags(plain, bound, flags)
     for key, parameter in plain.items():
         if key not in bound.values:
@@ -256,12 +254,6 @@ def bind(
             f"{'it' if len(missing) == 1 else 'them'}: {' '.join(f'--set {argument}=VALUE' for argument in missing)}."
         )
     return bound
-
-
-def _annotation(parameter: Parameter) -> Any:
-    """Return what an argument is: by its annotation, or by its name where that is one of a size."""
-    unsaid = parameter.annotation is Parameter.empty and parameter.default is Parameter.empty
-    return int if unsaid and flag_of(parameter.name) in _SIZES else parameter.annotation
 
 
 def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:

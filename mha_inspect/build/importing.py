@@ -68,7 +68,12 @@ def load_object(text: str) -> tuple[Any, ModuleType]:
     Raises `InputError` when the module cannot be imported, or has no such name.
     """
     where, name = split_target(text)
-    module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    try:
+        module = _load_file(where) if where.endswith(".py") else _load_module(where)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
     value: Any = module
     owner = where
     for part in name.split("."):
@@ -104,10 +109,9 @@ def _load_module(name: str) -> ModuleType:
             sys.path.append(here)
     try:
         return importlib.import_module(name)
-    except (Exception, SystemExit) as error:
-        lacking = error.name if isinstance(error, ModuleNotFoundError) else None
-        if lacking is None or not f"{name}.".startswith(f"{lacking}."):
-            raise InputError(f"{shown(name)} cannot be imported: {in_one_line(error)}") from None
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
         as_file = Path(*name.split(".")).with_suffix(".py")
         known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
         hint = "" if first in known else did_you_mean(first, known)
@@ -116,7 +120,7 @@ def _load_module(name: str) -> ModuleType:
         elif first == "nn":  # as everybody imports it
             hint = f" Did you mean torch.{name}?"
         raise InputError(
-            f"there is no module {shown(lacking)} here, nor among the installed ones. Run it from the folder "
+            f"there is no module {shown(error.name)} here, nor among the installed ones. Run it from the folder "
             f"that {shown(first)} lies in, install its package, or give the file: path/to/file.py:Name.{hint}"
         ) from None
 
@@ -151,8 +155,6 @@ def _load_file(where: str) -> ModuleType:
                 _LOADED[path] = module.__name__
                 return module
         return _execute(path)
-    except (Exception, SystemExit) as error:
-        raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
     finally:
         if is_new:  # before what is installed while it is imported, and behind it from then on
             sys.path.remove(str(root))

@@ -195,9 +195,9 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
             seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
             return function(**bound.values)
     except MissingSettingError as error:
+        path = error.args[0]
         raise SpecError(
-            f"{name} reads {error.config}.{error.asked}, and no flag of ours says what that is. "
-            f"Give it: --set {error.config}.{error.asked}=VALUE."
+            f"{name} reads {path}, and no flag of ours says what that is. Give it: --set {path}=VALUE."
         ) from None
     except Exception as error:
         if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
