@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 from mha_inspect import compare_heads
-from mha_inspect.answers.compare_heads import HeadRun, carry
+from mha_inspect.answers.compare_heads import HeadRun
 from mha_inspect.answers.learning import Learner, gradient_of
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.record.rounding import same_bits
 
 from ..built import built_layer
 
@@ -97,34 +95,6 @@ def test_what_cannot_be_learned_is_refused():
             compare_heads((1, 2), **SIZES, padding=(7, 0, 0), **asked)
     with pytest.raises(SpecError, match="steps -1"):
         compare_heads((1, 2), **SIZES, steps=-1)
-
-
-def test_carrying_weights_is_checked_bit_for_bit():
-    one, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    other.load_state_dict(one.state_dict())
-    assert same_bits(one.weight, other.weight)
-    with torch.no_grad():
-        one.weight[0, 0], other.weight[0, 0] = 0.0, -0.0
-    assert not same_bits(one.weight, other.weight)
-    nan = torch.tensor([float("nan"), 1.0])
-    assert same_bits(nan, nan.clone())
-    assert not same_bits(nan, nan.double())
-
-
-def test_weights_are_carried_as_matrices_and_blocks():
-    torch_layer = forward_of(2)
-    two, five = (HeadRun(heads, forward_of(heads, "per-head")) for heads in (2, 5))
-    assert carry(two, five).same
-    for name, matrix in matrices(two.subject).items():
-        assert same_bits(matrix, matrices(five.subject)[name]), name
-    assert same_bits(matrices(torch_layer)["W_k"], torch_layer.module.in_proj_weight.detach()[EMBED : 2 * EMBED])
-    coarse, fine = (HeadRun(heads, forward_of(heads, "narrow")) for heads in (1, 3))
-    carried = carry(coarse, fine)
-    assert not carried.same
-    assert carried.changes[0].sentence == "W_q keeps 3 blocks of [10, 10] and loses the rest"
-    whole, blocks = matrices(coarse.subject)["W_q"], matrices(fine.subject)["W_q"]
-    assert same_bits(blocks[10:20, 10:20], whole[10:20, 10:20])
-    assert not blocks[10:20, :10].any()
 
 
 def test_a_gradient_is_laid_out_as_the_weights_are():
