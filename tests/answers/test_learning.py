@@ -97,6 +97,14 @@ def test_what_cannot_be_learned_is_refused():
         compare_heads((1, 2), **SIZES, steps=-1)
 
 
+def test_bits_are_compared_one_by_one():
+    zero, minus, nan = torch.tensor([0.0]), torch.tensor([-0.0]), torch.tensor([float("nan"), 1.0])
+    assert same_bits(zero, zero.clone())
+    assert not same_bits(zero, minus)
+    assert same_bits(nan, nan.clone())
+    assert not same_bits(nan, nan.double())
+
+
 def test_a_gradient_is_laid_out_as_the_weights_are():
     spec = AttentionSpec(embed_dim=EMBED, num_heads=3, kdim=11, vdim=13)
     forward = built_layer(spec, InputSpec(batch=2, seq_len=5, key_len=7), RunSpec())
