@@ -11,6 +11,7 @@ from mha_inspect.answers.learning import Learner, gradient_of
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.record.rounding import same_bits
 
 from ..built import built_layer
 
