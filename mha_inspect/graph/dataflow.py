@@ -98,10 +98,6 @@ class Graph:
 
     # -- what an operation is -----------------------------------------------------------------------------------------
 
-    def operands(self, op: Op) -> tuple[TensorRef, TensorRef] | None:
-        """Return the two factors of a matrix product; None for any other operation."""
-        return (op.inputs[-2], op.inputs[-1]) if op.does("product") and len(op.inputs) >= 2 else None
-
     def is_projection(self, op: Op) -> bool:
         """Return whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
         if not op.does("product", "convolution") or len(op.inputs) < 2:
@@ -113,7 +109,7 @@ class Graph:
         """Return what a projection projects."""
         if op.base_name == "convolution":
             return op.inputs[0]
-        left, right = self.operands(op) or op.inputs[:2]
+        left, right = op.inputs[-2:]
         return left if self.is_weight(right) else right
 
     @cached_property
@@ -185,18 +181,18 @@ class Graph:
 
     @cached_property
     def softmaxes(self) -> dict[int, Softmax]:
-        """Index of the operation that gives the weights, or divides the context, to each softmax."""
-        found = ((op.index, softmax_of(self.recording, op)) for op in self.recording.ops)
-        return {index: softmax for index, softmax in found if softmax is not None}
+        """Index of the operation that gives the weights, or exponentials that are divided later, to each softmax."""
+        softmaxes = (softmax_of(self.recording, op) for op in self.recording.ops)
+        return {softmax.op.index: softmax for softmax in softmaxes if softmax is not None}
 
     def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
         """Return what a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
         softmax = self.softmaxes.get(op.index)
-        return None if softmax is None or softmax.late is not None else (softmax.masked, softmax.dim)
+        return None if softmax is None else (softmax.masked, softmax.dim)
 
     def is_softmax(self, op: Op) -> bool:
         """Return whether `softmax` finds one here."""
-        return self.softmax(op) is not None
+        return op.index in self.softmaxes
 
     def moves(self, op: Op) -> bool:
         """Return whether this only moves elements about."""
@@ -205,7 +201,7 @@ class Graph:
     def carries(self, op: Op) -> bool:
         """Return whether scores and weights pass through this unharmed: moved, masked, scaled, dropped, cast."""
         passes = op.kind != "compute" or op.pointwise or op.does("gathers", "carries", "fills_where")
-        return passes and not self.is_softmax(op)
+        return passes and op.index not in self.softmaxes
 
     # -- walks --------------------------------------------------------------------------------------------------------
 

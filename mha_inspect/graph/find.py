@@ -7,28 +7,22 @@ projections, and from the product with the values forward to the output. Turns o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from math import isclose, prod
+from math import isclose
 
-from ..record.ops import Op, Recording, TensorRef
+from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import setting, wide
 from .dataflow import Graph, inside
 from .products import Meeting, Product
-from .projections import Projection, adds_up, projections_behind, with_projections
+from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product
 from .softmax import Softmax
 from .values import find_weighings, softmaxed_side, value_product
 
 
-def find_attentions(recording: Recording) -> list[Attention]:
-    """Return every attention of the recording, in the order in which they were computed."""
-    return attentions_of(Graph(recording))
-
-
 def attentions_of(graph: Graph) -> list[Attention]:
-    """Return every attention of a recording whose dataflow has been read already, in the order of computation."""
+    """Return every attention of a recording, in the order in which they were computed."""
     attentions: list[Attention] = []
     for softmax in graph.softmaxes.values():
         values = softmax.late or value_product(graph, softmax.op.output, softmax.dim)
@@ -41,7 +35,9 @@ def attentions_of(graph: Graph) -> list[Attention]:
         attentions += [] if attention is None else [replace(attention, weighing=way.ops)]
     attentions.sort(key=lambda attention: attention.softmax.index)
     kept = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
-    return _with_turns_merged(graph, _with_own_outputs(graph, kept))
+    # What is another's queries, keys or values is not projected by W_o.
+    taken = {op.index for attention in kept for op in attention.projections.values()}
+    return _with_turns_merged(graph, [_with_output(graph, attention, taken) for attention in kept])
 
 
 def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]) -> bool:
@@ -87,14 +83,13 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
     if softmax.divided is None:
         stages["weights"] = _without_sinks(softmax.op.output, softmax.dim, values.path)
     stages["context"] = graph.after_call(averaged.op) if softmax.divided is None else softmax.divided.output
-    after, output = _after_context(graph, stages, module)
     scores_scale = multiply([q_scale, k_scale, scoring.scale]) if product.is_dot else None
     early = [_early_scale(graph, ends[name]) for name in ("query", "key") if name in ends]
     return Attention(
         softmax=softmax.op,
         score_product=product,
         value_product=averaged,
-        stages=stages | after,
+        stages=stages,
         scale=multiply([*early, scores_scale, scoring.late_scale]),
         scores_scale=scores_scale,
         softmax_dim=softmax.dim,
@@ -108,7 +103,7 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
         mixed_scores=tuple(scoring.mixed),
         mixed_weights=tuple(mixing for op in values.path if (mixing := mixing_of(graph, op)) is not None),
         weights_path=values.path,
-        projections={name: end.op for name, end in ends.items()} | ({} if output is None else {"output": output}),
+        projections={name: end.op for name, end in ends.items()},
         earlier={name: end.earlier for name, end in ends.items() if end.earlier},
         before_repeats={"key": graph.before_repeats(k_heads)},
         module=module,
@@ -160,13 +155,7 @@ def _norms(graph: Graph, op: Op) -> bool:
         return op.base_name not in ("sum", "mean")  # by themselves they pool positions
     if not op.does("scales") or len(op.inputs) != 2 or graph.is_scale(op):
         return False
-    smaller = min(op.inputs, key=_elements)
-    return graph.is_weight(smaller) or _elements(smaller) * op.output.shape[-1] == op.output.numel
-
-
-def _elements(tensor: TensorRef) -> int:
-    """Return how many elements a tensor has, those that it repeats counted once."""
-    return prod(size for size, stride in zip(tensor.shape, tensor.stride, strict=True) if stride)
+    return any(graph.is_weight(read) or read.shape[-1:] == (1,) or read.stride[-1:] == (0,) for read in op.inputs)
 
 
 def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> TensorRef:
@@ -181,39 +170,39 @@ def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> Tensor
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _after_context(
-    graph: Graph, stages: Mapping[str, TensorRef], module: str
-) -> tuple[dict[str, TensorRef], Op | None]:
-    """Return the heads side by side and the output, and what projects it; None where nothing does."""
-    context = stages["context"]
-    apart = len(context.shape) > 2 and context.shape != stages.get("query", context).shape
+def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attention:
+    """Return an attention with its heads side by side and its output, where something that is not taken projects it."""
+    context, module = attention.stages["context"], attention.module
+    apart = len(context.shape) > 2 and context.shape != attention.stages.get("query", context).shape
     # What a context is put beside its own query for, as in a decoder, is made of both.
-    queries = {graph.before_moves(stages[name]).id for name in ("query", "q_heads") if name in stages}
+    given = [attention.stages[name] for name in ("query", "q_heads") if name in attention.stages]
+    queries = {graph.before_moves(tensor).id for tensor in given}
 
     def through(op: Op) -> bool:
         # What is added while heads are still apart belongs to the attention.
-        residual = adds_up((op,)) and not (op.module == module and apart and op.output.shape == context.shape)
+        adds = op.base_name.rstrip("_") == "add" and sum(read.numel == op.output.numel for read in op.inputs) > 1
+        residual = adds and not (op.module == module and apart and op.output.shape == context.shape)
         norms = op.does("norms") and inside(op.module, module)
         carries = op.kind != "compute" or op.pointwise or op.does("carries") or norms
         beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}
-        return carries and not residual and not beside and not graph.operands(op)
+        return carries and not residual and not beside and not op.does("product")
 
+    concat = _onward(graph, context, module)
+    stages = {"concat": concat} if concat.id != context.id else {}
+    projections = attention.projections
     for op, step in graph.forward(context, through):
         if graph.is_projection(op):
+            if op.index in taken:
+                break
             # In the attention's own code the reshape that puts heads side by side may flatten rows as well.
             concat = graph.before_call(op, step.tensor)
             concat = concat if op.module == module else graph.before_flattening(concat, op.module)
             # What moves the features away from the last dimension belongs to what comes after.
             features_last = op.base_name != "convolution"
             output = _onward(graph, graph.after_projection(op), module, features_last=features_last)
-            return {"concat": concat, "output": output}, op
-    return _side_by_side(graph, context, module), None
-
-
-def _side_by_side(graph: Graph, context: TensorRef, module: str) -> dict[str, TensorRef]:
-    """Return the heads side by side, where nothing projects them and something moves them."""
-    concat = _onward(graph, context, module)
-    return {"concat": concat} if concat.id != context.id else {}
+            stages, projections = {"concat": concat, "output": output}, {**projections, "output": op}
+            break
+    return replace(attention, stages=attention.stages | stages, projections=projections)
 
 
 def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
@@ -231,21 +220,6 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
         return whole and not (features_last and graph.dimensions.of(op.output)[-1:] != features)
 
     return graph.after(tensor, counts, passes)
-
-
-def _with_own_outputs(graph: Graph, attentions: list[Attention]) -> list[Attention]:
-    """Return attentions without outputs that are another's queries, keys or values: what projects those is no W_o."""
-    taken = {op.index for attention in attentions for side, op in attention.projections.items() if side != "output"}
-    kept = []
-    for attention in attentions:
-        output = attention.projections.get("output")
-        if output is not None and output.index in taken:
-            stages = {name: tensor for name, tensor in attention.stages.items() if name not in ("concat", "output")}
-            stages |= _side_by_side(graph, stages["context"], attention.module)
-            projections = {side: op for side, op in attention.projections.items() if side != "output"}
-            attention = replace(attention, stages=stages, projections=projections)
-        kept.append(attention)
-    return kept
 
 
 # -- turns of a loop over heads ---------------------------------------------------------------------------------------

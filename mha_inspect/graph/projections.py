@@ -10,9 +10,6 @@ from .axis import Axis, setting, wide
 from .dataflow import Graph, inside
 from .scores import mixing_of
 
-_MOST_BEFORE = 3
-"""Projections one before the other that lead to that of the heads."""
-
 
 @dataclass(frozen=True)
 class Projection:
@@ -43,10 +40,7 @@ def projections_behind(
         if f"{name[0]}_heads" in heads
     }
     ends = {name: end for name, end in nearest.items() if end and not _is_a_step(graph, end, positions[name])}
-    for name, end in ends.items():
-        others = {other.op.index for side, other in ends.items() if (side == "query") != (name == "query")}
-        ends[name] = replace(end, earlier=_earlier(graph, end.op, module, others))
-    return ends
+    return {name: replace(end, earlier=_earlier(graph, end.op, module)) for name, end in ends.items()}
 
 
 def with_projections(
@@ -62,11 +56,10 @@ def with_projections(
     return {**given, **{f"{name[0]}_proj": _projected(graph, name, ends) for name in ends}, **heads}
 
 
-def _passes(graph: Graph, op: Op) -> bool:
+def _passes(op: Op) -> bool:
     """Return whether this may stand between a projection and heads."""
-    return not graph.operands(op) and (
-        op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
-    )
+    passes = op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
+    return passes and not op.does("product")
 
 
 def _origin(graph: Graph, op: Op) -> int:
@@ -85,34 +78,27 @@ def _projection(
 ) -> Projection | None:
     """Return the nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
 
-    Where heads are put together of several projections' pieces, one that feeds another of them is not the last. One
-    that gives `positions` makes fewer keys of many, and is passed where the features come from another. With `outside`
-    it may stand outside the module.
+    One that gives `positions` makes fewer keys of many, and is passed where the features come from another. With
+    `outside` it may stand outside the module.
     """
     nearest: Projection | None = None
     of_positions: Projection | None = None
 
     def through(op: Op) -> bool:
-        return (outside or inside(op.module, module)) and (_passes(graph, op) or _gives(graph, op, positions))
+        return (outside or inside(op.module, module)) and (_passes(op) or _gives(graph, op, positions))
 
     for step in graph.back(heads, through):
         op = graph.recording.producer(step.tensor)
         if op is None or not graph.is_projection(op) or not (outside or inside(op.module, module)):
             continue
-        end = Projection(op, tuple(reversed(step.path)))
+        end = Projection(op, step.path[::-1])
+        is_like = like is None or not _adds_activations(graph, end.path) or _origin(graph, op) == like
         if _gives(graph, op, positions):
             of_positions = of_positions or end
-        elif nearest is None:
-            if not inside(op.module, module) and (of_positions or any(passed.does("norms") for passed in step.path)):
-                break
-            nearest = end
-            added = like is not None and _adds_activations(graph, end.path) and _origin(graph, op) != like
-            if not added and not any(passed.base_name == "cat" for passed in step.path):
-                break
+        elif is_like and (nearest is None or _adds_activations(graph, end.path)):
+            return end
         else:
-            summand = _adds_activations(graph, end.path) and _origin(graph, op) == like
-            if summand or (inside(op.module, module) and _feeds(graph, nearest.op, op)):
-                return end
+            nearest = nearest or end
     return nearest or of_positions
 
 
@@ -139,32 +125,17 @@ def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
     return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in added)
 
 
-def adds_up(path: Iterable[Op]) -> bool:
-    """Return whether two tensors of one size are added up on the way."""
-    added = (op for op in path if op.base_name.rstrip("_") == "add")
-    return any(sum(tensor.numel == op.output.numel for tensor in op.inputs) > 1 for op in added)
-
-
-def _feeds(graph: Graph, first: Op, second: Op) -> bool:
-    """Return whether one projection projects what another gives."""
-    steps = graph.back(graph.projected(second), lambda op: _passes(graph, op)) if first is not second else ()
-    return any(graph.recording.producer(step.tensor) is first for step in steps)
-
-
-def _earlier(graph: Graph, op: Op, module: str, others: set[int]) -> tuple[Op, ...]:
-    """Return the projections before one, down to something narrower, in the same module and for this side alone."""
+def _earlier(graph: Graph, op: Op, module: str) -> tuple[Op, ...]:
+    """Return the projections before one, down to something narrower, in the same module."""
     earlier: list[Op] = []
-    while len(earlier) < _MOST_BEFORE:
+    while True:
         latent = graph.projected(op)
         narrower = latent.shape[-1:] < op.output.shape[-1:]
         before = _projection(graph, latent, module, set(), outside=False) if narrower else None
-        if before is None or before.op.index in others:
-            break
-        if latent.shape[-1] >= graph.projected(before.op).shape[-1] or adds_up(before.path):
-            break
+        if before is None or latent.shape[-1] >= graph.projected(before.op).shape[-1]:
+            return tuple(earlier)
         op = before.op
         earlier.insert(0, op)
-    return tuple(earlier)
 
 
 def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> TensorRef:

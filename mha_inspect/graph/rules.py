@@ -23,7 +23,7 @@ def rule_of(base_name: str, kind: str, *, pointwise: bool) -> Rule:
 def reduced_places(op: Op) -> tuple[int, ...]:
     """Return the dimensions that a sum, a mean or another reduction runs over."""
     rank = len(op.inputs[0].shape)
-    asked = setting(op, 2 if "norm" in op.base_name else 1, "dim")
+    asked = setting(op, 2 if "norm" in op.base_name else 1, "dim", 0 if op.base_name == "unbind" else None)
     places = range(rank) if asked is None else asked if isinstance(asked, tuple) else (asked,)
     return tuple(sorted({int(place) % max(rank, 1) for place in places}))
 
@@ -126,20 +126,11 @@ def _unsqueeze(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     return [(*inputs[0][:place], fresh(1), *inputs[0][place:])]
 
 
-def _unbind(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    place = _place(op, 1, len(inputs[0]))
-    return [(*inputs[0][:place], *inputs[0][place + 1 :])] * len(op.outputs)
-
-
 def _split(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Equal pieces of a dimension are an axis of their own, after the axis that counts the pieces."""
-    dims = inputs[0]
-    place = _place(op, 2, len(dims))
+    dims, place = inputs[0], _place(op, 2, len(inputs[0]))
     sizes = [output.shape[place] for output in op.outputs]
-    if len(set(sizes)) == 1 and sizes[0]:
-        return [_equal_piece(op, dims, place, len(sizes))] * len(sizes)
-    pieces = [piece(dims[place], start, size) for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False)]
-    return [(*dims[:place], part, *dims[place + 1 :]) for part in pieces]
+    starts, is_even = accumulate(sizes, initial=0), len(set(sizes)) == 1
+    return [_cut(op, dims, place, start, size, is_even=is_even) for start, size in zip(starts, sizes, strict=False)]
 
 
 def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
@@ -151,21 +142,23 @@ def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Se
     place = _place(op, 1, len(dims))
     whole, size = shape[place], op.output.shape[place]
     start, step = setting(op, 2, "start", 0) or 0, setting(op, 4, "step", 1)
-    start += whole if start < 0 else 0
+    is_even = is_even and place == len(dims) - 1 and size > 1
     if size == whole:
         return [dims]
-    if is_even and place == len(dims) - 1 and size > 1 and whole % size == 0:
-        if step == 1 and start % size == 0:
-            return [_equal_piece(op, dims, place, whole // size)]
-        if step > 1 and whole // size == step:
-            return [_without_counter(reshape(dims, (*shape[:place], size, step)), place, place + 1)]
-    return [(*dims[:place], piece(dims[place], start, size) if step == 1 else fresh(size), *dims[place + 1 :])]
+    if step == 1:
+        return [_cut(op, dims, place, start + (whole if start < 0 else 0), size, is_even=is_even)]
+    if is_even and whole == size * step:
+        return [_without_counter(reshape(dims, (*shape[:place], size, step)), place, place + 1)]
+    return [(*dims[:place], fresh(size), *dims[place + 1 :])]
 
 
-def _equal_piece(op: Op, dims: Dims, place: int, count: int) -> Dims:
+def _cut(op: Op, dims: Dims, place: int, start: int, size: int, *, is_even: bool) -> Dims:
+    """Cut a piece out of a dimension: one of equal pieces is an axis of its own, after the axis that counts them."""
     shape = op.inputs[0].shape
-    parts = reshape(dims, (*shape[:place], count, shape[place] // count, *shape[place + 1 :]))
-    return _without_counter(parts, place + 1, place)
+    if is_even and size and shape[place] % size == start % size == 0:
+        parts = reshape(dims, (*shape[:place], shape[place] // size, size, *shape[place + 1 :]))
+        return _without_counter(parts, place + 1, place)
+    return (*dims[:place], piece(dims[place], start, size), *dims[place + 1 :])
 
 
 def _without_counter(dims: Dims, piece_place: int, counter_place: int) -> Dims:
@@ -311,7 +304,6 @@ RULES: dict[str, Rule] = {
     "repeat": _repeat,
     "reduce": _reduce,
     "unsqueeze": _unsqueeze,
-    "unbind": _unbind,
     "split": _split,
     "slice": slice_piece,
     "join": _join,

@@ -68,7 +68,7 @@ def mixing_of(graph: Graph, op: Op) -> Mixing | None:
     source, place = graph.projected(op), -1
     if op.base_name == "convolution":
         place = 1
-    elif graph.is_weight((graph.operands(op) or op.inputs)[0]) and len(source.shape) > 1:
+    elif graph.is_weight(op.inputs[-2]) and len(source.shape) > 1:
         place = -2
     return Mixing(op, source, place)
 

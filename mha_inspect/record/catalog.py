@@ -42,8 +42,7 @@ transpose t | permute |
 permute | permute |
 expand | repeat | broadcasts
 repeat | repeat | carries copies
-select | reduce |
-unbind | unbind |
+select unbind | reduce |
 slice | slice | cuts
 constant_pad_nd | pad | joins carries copies
 topk | - | picks

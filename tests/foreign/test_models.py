@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from mha_inspect.answers.params import params
-from mha_inspect.graph.find import find_attentions
+from mha_inspect.graph.dataflow import Graph
+from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.stages import STAGES
 from mha_inspect.running.subject import Subject
 from tests.recorded import record_opened
@@ -178,7 +179,7 @@ def test_a_model_without_softmax_has_no_attention() -> None:
     config = transformers.AutoConfig.for_model("fnet", **TEXT, hidden_size=30, intermediate_size=32)
     with torch.no_grad():
         recording, _ = record_opened(transformers.AutoModel.from_config(config).eval(), torch.randint(5, 90, (2, 7)))
-    assert find_attentions(recording) == []
+    assert attentions_of(Graph(recording)) == []
 
 
 @pytest.mark.parametrize("kind", ["bert", "gpt2", "llama", "t5", "gpt_neox", "bloom", "falcon"])

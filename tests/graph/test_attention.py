@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mha_inspect.call.load import load_layer
 from mha_inspect.graph.dataflow import Graph
-from mha_inspect.graph.find import find_attentions
+from mha_inspect.graph.find import attentions_of
 from mha_inspect.layers import catalog
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.axes import AxisNames
@@ -79,7 +79,7 @@ NONE = (linear_attention, efficient_attention, router, dense_router, classifier,
 @pytest.mark.parametrize("function", NONE, ids=lambda function: function.__name__)
 def test_what_is_no_attention_is_not_found(function: Callable[..., Tensor]) -> None:
     module = Written(function, q=(E, E), k=(E, E), v=(E, E), gate=(E, 3))
-    assert find_attentions(recorded(module, torch.randn(B, N, E))) == []
+    assert attentions_of(Graph(recorded(module, torch.randn(B, N, E)))) == []
 
 
 def test_an_attention_is_found_beside_what_is_none() -> None:
@@ -89,7 +89,7 @@ def test_an_attention_is_found_beside_what_is_none() -> None:
         return classifier(w, x)
 
     module = Written(both, q=(E, E), k=(E, E), v=(E, E), o=(E, E), gate=(E, 3))
-    (found,) = find_attentions(recorded(module, torch.randn(B, N, E)))
+    (found,) = attentions_of(Graph(recorded(module, torch.randn(B, N, E))))
     assert math.isclose(found.scale or 0, E**-0.5, rel_tol=1e-6)
     assert {name: op.output.numel for name, op in found.projections.items()} == dict.fromkeys(
         ("query", "key", "value", "output"), B * N * E
@@ -101,7 +101,7 @@ def test_a_function_without_any_projection(rank: int) -> None:
     shape = {2: (N, 5), 3: (B, N, 5), 4: (B, 3, N, 5)}[rank]
     q, k, v = (torch.randn(shape) for _ in range(3))
     recording = recorded(F.scaled_dot_product_attention, q, k, v)
-    (found,) = find_attentions(recording)
+    (found,) = attentions_of(Graph(recording))
     names = AxisNames(found, Graph(recording).dimensions)
     assert list(found.stages) == ["q_heads", "k_heads", "v_heads", "scores", "weights", "context"]
     pattern = {2: "query head_dim", 3: "batch query head_dim", 4: "batch heads query head_dim"}[rank]
@@ -114,7 +114,7 @@ def test_a_function_without_any_projection(rank: int) -> None:
 def test_two_attentions_in_one_forward_keep_their_own_stages() -> None:
     module = nn.TransformerDecoderLayer(E, 2, 31, batch_first=True).eval()
     recording = recorded(module, torch.randn(B, N, E), torch.randn(B, 13, E))
-    own, cross = find_attentions(recording)
+    own, cross = attentions_of(Graph(recording))
     assert (own.module, cross.module) == ("self_attn", "multihead_attn")
     assert own.stages["scores"].shape[-1] == N
     assert cross.stages["scores"].shape[-1] == 13
@@ -136,7 +136,7 @@ def test_a_bias_between_products_belongs_to_the_projection() -> None:
     module, x = Spelled(), torch.randn(B, N, E)
     with torch.no_grad():
         recording, _ = record(module, x, keep=True)
-    (found,) = find_attentions(recording)
+    (found,) = attentions_of(Graph(recording))
     with torch.no_grad():
         torch.testing.assert_close(recording.values[found.stages["q_proj"].id], x @ weights[0] + weights[3])
     assert found.scale == 1
@@ -146,7 +146,7 @@ def test_a_bias_between_products_belongs_to_the_projection() -> None:
 def test_weights_made_of_parameters_are_weights() -> None:
     module = nn.MultiheadAttention(15, 3, batch_first=True)
     module.out_proj = nn.utils.parametrizations.weight_norm(module.out_proj)
-    (found,) = find_attentions(recorded(module.train(), *[torch.randn(B, N, 15)] * 3, need_weights=False))
+    (found,) = attentions_of(Graph(recorded(module.train(), *[torch.randn(B, N, 15)] * 3, need_weights=False)))
     assert "output" in found.stages
 
 
@@ -208,7 +208,7 @@ def test_a_hundred_layers_take_a_hundred_times_one() -> None:
 
     def find(recording: Recording) -> None:
         dimensions = Graph(recording).dimensions
-        for found in find_attentions(recording):
+        for found in attentions_of(Graph(recording)):
             AxisNames(found, dimensions)
 
     assert len(many.ops) <= 10 * len(few.ops)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mha_inspect.graph.find import find_attentions
+from mha_inspect.graph.dataflow import Graph
+from mha_inspect.graph.find import attentions_of
 
 from ..recorded import record
 
@@ -50,5 +51,5 @@ def test_values_that_are_weighted_twice_have_a_context_after_the_first():
             v = weights @ v
         return v.transpose(1, 2).flatten(2)
 
-    (found,) = find_attentions(record(forward, q, k, v)[0])
+    (found,) = attentions_of(Graph(record(forward, q, k, v)[0]))
     assert found.stages["context"].shape == (7, 3, 12, 5)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.dimensions import Axis
-from mha_inspect.graph.find import find_attentions
+from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.sizes import one_size_a_name
 from mha_inspect.naming.tokens import name_dimension
@@ -24,7 +24,7 @@ def named(module: nn.Module, *args: Tensor, **kwargs: object) -> tuple[AxisNames
     with torch.no_grad():
         recording, _ = record_opened(module, *args, **kwargs)
     dimensions = Graph(recording).dimensions
-    (found,) = find_attentions(recording)
+    (found,) = attentions_of(Graph(recording))
     names = AxisNames(found, dimensions)
     return names, {s: names.of_stage(s) for s in found.stages}, [names.of(out.tensor) for out in recording.outputs]
 
