@@ -18,20 +18,13 @@ if TYPE_CHECKING:
 class ExitCode(IntEnum):
     """What the process returns to the shell."""
 
-    OK = 0
-    """The answer is on stdout."""
-    CONDITION = 1
-    """A condition that was asked about holds: outputs differ, a fault was found, a value is NaN."""
-    USAGE = 2
-    """The flags or the input cannot be used as they are."""
-    REFUSED = 3
-    """It could be tried, and would do harm: it does not fit in memory, or a file is not safe to open."""
-    BUG = 70
-    """A fault of mha-inspect itself; the traceback is kept."""
-    INTERRUPTED = 130
-    """Ctrl-C."""
-    CLOSED_PIPE = 141
-    """The reader of stdout went away."""
+    OK = 0  # the answer is on stdout
+    CONDITION = 1  # a condition that was asked about holds: outputs differ, a fault was found, the forward raised
+    USAGE = 2  # the flags or the input cannot be used as they are
+    REFUSED = 3  # it could be tried, and would do harm: it does not fit in memory, or a file is not safe to open
+    BUG = 70  # a fault of mha-inspect itself; the traceback is kept
+    INTERRUPTED = 130  # Ctrl-C
+    CLOSED_PIPE = 141  # the reader of stdout went away
 
 
 class MhaInspectError(Exception):

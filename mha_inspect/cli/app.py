@@ -18,10 +18,12 @@ from typer.models import OptionInfo
 from .. import __version__
 from ..build.vocabulary import dashed
 from ..errors import ExitCode, SpecError
+from ..layers.catalog import LAYERS, LETTERS, OPTIONAL
 from ..render import screen
+from ..reports.layers import LayersReport, ListedLayer
 from ..text import did_you_mean, shown
-from .options import SHARED, Options, is_target
-from .output import write
+from .options import OUTPUTS, SHARED, Options, is_target
+from .output import give, prepare, write
 
 PROGRAM = "mha-inspect"
 COMPLETE = "_MHA_INSPECT_COMPLETE"
@@ -34,7 +36,7 @@ COMMANDS = {
     "check": "Check whether attention that runs is right: heads, masks, caches, batches.",
     "layers": "List the ways to write attention that --layer and diff take.",
 }
-"""Each command with its line in the help; its file in this folder bears its name, and is imported when it is used."""
+"""Each command with its line in the help; all but the last have a file of their name, imported when it is used."""
 VARIABLES = (
     "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
     "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
@@ -102,7 +104,8 @@ class Commands(_Grouped, TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         name = cmd_name.replace("-", "_")
-        return get_command(getattr(import_module(f"{__package__}.{name}"), name))
+        home = __name__ if name == "layers" else f"{__package__}.{name}"
+        return get_command(getattr(import_module(home), name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command that was asked for. Raises `SpecError` with the nearest one where there is none."""
@@ -205,3 +208,23 @@ def command(
         return typed
 
     return made
+
+
+@command("layers", "layers --format json", only=OUTPUTS)
+def layers(options: Options) -> ExitCode:
+    """List the ways to write attention: name, parameters, how the heads are split, and where the style comes from."""
+    listed = [
+        ListedLayer(
+            name=kind.name,
+            summary=kind.summary,
+            formula=kind.parameter_formula,
+            split=kind.split,
+            source=kind.origin,
+            takes=tuple(name for name in OPTIONAL if name in kind.takes),
+        )
+        for kind in LAYERS.values()
+    ]
+    formulas = "".join(layer.formula for layer in listed)
+    letters = {letter: name for letter, name in LETTERS.items() if letter in formulas}
+    give(LayersReport(tuple(listed), letters), options, prepare(options, computes=False))
+    return ExitCode.OK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,6 +16,7 @@ from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
     from ..answers.comparable_run import ComparableRun
+    from ..build.target import Target
     from ..call.call import Call
     from ..pictures.grid import Picture
     from ..running.subject import Subject
@@ -90,10 +90,7 @@ def compare_heads(
 
 
 def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the head counts to compare; none where they hang on the width that a target has by itself.
-
-    Raises `MhaInspectError` where none will do, before torch is imported.
-    """
+    """Return the head counts to compare, judged before torch is imported; none where a target's width says which."""
     sizes = " The shapes side by side: `mha-inspect params --num-heads 1,2,4 --device meta`."
     require_numbers(options.device, "compare", sizes)
     if target is None:
@@ -110,43 +107,33 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
 
 
 def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
-    """Build a layer or a target with each number of heads; all have the same input.
+    """Build a layer or a target with each number of heads; all have the same input."""
+    from ..call.load import layers_with_heads, subject_of
 
-    Raises `MhaInspectError` where it cannot be built or called as asked, or takes no number of heads.
-    """
     if target is None:
-        from ..call.load import layers_with_heads
-
         spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
         return layers_with_heads(spec, compared, inputs, run, options.layer)
-    from ..call.load import subject_of
 
+    def built(count: int) -> Target:
+        made = subject.load_target(target, subject.with_heads(options, count))
+        subject.require_head_count(made, "compare-heads")
+        return made
+
+    if not compared:
+        width = next((value for name, value in built(1).arguments.items() if flag_of(name) == "embed_dim"), None)
+        if not isinstance(width, int):
+            raise SpecError(
+                f"compare-heads builds {shown(target)} once for each number of heads, and nothing tells which fit: "
+                "give them, as in --heads 1,2,4."
+            )
+        compared = chosen_counts(Options(num_heads=options.num_heads, embed_dim=width), ())
     subjects: list[tuple[int, Subject]] = []
     call: Call | None = None
-    for count in compared or chosen_counts(_of_its_width(target, options), ()):
-        built = subject.load_target(target, subject.with_heads(options, count))
-        subject.require_head_count(built, "compare-heads")
-        call = subject.call_of(built, options, call)
-        subjects.append((count, subject_of(built, call, options.seed)))
+    for count in compared:
+        module = built(count)
+        call = subject.call_of(module, options, call)
+        subjects.append((count, subject_of(module, call, options.seed)))
     return subjects
-
-
-def _of_its_width(target: str, options: Options) -> Options:
-    """Return the options with the embed_dim that a target has with them.
-
-    Raises `MhaInspectError` where it cannot be built, takes no number of heads, or has no argument for its width.
-    """
-    built = subject.load_target(target, subject.with_heads(options, 1))
-    subject.require_head_count(built, "compare-heads")
-    width = next((value for name, value in built.arguments.items() if flag_of(name) == "embed_dim"), None)
-    if not isinstance(width, int):
-        raise SpecError(
-            f"compare-heads builds {shown(target)} once for each number of heads, and nothing tells which fit: give "
-            "them, as in --heads 1,2,4."
-        )
-    changed = copy(options)
-    changed.embed_dim = width
-    return changed
 
 
 def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: ComparableRun) -> None:
@@ -163,12 +150,10 @@ def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: Com
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the head counts to compare, each once, the baseline first.
+    """Return the head counts to compare, each once, the baseline first. Raises `SpecError` for fewer than two.
 
     Without --heads: those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is not
     the default is the baseline; a list of them is what --heads would have been.
-
-    Raises `SpecError` when fewer than two are left.
     """
     named = subject.head_counts(options)
     if named == subject.head_counts(Options()) or (heads and len(named) > 1):

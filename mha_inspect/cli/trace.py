@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..build.vocabulary import dashed
 from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..naming.stages import STAGES
 from ..text import did_you_mean, shown
@@ -66,8 +67,11 @@ def trace(
     returns them as well: (module, args) or (module, args, kwargs). Importing it runs its code.
     """
     subject.check(target, options, "trace")
-    if text is not None:
-        _check_text(target, options)
+    if text is not None and (target is None or not target.startswith("hf:")):
+        raise SpecError("--text needs a tokenizer: name a model with one, as in mha-inspect trace hf:DIRECTORY.")
+    for name in ("input", "seq_len", "batch") if text is not None else ():
+        if name in options.typed:
+            raise SpecError(f"--text and {dashed(name)} both say what goes in: drop one of the two.")
     wanted = _wanted(options, picture, head, batch_row, tokens)
     export = prepare(options, draws=wanted is not None)
     if text is not None:
@@ -160,15 +164,6 @@ def _wanted(options: Options, stage: str | None, head: str, batch_row: int, toke
         return None
     require_drawable(options)
     return Wanted(stage or "weights", heads, batch_row, labels, stage is not None)
-
-
-def _check_text(target: str | None, options: Options) -> None:
-    """Raise `SpecError` where no tokenizer can be there for --text, or something else says what the input is."""
-    if target is None or not target.startswith("hf:"):
-        raise SpecError("--text needs a tokenizer: name a model with one, as in mha-inspect trace hf:DIRECTORY.")
-    for flag, name in (("--input", "input"), ("--seq-len", "seq_len"), ("--batch", "batch")):
-        if name in options.typed:
-            raise SpecError(f"--text and {flag} both say what goes in: drop one of the two.")
 
 
 def heads_of(typed: str) -> tuple[int, ...]:
