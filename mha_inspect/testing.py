@@ -38,10 +38,10 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     if not patterns:
         near = next(filter(None, (did_you_mean(name, STAGES) for name in kwargs)), "")
         raise ValueError(f"no stage was named: give a pattern for one of {', '.join(STAGES)}.{near}")
-    found = trace(module, *args, **{name: value for name, value in kwargs.items() if name not in patterns})
-    if not found.attentions:
+    report = trace(module, *args, **{name: value for name, value in kwargs.items() if name not in patterns})
+    if not report.attentions:
         raise AssertionError(f"{type(module).__name__} has no attention with a softmax in it")
-    for attention in found.attentions:
+    for attention in report.attentions:
         fault = _fault(attention, patterns)
         if fault:
             raise AssertionError(f"{fault}\n{attention!r}")

@@ -183,13 +183,13 @@ def command(
     use for: these are at their defaults.
     """
 
-    def made(function: Callable[..., ExitCode]) -> typer.Typer:
+    def decorate(function: Callable[..., ExitCode]) -> typer.Typer:
         # Not get_type_hints: Python 3.10 puts Optional around what has None for a default, and Typer finds no option.
-        _, *own = inspect.signature(function, eval_str=True).parameters.values()
+        _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
         shared = [
             parameter for parameter in SHARED if (parameter.name in only if only else parameter.name not in without)
         ]
-        for parameter in (*own, *shared):
+        for parameter in (*parameters, *shared):
             if isinstance(parameter.default, OptionInfo) and not parameter.default.param_decls:
                 parameter.default.param_decls = (dashed(parameter.name),)
 
@@ -197,7 +197,7 @@ def command(
             return function(Options.parsed(ctx, {option.name: given.pop(option.name) for option in shared}), **given)
 
         context, _ = inspect.signature(flat, eval_str=True).parameters.values()
-        signature = inspect.Signature([context, *own, *shared])
+        signature = inspect.Signature([context, *parameters, *shared])
         flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for
         paragraphs = [*inspect.cleandoc(function.__doc__ or "").split("\n\n"), *([] if only else [VARIABLES])]
         flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -207,7 +207,7 @@ def command(
         typed.command(name, cls=Command, epilog="\n".join(examples), context_settings=settings)(flat)
         return typed
 
-    return made
+    return decorate
 
 
 @command("layers", "layers --format json", only=OUTPUTS)

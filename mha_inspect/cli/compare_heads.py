@@ -115,9 +115,9 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
         return layers_with_heads(spec, compared, inputs, run, options.layer)
 
     def built(count: int) -> Target:
-        made = subject.load_target(target, subject.with_heads(options, count))
-        subject.require_head_count(made, "compare-heads")
-        return made
+        module = subject.load_target(target, subject.with_heads(options, count))
+        subject.require_head_count(module, "compare-heads")
+        return module
 
     if not compared:
         width = next((value for name, value in built(1).arguments.items() if flag_of(name) == "embed_dim"), None)
@@ -140,11 +140,11 @@ def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: Com
     """Keep pictures of the weights of each attention of the run of a head count, averaged over the heads."""
     from ..pictures.stages import Attended, averaged
 
-    pictures, several = [], len(run.attentions) > 1
+    pictures: list[Picture] = []
     for place in range(len(run.attentions)):
         stages = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
         contents = {stage: tensor for stage, tensor in stages.items() if tensor is not None}
-        name = f"attention {place + 1} of {len(run.attentions)}" if several else ""
+        name = f"attention {place + 1} of {len(run.attentions)}" if len(run.attentions) > 1 else ""
         pictures.append(averaged(Attended(name, count, count, partial(dict, contents))))
     weights.append((count, pictures))
 

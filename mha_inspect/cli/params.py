@@ -156,8 +156,8 @@ def _of_target(text: str, options: Options, heads: tuple[int, ...], asked: dict[
             subject.require_head_count(first, "params")
         try:
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
-            made = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            report = params(made[0], beside=made[1:], **asked)
+            subjects = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
+            report = params(subjects[0], beside=subjects[1:], **asked)
         except MhaInspectError as error:
             if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
                 raise

@@ -108,8 +108,8 @@ def _traced(target: str | None, options: Options, *, keep: bool = False) -> tupl
             with explaining(asked):
                 return traced(asked, show, keep=keep or show.stats or show.values)
         except ForwardError as failed:
-            told = failed.trace.failure is not None and failed.trace.failure.cause is not None
-            notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if told else way_out(asked)]))
+            explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
+            notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if explained else way_out(asked)]))
             return replace(failed.trace, notes=notes), None
 
 

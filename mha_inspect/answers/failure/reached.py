@@ -71,7 +71,7 @@ class Reached:
 
     def of(self, tensor: TensorRef) -> str:
         """Return what each dimension of a tensor is, as a pattern: its sequence is that of the nearest stage behind."""
-        nearest = (self.sides[made.id] for made in islice(_behind(self.graph, tensor), _FAR) if made.id in self.sides)
+        nearest = (self.sides[t.id] for t in islice(_behind(self.graph, tensor), _FAR) if t.id in self.sides)
         return self._pattern(tensor, next(nearest, ""))
 
     def of_stage(self, stage: str) -> str:
@@ -106,7 +106,7 @@ class Reached:
 
     def is_of_parameters(self, tensor: TensorRef) -> bool:
         """Whether a parameter has gone into it."""
-        return any(self.graph.is_weight(made) for made in _behind(self.graph, tensor))
+        return any(self.graph.is_weight(source) for source in _behind(self.graph, tensor))
 
     def steps_back(self, tensor: TensorRef) -> Iterator[tuple[TensorRef, Op | None]]:
         """Yield a tensor and what made it, then what it was before it was moved and scaled, and what made that."""
@@ -175,7 +175,7 @@ def _behind(graph: Graph, tensor: TensorRef) -> Iterator[TensorRef]:
 
 
 def _is_made_of(graph: Graph, tensor: TensorRef, ids: Collection[int]) -> bool:
-    return any(made.id in ids for made in _behind(graph, tensor))
+    return any(source.id in ids for source in _behind(graph, tensor))
 
 
 def _is_activation(base: str, given: Given) -> bool:
@@ -193,9 +193,9 @@ def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Prod
     products = [product for op in tail if (product := graph.product(op)) is not None]
     last = products[-1] if products else None
     factors = () if last is None else (last.left, last.right)
-    behind = {step.tensor.id for factor in factors for step in graph.back(factor, graph.carries)}
+    sources = {step.tensor.id for factor in factors for step in graph.back(factor, graph.carries)}
     # What another product goes into is no scores: a softmax was left out, or there is none to come.
-    return None if any(product.op.output.id in behind for product in products) else last
+    return None if any(product.op.output.id in sources for product in products) else last
 
 
 def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, TensorRef]:

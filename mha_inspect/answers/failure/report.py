@@ -157,13 +157,13 @@ def _completed(facts: Facts) -> Iterator[ReachedStage]:
             variable = stage
         if not variable and (not stage or stage.endswith("_proj")):
             variable = projected.get(tensor.id, "")
-        made = ("", "") if op is None else (op.name, op.source)
-        return ReachedStage(stage, variable, tensor.shape, axes, tensor.dtype, *made)
+        maker = ("", "") if op is None else (op.name, op.source)
+        return ReachedStage(stage, variable, tensor.shape, axes, tensor.dtype, *maker)
 
     for stage, tensor in reached.stages.items():
         yield row(stage, tensor, reached.of_stage(stage))
     known = {tensor.id: tensor for tensor in (*recording.tensors(), *(named.tensor for named in recording.inputs))}
-    told = {tensor.id for tensor in reached.stages.values()}
-    loose = {*facts.variables} if told else {*facts.variables, *inputs, *projected}
-    for number in sorted((loose & set(known)) - told - set(reached.roles)):
+    staged = {tensor.id for tensor in reached.stages.values()}
+    loose = {*facts.variables} if staged else {*facts.variables, *inputs, *projected}
+    for number in sorted((loose & set(known)) - staged - set(reached.roles)):
         yield row("", known[number], reached.of(known[number]))
