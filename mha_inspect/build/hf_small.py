@@ -178,11 +178,13 @@ def _cut_layers(config: dict[str, Any]) -> None:
 
 def _with_smaller_numbers(config: Mapping[str, Any], factor: int, words: dict[int, int]) -> dict[str, Any]:
     smaller: dict[str, Any] = {}
-    lengths = [len(value) for value in config.values() if isinstance(value, list)]
+    depth, lengths = _first(config, _DEPTHS), [len(value) for value in config.values() if isinstance(value, list)]
     for name, value in config.items():
-        # The number of layers was cut, and so was what is listed for them; labels have numbers for names.
-        if isinstance(name, str) and name not in _DEPTHS and not (re.fullmatch(_DEPTH, name) and value in lengths):
-            numbers = value if isinstance(value, list) else [value]
+        numbers = value if isinstance(value, list) else [value]
+        # What is listed layer by layer was cut with the layers, and so was their number.
+        is_cut = name in _DEPTHS or value in lengths or (isinstance(value, list) and len(value) == depth)
+        # Labels have numbers for names.
+        if isinstance(name, str) and not (is_cut and re.fullmatch(_DEPTH, name) and not name.endswith("depths")):
             changed = [_smaller(name, n, config, factor, words) if type(n) is int else n for n in numbers]
             smaller[name] = changed if isinstance(value, list) else changed[0]
     return smaller
