@@ -8,7 +8,7 @@ from mha_inspect.render import to_text
 
 from .samples import REPORTS
 
-TABLES = ("check", "trace-full", "trace-model", "params-full", "compare-heads-learning", "diff", "diff-checkpoints")
+TABLES = ("check", "trace-full", "params-full", "compare-heads", "diff", "diff-checkpoints")
 WIDTHS = [*((name, 100) for name in TABLES), ("trace", 60), ("diff", 60)]
 
 
