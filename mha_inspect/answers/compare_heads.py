@@ -22,7 +22,7 @@ from ..text import listed, plural
 from .comparable_run import ComparableRun
 from .comparison import ComparedStage, Comparison, difference_of, overall
 from .focus import compare_focus, focus_of_run
-from .head_sentences import Carried, Change, Walk, answer, reason
+from .head_sentences import CarriedWeights, Change, Walk, answer, reason
 from .head_times import compare_times, flops_of
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
 from .run_report import environment_of, fate_of, layer_of, masked_sentence
@@ -65,7 +65,7 @@ def compare_heads(
     baseline = HeadRun(*counted[0])
     masked = baseline.masked_queries(0)
     rows: list[HeadCount] = []
-    carried: list[Carried] = []
+    carried: list[CarriedWeights] = []
     learners: list[Learner] = []
     focuses: list[HeadsFocus] = []
     learned: list[HeadsFocus] = []
@@ -74,7 +74,7 @@ def compare_heads(
     all_nan = True
     for num_heads, subject in counted:
         run = HeadRun(num_heads, subject) if rows else baseline
-        carried.append(carry(baseline, run) if rows else Carried(True))
+        carried.append(carry(baseline, run) if rows else CarriedWeights(True))
         _require_comparable(run, baseline)
         rows.append(_row(run, baseline, carried[-1], rows))
         if gradients or steps:
@@ -141,13 +141,13 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
         )
 
 
-def carry(baseline: HeadRun, run: HeadRun) -> Carried:
+def carry(baseline: HeadRun, run: HeadRun) -> CarriedWeights:
     """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
     given, taken = baseline.subject.module.state_dict(), run.subject.module.state_dict()
     fitting = {name: tensor for name, tensor in given.items() if name in taken and taken[name].shape == tensor.shape}
     run.subject.module.load_state_dict(fitting, strict=False)
     if fitting.keys() == given.keys() == taken.keys():
-        return Carried(True)
+        return CarriedWeights(True)
     pairs = list(zip(baseline.weights, run.weights, strict=False))
     run.forget()  # what it was before the weights went into it
     carried = [carry_by_head(source, destination) for source, destination in pairs]
@@ -164,14 +164,14 @@ def carry(baseline: HeadRun, run: HeadRun) -> Carried:
     before, after = _numel(baseline.subject.module), _numel(run.subject.module)
     if not changes and before != after:
         changes = [Change(f"{before:,} parameters become {after:,}")]
-    return Carried(not changes, tuple(went), tuple(changes))
+    return CarriedWeights(not changes, tuple(went), tuple(changes))
 
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _row(run: HeadRun, baseline: HeadRun, carried: Carried, before: Sequence[HeadCount]) -> HeadCount:
+def _row(run: HeadRun, baseline: HeadRun, carried: CarriedWeights, before: Sequence[HeadCount]) -> HeadCount:
     """Return the row of one head count, with the reason where rows come before it."""
     floor = before[0].noise_floor if before else baseline.output_floor(baseline.masked_queries(0))
     row = HeadCount(
@@ -206,12 +206,12 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
                 continue
             differs = row.difference.verdict == "differs"
             if walk.first is not None:
-                walk = replace(walk, rejoined=None if differs else walk.rejoined or row.name)
+                walk = walk._replace(rejoined=None if differs else walk.rejoined or row.name)
             elif not differs:
-                walk = replace(walk, same=(*walk.same, row.name))
+                walk = walk._replace(same=(*walk.same, row.name))
             else:
                 turned = bool(run.subject.made_with.get("rope"))
-                walk = replace(walk, first=row.name, note=_other_sizes(row), turned=turned)
+                walk = walk._replace(first=row.name, note=_other_sizes(row), turned=turned)
                 if verdict == "differs":
                     return walk
         if walk.first is not None:
@@ -223,7 +223,7 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
         for stage in side.attentions[place][0].stages
         if side.content(place, stage) is None
     }
-    return replace(walk, unnamed=tuple(stage for stage in STAGES if stage in unnamed))
+    return walk._replace(unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
 
 def _other_sizes(row: ComparedStage) -> str:

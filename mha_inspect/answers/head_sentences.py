@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import isfinite
+from typing import NamedTuple
 
 from ..reports.compare_heads import HeadCount
 from ..text import listed, multiple, percent, plural
@@ -13,8 +13,7 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 _HEADS = ("q_heads", "k_heads", "v_heads")
 
 
-@dataclass(frozen=True)
-class Change:
+class Change(NamedTuple):
     """A weight that cannot be the same."""
 
     sentence: str
@@ -23,26 +22,20 @@ class Change:
     """`W_k`; empty for a parameter that belongs to no projection."""
 
 
-@dataclass(frozen=True)
-class Carried:
-    """What became of the baseline's weights in a module with another head count."""
+class CarriedWeights(NamedTuple):
+    """Whether a module with another head count holds the baseline's numbers and no others, which, and what changes."""
 
     same: bool
-    """Whether it holds the baseline's numbers, bit for bit, all of them and no others."""
     went: tuple[str, ...] = ()
-    """`W_o`: those that are the same."""
     changes: tuple[Change, ...] = ()
-    """What cannot be the same."""
 
 
-@dataclass(frozen=True)
-class Walk:
+class Walk(NamedTuple):
     """The stages of two head counts side by side, in order, in the first attention in which one differs."""
 
     same: tuple[str, ...] = ()
-    """Those before the first that differs whose content is the same."""
     first: str | None = None
-    """The first whose content differs."""
+    """The first whose content differs; those before it are the same."""
     note: str = ""
     """Why it could not be subtracted, where the shapes differ."""
     rejoined: str | None = None
@@ -53,7 +46,7 @@ class Walk:
     """Whether positions turn the features of each head (RoPE)."""
 
 
-def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried) -> tuple[str, str, str]:
+def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: CarriedWeights) -> tuple[str, str, str]:
     """Return why this head count's output differs from the baseline's, or does not, in one sentence of three pieces.
 
     The second tells the sizes of this head count, where there is such a piece: the others may be those of all.
@@ -84,7 +77,7 @@ def _same(stages: Sequence[str]) -> str:
     return f"{listed(named)} {'hold' if len(named) > 1 else 'holds'} the same numbers"
 
 
-def _how(base: HeadCount, count: HeadCount, walk: Walk, carried: Carried) -> tuple[str, str]:
+def _how(base: HeadCount, count: HeadCount, walk: Walk, carried: CarriedWeights) -> tuple[str, str]:
     """Return how a stage differs: the sizes of this head count, where it is them, and the rest."""
     if walk.first in ("scores", "masked_scores"):
         return _sums(count), f" instead of {_sums(base)}"
@@ -113,7 +106,7 @@ def _how_it_ends(walk: Walk, count: HeadCount) -> str:
     return f"from {walk.rejoined} on the numbers are the same again"
 
 
-def answer(counts: Sequence[HeadCount], carried: Sequence[Carried], *, all_nan: bool = False) -> tuple[str, str]:
+def answer(counts: Sequence[HeadCount], carried: Sequence[CarriedWeights], *, all_nan: bool = False) -> tuple[str, str]:
     """Return whether the number of heads changes the output, and whether it changes the parameters."""
     if all_nan:
         about_output = "It cannot be told from this input: the output is NaN throughout, for every head count."
@@ -151,7 +144,7 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     return f"{text}."
 
 
-def _about_parameters(counts: Sequence[HeadCount], carried: Sequence[Carried]) -> str:
+def _about_parameters(counts: Sequence[HeadCount], carried: Sequence[CarriedWeights]) -> str:
     changed = [(count, weights) for count, weights in zip(counts, carried, strict=True) if not weights.same]
     if not changed:
         return (
