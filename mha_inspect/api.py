@@ -172,8 +172,8 @@ def diff(
         return diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads)
     if num_heads is not None:
         raise TypeError("num_heads is for two checkpoints: mha_inspect.diff(path, path, num_heads=8).")
+    from .answers.diff import Side
     from .answers.diff import diff as report_of
-    from .answers.side import Side
 
     modules = [require_module(module, "diff") for module in (left, right)]
     modules = [copy_module(module) for module in modules] if same_weights else modules

@@ -9,8 +9,7 @@ from torch import nn
 
 from .answers.check.check import check
 from .answers.check.intent import Intent
-from .answers.diff import diff
-from .answers.side import Side
+from .answers.diff import Side, diff
 from .api import require_module, trace
 from .naming.stages import STAGES
 from .notebook import LiveAttention

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mha_inspect.answers.side import Side
+from mha_inspect.answers.diff import Side
 from mha_inspect.answers.trace import trace
 from mha_inspect.call.call import Call
 from mha_inspect.call.load import load_layer

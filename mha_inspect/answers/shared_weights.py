@@ -15,7 +15,7 @@ from ..measure.weights import PARTS, Carried, LeftOut, Weights, carry, draw
 from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights
 from ..text import first_few, listed
-from .side import Side
+from .comparable_run import ComparableRun
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ AS_THEY_ARE = Shared(
 class _Direction(NamedTuple):
     """From which side into which the weights went, and what went of each attention."""
 
-    source: Side
-    target: Side
+    source: ComparableRun
+    target: ComparableRun
     carried: tuple[Carried, ...]
 
     @property
@@ -46,7 +46,7 @@ class _Direction(NamedTuple):
         return [out for of_attention in self.carried for out in of_attention.left_out]
 
 
-def share(left: Side, right: Side) -> Shared:
+def share(left: ComparableRun, right: ComparableRun) -> Shared:
     """Give both sides the same weights as far as that can be done, and say how it was done.
 
     Two layers get weights that are drawn for both. Of any others, where names and shapes agree, it is one state dict;
@@ -80,11 +80,11 @@ def share(left: Side, right: Side) -> Shared:
     return Shared(SharedWeights(not left_out, f"{how}.", left_out))
 
 
-def _numbers(side: Side) -> dict[str, Tensor]:
+def _numbers(side: ComparableRun) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in side.subject.module.state_dict().items()}
 
 
-def _direction(source: Side, target: Side) -> _Direction | str:
+def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str:
     """Carry the weights of all attentions in one direction; return which, or why they cannot be."""
     for side in (source, target):
         missing = next((weights.missing[0] for weights in side.weights if weights.missing), "")
@@ -112,7 +112,7 @@ def _direction(source: Side, target: Side) -> _Direction | str:
     return _why_not(there.left_out[:1], target.label, source.label)[0]
 
 
-def _carried(source: Side, target: Side) -> _Direction:
+def _carried(source: ComparableRun, target: ComparableRun) -> _Direction:
     """Write the weights of each attention into the one in the same place, as far as it has a place for them."""
     target.forget()
     pairs = zip(source.weights, target.weights, strict=True)
@@ -132,7 +132,7 @@ def _why_not(left_out: Iterable[LeftOut], label: str, source: str) -> tuple[str,
     )
 
 
-def _rest(side: Side) -> Iterator[str]:
+def _rest(side: ComparableRun) -> Iterator[str]:
     """Yield a sentence where a module has parameters that belong to no projection of an attention."""
     projections = [projection for weights in side.weights for projection in weights.projections.values()]
     known = {name for projection in projections for name in projection.parameters}
@@ -142,7 +142,7 @@ def _rest(side: Side) -> Iterator[str]:
         yield f"{side.label}: {what}, stay as they were built."
 
 
-def _drawn(left: Side, right: Side, dtype: torch.dtype) -> Shared:
+def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Shared:
     """Draw weights for two layers, all that one or the other has a place for, and give each what it can hold.
 
     Raises `WeightsError` where key/value heads are shared and the head counts differ.

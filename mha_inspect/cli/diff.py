@@ -20,7 +20,7 @@ from .output import give, prepare
 from .sides import AskedSide, planned_layer, require_same_rows
 
 if TYPE_CHECKING:
-    from ..answers.side import Side
+    from ..answers.diff import Side
     from ..call.call import Call
     from ..layers.spec import DtypeName
     from ..reports.diff import CheckpointDiffReport, DiffReport, SideName
@@ -211,7 +211,7 @@ def _built(
     options: Options, asked: AskedSide, other: AskedSide, beside: tuple[Side, Call] | None = None
 ) -> tuple[Side, Call]:
     """Build a side, and return it with what its forward gets: where there is one beside it, what goes into that."""
-    from ..answers.side import Side, sizes_of
+    from ..answers.diff import Side, sizes_of
     from ..build.arguments import parse_settings
     from ..call.call import explaining
     from ..call.load import load_layer, subject_of
@@ -260,7 +260,7 @@ def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) ->
 
     Raises `SpecError` where the width that somebody gave contradicts the target.
     """
-    from ..answers.side import sizes_of
+    from ..answers.diff import sizes_of
     from ..call.part import layer_inputs
 
     query, key, value = layer_inputs(beside.subject.module, call)

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from ...errors import MhaInspectError
 from ...reports.check import Finding
 from ...running.subject import Subject
-from ..diff import diff
-from ..side import Side
+from ..diff import Side, diff
 from .arguments import Source
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
 
