@@ -29,10 +29,13 @@ class Packed(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim, bias=qkv_bias)
         self.proj = nn.Linear(dim, dim)
 
+    def changed(self, scores):
+        return scores
+
     def forward(self, x):
         b, n, c = x.shape
         q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        weights = (q @ k.mT / math.sqrt(self.width)).softmax(-1)
+        weights = self.changed(q @ k.mT / math.sqrt(self.width)).softmax(-1)
         return self.proj((weights @ v).transpose(1, 2).reshape(b, n, c))
 
 
@@ -80,11 +83,9 @@ class Transposed(nn.Module):
 
 
 class Causal(Packed):
-    def forward(self, x):
-        b, n, c = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
-        scores = (q @ k.mT / math.sqrt(self.width)).masked_fill(torch.ones(n, n).triu(1) > 0, float("-inf"))
-        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, c))
+    def changed(self, scores):
+        n = scores.shape[-1]
+        return scores.masked_fill(torch.ones(n, n).triu(1) > 0, float("-inf"))
 
 
 class Normed(nn.Module):
@@ -126,12 +127,10 @@ class Padded(Packed):
         super().__init__(dim, num_heads)
         self.low = low
 
-    def forward(self, x):
-        b, n, c = x.shape
-        q, k, v = self.qkv(x).reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+    def changed(self, scores):
+        n = scores.shape[-1]
         padded = torch.arange(n) >= n - torch.tensor([0, n, 2])[:, None]
-        scores = (q @ k.mT / math.sqrt(self.width)).masked_fill(padded[:, None, None], self.low)
-        return self.proj((scores.softmax(-1) @ v).transpose(1, 2).reshape(b, n, c))
+        return scores.masked_fill(padded[:, None, None], self.low)
 
 
 class PaddedStack(Stack):

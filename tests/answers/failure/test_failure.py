@@ -12,6 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import mha_inspect
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         scores = q @ k.transpose(-2, -1)
         return scores.softmax(-1)
 """
+X = torch.randn(2, 7, 24, generator=torch.Generator().manual_seed(0))
 SPLIT, PRODUCT = (n for n, line in enumerate(MODULE.splitlines(), 1) if " k = " in line or "@" in line)
 
 
@@ -80,6 +82,23 @@ class Breaks(nn.Module):
         heads = torch.dropout(self.proj(self.norm(x)), 0.5, True).view(2, 7, 3, 8)
         self.made.append(weakref.ref(heads))
         return self.broken(heads)
+
+
+class Block(nn.Module):
+    """Calls a function, and counts how often its own functions are called."""
+
+    def __init__(self, body: Callable[..., Any]) -> None:
+        super().__init__()
+        self.proj, self.other = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.qkv, self.drop = nn.Linear(24, 120), nn.Dropout(0.5)
+        self.body, self.calls = body, 0
+
+    def counted(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.body(self, x)
 
 
 def view_badly(heads: torch.Tensor) -> torch.Tensor:
@@ -185,38 +204,22 @@ def test_a_layer_before_it_is_complete_and_the_one_that_failed_is_not():
     assert trace.returns == ()
 
 
-@pytest.mark.parametrize("packed", ["3 heads head_dim", "heads 3 head_dim", "heads (3 head_dim)", "(3 heads head_dim)"])
-def test_heads_are_told_however_a_projection_is_packed(packed: str):
-    class Packed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(24, 120)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            p = self.qkv(x)
-            if packed == "3 heads head_dim":
-                q, k, _ = p.view(2, 7, 3, 5, 8).permute(2, 0, 3, 1, 4)
-            elif packed == "heads 3 head_dim":
-                q, k, _ = p.view(2, 7, 5, 3, 8).permute(3, 0, 2, 1, 4)
-            elif packed == "heads (3 head_dim)":
-                q, k, _ = p.view(2, 7, 5, 24).transpose(1, 2).chunk(3, dim=-1)
-            else:
-                q, k, _ = (t.view(2, 7, 5, 8).transpose(1, 2) for t in p.chunk(3, dim=-1))
-            return q @ k
-
-    class Unsplit(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv = nn.Linear(24, 120)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.qkv(x).view(2, 7, 3, 5, 8).view(13, -1)
-
-    assert failure_of(Unsplit(), torch.randn(2, 7, 24)).operands[0].axes == "batch sequence 3 heads head_dim"
-    failure = failure_of(Packed(), torch.randn(2, 7, 24))
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda p: p.view(2, 7, 3, 5, 8).permute(2, 0, 3, 1, 4),
+        lambda p: p.view(2, 7, 5, 3, 8).permute(3, 0, 2, 1, 4),
+        lambda p: p.view(2, 7, 5, 24).transpose(1, 2).chunk(3, dim=-1),
+        lambda p: [part.view(2, 7, 5, 8).transpose(1, 2) for part in p.chunk(3, dim=-1)],
+    ],
+)
+def test_heads_are_told_however_a_projection_is_packed(split: Callable[[torch.Tensor], Any]):
+    failure = failure_of(Block(lambda m, x: torch.matmul(*split(m.qkv(x))[:2])), X)
     assert [o.axes for o in failure.operands] == ["batch heads query head_dim", "batch heads key head_dim"]
     assert failure.cause is not None
     assert failure.cause.name == "key_not_transposed"
+    failure = failure_of(Block(lambda m, x: m.qkv(x).view(2, 7, 3, 5, 8).view(13, -1)), X)
+    assert failure.operands[0].axes == "batch sequence 3 heads head_dim"
 
 
 def test_a_dispatched_operation_that_raised_is_told_and_so_are_the_last_ones():
@@ -421,3 +424,44 @@ def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
     assert "heads.view(2, 5, -1)" in page
     assert "shape '[2, 5, -1]' is invalid for input of size 336" in page
     assert page.rstrip().endswith("these are the facts.")
+
+
+@pytest.mark.parametrize(
+    ("body", "call", "operands"),
+    [
+        (lambda m, x: m.proj(x).view(2, 5, -1), "Tensor.view", {"proj(...)": (2, 7, 24)}),
+        (lambda m, x: torch.matmul(m.proj(x), m.other(x)), "torch.matmul", ["proj(...)", "other(...)"]),
+        (lambda m, x: m.proj(x[:, :5]) @ m.proj(x), "Tensor.matmul", [(2, 5, 24), (2, 7, 24)]),
+        (lambda m, x: x @ (x * 2), "Tensor.matmul", ["x", "x.mul(2)"]),
+        (lambda m, x: torch.cat([x, x[:, :3].transpose(1, 2)], dim=1), "torch.cat", [(2, 7, 24), (2, 24, 3)]),
+        (lambda m, x: x[:, 9], "Tensor.__getitem__", ["x"]),
+        (lambda m, x: x.masked_fill(x[0].mT > 0, 0.0), "Tensor.masked_fill", [(2, 7, 24), (24, 7)]),
+        (lambda m, x: F.dropout(x, 0.5) @ x, "Tensor.matmul", [(2, 7, 24), (2, 7, 24)]),
+        (lambda m, x: x @ m.drop(x), "Tensor.matmul", [(2, 7, 24), (2, 7, 24)]),
+        (lambda m, x: m.counted(x).view(2, 5, -1), "Tensor.view", ["x"]),
+        (lambda m, x: x.add_(1) @ m.counted(x), "Tensor.matmul", ["x", "x"]),
+        (lambda m, x: {"x": x}["y"], "", ["x"]),
+        (lambda m, x: int("x"), "", ["x"]),
+    ],
+)
+def test_the_call_and_its_operands_are_told(body: Callable[..., Any], call: str, operands: Any) -> None:
+    failure = failure_of(Block(body), X.clone())
+    assert (failure.call, failure.note) == (call, "")
+    if isinstance(operands, dict):
+        assert {operand.name: operand.shape for operand in failure.operands} == operands
+    else:
+        assert len(failure.operands) == len(operands)
+        for operand, expected in zip(failure.operands, operands, strict=True):
+            assert expected in (operand.name, operand.shape)
+
+
+def test_a_forward_that_raises_once_alone_is_told_by_its_frames() -> None:
+    raised: list[int] = []
+
+    def body(module: Block, x: torch.Tensor) -> torch.Tensor:
+        raised.append(1)
+        return x.view(2, 5, -1) if len(raised) < 2 else x
+
+    failure = failure_of(Block(body), X)
+    assert (failure.call, failure.op) == ("aten.view.default", "aten.view.default")
+    assert [operand.shape for operand in failure.operands] == [(2, 7, 24)]
