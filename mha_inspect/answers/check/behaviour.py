@@ -92,7 +92,6 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
 
 
 def _moves_beside(moved: Tensor, place: int) -> bool:
-    """Whether anything moves at other positions: `batch position`."""
     return bool((moved[:, torch.arange(moved.shape[1]) != place] > 0).any())
 
 
@@ -170,7 +169,6 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
 
 
 def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
-    """Yield attentions that are called causal, by an argument, their class or a flag of it, and are not."""
     words = ("is_causal", "causal")
     asked = [f"{name} is True" for name in words if evidence.values.get(name) is True]
     parts = dict(evidence.subject.module.named_modules(remove_duplicate=False))

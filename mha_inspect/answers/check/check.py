@@ -145,7 +145,6 @@ def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | 
 
 
 def _nothing(evidence: Evidence) -> str:
-    """Return why there is nothing to check, with the products that were seen."""
     ops, name = evidence.run.recording.ops, type(evidence.subject.module).__name__
     products = [op for op in ops if op.does("product")]
     softmaxes = sum(op.does("softmax") for op in ops)

@@ -118,7 +118,6 @@ def _of_weights(masked: Evidence) -> Iterator[Finding]:
 
 
 def _padded_source(evidence: Evidence, name: str) -> Source:
-    """Return the tokens that the declared padding mask is of."""
     given = evidence.values.get(name)
     sources = [source for source in evidence.sources if source.positions is not None]
     fitting = [source for source in sources if isinstance(given, Tensor) and given.shape[-1] == source.length]
@@ -287,7 +286,6 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
 
 
 def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:
-    """Return a mask as the forward takes it, with padding in every other row."""
     padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
     padded[0::2, pads] = True
     like, keeps = evidence.values.get(name), evidence.intent.padding_true != "ignore"

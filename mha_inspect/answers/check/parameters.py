@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -25,7 +26,7 @@ from ...reports.check import Finding, Head, SkippedCheck
 from ...text import shortened, spans
 from .evidence import Evidence, NotPossibleError, remembered
 from .scores import masks_everything
-from .tokens import SIDES, LostError, again, content_of, each_kind, kinds
+from .tokens import SIDES, LostError, again, content_of, kinds, of_each_kind
 
 _EXACT = (torch.float32, torch.float64)
 """What is small does not come out as zero in these."""
@@ -147,15 +148,13 @@ def _weight_of(evidence: Evidence, op: Op | None) -> str:
 
 
 def _is_whole(evidence: Evidence, op: Op) -> bool:
-    """Whether a projection multiplies by all of a parameter, and not by a piece."""
     name = _weight_of(evidence, op)
     sizes = {named.name: named.tensor.numel for named in evidence.run.recording.parameters}
     return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
 
 
-@each_kind()
+@partial(of_each_kind, "")
 def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[Finding]:
-    """Yield where two turns of a loop over heads have the same weights and the same inputs."""
     signs: dict[tuple[object, ...], int] = {}
     turns = attention.branches
     for place, turn in enumerate(turns):
@@ -179,7 +178,6 @@ def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[
 
 
 def _unused(readers: Readers, attention: Attention) -> Iterator[Finding]:
-    """Yield weights of an attention's module of which nothing is made."""
     # `self_attn` holds the projection of `self_attn.q_proj.weight`.
     matrices = [name for name in readers.unread() if len(readers.shapes[name]) > 1]
     spare = [name for name in matrices if ".".join(name.split(".")[:-2]) == attention.module]

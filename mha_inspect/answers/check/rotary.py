@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations, islice
 
 import torch
@@ -13,13 +14,13 @@ from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .tokens import SIDES, Factor, LostError, again, between, content_of, each_kind, factor_of
+from .tokens import SIDES, Factor, LostError, again, between, content_of, factor_of, of_each_kind
 
 _NEAR = 1e-3
 """What differs by less, beside the largest, does not differ."""
 
 
-@each_kind("nothing turns queries and keys by their positions")
+@partial(of_each_kind, "nothing turns queries and keys by their positions")
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield where queries and keys of one position are not turned alike, and where values are turned."""
     factors = {side: factor_of(evidence, attention, names, side) for side in SIDES}
@@ -43,7 +44,6 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
 
 
 def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
-    """Return a finding at the operation that turns."""
     return Finding("rotary", sentence, evidence, source=op.source, fix=fix)
 
 
@@ -113,7 +113,6 @@ def _spread(rows: Tensor) -> float:
 
 
 def _vary(rows: Tensor) -> bool:
-    """Whether rows of equal tokens are not the same; `group row feature`."""
     return _spread(rows) > _NEAR * float(rows.abs().max().clamp(min=1e-12))
 
 
@@ -171,7 +170,6 @@ def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:
 
 
 def _hangs_on_weights(evidence: Evidence, tensor: TensorRef) -> bool:
-    """Whether a matrix of the module has a part in a tensor."""
     storages = evidence.run.recording.parameter_storages
     behind = islice(evidence.run.graph.back(tensor, lambda _: True), 1, None)
     return any(step.tensor.storage in storages and len(step.tensor.shape) > 1 for step in behind)

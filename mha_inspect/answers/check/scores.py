@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence, NotPossibleError
 from .sight import SeenKeys
-from .tokens import LostError, between, content_of, each_kind
+from .tokens import LostError, between, content_of, of_each_kind
 
 _WEAK = 1.0
 """A constant of this size or less, put where a mask is True, masks nothing."""
@@ -79,7 +80,9 @@ def softmax(evidence: Evidence) -> Iterator[Finding]:
     yield from _softmax(evidence)
 
 
-@each_kind("the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product")
+@partial(
+    of_each_kind, "the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product"
+)
 def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     product = attention.value_product
     drops = any(op.does("draws") for op in attention.weights_path)
@@ -88,14 +91,14 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
         raise LostError
     by_right = attention.value_first
     weights, over = content_of(evidence, product.right if by_right else product.left), -2 if by_right else -1
-    sums, other_sums = _sums(weights, over), _sums(weights, -1 if over == -2 else -2)
-    if sums is None or weights.shape[over] < 2 or _are_one(sums):
+    sums, by_query = _sums(weights, over), _are_one(_sums(weights, -1 if over == -2 else -2))
+    if not sums.numel() or weights.shape[over] < 2 or _are_one(sums):
         return
-    lowest, highest = sums
+    lowest, highest = float(sums.min()), float(sums.max())
     through = [op for op in attention.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
     told = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
     sure, at, fix = True, attention.softmax, "softmax over the keys: dim=-1 of scores that are query by key."
-    if other_sums and _are_one(other_sums) and (attention.over_queries or not attention.weights_changed):
+    if by_query and (attention.over_queries or not attention.weights_changed):
         sentence = "The softmax runs over the queries: the weights of a query do not sum to one over its keys."
         told += " Over the queries they sum to 1."
     elif through and highest < 1.02 and _is_masked(evidence, attention, through):
@@ -123,15 +126,14 @@ def _biased(evidence: Evidence, attention: Attention) -> Op | None:
     return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
 
 
-def _sums(weights: Tensor, over: int) -> tuple[float, float] | None:
-    """Return the smallest and the largest sum of rows that have keys; None where none is finite."""
+def _sums(weights: Tensor, over: int) -> Tensor:
+    """Return the sums of rows that have keys, those that are finite."""
     sums = weights.double().sum(over)
-    sums = sums[sums.isfinite() & (weights != 0).any(over)]
-    return (float(sums.min()), float(sums.max())) if sums.numel() else None
+    return sums[sums.isfinite() & (weights != 0).any(over)]
 
 
-def _are_one(sums: tuple[float, float]) -> bool:
-    return max(abs(number - 1) for number in sums) < 0.02
+def _are_one(sums: Tensor) -> bool:
+    return bool(sums.numel()) and float((sums - 1).abs().max()) < 0.02
 
 
 def _is_masked(evidence: Evidence, attention: Attention, through: list[Op]) -> bool:
@@ -187,7 +189,7 @@ def masks_everything(sight: SeenKeys) -> bool:
     return sight.masked and not bool(sight.seen.any())
 
 
-@each_kind()
+@partial(of_each_kind, "")
 def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     """Yield masks that leave weight where they mask."""
     weights = evidence.content(attention.softmax.output)
@@ -234,7 +236,6 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
 
 
 def _weighs(weights: Tensor | None, masked: Tensor | None) -> bool:
-    """Whether weight is left where a mask is True; where that is not known, it is."""
     if masked is None or weights is None:
         return True
     with suppress(RuntimeError):  # laid out otherwise
@@ -295,7 +296,7 @@ def _unfinite(
     return Finding("finite", sentence, told, source=evidence.line_of(tensor), module=attention.module, fix=fix)
 
 
-@each_kind()
+@partial(of_each_kind, "")
 def _too_large_for_half(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     """Yield products of queries and keys that float16 has no number for."""
     op, largest = attention.score_product.op, torch.finfo(torch.float16).max

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from math import prod
 from typing import Any
 
@@ -50,32 +51,27 @@ def kinds(run: Run) -> list[tuple[Attention, AxisNames, int]]:
     return [(*group[0], len(group)) for group in groups.values()]
 
 
-def each_kind(without: str = "") -> Callable[[Judge], Callable[[Evidence], Iterator[Finding]]]:
+def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Finding]]:
     """Make a check of a function that judges one attention, and raises `LostError` where it cannot be told.
 
     The check yields what it finds in each kind of attention, with its module, and how many attentions have it. Raises
     `NotPossibleError`, saying what is `without`, where it can be told of none; unless nothing is said of that.
     """
 
-    def of(judge: Judge) -> Callable[[Evidence], Iterator[Finding]]:
-        @wraps(judge)
-        def check(evidence: Evidence) -> Iterator[Finding]:
-            is_told = not without
-            for attention, names, count in kinds(evidence.run):
-                try:
-                    findings = list(judge(evidence, attention, names))
-                except LostError:
-                    continue
+    @wraps(judge)
+    def check(evidence: Evidence) -> Iterator[Finding]:
+        is_told = not without
+        for attention, names, count in kinds(evidence.run):
+            with suppress(LostError):
+                findings = list(judge(evidence, attention, names))
                 is_told = True
                 more = f" The same in {count} attentions." if count > 1 else ""
                 for finding in findings:
                     yield replace(finding, module=attention.module, evidence=finding.evidence + more)
-            if not is_told:
-                raise NotPossibleError(without)
+        if not is_told:
+            raise NotPossibleError(without)
 
-        return check
-
-    return of
+    return check
 
 
 def content_of(evidence: Evidence, tensor: TensorRef) -> Tensor:
@@ -200,7 +196,7 @@ def factor_of(evidence: Evidence, attention: Attention, names: AxisNames, side: 
     return Factor(evidence, source, product.left if left else product.right, rows, max(names.head_dim, 1))
 
 
-@each_kind("no projection leads to the products by steps that can be computed again")
+@partial(of_each_kind, "no projection leads to the products by steps that can be computed again")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield where heads are split or merged so that tokens are mixed."""
     split: dict[str, dict[str, str]] = defaultdict(dict)
@@ -310,7 +306,7 @@ def _tokens_of_concat(evidence: Evidence, attention: Attention, rows: Iterable[R
     return _moved_by(evidence, context, marks, attention.stages["concat"]).any(-1).nonzero().tolist()
 
 
-@each_kind("no key heads are shared, or it cannot be told which")
+@partial(of_each_kind, "no key heads are shared, or it cannot be told which")
 def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield where shared key heads are given to other query heads than those of their group."""
     if names.num_kv_heads == 1 and names.num_heads == 1:
