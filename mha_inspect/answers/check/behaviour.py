@@ -21,12 +21,12 @@ def inputs(evidence: Evidence) -> Iterator[Finding]:
     """Yield arguments that the forward wrote into."""
     recording, module = evidence.run.recording, evidence.subject.module
     before = dict(tensors_in(argument_names(module, *evidence.arguments.of_call({}))))
-    told = set[int]()
+    reported = set[int]()
     for name, tensor in tensors_in(argument_names(module, *evidence.arguments_after)):
         same = tensor.shape != before[name].shape or torch.equal(tensor.nan_to_num(), before[name].nan_to_num())
-        if same or id(tensor) in told or name.split(".")[0] == evidence.intent.cache:
+        if same or id(tensor) in reported or name.split(".")[0] == evidence.intent.cache:
             continue
-        told.add(id(tensor))
+        reported.add(id(tensor))
         storages = {named.tensor.storage for named in recording.inputs if named.name == name}
         yield Finding(
             "inputs",
@@ -84,11 +84,11 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
             "not. It is right where the sequence comes first; say so with batch_axis."
         )
         fix = ""
-    told = (
+    proof = (
         f"Token {place} of row 0 of {source.names[0]} was changed, and the output of row {row + 1} moved at position "
         f"{position} by {float(moved[row + 1, position]):.3g}; {others} of {len(moved) - 1} other rows moved."
     )
-    yield Finding("batch", sentence, told, sure, evidence.scores_line, fix=fix)
+    yield Finding("batch", sentence, proof, sure, evidence.scores_line, fix=fix)
 
 
 def _moves_beside(moved: Tensor, place: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -87,38 +87,37 @@ def check(
     runner = Runner(subject, tick)
     for argument in filter(None, (intent.padding, intent.cache)):
         Arguments(subject).require(argument)
-    findings: list[Finding] = []
-    others: list[PassedCheck | SkippedCheck] = []
+    results: list[Finding | PassedCheck | SkippedCheck] = []
     with runner.changed_by(nn.Module.eval):
         evidence = evidence_of(runner, runner.subject, intent, once=evidence_only)
         if not evidence.run.attentions:
-            findings = list(lone_softmaxes(evidence))
-            if not findings:
+            results += lone_softmaxes(evidence)
+            if not results:
                 raise InputError(_nothing(evidence))
-            others = [SkippedCheck(name, "no attention is found around this softmax") for name in names]
+            results += [SkippedCheck(name, "no attention is found around this softmax") for name in names]
         for name in names if evidence.run.attentions else ():
-            failed = {finding.check for finding in findings if finding.sure}
-            for result in _results(evidence, name):
-                if not isinstance(result, Finding):
-                    others.append(result)
-                elif result.check == name or result.check not in failed:
-                    findings.append(result)
+            failed = _failed(results)
+            results += [r for r in _results(evidence, name) if r.check == name or r.check not in failed]
         facts, hanging = tuple(_facts(evidence)), tuple(heads_of(evidence))
-    sure = {finding.check for finding in findings if finding.sure}
-    order = list(CHECKS)
-    causes = [finding for finding in findings if not sure.intersection(_CHECKS[finding.check].follows)]
+    failed, order = _failed(results), list(CHECKS)
+    findings = [r for r in results if isinstance(r, Finding) and not failed.intersection(_CHECKS[r.check].follows)]
     return CheckReport(
         environment=replace(environment_of(subject), seed=runner.subject.seed),
         layer=layer_of(subject),
-        intent=intent.told(),
-        findings=tuple(sorted(causes, key=lambda finding: (not finding.sure, order.index(finding.check)))),
+        intent=intent.declared(),
+        findings=tuple(sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))),
         facts=facts,
         heads=hanging,
-        held=tuple(result for result in others if isinstance(result, PassedCheck)),
-        left_out=tuple(result for result in others if isinstance(result, SkippedCheck)),
+        held=tuple(result for result in results if isinstance(result, PassedCheck)),
+        left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run)),
     )
+
+
+def _failed(results: Iterable[object]) -> set[str]:
+    """Return the checks that found something for sure."""
+    return {result.check for result in results if isinstance(result, Finding) and result.sure}
 
 
 def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | SkippedCheck]:

@@ -51,28 +51,24 @@ class Runner:
         The module is as it was at the start; or, to `go_on`, as the last run has left it.
         """
         if not go_on:
-            self.restore()
+            self._state.restore()
         self.runs += 1
         self.tick(f"run {self.runs}")
         args, kwargs = arguments
         return replace(self.subject, args=args, kwargs=kwargs, seed=(self.subject.seed or 0) + more_seed)
 
-    def restore(self) -> None:
-        """Put back what a run may change."""
-        self._state.restore()
-
     @contextmanager
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
         """Have runs begin with the module changed inside, and with it as it was afterwards."""
-        self.restore()
         before = self._state
+        before.restore()
         try:
             change(self.subject.module)
             self._state = self.subject.state()
             yield
         finally:
             self._state = before
-            self.restore()
+            before.restore()
 
 
 @dataclass(frozen=True, eq=False)
@@ -261,16 +257,13 @@ def evidence_of(
     arguments = Arguments(subject)
     tensors = (tensor for _, tensor in tensors_in((subject.args, subject.kwargs)))
     meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
-    try:
-        prepared = runner.prepared(arguments.of_call({}))
-        run = prepared.recorded(keep=not meta)
-        run = run.beside(wider or subject.wider_run(run))
-        again = None
-        with suppress(Exception):  # whatever somebody's code may raise in a second run
-            if not once and not meta and run.attentions:
-                again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
-    finally:
-        runner.restore()
+    prepared = runner.prepared(arguments.of_call({}))
+    run = prepared.recorded(keep=not meta)
+    run = run.beside(wider or subject.wider_run(run))
+    again = None
+    with suppress(Exception):  # whatever somebody's code may raise in a second run
+        if not once and not meta and run.attentions:
+            again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
     return Evidence(runner, subject, intent, arguments, run, (prepared.args, prepared.kwargs), meta, once, again)
 
 

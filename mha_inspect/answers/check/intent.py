@@ -80,7 +80,7 @@ class Intent:
             if said is not None and said not in known:
                 raise SpecError(f"{name} {shown(said)} is not known: {', '.join(map(str, known))}.")
 
-    def told(self) -> dict[str, Any]:
+    def declared(self) -> dict[str, Any]:
         """Return what was said, by name, as plain data."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.reference is not None:

@@ -44,8 +44,8 @@ class Masked:
     opens: bool
     """Whether any attention sees more."""
     output: Tensor
-    faults: tuple[Finding, ...]
-    """What is wrong with its weights for sure."""
+    faults: list[Finding]
+    """What is wrong with its weights."""
     meaning: tuple[Tensor, Tensor]
     """The value that keeps a key, and the one that ignores it."""
     places: str
@@ -95,9 +95,11 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     changed[slice(None, None, 2) if by_row else slice(None), ..., keys[0]] = other
     try:
         masked = evidence.with_arguments({name: changed})
-        faults, output = tuple(_of_weights(masked)), masked.output
+        output, faults = masked.output, [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
     except NotPossibleError as error:
         return Fact("mask", f"{name}: the forward does not take another value ({error})")
+    with suppress(NotPossibleError):
+        faults += softmax(masked)
     pairs = tuple(
         (before, after)
         for before, after in zip(evidence.sights, masked.sights, strict=False)
@@ -108,13 +110,6 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
     places = f"keys {_places(keys[0])} of row 0"
     return Masked(name, value, other, keys, source, pairs, hides, opens, output, faults, meaning, places, line)
-
-
-def _of_weights(masked: Evidence) -> Iterator[Finding]:
-    findings = [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
-    with suppress(NotPossibleError):
-        findings += softmax(masked)
-    yield from (finding for finding in findings if finding.sure)
 
 
 def _padded_source(evidence: Evidence, name: str) -> Source:
@@ -152,12 +147,12 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     name, findings = evidence.intent.padding, list[Finding]()
     for run in masked_runs(evidence):
         if isinstance(run, Masked):
-            told = f"With {run.name} {_word(run.other)} at some keys."
+            proof = f"With {run.name} {_word(run.other)} at some keys."
             findings += [
                 *_misplaced(run, declared=run.name == name),
                 *(_of_declared(evidence, run) if run.name == name else ()),
                 *_nan(evidence, run),
-                *(replace(fault, evidence=f"{told} {fault.evidence}") for fault in run.faults),
+                *(replace(fault, evidence=f"{proof} {fault.evidence}") for fault in run.faults if fault.sure),
             ]
     yield from findings
     if name is None and not findings:
@@ -182,11 +177,11 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
         # What padding's own queries see is of no account.
         real = changed & ~keys[:, :, None] if before.queries == before.keys else changed
         by_key, sure, fix = real.any(1), True, ""
-        told = f"With {run.name} {_word(run.other)} at {run.places}"
+        proof = f"With {run.name} {_word(run.other)} at {run.places}"
         if bool(changed[~rows].any()):
             sentence = "The mask of one row bars keys of another row."
             other = int((~rows).nonzero()[0])
-            told += f" and {_word(run.value)} in row {other}, the scores of that row are masked otherwise as well."
+            proof += f" and {_word(run.value)} in row {other}, the scores of that row are masked otherwise as well."
             fix = (
                 "repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) for "
                 "(batch heads)."
@@ -195,15 +190,15 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
             if bool(after.seen[0, keys[0]].any()):
                 continue
             sentence = "The mask bars queries, not keys: what it marks is seen by all others."
-            told += ", these queries see nothing, and the others see what they saw."
+            proof += ", these queries see nothing, and the others see what they saw."
             fix = _KEYS_FIX
         elif bool((by_key & ~keys).any()):
             sentence = f"The mask bars other keys than those where {run.name} is {_word(ignored)}."
-            told += f", the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps."
+            proof += f", the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps."
             sure = declared
         else:
             continue
-        yield Finding("padding", sentence, told, sure, after.line, after.module, fix)
+        yield Finding("padding", sentence, proof, sure, after.line, after.module, fix)
         return
 
 
@@ -212,16 +207,16 @@ def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     name, means, (kept, ignored) = run.name, evidence.intent.padding_true, run.meaning
     if not run.hides and not run.opens and torch.equal(run.output, evidence.output):
         sentence = f"{name} changes nothing: no score and no output hangs on it."
-        told = f"With {_word(run.other)} at {run.places} the output is the same to the bit."
-        yield Finding("padding", sentence, told, source=run.line, fix="apply it to the scores before the softmax.")
+        proof = f"With {_word(run.other)} at {run.places} the output is the same to the bit."
+        yield Finding("padding", sentence, proof, source=run.line, fix="apply it to the scores before the softmax.")
     if run.hides != run.opens and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
         sentence = f"The mask works the other way round: what {name} keeps is barred."
-        told = (
+        proof = (
             f"With {_word(ignored)} at {run.places} they are not seen, and {name} was said to {means} where it is True "
             "or 1."
         )
         fix = f"turn the mask round where it is applied (~{name}), or say what it means otherwise."
-        yield Finding("padding", sentence, told, source=run.line, fix=fix)
+        yield Finding("padding", sentence, proof, source=run.line, fix=fix)
 
 
 def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
@@ -263,11 +258,11 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
     leaks = float(evidence.moved(padded, base)[0, places].max())
     if leaks:
         sentence = "The content of padding moves real outputs"
-        told = (
+        proof = (
             f"With {name} True or 1 for {means or 'keep'}, t{ends} and changed, and a real output moved by {leaks:.3g}"
         )
         more = "." if means else ", whichever value of the mask ignores."
-        yield Finding("padding", sentence + more, f"{told}.", fix=_KEYS_FIX)
+        yield Finding("padding", sentence + more, f"{proof}.", fix=_KEYS_FIX)
         return
     try:
         short = evidence.output_with(_first_row_without(evidence, mask, source, real))

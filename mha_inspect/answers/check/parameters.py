@@ -59,13 +59,13 @@ class Readers:
         self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
         self.ops = {named.name: [*calls[named.tensor.storage].values()] for named in recording.parameters}
         """Parameter to the operations that compute with it, each call once."""
-        self.told: set[str] = set()
+        self.mentioned: set[str] = set()
         """Parameters, and modules of such, of which something has been said."""
 
     def unread(self) -> list[str]:
         """Return parameters that nothing computes with, and of which nothing has been said."""
         names = (name for name, ops in self.ops.items() if not ops)
-        return [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in self.told)]
+        return [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in self.mentioned)]
 
     def unread_features(self, projection: Op) -> set[int]:
         """Return the features that a projection gives, its bias added, and that no operation reads."""
@@ -102,8 +102,7 @@ def _twice(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
     turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
     for turn in turns:
         for side, op in turn.projections.items():
-            if _is_whole(evidence, op):
-                sides[_weight_of(evidence, op)].setdefault(side, op)
+            sides[_weight_of(evidence, op, whole=True)].setdefault(side, op)
     inside = tuple(f"{turn.module}." if turn.module else "" for turn in turns)
     for name, ops in readers.ops.items():
         if (len(ops) < 2 and len(sides.get(name, ())) < 2) or not (name in sides or name.startswith(inside)):
@@ -112,7 +111,7 @@ def _twice(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
         names = [other for other, path in spare.items() if path]
         if not names:
             continue
-        readers.told.update(spare[other] for other in names)
+        readers.mentioned.update(spare[other] for other in names)
         served = sides.get(name, {})
         uses = f"projects the {' and the '.join(served)}" if len(served) > 1 else f"serves {len(ops)} times"
         others = f"{', '.join(names[:2])}{' and more' if len(names) > 2 else ''}"
@@ -138,19 +137,14 @@ def _beside(name: str, other: str) -> str:
     return ".".join(left[: differ[0] + 1])
 
 
-def _weight_of(evidence: Evidence, op: Op | None) -> str:
+def _weight_of(evidence: Evidence, op: Op | None, *, whole: bool = False) -> str:
     """Return the name of the parameter that a projection multiplies by, or a piece of; empty where it is none."""
     graph, storages = evidence.run.graph, evidence.run.recording.parameter_storages
-    weights = [
-        t for t in (op.inputs if op else ()) if t.storage in storages and len(t.shape) > 1 and graph.is_weight(t)
-    ]
-    return storages[weights[-1].storage].name if weights else ""
-
-
-def _is_whole(evidence: Evidence, op: Op) -> bool:
-    name = _weight_of(evidence, op)
-    sizes = {named.name: named.tensor.numel for named in evidence.run.recording.parameters}
-    return bool(name) and any(tensor.numel == sizes[name] for tensor in op.inputs)
+    for tensor in reversed(op.inputs if op else ()):
+        if tensor.storage in storages and len(tensor.shape) > 1 and graph.is_weight(tensor):
+            named = storages[tensor.storage]
+            return named.name if not whole or tensor.numel == named.tensor.numel else ""
+    return ""
 
 
 @partial(of_each_kind, "")
@@ -181,7 +175,7 @@ def _unused(readers: Readers, attention: Attention) -> Iterator[Finding]:
     # `self_attn` holds the projection of `self_attn.q_proj.weight`.
     matrices = [name for name in readers.unread() if len(readers.shapes[name]) > 1]
     spare = [name for name in matrices if ".".join(name.split(".")[:-2]) == attention.module]
-    readers.told.update(spare)
+    readers.mentioned.update(spare)
     width = attention.stages["concat"].shape[-1] if "concat" in attention.stages else None
     missed = [name for name in spare if "output" not in attention.projections and width in readers.shapes[name]]
     for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
@@ -207,7 +201,7 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
         unread, features = readers.unread_features(op), op.output.shape[-1]
         if attention.stages[f"{side[0]}_heads"].shape[-1] <= len(unread) < features:
             name = _weight_of(evidence, op)
-            readers.told.add(name)
+            readers.mentioned.add(name)
             yield Finding(
                 "parameters",
                 f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
@@ -227,11 +221,11 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
     for attention, _, _ in kinds(evidence.run):
         for side, op in attention.projections.items():
             name, part = _weight_of(evidence, op), ""
-            if name in readers.told or name not in gradients:
+            if name in readers.mentioned or name not in gradients:
                 continue
             gradient = gradients[name]
             if gradient is None:
-                part = "gets no gradient" if _is_whole(evidence, op) else ""
+                part = "gets no gradient" if _weight_of(evidence, op, whole=True) else ""
             elif side in SIDES and not saturated and gradient.dim() == 2 and gradient.dtype in _EXACT:
                 # A square matrix is taken for nn.Linear's, which has the features that come out first.
                 out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
@@ -241,7 +235,7 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
                 if attention.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
                     part = f"gets no gradient for {number} of its {dead.numel()} features"
             if part:
-                readers.told.add(name)
+                readers.mentioned.add(name)
                 yield Finding(
                     "parameters",
                     f"{name} projects the {side}, and {part}: the graph is cut behind it.",
@@ -276,31 +270,23 @@ def gradients_of(evidence: Evidence) -> Gradients:
             returned = subject.module(*subject.args, **subject.kwargs)
             outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
             for whole in (False, True) if outputs else ():
-                losses = [_mixed(output if whole else _first_row(evidence, output)) for output in outputs]
+                losses = [_mixed(evidence, output, whole=whole) for output in outputs]
                 loss = torch.stack([loss.to(outputs[0].dtype) for loss in losses]).sum()
                 gradients = torch.autograd.grad(loss, [*wanted.values()], retain_graph=True, allow_unused=True)
                 if not any(map(_lacks, gradients)):  # else rows may attend to others
                     break
     except Exception as error:  # whatever somebody's code may raise under gradients
         raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
-    finally:
-        runner.restore()
     if not gradients:
         raise NotPossibleError("the output hangs on no projection that wants a gradient")
     return dict(zip(wanted, gradients, strict=True))
 
 
-def _first_row(evidence: Evidence, output: Tensor) -> Tensor:
-    """Return the first row of the batch of an output; all of it where that is not known."""
-    source = next(iter(evidence.sources), None)
-    if source is None or source.batch is None or output.shape[source.batch :][:1] != (source.rows,):
-        return output
-    return output.narrow(source.batch, 0, 1)
-
-
-def _mixed(output: Tensor) -> Tensor:
-    """Return a sum of an output in which every row and every feature counts otherwise."""
-    draw = torch.Generator().manual_seed(2)
+def _mixed(evidence: Evidence, output: Tensor, *, whole: bool) -> Tensor:
+    """Return a sum in which every position and feature counts otherwise, of an output or of the first row of it."""
+    draw, source = torch.Generator().manual_seed(2), next(iter(evidence.sources), None)
+    if source is not None and source.batch is not None and output.shape[source.batch :][:1] == (source.rows,):
+        output = output if whole else output.narrow(source.batch, 0, 1)
     rows = output.reshape(-1, output.shape[-1])
     left, right = (torch.randn(size, generator=draw).to(output) for size in rows.shape)
     return (rows @ right) @ left

@@ -14,7 +14,7 @@ from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .tokens import SIDES, Factor, LostError, again, between, content_of, factor_of, of_each_kind
+from .tokens import SIDES, Factor, LostError, again, between, content_of, of_each_kind
 
 _NEAR = 1e-3
 """What differs by less, beside the largest, does not differ."""
@@ -23,7 +23,7 @@ _NEAR = 1e-3
 @partial(of_each_kind, "nothing turns queries and keys by their positions")
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield where queries and keys of one position are not turned alike, and where values are turned."""
-    factors = {side: factor_of(evidence, attention, names, side) for side in SIDES}
+    factors = {side: Factor(evidence, attention, names, side) for side in SIDES}
     turns = {side: _turning(evidence, {factor.source.id}, factor.target) for side, factor in factors.items()}
     if not any(turns.values()):
         raise LostError

@@ -116,14 +116,14 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
             )
             return
     wrong = {way: places.nonzero().flatten().tolist() for way, places in moved.items()}
-    told = (f"{way}: {f'{len(at)} of {length} positions differ' if at else 'the same'}" for way, at in wrong.items())
+    proofs = (f"{way}: {f'{len(at)} of {length} positions differ' if at else 'the same'}" for way, at in wrong.items())
     for first in [way for way, places in wrong.items() if places][:1]:
         cause, fix = _cause(wrong)
         yield Finding(
             "cache",
             f"Going on from the cache ({', '.join(way for way in wrong if wrong[way])}) gives something else than one "
             f"go, from position {wrong[first][0]} on, by {float(moved[first].max()):.3g}. {cause}",
-            f"{'; '.join(told)}.",
+            f"{'; '.join(proofs)}.",
             source=evidence.mask_line,
             fix=fix,
         )

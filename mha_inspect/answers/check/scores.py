@@ -96,11 +96,11 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
         return
     lowest, highest = float(sums.min()), float(sums.max())
     through = [op for op in attention.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
-    told = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
+    proof = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
     sure, at, fix = True, attention.softmax, "softmax over the keys: dim=-1 of scores that are query by key."
     if by_query and (attention.over_queries or not attention.weights_changed):
         sentence = "The softmax runs over the queries: the weights of a query do not sum to one over its keys."
-        told += " Over the queries they sum to 1."
+        proof += " Over the queries they sum to 1."
     elif through and highest < 1.02 and _is_masked(evidence, attention, through):
         sentence = (
             "The mask comes after the softmax: what it bars has taken its part of the weight, and the rest does not "
@@ -116,7 +116,7 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
     else:
         sentence = "The weights of a query may be meant not to sum to one: they are changed after the softmax."
         sure, at, fix = False, (through or [attention.softmax])[-1], ""
-    yield Finding("softmax", sentence, told, sure, at.source, fix=fix)
+    yield Finding("softmax", sentence, proof, sure, at.source, fix=fix)
 
 
 def _biased(evidence: Evidence, attention: Attention) -> Op | None:
@@ -197,8 +197,8 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
         values = [evidence.content(tensor) for tensor in op.inputs]
         fault = _weak_mask(op, values, weights)
         if fault is not None:
-            sentence, told, fix = fault
-            yield Finding("masking", sentence, told, source=op.source, fix=fix)
+            sentence, proof, fix = fault
+            yield Finding("masking", sentence, proof, source=op.source, fix=fix)
 
 
 def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> tuple[str, str, str] | None:
@@ -264,8 +264,8 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
     yield from _too_large_for_half(evidence)
     unfinite = int((~evidence.output.isfinite()).sum())
     if unfinite:
-        told = f"{unfinite} of {evidence.output.numel()} numbers."
-        yield Finding("finite", "The output is not finite, and every stage of attention is.", told)
+        proof = f"{unfinite} of {evidence.output.numel()} numbers."
+        yield Finding("finite", "The output is not finite, and every stage of attention is.", proof)
 
 
 def _unfinite(
@@ -283,17 +283,17 @@ def _unfinite(
         row, query = known.blind[0]
         sentence = f"A query to which no key is left gives NaN, first in {stage}."
         more = f", and to {len(known.blind) - 1} more" if len(known.blind) > 1 else ""
-        told = f"Every key is barred to query {query} of row {row}{more}; {nan} of {tensor.numel} numbers are NaN."
+        proof = f"Every key is barred to query {query} of row {row}{more}; {nan} of {tensor.numel} numbers are NaN."
         fix = "leave each query a key, or set the weights of such rows to zero."
     elif infinite and tensor.dtype in ("float16", "bfloat16") and stage == "scores":
         sentence = f"The {stage} overflow in {tensor.dtype}: {infinite} of {tensor.numel} are infinite."
-        told, fix = f"The largest number of this dtype is {torch.finfo(value.dtype).max:.3g}.", _SMALLER_SCORES
+        proof, fix = f"The largest number of this dtype is {torch.finfo(value.dtype).max:.3g}.", _SMALLER_SCORES
     else:
         sentence = (
             f"{stage} is the first stage that is not finite: {nan} NaN and {infinite} infinite of {tensor.numel}."
         )
-        told, fix = "Every argument is finite.", ""
-    return Finding("finite", sentence, told, source=evidence.line_of(tensor), module=attention.module, fix=fix)
+        proof, fix = "Every argument is finite.", ""
+    return Finding("finite", sentence, proof, source=evidence.line_of(tensor), module=attention.module, fix=fix)
 
 
 @partial(of_each_kind, "")

@@ -60,15 +60,15 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
 
     @wraps(judge)
     def check(evidence: Evidence) -> Iterator[Finding]:
-        is_told = not without
+        is_known = not without
         for attention, names, count in kinds(evidence.run):
             with suppress(LostError):
                 findings = list(judge(evidence, attention, names))
-                is_told = True
+                is_known = True
                 more = f" The same in {count} attentions." if count > 1 else ""
                 for finding in findings:
                     yield replace(finding, module=attention.module, evidence=finding.evidence + more)
-        if not is_told:
+        if not is_known:
             raise NotPossibleError(without)
 
     return check
@@ -136,8 +136,8 @@ def between(recording: Recording, sources: set[int], target: TensorRef) -> list[
             needed[op.index] = op
             queue += op.inputs
     ordered = [needed[index] for index in sorted(needed)]
-    made_ids = made_of(sources, ordered)
-    return [op for op in ordered if any(tensor.id in made_ids for tensor in op.inputs)] if target.id in made_ids else []
+    reached = made_of(sources, ordered)
+    return [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)] if target.id in reached else []
 
 
 def _moved_by(evidence: Evidence, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
@@ -149,13 +149,22 @@ def _moved_by(evidence: Evidence, source: TensorRef, marks: Tensor, target: Tens
 
 
 class Factor:
-    """One factor of a product and the stage that it is made of: which token of the one is which row of the other."""
+    """The query, key or value of an attention from its projection to the product: which token is which row there."""
 
-    def __init__(self, evidence: Evidence, source: TensorRef, target: TensorRef, rows: int, width: int) -> None:
-        self.evidence, self.source, self.target = evidence, source, target
-        self.rows = rows
-        """The dimension of the target that counts positions, from behind."""
-        self.width = width
+    def __init__(self, evidence: Evidence, attention: Attention, names: AxisNames, side: str) -> None:
+        """Take a side. Raises `LostError` without a projection of tokens, or a product of matrices."""
+        product = attention.value_product if side == "value" else attention.score_product
+        source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
+        projection = attention.projections.get(side)
+        convolved = projection is not None and projection.base_name == "convolution"
+        if source is None or not product.multiply.does("product") or len(source.shape) < 2 or convolved:
+            raise LostError
+        left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[side]
+        self.evidence, self.source, self.target = evidence, source, product.left if left else product.right
+        # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
+        self.rows = -2 if left != (side == "value") else -1
+        """The dimension of the target that counts positions."""
+        self.width = max(names.head_dim, 1)
         """Features of a head."""
         self.tokens = source.shape[:-1]
 
@@ -182,20 +191,6 @@ class Factor:
         return {start: rows for start, rows in reached.items() if rows}
 
 
-def factor_of(evidence: Evidence, attention: Attention, names: AxisNames, side: str) -> Factor:
-    """Return the query, key or value from its projection to the product. Raises `LostError` without one."""
-    product = attention.value_product if side == "value" else attention.score_product
-    source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
-    projection = attention.projections.get(side)
-    convolved = projection is not None and projection.base_name == "convolution"
-    if source is None or not product.multiply.does("product") or len(source.shape) < 2 or convolved:
-        raise LostError
-    left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[side]
-    # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
-    rows = -2 if left != (side == "value") else -1
-    return Factor(evidence, source, product.left if left else product.right, rows, max(names.head_dim, 1))
-
-
 @partial(of_each_kind, "no projection leads to the products by steps that can be computed again")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield where heads are split or merged so that tokens are mixed."""
@@ -203,7 +198,7 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
     shared: dict[str, int] = {}
     for side in ("key", "value", "query"):
         try:
-            factor = factor_of(evidence, attention, names, side)
+            factor = Factor(evidence, attention, names, side)
             pieces = factor.by_piece(factor.token(1 if prod(factor.tokens) > 1 else 0))
         except LostError:
             continue
@@ -217,13 +212,13 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
             f"Changed in one token of {side[0]}_proj: features {start}–{start + end} are position {row} of head "
             f"{group}, features {other}–{other + end} position {other_row} of the same head."
         )
-    for source, told in split.items():
-        sides = [side for side in SIDES if side in told]
+    for source, proofs in split.items():
+        sides = [side for side in SIDES if side in proofs]
         yield Finding(
             "heads",
             f"The heads of the {listed(sides)} are split without transposing: pieces of one token stand where "
             "positions of one head belong, so a head attends within a few tokens alone.",
-            told[sides[0]],
+            proofs[sides[0]],
             source=source,
             fix="view(batch, positions, heads, head_dim), then transpose(1, 2).",
         )
@@ -263,7 +258,7 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
 
     Raises `LostError` where that cannot be told.
     """
-    factor = factor_of(evidence, attention, names, "query")
+    factor = Factor(evidence, attention, names, "query")
     concat = attention.stages.get("concat")
     if concat is None or attention.branches:
         raise LostError
@@ -274,21 +269,21 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
         if len(rows) > names.num_heads:
             raise LostError  # a token is in several rows of a head on purpose, as with windows that overlap
         spread = _tokens_of_concat(evidence, attention, rows)
-        told = f"The context of the query at {list(token)} was changed"
+        proof = f"The context of the query at {list(token)} was changed"
         if len(spread) > 1:
             sentence = (
                 f"The heads are merged without transposing: the context of one query is spread over {len(spread)} "
                 "tokens of concat, each of which holds numbers of several queries."
             )
             more = ", …" if len(spread) > 4 else ""
-            told += f" in all heads, and concat moved at {', '.join(map(str, spread[:4]))}{more}."
+            proof += f" in all heads, and concat moved at {', '.join(map(str, spread[:4]))}{more}."
         elif comparable and spread and tuple(spread[0]) != token:
             sentence = "The context comes out at another token than the one that asked: queries change places."
-            told += f", and concat moved at {spread[0]}."
+            proof += f", and concat moved at {spread[0]}."
         else:
             continue
         fix = "transpose(1, 2) before the heads are put side by side."
-        yield Finding("heads", sentence, told, source=evidence.line_of(concat), fix=fix)
+        yield Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
         return
 
 
@@ -311,7 +306,7 @@ def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     """Yield where shared key heads are given to other query heads than those of their group."""
     if names.num_kv_heads == 1 and names.num_heads == 1:
         raise LostError
-    query, key, value = (_heads_read(factor_of(evidence, attention, names, side)) for side in SIDES)
+    query, key, value = (_heads_read(Factor(evidence, attention, names, side)) for side in SIDES)
     heads, kv, values = (len(set(groups.values())) for groups in (query, key, value))
     alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
     if not alike or kv in (1, heads) or heads % kv:
