@@ -15,7 +15,6 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from mha_inspect.layers import bert, fold_heads, grouped_query, narrow, per_head, split_heads, wide
 from mha_inspect.layers.spec import AttentionSpec
 from mha_inspect.layers.spec import spec_of as spec_of_torchs
 from mha_inspect.reports.params import HeadSlice
@@ -219,61 +218,34 @@ ROLES = {
 }
 """By the name of the layer, what makes a table of roles of a spec."""
 
-_SPECS: dict[type, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    split_heads.SplitHeadsAttention: ("split-heads", lambda m: {"num_heads": m.num_heads, "q": m.wq, "o": m.dense}),
-    fold_heads.FoldHeadsAttention: (
-        "fold-heads",
-        lambda m: {
-            "num_heads": m.num_heads,
-            "q": m.W_q,
-            "o": m.W_o,
-            "kdim": m.W_k.in_features,
-            "vdim": m.W_v.in_features,
-            "dropout": m.attention.dropout.p,
-        },
-    ),
-    bert.BertSelfAttention: (
-        "bert",
-        lambda m: {"num_heads": m.num_attention_heads, "q": m.query, "o": m.query, "dropout": m.dropout.p},
-    ),
-    per_head.PerHeadAttention: (
-        "per-head",
-        lambda m: {
-            "num_heads": len(m.W_q),
-            "q": m.W_q[0],
-            "o": m.W_o,
-            "kdim": m.W_k[0].in_features,
-            "vdim": m.W_v[0].in_features,
-        },
-    ),
-    grouped_query.GroupedQueryAttention: (
-        "grouped-query",
-        lambda m: {
-            "num_heads": m.num_heads,
-            "q": m.q_proj,
-            "o": m.o_proj,
-            "num_kv_heads": m.num_key_value_heads,
-            "head_dim": m.head_dim,
-            "rope": m.rope,
-            "dropout": m.attention_dropout,
-        },
-    ),
-    narrow.NarrowAttention: ("narrow", lambda m: {"num_heads": m.heads, "q": m.unifyheads, "o": m.unifyheads}),
-    wide.WideAttention: (
-        "wide",
-        lambda m: {"num_heads": m.heads, "q": m.toqueries, "o": m.unifyheads, "head_dim": m.k},
-    ),
+_LINEARS = {
+    "SplitHeadsAttention": ("split-heads", "wq", "wk", "wv", "dense"),
+    "FoldHeadsAttention": ("fold-heads", "W_q", "W_k", "W_v", "W_o"),
+    "BertSelfAttention": ("bert", "query", "key", "value", "query"),
+    "PerHeadAttention": ("per-head", "W_q", "W_k", "W_v", "W_o"),
+    "GroupedQueryAttention": ("grouped-query", "q_proj", "k_proj", "v_proj", "o_proj"),
+    "NarrowAttention": ("narrow", "toqueries", "unifyheads", "unifyheads", "unifyheads"),
+    "WideAttention": ("wide", "toqueries", "tokeys", "tovalues", "unifyheads"),
 }
-"""A layer's class, to its name and what tells its sizes: `q` reads the query, `o` makes the output."""
+"""A layer's class, to its name and the Linears that tell the widths of query, key, value and output."""
 
 
-def spec_of(module: nn.Module) -> AttentionSpec:
+def spec_of(module: Any) -> AttentionSpec:
     """The sizes that a layer has."""
     if isinstance(module, nn.MultiheadAttention):
         return spec_of_torchs(module)
-    sizes = _SPECS[type(module)][1](module)
-    output, bias = sizes.pop("o"), sizes.pop("q").bias is not None
-    return AttentionSpec(embed_dim=output.out_features, bias=bias, **sizes)
+    parts = [getattr(module, path) for path in _LINEARS[type(module).__name__][1:]]
+    q, k, v, o = (part[0] if isinstance(part, nn.ModuleList) else part for part in parts)
+    heads = (getattr(module, name, None) for name in ("num_heads", "num_attention_heads", "heads"))
+    return AttentionSpec(
+        embed_dim=o.out_features,
+        num_heads=next(filter(None, heads), None) or len(module.W_q),
+        num_kv_heads=getattr(module, "num_key_value_heads", None),
+        head_dim=getattr(module, "head_dim", getattr(module, "k", None)),
+        kdim=k.in_features,
+        vdim=v.in_features,
+        bias=q.bias is not None,
+    )
 
 
 def places_of(module: nn.Module) -> dict[str, tuple[Tensor, ...]]:
@@ -281,7 +253,8 @@ def places_of(module: nn.Module) -> dict[str, tuple[Tensor, ...]]:
 
     Where head i reads slice i of the embedding only, W_q, W_k and W_v have those columns and no others.
     """
-    roles = ROLES["torch" if type(module) is nn.MultiheadAttention else _SPECS[type(module)][0]](spec_of(module))
+    name, *_ = _LINEARS.get(type(module).__name__, ("torch",))
+    roles = ROLES[name](spec_of(module))
     views: dict[str, dict[int, Tensor]] = defaultdict(dict)
     for name, parameter in module.named_parameters():
         for part in roles[name].parts:
@@ -299,37 +272,29 @@ def _view(parameter: Tensor, piece: HeadSlice) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class AttentionWeights:
-    """The weights of one attention layer, by head. Matrices are laid out as nn.Linear's: `out in`."""
+    """The weights of one attention layer, by head. Matrices are laid out as nn.Linear's: `out in`.
+
+    W_q, W_k and W_v are `heads head_dim embed`, the last two with key heads, W_o is `embed heads head_dim`, None
+    where there is none; b_o is `embed`, the other biases, and a learned key and value, are `heads head_dim`.
+    """
 
     w_q: Tensor
-    """`heads head_dim embed`."""
     w_k: Tensor
-    """`kv_heads head_dim kdim`."""
     w_v: Tensor
-    """`kv_heads head_dim vdim`."""
     w_o: Tensor | None
-    """`embed heads head_dim`; None where there is no output projection."""
     b_q: Tensor | None = None
-    """`heads head_dim`."""
     b_k: Tensor | None = None
-    """`kv_heads head_dim`."""
     b_v: Tensor | None = None
-    """`kv_heads head_dim`."""
     b_o: Tensor | None = None
-    """`embed`."""
     bias_k: Tensor | None = None
-    """`heads head_dim`: the learned key that is appended to the sequence (add_bias_kv)."""
     bias_v: Tensor | None = None
-    """`heads head_dim`: the learned value that is appended with it."""
 
     @property
     def num_heads(self) -> int:
-        """Number of query heads."""
         return self.w_q.shape[0]
 
     @property
     def head_dim(self) -> int:
-        """Features of one head."""
         return self.w_q.shape[1]
 
     def tensors(self) -> dict[str, Tensor]:
