@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ..call.call import Call
     from ..call.inputs import Asked
     from ..running.subject import Subject
-
-_SEEDS = range(0, 2**64)
 
 
 def head_counts(options: Options) -> tuple[int, ...]:
@@ -49,22 +47,21 @@ def single_head_count(options: Options, command: str) -> int:
     return first
 
 
-def attention(options: Options, num_heads: int) -> AttentionSpec:
-    """Return the layer asked for, with this head count. Raises `SpecError` when its sizes contradict each other."""
-    own = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train, "seed": seed(options)}
-    return LAYERS[options.layer].spec(**own)
-
-
 def _same(spec: type, options: Options) -> dict[str, Any]:
     """Return the fields of a spec that options have under the same names, as they are set."""
     return {field.name: getattr(options, field.name) for field in fields(spec) if hasattr(options, field.name)}
 
 
-def seed(options: Options) -> int:
-    """Return the seed of parameters and inputs. Raises `SpecError` for one that no generator takes."""
-    if options.seed not in _SEEDS:
+def attention(options: Options, num_heads: int) -> AttentionSpec:
+    """Return the layer asked for, with this head count. Raises `SpecError` when its sizes contradict each other."""
+    _require_seed(options)
+    settings = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train}
+    return LAYERS[options.layer].spec(**settings)
+
+
+def _require_seed(options: Options) -> None:
+    if not 0 <= options.seed < 2**64:
         raise SpecError(f"seed {options.seed} is out of range: it must be 0 to 2**64 - 1. Try --seed 0.")
-    return options.seed
 
 
 def inputs(options: Options) -> InputSpec:
@@ -178,10 +175,10 @@ def check_target(
                 "checkpoint (.safetensors, .pt, .pth, .bin)."
             )
         where, dot, name = text.rpartition(".")
-        where = "torch.nn" if where == "nn" else where  # as everybody imports it
         if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
             if not name[0].isupper():
                 raise SpecError(f"{shown(text)} does not say what to look at in it. Write {text}:Name.")
+            where = "torch.nn" if where == "nn" else where  # as everybody imports it
             raise SpecError(f"{shown(text)} has a dot before its last name, and a target has a colon: {where}:{name}.")
         way = numbers_go_by_name(command)
         if text in LAYERS and not beside_layer:
@@ -191,7 +188,7 @@ def check_target(
         split_target(text)
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers: drop one of them.")
-    seed(options)
+    _require_seed(options)
     parse_settings(options.settings or [])
     parse_shapes(options.input_shape or [])
     if not many_heads:
@@ -200,39 +197,32 @@ def check_target(
 
 @contextmanager
 def waiting(options: Options, words: str) -> Iterator[Tick]:
-    """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked."""
+    """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked.
+
+    Raises `DoesNotFitError` where what is done inside takes more memory than is free.
+    """
     resume_collection()
-    with progress(words, quiet=options.quiet) as tick, _fitting(options):
-        yield tick
+    free: int | None = None
+    with progress(words, quiet=options.quiet) as tick:
+        try:
+            with limited_to_what_is_free(options.device) as free:
+                yield tick
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise does_not_fit(error, free) from None
+            raise
 
 
 @contextmanager
 def running(options: Options, words: str) -> Iterator[Tick]:
-    """Build and run subjects inside: what they print goes to stderr, and gradients are as asked.
-
-    Somebody who waits at a terminal is told `words`, and what is ticked.
-    """
-    with progress(words, quiet=options.quiet) as tick:
+    """Build and run subjects inside, as `waiting`: what they print goes to stderr, and gradients are as asked."""
+    with progress(words, quiet=options.quiet):  # torch takes a second
         import torch
 
         from ..build.importing import stdout_for_the_answer
 
-        resume_collection()  # before that torch is most of what is there, and stays
-        with _fitting(options), stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
-            yield tick
-
-
-@contextmanager
-def _fitting(options: Options) -> Iterator[None]:
-    """Raise `DoesNotFitError` where what is done inside takes more memory than is free."""
-    free: int | None = None
-    try:
-        with limited_to_what_is_free(options.device) as free:
-            yield
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise does_not_fit(error, free) from None
-        raise
+    with waiting(options, words) as tick, stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+        yield tick
 
 
 def load(text: str | None, options: Options) -> Subject:
@@ -266,11 +256,10 @@ def load_target(
     from ..build.target import TargetSpec
     from ..build.target import load_target as build
 
-    set_flags = flags(options)
-    unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in set_flags.given}
-    typed = set_flags.typed - frozenset(elsewhere)
+    asked_flags = flags(options)
+    unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in options.given}
     spec = TargetSpec(
-        flags=replace(set_flags, values={**set_flags.values, **unsaid}, typed=typed),
+        flags=Flags({**asked_flags.values, **unsaid}, options.given, options.typed - frozenset(elsewhere)),
         dtype=options.dtype if "dtype" in options.given else None,
         device=options.device,
         training=options.train,
