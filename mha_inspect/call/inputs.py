@@ -22,12 +22,9 @@ from ..files.tensors import read_tensors
 from ..layers.spec import InputSpec
 from ..running.subject import Subject
 from ..text import printable, shown
-from .call import Call
-from .forward import Forward, Plan
-from .guess import Sizes, batch_first_of, guessed_plans, needed
-from .hugging_face import configured_plans, is_hugging_face
-from .learn_masks import learn_masks
-from .masks import mask_arguments, masks_of
+from .call import Call, Forward, Plan
+from .guess import Sizes, batch_first_of, configured_plans, guessed_plans, is_hugging_face, needed
+from .masks import learn_masks, mask_arguments, masks_of
 from .part import call_with
 from .probe import Probed, probe
 

@@ -1,12 +1,18 @@
-"""Attention masks: made of --causal and --padding, read from files, and given as a forward takes them."""
+"""Attention masks: made of --causal and --padding, read from files, and given as a forward takes them.
+
+How that is, is known of torch's modules and of the catalog's layers. What an argument of any other means is learned by
+running the forward with masks of a few forms and looking at the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from inspect import Parameter
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from einops import rearrange
@@ -17,9 +23,11 @@ from ..build.vocabulary import kind_of, plain
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensor
 from ..layers.spec import InputSpec
+from ..naming.canonical import content_of
+from ..running.subject import Subject
 from ..text import printable
-from .forward import Forward
-from .hugging_face import is_hugging_face
+from .call import Forward
+from .guess import is_hugging_face
 
 if TYPE_CHECKING:
     from ..layers.catalog import MaskStyle
@@ -28,15 +36,6 @@ _OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias",
 """Names of masks of scores, the most telling first."""
 _OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
 _CAUSAL = ("iscausal", "causal")
-
-
-class MaskSizes(NamedTuple):
-    """What masks are made for."""
-
-    batch: int
-    heads: int
-    query: int
-    key: int
 
 
 # -- what is masked ----------------------------------------------------------------------------------------------------
@@ -66,21 +65,6 @@ def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device)
     return mask[0] if inputs.unbatched else mask
 
 
-def attention_mask(inputs: InputSpec, sizes: MaskSizes, dtype: torch.dtype, device: torch.device) -> Tensor | None:
-    """Return the causal mask, the one in the file, or both together; an additive one in `dtype`.
-
-    `query key` or `(batch heads) query key`; None where nothing is masked.
-
-    Raises `InputError` where the file does not fit.
-    """
-    mask = None if inputs.attn_mask is None else read_attn_mask(inputs.attn_mask, sizes).to(device)
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(dtype)
-    if not inputs.causal or sizes.query == sizes.key == 1:  # a token sees itself
-        return mask
-    return _both(mask, causal_mask(sizes.query, sizes.key, device))
-
-
 def _both(mask: Tensor | None, masked: Tensor) -> Tensor:
     """Return a mask that masks these keys out as well."""
     if mask is None:
@@ -88,13 +72,12 @@ def _both(mask: Tensor | None, masked: Tensor) -> Tensor:
     return mask | masked if mask.dtype == torch.bool else mask.masked_fill(masked, float("-inf"))
 
 
-def read_attn_mask(path: Path, sizes: MaskSizes) -> Tensor:
+def read_attn_mask(path: Path, batch: int, heads: int, query: int, key: int) -> Tensor:
     """Read a boolean mask (True: not allowed) or an additive one, `query key` or `(batch heads) query key`.
 
     Raises `InputError` where its shape does not fit, or it holds numbers where booleans are meant.
     """
     file, mask = printable(path), read_tensor(path)
-    batch, heads, query, key = sizes
     shape = tuple(mask.shape)
     if shape not in ((query, key), (batch * heads, query, key)):
         raise InputError(
@@ -200,8 +183,13 @@ def _known_masks(
     length = 0 if unbatched or not forward.batch_first else 1
     batch = 1 if unbatched else query.shape[1 - length]
     inputs = replace(inputs, unbatched=True, batch=1) if unbatched else inputs
-    sizes = MaskSizes(batch, next(heads, target.arguments.get("num_heads", 1)), query.shape[length], key.shape[length])
-    scores = attention_mask(inputs, sizes, forward.dtype, forward.device)
+    lengths, scores = (query.shape[length], key.shape[length]), None
+    if inputs.attn_mask is not None:
+        num_heads = next(heads, target.arguments.get("num_heads", 1))
+        scores = read_attn_mask(inputs.attn_mask, batch, num_heads, *lengths).to(forward.device)
+        scores = scores if scores.dtype == torch.bool else scores.to(forward.dtype)
+    if inputs.causal and lengths != (1, 1):  # a token sees itself
+        scores = _both(scores, causal_mask(*lengths, forward.device))
     return scores, padding_mask(inputs, batch, padded.shape[length], forward.device)
 
 
@@ -233,3 +221,157 @@ def merged_mask(
     if boolean:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, blocked)
     return mask.to(dtype).clamp(min=blocked)
+
+
+# -- as a forward shows that it takes them ---------------------------------------------------------------------------
+
+_AXES_OF_QUERIES = ("query key", "batch query key", "batch 1 query key")
+_AXES_OF_KEYS = ("batch key", "batch 1 key", "batch 1 1 key")
+_MEANS = {
+    "keeps": (torch.bool, "True keeps a key"),
+    "masks": (torch.bool, "True bars a key"),
+    "keeps as a number": (torch.int64, "1 keeps a key"),
+    "adds": (None, "it is added to the scores"),
+}
+"""What a mask may say, the dtype that it has then (None: that of the module), and the words for it."""
+_MASKED = 1e-6
+"""A weight up to which a key is not looked at."""
+
+
+@dataclass(frozen=True)
+class MaskForm:
+    """How an argument of a forward takes a mask."""
+
+    argument: str
+    axes: str
+    means: str
+    dtype: torch.dtype
+
+    def words(self, flags: Iterable[str]) -> str:
+        """Say what was learned of the mask that these flags made."""
+        kind = f"{str(self.dtype).removeprefix('torch.')} `{self.axes}`"
+        means = _MEANS[self.means][1]
+        return f"{' and '.join(flags)} made {self.argument}, {kind}: {means}, as is learned from the weights."
+
+    def mask(self, masked: Tensor) -> Tensor:
+        """Return a mask as the argument takes it. `masked` is `batch query key`, True where a query may not look."""
+        masked = masked if "batch" in self.axes else masked[0]
+        masked = masked if "query" in self.axes else masked[..., 0, :]
+        masked = rearrange(masked, f"{self.axes.replace(' 1', '')} -> {self.axes}")
+        if self.means == "adds":
+            return torch.zeros(masked.shape, dtype=self.dtype, device=masked.device).masked_fill(masked, -torch.inf)
+        return (masked if self.means == "masks" else ~masked).to(self.dtype)
+
+
+def learn_masks(
+    forward: Forward,
+    inputs: InputSpec,
+    flags: Sequence[str],
+    free: Sequence[str],
+    make: Callable[[Mapping[str, Tensor]], Subject],
+) -> tuple[dict[str, Tensor], list[str]]:
+    """Learn how a forward takes the masks that flags ask for, each in an argument of its own or all in one.
+
+    Args:
+        forward: that is to take them.
+        inputs: for their sizes.
+        flags: `--causal`, `--padding` or both.
+        free: the mask arguments that nobody gave anything.
+        make: makes its run with these masks by name.
+
+    Returns the masks by name, and what was learned as sentences. Raises `SpecError` where no form does what is asked.
+    """
+    if forward.device.type == "meta":
+        raise SpecError(
+            f"what the masks of {forward.label} mean is learned from numbers, and meta has none: {flags[0]} cannot "
+            "make one there. Take --device cpu, or give the mask by name: --input FILE."
+        )
+    plain, notes = _weights(make({})), []
+    asked: dict[tuple[str, ...], Tensor] = {}
+    for flag in flags:
+        masked = _masked(inputs, (flag,), forward.device)
+        if not masked.any():
+            notes.append(f"What {flag} asks for bars no key here: no mask was given.")
+        elif flag == "--causal" and _does(plain, [], masked):
+            notes.append(f"The forward does by itself what {flag} asks for: no mask was given.")
+        else:
+            asked[(flag,)] = masked
+
+    def learned(asked: Mapping[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], MaskForm]:
+        """Return a form for each group of flags, in an argument of its own, up to the first that has none."""
+        forms: dict[tuple[str, ...], MaskForm] = {}
+        taken: dict[str, Tensor] = {}
+        before = plain
+        for group, masked in asked.items():
+            axes = _AXES_OF_QUERIES if "--causal" in group else (*_AXES_OF_KEYS, *_AXES_OF_QUERIES)
+            left = [name for name in free if name not in taken]
+            for argument, pattern, (means, (dtype, _)) in product(left, axes, _MEANS.items()):
+                form = MaskForm(argument, pattern, means, dtype or forward.dtype)
+                after = _weights(make({**taken, argument: form.mask(masked)}))
+                if _does(after, before, masked):
+                    forms[group], taken[argument], before = form, form.mask(masked), after
+                    break
+            else:
+                break
+        return forms
+
+    forms = learned(asked)
+    if len(forms) < len(asked):
+        (lacking,) = list(asked)[len(forms)]
+        both = tuple(flag for (flag,) in asked)
+        asked = {both: _masked(inputs, both, forward.device)}
+        forms = learned(asked) if len(both) > 1 else {}
+        if not forms:
+            file = "--attn-mask FILE, or " if lacking == "--causal" else ""
+            raise SpecError(
+                f"{forward.label} does not show what {', '.join(free) or 'its mask'} means, so {lacking} cannot make "
+                "it: no mask of the usual forms changed what its attention looks at. Give it as it takes it: "
+                f"{file}--input FILE with the mask by name."
+            )
+    masks = {form.argument: form.mask(asked[group]) for group, form in forms.items()}
+    return masks, [*notes, *(form.words(group) for group, form in forms.items())]
+
+
+def _masked(inputs: InputSpec, flags: Iterable[str], device: torch.device) -> Tensor:
+    """Return `batch query key`, True where a query may not look. Raises `InputError` where padding does not fit."""
+    masked = torch.zeros(inputs.batch, inputs.seq_len, inputs.keys, dtype=torch.bool, device=device)
+    if "--causal" in flags:
+        masked |= causal_mask(inputs.seq_len, inputs.keys, device)
+    padded = padding_mask(inputs, inputs.batch, inputs.keys, device) if "--padding" in flags else None
+    return masked if padded is None else masked | rearrange(padded, "... key -> ... 1 key")
+
+
+def _does(after: Sequence[Tensor], before: Sequence[Tensor], masked: Tensor) -> bool:
+    """Return whether the weights of an attention are zero where they are masked, and nowhere else but where they were.
+
+    One that was so before is not meant.
+    """
+    for place, weights in enumerate(after):
+        if (weights.shape[0], *weights.shape[-2:]) != masked.shape:
+            continue
+        hidden = masked[:, None].expand_as(weights)
+        seen = torch.ones_like(hidden)
+        if len(before) == len(after) and before[place].shape == weights.shape:
+            seen = before[place] > _MASKED
+        looked_at = ~hidden & seen
+        hidden = hidden & seen & looked_at.any(-1, keepdim=True)
+        is_hidden = bool(hidden.any()) and bool((weights[hidden] <= _MASKED).all())
+        if is_hidden and bool((weights[looked_at] > _MASKED).double().mean() > 0.9):
+            return True
+    return False
+
+
+def _weights(subject: Subject) -> list[Tensor]:
+    """Return the weights of each attention in a run, `batch heads query key`; none where it raises."""
+    contents = []
+    with suppress(Exception):  # whatever somebody's code may raise for a mask that it does not take
+        with subject.apart() as fresh:
+            run = fresh.recorded(keep=True)
+        for attention, names in run.attentions:
+            if (weights := attention.stages.get("weights")) is None:
+                continue
+            for op in attention.weights_path:  # a mask that is multiplied comes after the softmax
+                weights = op.output if op.output.shape == weights.shape else weights
+            masked = replace(attention, stages={**attention.stages, "weights": weights})
+            contents.append(content_of(run, masked, names, "weights"))
+    return [content.detach() for content in contents if content is not None and content.dim() == 4]

@@ -16,8 +16,7 @@ from ..build.vocabulary import Kind
 from ..errors import InputError, SpecError
 from ..record.arguments import described, parts_of, tensors_in, with_copies
 from ..text import did_you_mean, first_few, shown
-from .call import Call
-from .forward import Forward
+from .call import Call, Forward
 
 _STANDS_FOR: dict[Kind, tuple[Kind, ...]] = {
     "query": ("query", "hidden", "unknown"),

@@ -12,8 +12,7 @@ from torch import nn
 from mha_inspect.build.arguments import InputShape, parse_shapes
 from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
-from mha_inspect.call.call import Call
-from mha_inspect.call.forward import Forward, Plan
+from mha_inspect.call.call import Call, Forward, Plan
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.errors import DoesNotFitError, InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
