@@ -16,7 +16,7 @@ from ..record.ops import Op, Recording, TensorRef
 from .axis import Axis, Dim, fresh, resolve, setting, size_of, unify, wide
 from .rules import rule_of, slice_piece
 
-__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "unify", "wide"]
+__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
 
 
 class Dimensions:
@@ -60,6 +60,10 @@ class Dimensions:
             if known & atoms and not known & apart_from:
                 beside |= known
         return beside
+
+    def same(self, left: Dim, right: Dim) -> None:
+        """Make two axes one, where they can be."""
+        unify(left, right)
 
     def _known(self, tensor: TensorRef) -> tuple[Dim, ...]:
         dims = self._dims.get(tensor.id)

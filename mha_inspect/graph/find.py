@@ -75,7 +75,7 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
     module = product.multiply.module
     ends = projections_behind(graph, heads, module, positions)
     stages = with_projections(graph, heads, ends)
-    scoring = read_scoring(graph, product, scores.path, softmax.masked)
+    scoring = read_scoring(graph, product, scores.path, softmax.masked, softmax.dim)
     if not (scoring.masks and scoring.masks[0] is product.op):
         stages["scores"] = scoring.scores
     if scoring.masks or scoring.steps:

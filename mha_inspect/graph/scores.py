@@ -27,15 +27,17 @@ side by side are mixed before they are bent, and a distance is a score."""
 def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
     """Return what made the scores that a softmax is taken of: a product, or where there is none what has them else.
 
-    Relative positions are products too, which do not depend on the input.
+    Relative positions are products too: they are gathered on the way, or do not depend on the input.
     """
     over = graph.dimensions.along(masked, dim)
-    best: tuple[tuple[bool, bool], Meeting] | None = None
+    best: tuple[tuple[bool, bool, bool], Meeting] | None = None
     for step in graph.back(masked, lambda op: graph.carries(op) or mixes(graph, op, over)):
         op = graph.recording.producer(step.tensor)
         product = None if op is None else graph.product(op) or _of_learned_query(graph, op, over)
         if product is not None and _mixes_heads(graph, step.path, product):
-            rank = graph.product(product.op) is None, not graph.comes_from_inputs(product.left, product.right)
+            given = graph.comes_from_inputs(product.left, product.right)
+            gathered = any(passed.does("gathers") for passed in step.path)
+            rank = (product.op.index not in graph.products, gathered, not given)
             if best is None or rank < best[0]:
                 best = rank, Meeting(product, step.path[::-1], product.op.output)
             if not any(rank):
@@ -177,8 +179,8 @@ def multiply(numbers: Iterable[float | None]) -> float | None:
     return product
 
 
-def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_input: TensorRef) -> Scoring:
-    """Follow `path`, the operations from the product to the softmax in the order in which they ran.
+def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_input: TensorRef, dim: int) -> Scoring:
+    """Follow `path`, the operations from the product to the softmax over `dim` in the order in which they ran.
 
     In `softmax(c · tanh(q·kᵀ · s / c) + mask)` the scores are `q·kᵀ · s`, and the steps are a `scale` of 1 / c,
     `tanh`, a `scale` of c, and `add`.
@@ -217,7 +219,10 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             late.append(number)
             steps.append(("scale", number))
         elif is_shift(graph.recording, op):
-            pass  # what is taken off every score of a row changes no weight
+            # What is taken off every score of a row changes no weight; along another axis the scores are normalised.
+            shifted = {atom for dims in graph.dimensions.of(op.inputs[1]) for atom in dims}
+            if graph.dimensions.along(softmax_input, dim) & shifted:
+                steps.append(("log_softmax", None))
         elif adds_mask(op) and not (op.base_name == "copy_" and op.inputs[-1].id == tensor.id):
             if name == "sub" and op.inputs[1].id == tensor.id != op.inputs[0].id:
                 late.append(-1.0)

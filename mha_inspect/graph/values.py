@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
-from .axis import Axis, wide
+from .axis import Axis, size_of, wide
 from .dataflow import Graph, made_of
-from .products import Meeting, Product
+from .products import Meeting, Product, is_wide
 from .scores import mixes, score_product
 
 
@@ -55,23 +55,36 @@ class Side(NamedTuple):
 def softmaxed_side(graph: Graph, product: Product, values: Meeting, masked: TensorRef, dim: int) -> Side | None:
     """Return the side of the keys: what the values are averaged over. None where this softmax is no attention's.
 
-    None are softmaxes over clusters that average what was compared with them (k-means), and of learned queries that
-    average the keys as they are.
+    None are softmaxes that assign: over an axis along which every score has a product of its own, where there are no
+    queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), over clusters
+    that average what was compared with them (k-means), and of learned queries that average the keys as they are.
     """
     if len(product.op.output.shape) < 2 or not masked.shape:
         return Side(key_first=False)
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), graph.dimensions.along(masked, dim)
+    if over & set(axes.batch) - rows - columns and not (size_of(rows) > 1 and size_of(columns) > 1):
+        return None
     over_rows = bool(over & rows) and not over & columns
     summed = set(wide(values.averaged(graph.dimensions)))
     if over and summed & (columns if over_rows else rows) - over and not summed & over:
         keys = product.right if over_rows else product.left
-        assigns = _unmoved(graph, keys) == _unmoved(graph, values.values)
-        return None if assigns else Side(not over_rows, over_queries=True)
+        alike = _unmoved(graph, keys) == _unmoved(graph, values.values)
+        return None if alike or _is_width(graph, product, over) else Side(not over_rows, over_queries=True)
     # A parameter's scores of some features weigh the very same features: pooling, and no attention.
     given = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
     pools = len(given) == 1 and _unmoved(graph, given[0]) == _unmoved(graph, values.values)
     return None if pools else Side(over_rows)
+
+
+def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
+    """Return whether an axis of the scores is all the features that a projection gives one factor of their product."""
+    for factor in (product.left, product.right):
+        for step in graph.back(factor, lambda op: graph.moves(op) or op.pointwise):
+            op = graph.recording.producer(step.tensor)
+            if op is not None and graph.is_projection(op) and set(graph.dimensions.of(op.output)[-1]) <= over:
+                return True
+    return False
 
 
 def _unmoved(graph: Graph, tensor: TensorRef) -> int:
@@ -98,7 +111,7 @@ class Weighing(NamedTuple):
 def find_weighings(graph: Graph, taken: set[int]) -> Iterator[Weighing]:
     """Yield every way from scores to values without a softmax, but for products that are taken already."""
     for product in graph.products.values():
-        if product.op.index not in taken and graph.comes_from_inputs(product.left, product.right):
+        if product.op.index not in taken and _is_of_activations(graph, product):
             for carried in (product.left, product.right):
                 weighing = _weighing(graph, Meeting(product, (), carried), taken)
                 if weighing is not None:
@@ -108,7 +121,10 @@ def find_weighings(graph: Graph, taken: set[int]) -> Iterator[Weighing]:
 def _weighing(graph: Graph, values: Meeting, taken: set[int]) -> Weighing | None:
     """Return how one factor of a product was made of scores; None where it was not."""
     over = set(wide(values.averaged(graph.dimensions)))
-    for step in graph.back(values.carried, graph.carries) if over else ():
+    maker = graph.recording.producer(graph.before_moves(values.values))
+    if not over or (maker is not None and graph.is_softmax(maker)):
+        return None  # classes are voted for, or clusters counted: what a softmax gives is no value, but what weighs one
+    for step in graph.back(values.carried, graph.carries):
         op = graph.recording.producer(step.tensor)
         if op is None or op.index in taken or op is values.product.multiply:
             continue
@@ -136,6 +152,8 @@ def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: 
     for place, op in enumerate(path):
         came_by = path[place - 1].outputs if place else op.inputs[:1]
         others = [tensor for tensor in op.inputs if tensor.id in made and tensor not in came_by]
+        if any(other.numel > 1 and not _repeated(graph, other, op.output) <= over for other in others):
+            return None  # weights that are set against those of other queries
         if others or graph.bends(op):
             parts.append(place)
     if not any(graph.bends(path[place]) for place in parts) or path[parts[-1]].base_name.rstrip("_") == "exp":
@@ -148,10 +166,26 @@ def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: 
     return start, stop
 
 
+def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:
+    """Return the axes that a tensor is broadcast along: by their places, as it may have one of them at another."""
+    dims = enumerate(graph.dimensions.of(whole))
+    return {axis for place, dim in dims if not is_wide(factor, len(whole.shape), place) for axis in wide(dim)}
+
+
 def _place_of(graph: Graph, tensor: TensorRef, over: set[Axis]) -> int | None:
     """Return the one dimension that has these axes; None where it is not one."""
     places = [place for place, dim in enumerate(graph.dimensions.of(tensor)) if over & set(dim)]
     return places[0] if len(places) == 1 else None
+
+
+def _is_of_activations(graph: Graph, product: Product) -> bool:
+    """Return whether both factors come from what was given, and are no matrices picked out of a stack of them."""
+    for factor in (product.left, product.right):
+        source = graph.recording.producer(graph.before_moves(factor))
+        picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2
+        if not graph.comes_from_inputs(factor) or (picked and source is not None and graph.is_weight(source.inputs[0])):
+            return False
+    return True
 
 
 def _compares(graph: Graph, product: Product) -> bool:
@@ -159,4 +193,4 @@ def _compares(graph: Graph, product: Product) -> bool:
     axes = product.axes(graph.dimensions)
     summed, left = set(wide(axes.left_inner)), set(wide(axes.rows, axes.columns))
     sums_features = bool(summed & graph.features) and not left & graph.features
-    return graph.comes_from_inputs(product.left, product.right) and (sums_features or not product.is_dot)
+    return _is_of_activations(graph, product) and (sums_features or not product.is_dot)

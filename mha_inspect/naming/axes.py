@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from ..graph.attention import Attention, given_features
 from ..graph.axis import setting
-from ..graph.dimensions import Axis, Dimensions, resolve, size_of, unify, wide
+from ..graph.dimensions import Axis, Dimensions, resolve, size_of, wide
 from ..record.ops import TensorRef
 from .roles import Group, Roles
 from .sizes import POSITIONS, WITHIN, one_size_a_name
@@ -50,7 +50,7 @@ class AxisNames:
         for mixing in (*attention.mixed_scores, *attention.mixed_weights):
             # From heads to heads, where there are as many.
             tensors = (mixing.source, mixing.op.output)
-            unify(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
+            dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
         self._roles = roles = Roles(attention, dimensions)
         self._heads = roles.heads
         self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}

@@ -76,6 +76,32 @@ class FewerKeys(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+class NormedHeads(Heads):
+    """Heads are normed, with a gain: what belongs to the norm is no scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(HEAD_DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        q, k = (functional.normalize(heads, dim=-1) * HEAD_DIM**0.5 * self.gain for heads in (q, k))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class NormedWeights(Heads):
+    """DeepViT: the weights are mixed, and normed, by head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.norm = nn.Parameter(torch.randn(HEADS, HEADS)), nn.LayerNorm(HEADS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        weights = torch.einsum("bhij,hg->bijg", self.scores(q, k).softmax(-1), self.mixed)
+        return self.joined(self.norm(weights).permute(0, 3, 1, 2), v)
+
+
 class OneKeyHead(nn.Module):
     """One key head for all, through an einsum that folds the heads into the queries, with a mask on the way."""
 
@@ -117,6 +143,32 @@ class Mixing(Heads):
         return self.o((self.scores(q, k).softmax(-1) @ v).view(x.shape))
 
 
+class ImageWindows(Heads):
+    """Windows of two by two in an image, cut before they are normed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1)
+        cut = self.norm(cut).flatten(3, 4).flatten(0, 2)
+        q, k, v = map(self.split, (self.q(cut), self.k(cut), self.v(cut)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class Flat(Heads):
+    """Tokens are flattened before they are projected."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(0, 1)
+        q, k, v = (
+            made.view(*x.shape[:2], HEADS, HEAD_DIM).transpose(1, 2)
+            for made in (self.q(flat), self.k(flat), self.v(flat))
+        )
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
 class PackedConvolution(nn.Module):
     """One convolution gives queries, keys and values."""
 
@@ -155,6 +207,14 @@ class PickedKeys(nn.Module):
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
+class OneNumber(Heads):
+    """What is added to the scores is one number, laid out as a mask is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        return self.joined((self.scores(q, k) + torch.zeros(1, 1)).softmax(-1), v)
+
+
 class OverFeatures(Heads):
     """Features attend to features, over all positions, as in XCiT."""
 
@@ -174,6 +234,14 @@ class ProjectedLength(Heads):
     def forward(self, x: Tensor) -> Tensor:
         k, v = (torch.einsum("bnd,nk->bkd", made, self.along) for made in (self.k(x), self.v(x)))
         return self.joined(self.scores(self.split(self.q(x)), self.split(k)).softmax(-1), self.split(v))
+
+
+class Means(Heads):
+    """Keys and values are sums of two positions, divided by two: means."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (self.split(made).unflatten(2, (-1, 2)).sum(3) / 2 for made in (self.k(x), self.v(x)))
+        return self.joined((self.split(self.q(x)) * HEAD_DIM**-0.5 @ k.mT).softmax(-1), v)
 
 
 class SharedKeys(Heads):
@@ -201,6 +269,142 @@ class PackedKeys(nn.Module):
         return self.o(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
 
 
+class EdgeKeys(nn.Module):
+    """A graph's attention: what is known of the edge between two nodes is added to the key and to the value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.edges = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = self.edges(x[:, :, None] * x[:, None]).unflatten(-1, (HEADS, HEAD_DIM)).movedim(3, 1)
+        q, k, v = (
+            made.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for made in (self.q(x), *self.kv(x).chunk(2, -1))
+        )
+        k, v = k[:, :, None] + edges, v[:, :, None] + edges
+        weights = (torch.einsum("bhid,bhijd->bhij", q, k) * HEAD_DIM**-0.5).softmax(-1)
+        return self.o(torch.einsum("bhij,bhijd->bhid", weights, v).transpose(1, 2).flatten(2))
+
+
+class Resampled(Heads):
+    """Learned queries, made and projected before the keys are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        latents = self.latents.expand(len(x), -1, -1)
+        q, both = self.split(self.q(latents)), torch.cat([x, latents], 1)
+        return self.joined(self.scores(q, self.split(self.k(both))).softmax(-1), self.split(self.v(both)))
+
+
+class Unfolded(Heads):
+    """Blocks of an image that look beyond their own border: keys are unfolded."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).permute(0, 2, 4, 3, 5, 1).flatten(3, 4).flatten(0, 2)
+        around = functional.unfold(x, 4, padding=1, stride=2).unflatten(1, (WIDTH, -1))
+        around = around.permute(0, 3, 2, 1).flatten(0, 1)
+        q, k, v = (made.unflatten(-1, (HEADS, HEAD_DIM)) for made in (self.q(blocks), self.k(around), self.v(around)))
+        q, k, v = (made.flatten(1, -3).transpose(1, 2) for made in (q, k, v))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class FoldedHeads(nn.Module):
+    """One key head for all, after features that stand second: the heads are made by an einsum, beside the queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Parameter(torch.randn(HEADS, HEAD_DIM, WIDTH)), nn.Parameter(torch.randn(HEADS, 5, WIDTH))
+        self.k, self.v = nn.Parameter(torch.randn(WIDTH, HEAD_DIM)), nn.Parameter(torch.randn(WIDTH, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(2).transpose(1, 2)
+        q = torch.einsum("bnd,hkd->bnhk", x, self.q)
+        weights = (torch.einsum("bnhk,bmk->bnhm", q, x @ self.k) * HEAD_DIM**-0.5).softmax(-1)
+        return torch.einsum("bnhv,hvd->bdn", torch.einsum("bnhm,bmv->bnhv", weights, x @ self.v), self.o)
+
+
+class AcrossDepth(nn.Module):
+    """An average over what layers gave goes straight into the queries of the next: that is no W_o."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.next = Pick(), OneHead()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.next(self.mixed(x))
+
+
+class Pick(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ x
+
+
+class OneHead(Heads):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o((self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ self.v(x))
+
+
+class PooledQueries(Heads):
+    """Fewer queries: the largest of two positions, feature by feature, after their projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(made(x)) for made in (self.q, self.k, self.v))
+        return self.joined(self.scores(q.unflatten(2, (2, -1)).amax(2), k).softmax(-1), v)
+
+
+class ProjectedTwice(Heads):
+    """A second projection is added to the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x) + self.more(x.cumsum(1)), self.v(x)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class Plain(nn.Module):
+    """Attention of what comes in to itself, without any projection."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
+
+
+class GlobalQueries(Heads):
+    """Windows of an image attend with queries that are the same for every window, in `batch windows` order or not."""
+
+    def __init__(self, windows_first: bool = False) -> None:
+        super().__init__()
+        self.windows_first = windows_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        cut = x.unflatten(2, (-1, 3)).unflatten(1, (-1, 3)).transpose(2, 3)  # batch 2 5 3 3 embed
+        rows = cut.flatten(0, 2).flatten(1, 2)
+        queries = functional.adaptive_max_pool2d(self.q(x).movedim(-1, 1), (3, 3)).flatten(2).mT
+        times = len(rows) // len(x)
+        queries = queries.repeat(times, 1, 1) if self.windows_first else queries.repeat_interleave(times, 0)
+        q, k, v = map(self.split, (queries, self.k(rows), self.v(rows)))
+        return self.joined(self.scores(q, k).softmax(-1), v)
+
+
+class Lowered(Heads):
+    """A causal mask that takes much off the scores where a key is barred, as Keras does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = map(self.split, (self.q(x), self.k(x), self.v(x)))
+        scores, allowed = self.scores(q, k), torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        return self.joined(torch.where(allowed, scores, scores - 1e9).softmax(-1), v)
+
+
 class BothWays(Heads):
     """Two sides attend to each other by one product, each with values of its own: the second of what the first gave."""
 
@@ -209,3 +413,29 @@ class BothWays(Heads):
         scores = self.scores(self.split(self.q(left)), self.split(self.k(right)))
         left = self.joined(scores.softmax(-1), self.split(self.v(right)))
         return self.joined(scores.mT.softmax(-1), self.split(self.v(left)))
+
+
+class PackedForLearned(Heads):
+    """Learned queries by head, and keys and values that one projection gives: they are not the same features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.agents, self.kv = nn.Parameter(torch.randn(HEADS, 5, HEAD_DIM)), nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.kv(x).view(len(x), -1, 2, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
+        return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)
+
+
+class GroupedPieces(nn.Module):
+    """Group by group in one matrix: two heads of queries, one of keys, one of values; the last two are picked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed, self.o = nn.Linear(WIDTH, 8 * HEAD_DIM), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = self.packed(x).unflatten(-1, (2, 4, HEAD_DIM))
+        q, k, v = made[..., :-2, :], made[..., [-2], :], made[..., [-1], :]
+        q, k, v = (one.expand(q.shape).flatten(2, 3).transpose(1, 2) for one in (q, k, v))
+        return self.o(((q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))

@@ -32,7 +32,31 @@ class SigmoidPool(nn.Module):
         return (weights / weights.sum(1, keepdim=True)).mT @ self.v(x)
 
 
+class Sampled(nn.Module):
+    """Linear interpolation at places that are predicted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Linear(E, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (1 - (self.place(x).sigmoid() * (N - 1) - torch.arange(float(N))).abs()).relu() @ x
+
+
 # -- experts and codes: what is weighed are parts of the module --------------------------------------------------------
+
+
+class SigmoidExperts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(E, K), nn.Parameter(torch.randn(K, E, V))
+
+    def weights(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).sigmoid()
+        return weights / weights.sum(-1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bnk,bnkv->bnv", self.weights(x), torch.einsum("bne,kev->bnkv", x, self.experts))
 
 
 # -- recurrences and scans ---------------------------------------------------------------------------------------------
@@ -71,6 +95,32 @@ class KernelRegression(Two):
         return kernel @ torch.linalg.solve(kernel + torch.eye(N), self.b(x))
 
 
+class LearnedGraph(Two):
+    """Edges by a sigmoid, each divided by the degrees of both its ends: what one row weighs hangs on other rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.v = nn.Linear(E, V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = (self.a(x) @ self.b(x).mT).sigmoid()
+        degree = (edges.sum(-1) + 1).rsqrt()
+        return (degree[..., :, None] * edges * degree[..., None, :]) @ self.v(x)
+
+
+class Hyper(nn.Module):
+    """Two layers whose weights are made of a context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(E, E * A), nn.Linear(E, A * V)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = x.mean(1)
+        first, second = self.first(context).view(-1, E, A), self.second(context).view(-1, A, V)
+        return (x @ first).relu() @ second
+
+
 # -- one learned scorer, clusters and capsules ------------------------------------------------------------------------
 
 
@@ -86,6 +136,14 @@ class PoolByProduct(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.bmm(self.score(self.hidden(x)).softmax(1).mT, x)
+
+
+class PoolLessMean(PoolByProduct):
+    """The mean of the positions is taken off them by a norm."""
+
+    def hidden(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        return (x - x.mean(1, keepdim=True)).relu()
 
 
 class PoolAtATime(PoolByProduct):
@@ -119,6 +177,14 @@ class Codes(nn.Module):
         return (-(x[:, :, None] - self.codes).square().sum(-1)).softmax(-1) @ self.codes
 
 
+class Residuals(Codes):
+    """VLAD: what is averaged are the differences themselves."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        apart = x[:, :, None] - self.codes
+        return ((-apart.square().sum(-1)).softmax(-1)[..., None] * apart).sum(1)
+
+
 class Clusters(nn.Module):
     """k-means: clusters average what was compared with them."""
 
@@ -144,6 +210,18 @@ class Capsules(nn.Module):
         return made
 
 
+class PooledGraph(nn.Module):
+    """Edges by a sigmoid between clusters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.clusters = nn.Linear(E, A), nn.Linear(E, A), nn.Linear(E, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges, clusters = (self.a(x) @ self.b(x).mT).sigmoid(), self.clusters(x).softmax(-1)
+        return clusters.mT @ edges @ clusters
+
+
 class PoolAtABentTime(PoolAtATime):
     """Bent after it is added, what is given once is a query, and the pool an attention."""
 
@@ -152,6 +230,19 @@ class PoolAtABentTime(PoolAtATime):
 
 
 # -- softmaxes that assign ---------------------------------------------------------------------------------------------
+
+
+class GraphPooled(nn.Module):
+    """DiffPool: nodes of a graph are assigned to clusters by what their neighbours say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.assign = nn.Linear(E, E), nn.Linear(E, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        near = torch.ones(x.shape[0], x.shape[1], x.shape[1]).tril() + x.mean()
+        assigned = (near @ self.assign(x)).softmax(-1)
+        return assigned.transpose(1, 2) @ (near @ self.embed(x))
 
 
 class Dispatch(nn.Module):
@@ -181,6 +272,37 @@ class Router(nn.Module):
         return torch.einsum("bte,bted->btd", self.gate(x).softmax(-1), made)
 
 
+class RoutedCapsules(nn.Module):
+    """Dynamic routing by agreement: a capsule shares itself out among those above it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.above = nn.Parameter(torch.randn(1, N, 5, 8, E) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = (self.above @ x[:, :, None, :, None]).squeeze(-1)
+        agreed = torch.zeros(votes.shape[:3])
+        for _ in range(3):
+            made = F.normalize((agreed.softmax(2)[..., None] * votes).sum(1), dim=-1)
+            agreed = agreed + (votes * made[:, None]).sum(-1)
+        return made
+
+
+class DynamicDispatch(Dispatch):
+    """The same with slots that are made of the tokens: what one product says hands out, and hands back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made, self.own = nn.Linear(E, 15 * E), nn.Linear(E, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        slots = self.made(x.mean(1)).unflatten(-1, (15, E))
+        logits = torch.einsum("btd,bsd->bts", self.own(x), slots)
+        given = torch.einsum("bts,btd->bsd", logits.softmax(1), x)
+        made = torch.stack([expert(given[:, at * 3 : at * 3 + 3]) for at, expert in enumerate(self.experts)], 1)
+        return torch.einsum("bts,bsd->btd", logits.softmax(-1), made.flatten(1, 2))
+
+
 class SoftmaxClusters(nn.Module):
     """Soft k-means: features are shared out among centres, each of which is what it got on average."""
 
@@ -207,17 +329,27 @@ class Inverted(nn.Module):
 
 NEAR = [
     SigmoidPool,
+    Sampled,
+    SigmoidExperts,
     StateSpace,
     Crosses,
     KernelRegression,
+    LearnedGraph,
+    Hyper,
     PoolByProduct,
+    PoolLessMean,
     PoolAtATime,
     Experts,
     Codes,
+    Residuals,
     Clusters,
     Capsules,
+    PooledGraph,
+    GraphPooled,
     Dispatch,
     Router,
+    RoutedCapsules,
+    DynamicDispatch,
     SoftmaxClusters,
     Inverted,
 ]

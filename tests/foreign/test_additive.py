@@ -171,14 +171,48 @@ class Graph(nn.Module):
         return weights, torch.einsum("bijh,bjhd->bihd", weights, right)
 
 
-def test_attention_on_a_graph_has_heads() -> None:
+class OlderGraph(Graph):
+    """GAT: what each node scores is added up, and bent after it."""
+
+    def scores(self, left: Tensor, right: Tensor) -> Tensor:
+        left, right = ((t * self.a.to(t)).sum(-1) for t in (left, right))
+        return F.leaky_relu(left[:, :, None] + right[:, None], 0.2)
+
+
+@pytest.mark.parametrize("style", [Graph, OlderGraph])
+def test_attention_on_a_graph_has_heads(style: type[Graph]) -> None:
     torch.manual_seed(0)
-    module, x = Graph().eval(), torch.randn(B, N, E)
+    module, x = style().eval(), torch.randn(B, N, E)
     (attention,) = attentions(module, x)
     weights, context = module.of(projected(module.l, x), projected(module.r, x))
     assert attention.names.num_heads == attention.names.num_kv_heads == H
+    width = "head_dim" if style is Graph else "v_head_dim"
     assert_close(attention.canonical("weights", "batch heads query key"), weights.permute(0, 3, 1, 2))
-    assert_close(attention.canonical("context", "batch heads query head_dim"), context.transpose(1, 2))
+    assert_close(attention.canonical("context", f"batch heads query {width}"), context.transpose(1, 2))
+
+
+class ScoreForEachHead(Additive):
+    """What reduces the features gives a score for each head: keys have none of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.score, self.v = nn.Linear(A, H), nn.Linear(E, H * D)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        scores = self.score((self.q(x)[:, :, None] + self.k(x)[:, None]).tanh()).permute(0, 3, 1, 2)
+        return (scores.softmax(-1) @ self.v(x).unflatten(-1, (H, D)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+def test_heads_may_begin_with_the_scores() -> None:
+    torch.manual_seed(0)
+    module, x = ScoreForEachHead().eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    assert (attention.names.num_heads, attention.names.num_kv_heads, attention.names.head_dim) == (H, H, A)
+    q, k = projected(module.q, x), projected(module.k, x)
+    scores = (q[:, :, None] + k[:, None]).tanh() @ module.score.weight.double().T + module.score.bias.double()
+    assert_close(attention.canonical("weights", "batch heads query key"), scores.permute(0, 3, 1, 2).softmax(-1))
+    assert "grouped" not in mha_inspect.trace(module, x).attentions[0].kind
+    assert mha_inspect.params(module, x, per_head=True).parameters
 
 
 class Step(nn.Module):

@@ -251,3 +251,37 @@ def test_a_heads_part_of_the_parameters_has_all_its_maps() -> None:
     after = mha_inspect.trace(module, x, keep=True).attentions[0]
     moved = (before.context.tensor != after.context.tensor).flatten(2).any(2).all(0)
     assert moved.tolist() == [True] + [False] * (H - 1)
+
+
+class Convolved(nn.Module):
+    """Few key heads that are convolved along the sequence together with their queries, before they are repeated."""
+
+    def __init__(self, every: bool) -> None:
+        super().__init__()
+        self.sizes = [6 * D, 2 * D, 2 * D]
+        taken = sum(self.sizes) if every else sum(self.sizes[:2])
+        self.qkv, self.convolve = nn.Linear(E, 10 * D), nn.Conv1d(taken, taken, 3, padding=2, groups=taken)
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        taken = self.convolve.in_channels
+        convolved = self.convolve(x[..., :taken].mT)[..., : x.shape[1]].mT
+        q, k, v = torch.cat([convolved, x[..., taken:]], -1).split(self.sizes, -1)
+        q, k, v = (t.unflatten(-1, (-1, D)).transpose(1, 2) for t in (q, k, v))
+        return q, k.repeat_interleave(3, 1), v.repeat_interleave(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.heads(self.qkv(x))
+        return ((q @ k.mT / math.sqrt(D)).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+@pytest.mark.parametrize("every", [False, True])
+def test_keys_that_are_convolved_with_their_queries_are_as_many_as_there_are(every: bool) -> None:
+    torch.manual_seed(0)
+    module, x = Convolved(every).eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    assert (attention.names.num_heads, attention.names.num_kv_heads) == (6, 2)
+    q, k, _ = module.double().heads(module.qkv(x.double()))
+    assert_close(attention.canonical("weights", "batch heads query key"), (q @ k.mT / math.sqrt(D)).softmax(-1))
+    module.float()
+    assert mha_inspect.trace(module, x).attentions[0].kind == ("self", "grouped")
+    assert mha_inspect.params(module, x, per_head=True).parameters
