@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
+from operator import mul
 from typing import Any, NamedTuple
 
 import torch
@@ -95,16 +96,17 @@ class AttentionCall(NamedTuple):
         head = _place(number, shape)
         step = max(1, count // FEW)
         group = asked.query.shape[-3] // asked.key.shape[-3] if head else 1
-        chosen = tuple(slice(at, at + 1) for at in head)
-        shared = (*chosen[:-1], slice(head[-1] // group, head[-1] // group + 1)) if head else ()
-        rows = (*chosen, slice(query % step, count, step))
-        bias = asked.bias
+        shared = (*head[:-1], head[-1] // group) if head else ()
+        rows = range(query % step, count, step)
+        bias, keys = asked.bias, range(asked.key.shape[-2])
         if bias is not None:
             bias = bias.expand(*shape, *bias.shape[-2:])
-            bias = bias[rows if bias.shape[-2] > 1 else chosen]
-        few = range(query % step, count, step), count
-        query_rows, key, value = asked.query[rows], asked.key[shared], asked.value[shared]
-        return asked._replace(query=query_rows, key=key, value=value, bias=bias, few=few), (given[0][rows],)
+            bias = _of_head(bias, head, rows if bias.shape[-2] > 1 else range(1))
+        key, value = _of_head(asked.key, shared, keys), _of_head(asked.value, shared, keys)
+        few = asked._replace(
+            query=_of_head(asked.query, head, rows), key=key, value=value, bias=bias, few=(rows, count)
+        )
+        return few, (_of_head(given[0], head, rows),)
 
     def allowed(self, rows: Tensor) -> Tensor | None:
         """Return which keys these queries may look at, biases aside: `query key`; None where it is all of them."""
@@ -130,6 +132,9 @@ class AttentionCall(NamedTuple):
         shift = second.diff() - first.diff() if self.from_end else torch.zeros_like(first[1:])
         places = rows - first[row] + shift[row]
         return places[:, None] - (keys - second[other]), row[:, None] == other
+
+
+OPERANDS = AttentionCall._fields[:6]
 
 
 class _Arguments(NamedTuple):
@@ -447,3 +452,11 @@ def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
         number, at = divmod(number, size)
         place.append(at)
     return tuple(reversed(place))
+
+
+def _of_head(tensor: Tensor, head: tuple[int, ...], rows: range) -> Tensor:
+    """Return some rows of one head of `... heads row width`, with as many dimensions: a view."""
+    *outer, step, inner = tensor.stride()
+    start = sum(map(mul, head, outer)) + rows.start * step
+    shape = (*[1] * len(head), len(rows), tensor.shape[-1])
+    return tensor.as_strided(shape, (*outer, step * rows.step, inner), tensor.storage_offset() + start)

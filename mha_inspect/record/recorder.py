@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from itertools import count, groupby
 from threading import get_ident
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 import torch
@@ -35,24 +35,23 @@ _NUMBERS = count()
 _NONE: dict[str, Any] = {}
 
 
-class Entry(NamedTuple):
-    """An operation as it is written down while it runs: no more than what would be gone later."""
-
-    known: About
-    args: list[Any]
-    """As `Tensors.note` has them."""
-    kwargs: dict[str, Any]
-    made: Sequence[Look]
-    written: list[Look] | None
-    """None where it writes into nothing that was there."""
-    site: Site
-    call: int
-    kernel: int | None
-    kind: Kind | None = None
-    """None where the memory tells it."""
-    sight: Sight | None = None
-    opening: Any = None
-    """What it is opened by, where it is a fused kernel whose steps are worked out later."""
+Entry = tuple[
+    About,
+    list[Any],
+    dict[str, Any],
+    Sequence[Look],
+    "Sequence[Look] | None",
+    Site,
+    int,
+    "int | None",
+    "Kind | None",
+    "Sight | None",
+    Any,
+]
+"""An operation as it is written down while it runs, no more than what would be gone later: what is known of it, its
+arguments as `Tensors.note` has them, what came out, what it wrote into that was there (or None), where Python
+stood, its call and kernel, its kind (None where the memory tells it), who sees whom in weights that it made, and what a
+fused kernel is opened by."""
 
 
 class _Mark:
@@ -81,8 +80,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._tensors = Tensors(keep)
         self._look, self._keeps = self._tensors.look, keep
-        self._entries: list[Entry | tuple[list[Named], list[tuple[str, Look]]]] = []
-        """What was written down since the recording was last asked for: operations, and tensors that have names."""
+        self._entries: list[Any] = []
+        """What was written down since the recording was last asked for: entries, and names with what has them."""
         self._ops: list[Op] = []
         self._place: tuple[Site | None, tuple[str, str]] = None, ("", "")
         """The last site of an operation, and what it is in words."""
@@ -202,10 +201,10 @@ class Recorder(TorchDispatchMode):
         """Make operations of what was written down."""
         entries, self._entries = self._entries, []
         for entry in entries:
-            if not isinstance(entry, Entry):
+            if len(entry) == 2:
                 names, looks = entry
                 names += [Named(name, self._tensors.read(look)) for name, look in looks]
-            elif entry.opening is None:
+            elif entry[-1] is None:
                 self._add(entry)
             else:
                 self._open(entry)
@@ -261,33 +260,44 @@ class Recorder(TorchDispatchMode):
         if running is not self._asked and not self._belongs(running):
             return func(*args, **kwargs)
         known = ABOUT.get(id(func)) or about(func)
-        if known.fused or self._inside:
-            answer = self._look_into(known, func, args, kwargs or {}, sys._getframe(1))
-            if answer is not NotImplemented:
-                return answer
-        if known.composite and torch.is_inference_mode_enabled():
-            # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
-            return self._take_apart(func, args, kwargs or {}, sys._getframe(1))
+        if known.needs_care or self._inside:
+            return self._run_with_care(known, func, args, kwargs or {}, sys._getframe(1))
         look = self._look
         noted = []
         for value in args:
             kind = type(value)
             noted.append(look(value) if kind in DENSE else value if kind in PLAIN else self._tensors.note(value))
         named = {name: self._tensors.note(value) for name, value in kwargs.items()} if kwargs else _NONE
-        written = self._about_to_write(known, args, kwargs or _NONE) if known.written else None
-        result = func(*args, **kwargs) if kwargs else func(*args)
+        result = known.run(*args, **kwargs) if kwargs else known.run(*args)
         self._stand(self._asking or sys._getframe(1))
-        sight = self._sight_of(known, args, result) if known.weighs else None
-        if written is not None or type(result) is not Tensor:
-            self._write_down(known, noted, named, result, written, sight=sight)
-        else:
-            made = (look(result, False),)
-            self._entries.append(
-                Entry(known, noted, named, made, None, self._site, self._call, self._kernel, None, sight, None)
-            )
-            if self._keeps:
-                self._catch_up()
+        made = (look(result, False),) if type(result) is Tensor else self._looks(result)
+        self._entries.append((known, noted, named, made, None, self._site, self._call, self._kernel, None, None, None))
+        if self._keeps:
+            self._catch_up()
         return result
+
+    def _run_with_care(
+        self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
+    ) -> Any:
+        """Run an operation that may hide several, write into what it is given, or make weights."""
+        if known.fused or self._inside:
+            answer = self._look_into(known, func, args, kwargs, frame)
+            if answer is not NotImplemented:
+                return answer
+        if known.composite and torch.is_inference_mode_enabled():
+            # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
+            return self._take_apart(func, args, kwargs, frame)
+        note = self._tensors.note
+        noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
+        written = self._about_to_write(known, args, kwargs) if known.written else None
+        result = func(*args, **kwargs)
+        self._stand(self._asking or frame)
+        sight = self._sight_of(known, args, result) if known.weighs else None
+        self._write_down(known, noted, named, result, written, sight=sight)
+        return result
+
+    def _looks(self, result: Any) -> Sequence[Look]:
+        return [self._look(tensor, False) for _, tensor in tensors_in(result)]
 
     def _belongs(self, running: tuple[object, ...]) -> bool:
         """Return whether what runs belongs to the code that this is entered around: not after its end, and no task's
@@ -315,13 +325,9 @@ class Recorder(TorchDispatchMode):
 
         With `kind` given, what came out may lie in memory that was known before; `written` is what it wrote into.
         """
-        look = self._tensors.look
-        results = (result,) if type(result) is Tensor else [tensor for _, tensor in tensors_in(result)]
-        made = [look(tensor, False) for tensor in results]
-        left = None if written is None else [look(tensor, False) for tensor in written]
-        self._entries.append(
-            Entry(known, args, kwargs, made, left, self._site, self._call, self._kernel, kind, sight, opening)
-        )
+        left = None if written is None else [self._look(tensor, False) for tensor in written]
+        made, site = self._looks(result), (self._site, self._call, self._kernel)
+        self._entries.append((known, args, kwargs, made, left, *site, kind, sight, opening))
         if self._tensors.keep:
             self._catch_up()
 
@@ -336,7 +342,7 @@ class Recorder(TorchDispatchMode):
     def _beside(self) -> Iterator[None]:
         """Run what nobody asked for, unseen by autograd and by the modes around this one."""
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-        with torch.no_grad(), torch._C.DisableTorchFunction(), modes:
+        with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction(), modes:
             yield
 
     def _look_into(

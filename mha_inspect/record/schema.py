@@ -7,19 +7,21 @@ from typing import Any
 
 import torch
 
-from .catalog import Fused, Way, does, fused
+from .catalog import Fused, does, fused
 
 _WEIGHS = frozenset({"_softmax", "_safe_softmax", "exp", "sigmoid"})
 _UNTAGGED = frozenset({"leaky_relu", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "leaky_relu_", "selu_"})
 """Activations that torch 2.10 does not say to be pointwise."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class About:
     """What does not change from one use of an operation to the next."""
 
     func: Any
     """It is held, so that no other has its id."""
+    run: Any
+    """Runs it; without the function of Python's around that."""
     name: str
     base_name: str
     pointwise: bool
@@ -32,10 +34,8 @@ class About:
     weighs: bool = False
     """Whether scores become weights by it."""
 
-    @property
-    def way(self) -> Way | None:
-        """How it is opened; None for an operation that hides nothing."""
-        return None if self.fused is None else self.fused.way
+    needs_care: bool = True
+    """Whether it hides steps, writes, weighs, or may arrive whole: any of the above."""
 
 
 ABOUT: dict[int, About] = {}
@@ -55,6 +55,7 @@ def _read(func: Any) -> About:
     if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
         return About(
             func,
+            func,
             f"higher_order.{name}",
             name,
             pointwise=False,
@@ -71,19 +72,23 @@ def _read(func: Any) -> About:
             return False
 
     base_name = name.split(".")[1]
+    kernel, composite = fused(name), has_kernel(func.name(), "CompositeImplicitAutograd")
+    written = tuple(
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
     return About(
         func,
+        func._op,
         name=name,
         base_name=base_name,
         pointwise=torch.Tag.pointwise in func.tags or base_name in _UNTAGGED,
-        composite=has_kernel(func.name(), "CompositeImplicitAutograd"),
+        composite=composite,
         makes_views=has_kernel(func.name(), "ADInplaceOrView"),
-        written=tuple(
-            (place, argument.name)
-            for place, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ),
-        fused=fused(name),
+        written=written,
+        fused=kernel,
         copies=does(base_name, "copies"),
         weighs=base_name in _WEIGHS,
+        needs_care=bool(kernel or composite or written or base_name in _WEIGHS),
     )

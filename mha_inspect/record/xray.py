@@ -10,6 +10,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from mmap import mmap
+from operator import mul
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -20,18 +23,18 @@ from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, Fused, fused
-from .kernels import AttentionCall, KernelCall, NotOpenedError, PartCall, bound, described, read_kernel
+from .kernels import OPERANDS, AttentionCall, KernelCall, NotOpenedError, PartCall, bound, described, read_kernel
 from .kernels import run as compute
-from .ops import RESULT, Kernel, Op, Recording
+from .ops import RESULT, Kernel, Kind, Op, Recording
 from .recorder import Entry, Recorder
 from .rounding import STEP, Rounding, max_difference, rounding_error
 from .schema import About, about
 from .sight import Sight, sight_of, sight_of_kernel
 from .site import put_on, take_off
-from .tensors import Look, Tensors
+from .tensors import Tensors
 
 _Key = torch._C.DispatchKey
-LINK = About(None, RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
+LINK = About(None, None, RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
 BUDGET = 1 << 30
 """Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
 _COPIED = 1 << 20
@@ -64,6 +67,7 @@ class XRay(Recorder):
         """Place of the kernel that runs now."""
         self._composite = False
         """Whether a composite operation inside a kernel is being taken apart: all of it is one call."""
+        self._shelf = _Shelf()
         self._sights_of_masks: dict[Any, Sight | None] = {}
 
     def finish(self, returned: Any = None) -> Recording:
@@ -198,8 +202,16 @@ class XRay(Recorder):
         """Return what compares a few rows when the run is over, and holds no tensor of the run until then."""
         if isinstance(few, PartCall) or few.key.nbytes + few.value.nbytes > _COPIED:
             return partial(lambda rounding: rounding, _judged(few, rows))
-        parts: list[Any] = [part.clone() if isinstance(part, Tensor) else part for part in few]
-        return partial(_judged, AttentionCall(*parts), [row.clone() for row in rows])
+        put = self._shelf.put
+        copied = {name: put(part) for name in OPERANDS if (part := getattr(few, name)) is not None}
+        result = put(rows[0])
+        settings = few[len(OPERANDS) :]
+
+        def check() -> Rounding:
+            operands: list[Any] = [copied[name]() if name in copied else None for name in OPERANDS]
+            return _judged(AttentionCall(*operands, *settings), (result(),))
+
+        return check
 
     def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
@@ -216,7 +228,7 @@ class XRay(Recorder):
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     def _open(self, entry: Entry) -> None:
-        opening, start = entry.opening, len(self._ops)
+        opening, start = entry[-1], len(self._ops)
         kernel = self._kernels[opening.place]
         try:
             with self._beside():
@@ -233,42 +245,40 @@ class XRay(Recorder):
         They are computed where all is kept; else described, on tensors that stand for those that were given.
         """
         tensors, kept = self._tensors, self._tensors.keep
-        call = read_kernel(opening.func, _given(tensors, entry.args), _given(tensors, entry.kwargs))
+        known, args, kwargs, results, _, site, number, place, *_ = entry
+        call = read_kernel(opening.func, _given(tensors, args), _given(tensors, kwargs))
         computed = kept and not opening.shapes_only
+        note = tensors.note
 
-        def add(known: About, args: Sequence[Any], kwargs: dict[str, Any], made: Sequence[Look], **more: Any) -> None:
-            noted, named = (
-                [tensors.note(arg) for arg in args],
-                {name: tensors.note(arg) for name, arg in kwargs.items()},
-            )
-            place = entry.site, entry.call, entry.kernel
-            self._add(Entry(known, noted, named, made, None, *place, **more))
+        def add(known: About, args: Any, kwargs: Any, made: Any, kind: Kind | None, sight: Sight | None) -> None:
+            noted, named = [note(arg) for arg in args], {name: note(arg) for name, arg in kwargs.items()}
+            self._add((known, noted, named, made, None, site, number, place, kind, sight, None))
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
             made = func(*args, **kwargs) if computed else described(func, *args, **kwargs)
             looks = [tensors.look(tensor, False) for tensor in ((made,) if isinstance(made, Tensor) else made)]
             known = about(func)
             weighs = known.weighs and (self._sight_of(known, args, made) if computed else opening.sight)
-            add(known, args, kwargs, looks, sight=weighs or None)
+            add(known, args, kwargs, looks, None, weighs or None)
             return made
 
         tensors.keep = computed
         try:
             steps = call.steps(do, described=not computed)
-            looks = [entry.made] if len(steps) == 1 else [[look] for look in entry.made]
-            for last, made in zip(steps, looks, strict=True):
-                add(LINK, (last,), {"kernel": entry.known.name}, made, kind="copy")
+            looks = [results] if len(steps) == 1 else [[look] for look in results]
+            for last, outputs in zip(steps, looks, strict=True):
+                add(LINK, (last,), {"kernel": known.name}, outputs, "copy", None)
         finally:
             tensors.keep = kept
-        self._whole.add(entry.call)
+        self._whole.add(number)
         if call.dropout > 0:
-            note = "it draws its dropout itself, and its steps drop nothing: not compared"
-            return {"drops": True, "note": note, "shapes_only": opening.shapes_only}
+            reason = "it draws its dropout itself, and its steps drop nothing: not compared"
+            return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
         check = opening.check
-        results = [look[6] for look in entry.made] if kept else []
-        if kept and _is_comparable(results[0]):
-            few, rows = call.of_few(results, opening.place + 1, steps if computed else None)
-            check = partial(_judged, few, rows, max(map(max_difference, results, steps)) if computed else None)
+        made: list[Any] = [look[6] for look in results] if kept else []
+        if kept and _is_comparable(made[0]):
+            few, rows = call.of_few(made, opening.place + 1, steps if computed else None)
+            check = partial(_judged, few, rows, max(map(max_difference, made, steps)) if computed else None)
         return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})
 
 
@@ -282,6 +292,29 @@ def _given(tensors: Tensors, value: Any) -> Any:
 
 
 # -- a kernel beside its steps ----------------------------------------------------------------------------------------
+
+
+class _Shelf:
+    """Copies of the few numbers of each kernel that are looked at when the run is over, one beside the other.
+
+    What is allocated between the large blocks of a forward, and stays, keeps those from being joined and used again.
+    """
+
+    def __init__(self) -> None:
+        self._page, self._used = torch.empty(0), 0
+
+    def put(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Copy a tensor, and return what hands the copy out; one of another device stays there."""
+        if tensor.device.type != "cpu":
+            return partial(Tensor.detach, tensor.clone())
+        count, shape = tensor.numel(), tensor.shape
+        if self._page.dtype != tensor.dtype or self._used + count > len(self._page):
+            self._page, self._used = torch.frombuffer(mmap(-1, _COPIED), dtype=tensor.dtype), 0
+        stride = [*accumulate(shape[:0:-1], mul, initial=1)][::-1]
+        get = partial(torch.as_strided, self._page, shape, stride, self._used)
+        get().copy_(tensor)
+        self._used += count
+        return get
 
 
 def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None = None) -> Rounding:
