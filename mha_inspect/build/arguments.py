@@ -68,14 +68,7 @@ def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> d
 def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapping[str, Any]) -> Any:
     """Return the value that was typed for an argument: a literal, yes, no or none, a name, or else the text.
 
-    Names are those of the target's own module and of torch. Nothing is evaluated.
-
-    Args:
-        name: of the argument, for messages.
-        text: as typed.
-        annotation: a type, or `Parameter.empty`.
-        default: what it is where nobody says, or `Parameter.empty`.
-        namespace: where names are looked up.
+    Names are those of `namespace`, the target's own module, and of torch. Nothing is evaluated.
 
     Raises `SpecError` where a number or a switch is meant by the annotation, or by the default, and the text is none.
     """

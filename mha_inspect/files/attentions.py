@@ -1,7 +1,4 @@
-"""Which tensors of a checkpoint belong to which attention, by their names; and what their shapes allow.
-
-And what one tensor of an attention is for, and where in it each head lies: in words and in numbers.
-"""
+"""Which tensors of a checkpoint belong to which attention, by their names, and where in them each head lies."""
 
 from __future__ import annotations
 
@@ -120,10 +117,7 @@ def find_attentions(
 ) -> list[NamedAttention]:
     """Return the attentions in the order of their layers.
 
-    Args:
-        tensors: by name.
-        config: what config.json says, which may name head counts.
-        asked: a number of heads that somebody has given; it stands where it fits.
+    Head counts are those that config.json names, or the one that somebody has `asked` for, where it fits.
     """
     owners: dict[str, _Owner] = {}
     for name, match in ((name, _NAME.fullmatch(name)) for name in tensors):
@@ -305,12 +299,7 @@ class _Layout(NamedTuple):
 def fitting_counts(query: int, key: int, value: int, output: int, head_dim: int | None = None) -> tuple[int, ...]:
     """Return the numbers of heads that leave whole heads, and as many query heads to each key head.
 
-    Args:
-        query: features of all heads together.
-        key: likewise.
-        value: likewise.
-        output: what W_o takes in: the values of all heads.
-        head_dim: of a norm of a head's features, where there is one: it leaves one number.
+    Sizes are the features of all heads together; `head_dim` is that of a norm of a head's features, where there is one.
     """
 
     def fits(count: int) -> bool:

@@ -162,11 +162,7 @@ def read_stored(stored: StoredTensor, name: str) -> Tensor:
 def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
     """Return the tensors of a file as `StoredTensor`, in the dicts that they lie in.
 
-    Anything else is as it is, or is `Unknown`.
-
-    Args:
-        path: the file.
-        suffixes: those that are meant, of `READERS`.
+    Anything else is as it is, or is `Unknown`. The file has one of the suffixes, which are of `READERS`.
 
     Raises:
         InputError: the file is absent, cannot be read, or is damaged.
@@ -212,7 +208,7 @@ def path_name(path: Path) -> str:
 
 
 def kind_of(value: object) -> str:
-    """Return what an object is that is no `StoredTensor`, with its article."""
+    """Return what an object is that is no `StoredTensor`: `a list`."""
     return _UNUSUAL if hasattr(value, "layout") else a_kind(value)
 
 

@@ -166,22 +166,6 @@ def test_padding_of_a_model_is_one_where_it_may_look():
     assert mask.tolist() == [[1, 1, 1, 0, 0]] * 3
 
 
-@pytest.mark.parametrize(
-    ("text", "kinds"),
-    [
-        ("hf:bert", [("self",)] * 2),
-        ("hf:gpt2", [("self", "causal")] * 2),
-        ("hf:llama", [("self", "causal", "grouped")] * 2),
-        ("hf:t5", [("self",)] * 2 + [("self", "causal"), ("cross",)] * 2),
-    ],
-)
-def test_kinds_of_known_models(text, kinds):
-    target = load(text, {"small": "true"} | ({"num_key_value_heads": "8"} if text == "hf:llama" else {}))
-    with torch.no_grad():
-        trace = trace_module(target.module, **call(target).kwargs)
-    assert [attention.kind for attention in trace.attentions] == kinds
-
-
 def test_flags_reach_the_configuration():
     flags = Flags(
         {"embed_dim": 22, "num_heads": 11}, frozenset({"embed_dim", "num_heads"}), frozenset({"embed_dim", "num_heads"})

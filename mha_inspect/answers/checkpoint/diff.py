@@ -34,10 +34,7 @@ _NAMED = 5
 def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None) -> CheckpointDiffReport:
     """Compare two checkpoints: tensors of one name, the heads of attentions, and what has another name on one side.
 
-    Args:
-        left: a file, an index of shards, or a folder.
-        right: likewise.
-        num_heads: heads of the attentions, where it is known and the files do not tell it.
+    A side is a file, an index of shards, or a folder; `num_heads` are those of the attentions, where no file tells it.
 
     Raises:
         InputError: a side has no tensors, or a file is damaged.

@@ -35,12 +35,8 @@ def held_against(
 ) -> Known:
     """Compare the tensors of a file with those of a module, by name and shape, and name what they are for.
 
-    Args:
-        tensors: of the file, by name.
-        module: may be on meta.
-        run: of the module; without one roles are not known.
-        label: what the module is called.
-        counts: head counts that names and config.json tell, by the path of the attention in the file.
+    Without a run of the module, which may be on meta, roles are not known. `label` is what it is called; `counts` are
+    the head counts that names and config.json tell, by the path of the attention in the file.
 
     Raises `InputError` where no name of the module is in the file.
     """
