@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import isinf
-from typing import Any
 
 from .. import text
 from ..reports.diff import (
@@ -19,9 +18,8 @@ from ..reports.diff import (
     StageSide,
     TensorPair,
 )
-from ..reports.params import StoredName
 from .page import Block, Cell, Column, Page, Section, Table, Tone, facts, section, table
-from .parts import MEASURED, alike, answered, difference_columns, grouped, notes, number, shape_cell, sizes, times
+from .parts import MEASURED, answered, difference_columns, folded, notes, number, shape_cell, sizes
 
 
 def diff_page(report: DiffReport) -> Page:
@@ -139,12 +137,14 @@ def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
         )
         return f"{side.name}: {numbers}, {text.listed(side.dtypes)}"
 
+    shape = Column("shape", lambda tensor: text.shape(tensor.shape), tone="shape")
     yield section("files", facts(("left", sizes(report.left)), ("right", sizes(report.right))))
     if report.tensors:
         yield section("tensors", _tensors(report.tensors))
     for where, names in (("left", report.only_left), ("right", report.only_right)):
         if names:
-            yield section(f"only in the {where}", _only(names))
+            columns = [Column("name", lambda tensor: tensor.name, tone="strong"), shape]
+            yield section(f"only in the {where}", table(folded(names, "name"), columns))
     if report.parts:
         yield section("heads", _parts(report.parts), detail="of attentions in which a tensor is not the same")
     yield section("", *notes(report.notes))
@@ -154,78 +154,61 @@ def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
 def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows: those that repeat from layer to layer, and do not differ, as one."""
 
-    def kind(pair: TensorPair) -> object:
-        if pair.verdict == "differs":
-            return pair.name
-        name, other = alike(pair.name), alike(pair.other)
-        return replace(pair, name=name, other=other, max_abs_difference=None, relative_difference=None)
-
-    def on_the_right(group: list[TensorPair], left: str, right: str) -> Any:
-        """Return what stands on the right; nothing where it is as on the left."""
-        return "" if getattr(group[0], left) == getattr(group[0], right) else getattr(group[0], right)
-
-    def largest(group: list[TensorPair], field: str) -> str:
-        return number(max(getattr(pair, field) or 0 for pair in group) or None)
-
-    def right_name(group: list[TensorPair]) -> str:
-        return on_the_right(group, "name", "other") and times([pair.other for pair in group])
-
-    def right_shape(group: list[TensorPair]) -> str:
-        shape = on_the_right(group, "left_shape", "right_shape")
-        return shape if shape == "" else text.shape(shape)
+    def right(left: str, right: str) -> str:
+        return "" if left == right else right
 
     columns = [
-        Column("name", lambda group: times([pair.name for pair in group]), tone="strong", wrap=24),
-        Column("right name", right_name, into="name", optional=True, wrap=24),
-        Column("shape", lambda group: text.shape(group[0].left_shape), tone="shape"),
-        Column("right shape", right_shape, tone="shape", into="shape", optional=True),
-        Column("dtype", lambda group: group[0].left_dtype, tone="muted"),
+        Column("name", lambda pair: pair.name, tone="strong", wrap=24),
+        Column("right name", lambda pair: right(pair.name, pair.other), into="name", optional=True, wrap=24),
+        Column("shape", lambda pair: text.shape(pair.left_shape), tone="shape"),
+        Column(
+            "right shape",
+            lambda pair: right(text.shape(pair.left_shape), text.shape(pair.right_shape)),
+            tone="shape",
+            into="shape",
+            optional=True,
+        ),
+        Column("dtype", lambda pair: pair.left_dtype, tone="muted"),
         Column(
             "right dtype",
-            lambda group: on_the_right(group, "left_dtype", "right_dtype"),
+            lambda pair: right(pair.left_dtype, pair.right_dtype),
             tone="muted",
             into="dtype",
             optional=True,
         ),
-        Column(
-            "largest difference", lambda group: largest(group, "max_abs_difference"), "right", drop=2, optional=True
-        ),
-        Column("relative", lambda group: largest(group, "relative_difference"), "right", drop=1, optional=True),
+        Column("largest difference", lambda pair: number(pair.max_abs_difference), "right", drop=2, optional=True),
+        Column("relative", lambda pair: number(pair.relative_difference), "right", drop=1, optional=True),
         Column("verdict", _verdict),
-        Column("note", lambda group: group[0].note, optional=True, wrap=16),
+        Column("note", lambda pair: pair.note, optional=True, wrap=16),
     ]
-    return table(grouped(pairs, kind), columns)
+
+    def largest(numbers: Sequence[float | None]) -> float | None:
+        return max(number or 0 for number in numbers) or None
+
+    merged = {"max_abs_difference": largest, "relative_difference": largest}
+    rows = folded(pairs, "name", "other", merged=merged, apart=lambda pair: pair.verdict == "differs")
+    return table(rows, columns)
 
 
-def _verdict(group: Sequence[TensorPair | PartPair]) -> Cell:
+def _verdict(pair: TensorPair | PartPair) -> Cell:
     tones: dict[str, Tone] = {"differs": "warn", "other shape": "bad", "same, permuted": "warn"}
-    return Cell(group[0].verdict, tones.get(group[0].verdict, "good"))
-
-
-def _only(names: Iterable[StoredName]) -> Table:
-    groups = grouped(names, lambda tensor: (alike(tensor.name), tensor.shape))
-    name = Column("name", lambda group: times([tensor.name for tensor in group]), tone="strong")
-    return table(groups, [name, Column("shape", lambda group: text.shape(group[0].shape), tone="shape")])
+    return Cell(pair.verdict, tones.get(pair.verdict, "good"))
 
 
 def _parts(parts: Sequence[PartPair]) -> Table:
-    def module(group: list[PartPair], side: str) -> str:
-        return times([getattr(pair, side) for pair in group]) or "the whole file"
-
-    def right(group: list[PartPair]) -> str:
-        return "" if group[0].left == group[0].right else module(group, "right")
-
-    def changes(group: list[PartPair]) -> str:
-        numbers = group[0].differences
+    def changes(pair: PartPair) -> str:
+        numbers = pair.differences
         order = sorted(range(len(numbers)), key=lambda head: -numbers[head])
         return ", ".join(f"{head}: {text.small(numbers[head])}" for head in order[:_MOST] if numbers[head])
 
+    def right(pair: PartPair) -> str:
+        return "" if pair.left == pair.right else pair.right or "the whole file"
+
     columns = [
-        Column("module", lambda group: module(group, "left"), tone="strong"),
+        Column("module", lambda pair: pair.left or "the whole file", tone="strong"),
         Column("right module", right, into="module", optional=True),
-        Column("part", lambda group: group[0].part),
+        Column("part", lambda pair: pair.part),
         Column("verdict", _verdict),
         Column("heads that changed most", changes, into="module", optional=True, wrap=20),
     ]
-    groups = grouped(parts, lambda pair: replace(pair, left=alike(pair.left), right=alike(pair.right)))
-    return table(groups, columns)
+    return table(folded(parts, "left", "right"), columns)

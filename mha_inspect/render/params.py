@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 from .. import text
 from ..reports.params import HeadCountColumn, HeadSlice, LikeModule, Parameter, ParametersTotal, ParamsReport
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
-from .parts import AXES, alike, contents, grouped, layer_page, notes, shape_cell, times
+from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, shape_cell, times
 
 
 def params_page(report: ParamsReport) -> Page:
@@ -22,15 +21,15 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters, total = report.parameters, report.total
     if report.stored_attentions:
         by = "by the names of their tensors" if report.like is None else f"by the run of {report.like.module}"
-        groups = grouped(report.stored_attentions, lambda a: (alike(a.module), replace(a, module="", parameters=())))
         columns = [
-            Column("module", lambda group: times([a.module for a in group]) or "the whole file", tone="strong"),
-            Column("num_heads", lambda group: group[0].num_heads or "?", "right"),
-            Column("num_kv_heads", lambda group: group[0].num_kv_heads or "?", "right"),
-            Column("head_dim", lambda group: group[0].head_dim or "?", "right"),
-            Column("heads that fit", lambda group: ", ".join(map(str, group[0].fits)), wrap=24, optional=True),
+            Column("module", lambda attention: attention.module or "the whole file", tone="strong"),
+            Column("num_heads", lambda attention: attention.num_heads or "?", "right"),
+            Column("num_kv_heads", lambda attention: attention.num_kv_heads or "?", "right"),
+            Column("head_dim", lambda attention: attention.head_dim or "?", "right"),
+            Column("heads that fit", lambda attention: ", ".join(map(str, attention.fits)), wrap=24, optional=True),
         ]
-        yield section("attentions", table(groups, columns), detail=by)
+        attentions = folded(report.stored_attentions, "module", merged={"parameters": lambda parts: ()})
+        yield section("attentions", table(attentions, columns), detail=by)
     if report.like is not None:
         yield section("fit", *_fit(report.like), detail=f"against {report.like.module}")
     formula = []
@@ -39,7 +38,11 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         wrong = f"but {text.count(total.numel)} were counted: one of the two is wrong"
         said = f"{total.formula} = {text.count(total.formula_numel)}, {'as counted' if is_right else wrong}"
         formula = [facts(("formula", said), tone="good" if is_right else "bad")]
-    rows = parameters if report.stored_attentions is None else _folded(parameters)
+    rows: Sequence[Parameter] = parameters
+    if report.stored_attentions is not None:
+        # What repeats from layer to layer is one row, with the sizes of all.
+        merged: dict[str, Any] = {"numel": sum, "nbytes": sum, "share": sum, "values": lambda values: None}
+        rows = folded(parameters, "name", merged=merged, apart=lambda p: p.stats is not None or p.heads is not None)
     yield section("parameters", _parameters(rows, total), *formula, *contents(parameters))
     if any(p.heads is not None for p in parameters):
         yield _per_head(parameters)
@@ -78,20 +81,6 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         yield table(grouped(pieces, lambda piece: (piece[0], alike(piece[1]), *piece[2:])), columns)
 
 
-def _folded(parameters: Sequence[Parameter]) -> list[Parameter]:
-    """Return tensors that repeat from layer to layer as one, whose sizes are those of all."""
-
-    def kind(p: Parameter) -> object:
-        is_listed = p.stats is not None or p.heads is not None
-        return p.name if is_listed else replace(p, name=alike(p.name), values=None)
-
-    folded = []
-    for group in grouped(parameters, kind):
-        numel, nbytes, share = (sum(getattr(p, part) for p in group) for part in ("numel", "nbytes", "share"))
-        folded.append(replace(group[0], name=times([p.name for p in group]), numel=numel, nbytes=nbytes, share=share))
-    return folded
-
-
 def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Table:
     sum_of_all = Parameter("total", (), "", "", total.numel, total.nbytes, 0.0, "")
 
@@ -109,10 +98,6 @@ def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Tabl
         Column("role", lambda p: p.role, wrap=24, into="axes"),
     ]
     return table([*parameters, sum_of_all], columns, total=True)
-
-
-def _bounds(piece: HeadSlice) -> tuple[str, str]:
-    return text.span(piece.rows), "" if piece.columns is None else text.span(piece.columns)
 
 
 def _per_head(parameters: Sequence[Parameter]) -> Section:
@@ -145,7 +130,8 @@ def _by_head(pieces: Sequence[HeadSlice], *, is_model: bool) -> list[tuple[str, 
     columns = _in_steps([(piece.head, piece.columns) for piece in pieces if piece.columns is not None])
     if is_model and len(pieces) > 1 and rows is not None and columns is not None:
         return [(text.spans(piece.head for piece in pieces), rows, columns)]
-    return [(str(piece.head), *_bounds(piece)) for piece in pieces]
+    bounds = ((piece, "" if piece.columns is None else text.span(piece.columns)) for piece in pieces)
+    return [(str(piece.head), text.span(piece.rows), columns) for piece, columns in bounds]
 
 
 def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
@@ -193,9 +179,9 @@ def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]
     by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)
 
     def owned(piece: HeadSlice) -> str:
-        rows, columns = _bounds(piece)
+        rows = text.span(piece.rows)
         if piece.columns is None:
             return f"elements {rows}"
-        return ", ".join([f"rows {rows}"] * by_rows + [f"columns {columns}"] * by_columns)
+        return ", ".join([f"rows {rows}"] * by_rows + [f"columns {text.span(piece.columns)}"] * by_columns)
 
     return ["" if piece is None else owned(piece) for piece in pieces]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from math import isnan
 from typing import Any, TypeVar
 
@@ -112,6 +113,29 @@ def times(names: Sequence[str]) -> str:
         for place, column in enumerate(columns)
     ]
     return f"{''.join(spanned)} ×{len(names)}"
+
+
+def folded(
+    items: Iterable[Any],
+    *names: str,
+    merged: Mapping[str, Callable[[list[Any]], object]] | None = None,
+    apart: Callable[[Any], bool] = lambda item: False,
+) -> list[Any]:
+    """Return items that are the same but for the numbers in their names as one, those that stand `apart` as they are.
+
+    What is `merged` may be another in each, and is that of all of them together.
+    """
+    merged = merged or {}
+
+    def key(item: Any) -> object:
+        same = {name: alike(getattr(item, name)) for name in names}
+        return id(item) if apart(item) else replace(item, **same, **dict.fromkeys(merged))
+
+    together = {**dict.fromkeys(names, times), **merged}
+    return [
+        replace(group[0], **{name: merge([getattr(item, name) for item in group]) for name, merge in together.items()})
+        for group in grouped(items, key)
+    ]
 
 
 def notes(sentences: Iterable[str]) -> tuple[Facts, ...]:
