@@ -16,46 +16,39 @@ from mha_inspect.files.memory import free_memory, limited_to_what_is_free, linux
 MIB = 1024**2
 
 
-def machine(root: Path, available_kib: int, cgroup: str, **files: str) -> tuple[Path, Path]:
-    """A /proc and a /sys/fs/cgroup of our own; `__` in a name stands for a folder."""
-    (root / "proc" / "self").mkdir(parents=True)
-    (root / "proc" / "meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:    {available_kib} kB\nFree: 3 kB\n")
-    (root / "proc" / "self" / "cgroup").write_text(cgroup)
-    for name, content in files.items():
-        path = root.joinpath("cgroup", *name.split("__")[:-1], name.split("__")[-1].replace("_DOT_", "."))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
-    return root / "proc", root / "cgroup"
+V2 = {
+    "box/memory.max": f"{500 * MIB}\n",
+    "box/memory.current": f"{100 * MIB}\n",
+    "box/memory.stat": f"anon 5\ninactive_file {20 * MIB}\n",
+    "box/run/memory.max": "max\n",
+    "box/run/memory.current": f"{70 * MIB}\n",
+}
+"""An ancestor's limit, less its use, and its cache given back."""
+V1 = {
+    "memory/memory.limit_in_bytes": f"{300 * MIB}",
+    "memory/memory.usage_in_bytes": f"{310 * MIB}",
+    "memory/memory.stat": f"inactive_file {MIB}\ntotal_inactive_file {13 * MIB}",
+}
+"""Where only the root of the container is visible."""
 
 
-def test_without_a_group_it_is_what_the_kernel_calls_available(tmp_path: Path) -> None:
-    assert linux_free_memory(*machine(tmp_path, 7 * 1024, "0::/\n")) == 7 * MIB
-
-
-def test_version_2_counts_the_limit_less_the_use_and_gives_cache_back(tmp_path: Path) -> None:
-    places = machine(
-        tmp_path,
-        1000 * 1024,
-        "0::/box/run\n",
-        box__memory_DOT_max=f"{500 * MIB}\n",
-        box__memory_DOT_current=f"{100 * MIB}\n",
-        box__memory_DOT_stat=f"anon 5\ninactive_file {20 * MIB}\n",
-        box__run__memory_DOT_max="max\n",
-        box__run__memory_DOT_current=f"{70 * MIB}\n",
-    )
-    assert linux_free_memory(*places) == 420 * MIB, "an ancestor's limit holds too"
-
-
-def test_version_1_where_only_the_root_of_the_container_is_visible(tmp_path: Path) -> None:
-    places = machine(
-        tmp_path,
-        1000 * 1024,
-        "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n",
-        memory__memory_DOT_limit_in_bytes=f"{300 * MIB}",
-        memory__memory_DOT_usage_in_bytes=f"{310 * MIB}",
-        memory__memory_DOT_stat=f"inactive_file {MIB}\ntotal_inactive_file {13 * MIB}",
-    )
-    assert linux_free_memory(*places) == 3 * MIB
+@pytest.mark.parametrize(
+    ("available", "groups", "files", "free"),
+    [
+        (7, "0::/\n", {}, 7),
+        (1000, "0::/box/run\n", V2, 420),
+        (1000, "9:name=systemd:/\n4:cpu,memory:/docker/abc\n0::/\n", V1, 3),
+    ],
+)
+def test_free_memory_is_the_least_that_the_kernel_and_the_groups_leave(
+    tmp_path, available, groups, files, free
+) -> None:
+    kernel = f"MemTotal: 99999999 kB\nMemAvailable:    {available * 1024} kB\nFree: 3 kB\n"
+    every = {"proc/meminfo": kernel, "proc/self/cgroup": groups}
+    for name, content in (every | {f"groups/{name}": content for name, content in files.items()}).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert linux_free_memory(tmp_path / "proc", tmp_path / "groups") == free * MIB
 
 
 def test_where_nothing_is_known(tmp_path: Path) -> None:
