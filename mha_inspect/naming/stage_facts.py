@@ -14,6 +14,8 @@ from .named_run import NamedRun
 from .pattern import dims_of, rearrangement
 
 _INPUTS = ("query", "key", "value")
+_PROJECTED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
+"""By which projection a stage is made."""
 _BEFORE: dict[str, tuple[str, ...]] = {
     "q_heads": ("q_proj", "query"),
     "k_heads": ("k_proj", "key"),
@@ -26,6 +28,7 @@ _BEFORE: dict[str, tuple[str, ...]] = {
     "output": ("concat", "context"),
 }
 """Stage to the stages that it is made of, where there are such; a projection is made of what it projects."""
+_SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
 
 
 class StageFacts:
@@ -38,115 +41,92 @@ class StageFacts:
 
     def formula(self, stage: str) -> str:
         """What is computed, as a formula with the real numbers, or as an einops pattern where elements only move."""
-        stages = self._attention.stages
+        attention, stages = self._attention, self._attention.stages
+        scores = "masked_scores" if "masked_scores" in stages else "scores"
         if stage in _INPUTS:
-            return self._given(stage)
-        if stage in ("q_proj", "k_proj", "v_proj", "output"):
+            before = (name for name in _INPUTS[: _INPUTS.index(stage)] if name in stages)
+            return next((f"the {name}" for name in before if stages[name].id == stages[stage].id), "given")
+        if stage in _PROJECTED:
             return self._projection(stage)
         if stage in ("scores", "masked_scores"):
             return self._scores(stage)
-        if stage == "weights" and self._attention.weighing:
-            return weighed_text(self._graph, self._attention)
         if stage == "weights":
-            over = " over the queries" if self._attention.over_queries else ""
-            return f"softmax{over}({'masked_scores' if 'masked_scores' in stages else 'scores'})"
-        if stage == "context" and self._attention.divided is not None:
-            exponentials = f"exp({'masked_scores' if 'masked_scores' in stages else 'scores'})"
-            return f"{exponentials} · v_heads / Σ {exponentials}"
-        if stage == "context":
-            weights = "dropout(weights)" if self.drops() else "weights"
-            if self._attention.mixed_weights:
-                weights += " mixed by head"
-            others = dict.fromkeys(op.base_name.rstrip("_") for op in self._attention.weights_path if self._changes(op))
-            return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
-        return self._rearranged(stage)
+            over = " over the queries" if attention.over_queries else ""
+            return weighed_text(self._graph, attention, scores) if attention.weighing else f"softmax{over}({scores})"
+        if stage != "context":
+            return self._rearranged(stage)
+        if attention.divided is not None:
+            return f"exp({scores}) · v_heads / Σ exp({scores})"
+        weights = "dropout(weights)" if self.drops() else "weights"
+        weights += " mixed by head" if attention.mixed_weights else ""
+        others = dict.fromkeys(op.base_name.rstrip("_") for op in attention.weights_path if self._changes(op))
+        return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
 
     def flops(self, stage: str) -> int:
         """Floating-point operations of the products that this stage added, a multiply-add counted as two.
 
         A product that several stages share (one packed projection) is counted to each by its part of the elements.
         """
-        found = self._attention
-        shared = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
-        if stage in shared and shared[stage] in found.projections:
-            op = found.projections[shared[stage]]
-            users = [name for name, other in found.projections.items() if other is op and name != "output"]
-            part = found.stages[stage].numel / max(op.output.numel, 1)
+        attention = self._attention
+        op = attention.projections.get(_PROJECTED.get(stage, ""))
+        if op is not None:
+            users = [name for name, other in attention.projections.items() if other is op and name != "output"]
+            part = attention.stages[stage].numel / max(op.output.numel, 1)
             return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
-        if stage == ("scores" if "scores" in found.stages else "masked_scores"):
-            return found.score_product.flops
-        return found.value_product.flops if stage == "context" else 0
+        if stage == ("scores" if "scores" in attention.stages else "masked_scores"):
+            return attention.score_product.flops
+        return attention.value_product.flops if stage == "context" else 0
 
     def memory(self, stage: str) -> Memory:
         """Whether a stage is given, looks at memory that an earlier one owns, moves elements, or computes them."""
-        tensor = self._attention.stages[stage]
-        made = self._made(stage, tensor)
+        made = self._made(stage) if stage not in _INPUTS else []
         if not made:
             return "input"
         if any(map(_computes, made)):
             return "new"
         return "view" if all(op.kind == "view" for op in made) else "copy"
 
-    def _made(self, stage: str, tensor: TensorRef) -> list[Op]:
-        """The operations between the stages that this one is made of and itself."""
-        before = {
-            self._attention.stages[name].id for name in _BEFORE.get(stage, _INPUTS) if name in self._attention.stages
-        }
-        before |= {
-            self._attention.stages[name].id for name in _INPUTS if name in self._attention.stages and name != stage
-        }
+    def _made(self, stage: str) -> list[Op]:
+        """The operations between the stages that this one is made of and itself, the last first."""
+        stages = self._attention.stages
+        before = {stages[name].id for name in (*_BEFORE.get(stage, ()), *_INPUTS) if name in stages}
         if stage == "concat":
             before |= {branch.stages["context"].id for branch in self._attention.branches}
-        found: list[Op] = []
-        queue, seen = [tensor], set()
+        made: dict[int, Op] = {}
+        queue = [stages[stage]]
         while queue:
-            current = queue.pop()
-            op = self._graph.recording.producer(current)
-            if op is None or op.index in seen or (current.id in before and current.id != tensor.id):
-                continue
-            seen.add(op.index)
-            if stage in _INPUTS:
-                return found
-            found.append(op)
-            if not self._graph.is_projection(op):
-                queue.extend(op.inputs)
-        return found if tensor.id not in before else []
-
-    def _given(self, stage: str) -> str:
-        stages = self._attention.stages
-        for other in _INPUTS[: _INPUTS.index(stage)]:
-            if other in stages and stages[other].id == stages[stage].id:
-                return f"the {other}"
-        return "given"
+            tensor = queue.pop()
+            op = self._graph.recording.producer(tensor)
+            if op is not None and op.index not in made and tensor.id not in before:
+                made[op.index] = op
+                queue += op.inputs if not self._graph.is_projection(op) else ()
+        return [*made.values()]
 
     def _projection(self, stage: str) -> str:
-        letter, source = (
-            ("o", "concat") if stage == "output" else (stage[0], {"q": "query", "k": "key"}.get(stage[0], "value"))
-        )
-        found = self._attention
-        op = found.projections["output" if stage == "output" else source]
-        if stage == "output" and "concat" not in self._attention.stages:
-            source = "context"
-        if not found.earlier and self._graph.projected(op).numel < getattr(found.stages.get(source), "numel", 0):
+        attention, source = self._attention, _PROJECTED[stage]
+        letter, op = source[0], attention.projections[source]
+        earlier = len(attention.earlier.get(source, ()))
+        if source == "output":
+            source = "concat" if "concat" in attention.stages else "context"
+        elif not attention.earlier and self._graph.projected(op).numel < getattr(
+            attention.stages.get(source), "numel", 0
+        ):
             source = f"a part of {source}"  # the input itself was split, before any projection
         bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
-        before = len(found.earlier.get(source, ())) if stage != "output" else 0
-        through = f", through {before} narrower projection{'s' if before > 1 else ''}" if before else ""
+        through = f", through {earlier} narrower projection{'s' if earlier > 1 else ''}" if earlier else ""
         return f"{source}{through} · W_{letter}ᵀ{bias}"
 
     def _scores(self, stage: str) -> str:
-        found = self._attention
-        scored = found.score_product
-        product = (
-            joint_text(self._graph, scored, key_first=found.key_first)
-            if isinstance(scored, Joint)
-            else f"q_heads · k_headsᵀ{scale_text(found.scores_scale)}"
-        )
+        attention, scored = self._attention, self._attention.score_product
+        if isinstance(scored, Joint):
+            product = joint_text(self._graph, scored, key_first=attention.key_first)
+        else:
+            product = f"q_heads · k_headsᵀ{scale_text(attention.scores_scale)}"
         if stage == "scores":
             return product
-        if "scores" in found.stages:
-            return masked_text("scores", found.scoring)
-        return masked_text(f"mask + {product}", found.scoring, last="add")
+        if "scores" in attention.stages:
+            return masked_text("scores", attention.scoring)
+        return masked_text(f"mask + {product}", attention.scoring, last="add")
 
     def has_other_keys(self) -> bool:
         """Whether what stands beside the scores are scores of other keys, by a product of their own, and no sinks."""
@@ -164,11 +144,9 @@ class StageFacts:
 
     def _drops(self, op: Op) -> bool:
         """Whether this is a dropout, or the product with the mask that one was written out into."""
-        if op.does("draws"):
-            return True
-        return op.does("scales") and len(op.inputs) == 2 and any(map(self._drawn, op.inputs))
+        return op.does("draws") or (op.does("scales") and len(op.inputs) == 2 and any(map(self._is_drawn, op.inputs)))
 
-    def _drawn(self, tensor: TensorRef) -> bool:
+    def _is_drawn(self, tensor: TensorRef) -> bool:
         """Whether a tensor is of numbers that were drawn, scaled at most."""
         op = self._graph.recording.producer(tensor)
         while op is not None and not op.does("draws") and len(op.inputs) == 1 and op.pointwise:
@@ -177,61 +155,51 @@ class StageFacts:
 
     def _changes(self, op: Op) -> bool:
         """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""
-        mixed = any(mixing.op is op for mixing in self._attention.mixed_weights)
-        return (
-            op.kind == "compute"
-            and (op.pointwise or op.does("picks"))
-            and op.base_name != "_to_copy"
-            and not mixed
-            and not self._drops(op)
-        )
+        computes = op.kind == "compute" and (op.pointwise or op.does("picks")) and op.base_name != "_to_copy"
+        mixes = any(mixing.op is op for mixing in self._attention.mixed_weights)
+        return computes and not mixes and not self._drops(op)
 
     def _rearranged(self, stage: str) -> str:
-        source = next((name for name in _BEFORE[stage] if name in self._attention.stages), None)
+        """How the stage is laid out anew, and what is computed or repeated on the way."""
+        stages, branches = self._attention.stages, self._attention.branches
+        source = next((name for name in _BEFORE[stage] if name in stages), None)
         if source is None:
             return "given"
-        made = self._made(stage, self._attention.stages[stage])
-        before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
+        made, before, after = self._made(stage)[::-1], stages[source].numel, stages[stage].numel
         joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
-        if stage == "concat" and (self._attention.branches or joined):
-            count = len(self._attention.branches) or after // max(before, 1)
-            apart = "heads" if self._attention.branches else "attentions"
+        if stage == "concat" and (branches or joined):
+            count, apart = (len(branches), "heads") if branches else (after // max(before, 1), "attentions")
             return f"the contexts of {count} {apart} side by side"
-        computed = [op.base_name for op in self._done_to(self._attention.stages[source], made) if _computes(op)]
+        made.sort(key=lambda op: op.index)
+        # Not what positions and masks are made of, but what reads the stage before.
+        derived = made_of({stages[source].id}, made)
+        computed = [op.base_name for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
-        shapes = (self._attention.stages[source].shape, self._attention.stages[stage].shape)
-        moved = source if left == right else rearrangement(left, right, shapes) or f"{source} in heads"
+        pattern = rearrangement(left, right, (stages[source].shape, stages[stage].shape))
+        moved = source if left == right else pattern or f"{source} in heads"
         return moved + self._grown(source, stage)
-
-    def _done_to(self, tensor: TensorRef, made: list[Op]) -> list[Op]:
-        """Those operations that read what came of the tensor, and not what positions and masks are made of."""
-        ordered = sorted(made, key=lambda op: op.index)
-        derived = made_of({tensor.id}, ordered)
-        return [op for op in ordered if any(read.id in derived for read in op.inputs)]
 
     def _grown(self, source: str, stage: str) -> str:
         """What became more on the way: keys that the layer appends, heads that are repeated."""
-        words = [word for dim in dims_of(self._axes[stage]) for word in dim]
+        stages, (left, right) = self._attention.stages, (dims_of(self._axes[name]) for name in (source, stage))
+        words = [word for dim in right for word in dim]
         if stage in ("k_heads", "v_heads") and "query" in words:
             return ", each query's own"
-        if "windows" in words or any(word.isdigit() and word != "1" for word in words):
-            return ""  # windows that overlap hold a key more than once
-        if "key" not in (word for dim in dims_of(self._axes[source]) for word in dim):
-            return ""  # it was padded
-        before, after = self._keys(source), self._keys(stage)
-        more = after - before
-        if before and more > 0:
+        overlap = "windows" in words or any(word.isdigit() and word != "1" for word in words)
+        if overlap or ["key"] not in left:
+            return ""  # windows that overlap hold a key more than once; or it was padded
+        more = (
+            stages[stage].shape[right.index(["key"])] - stages[source].shape[left.index(["key"])]
+            if ["key"] in right
+            else 0
+        )
+        if more > 0:
             what = "value" if stage == "v_heads" else "key"
             return f", then {more} {what}{'s' if more > 1 else ''} of the layer's own"
-        before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
+        before, after = stages[source].numel, stages[stage].numel
         return f", each head {after // before} times" if after > before > 0 and after % before == 0 else ""
-
-    def _keys(self, stage: str) -> int:
-        """How many keys a stage has; 0 where they have no dimension to themselves."""
-        dims = dims_of(self._axes[stage])
-        return self._attention.stages[stage].shape[dims.index(["key"])] if ["key"] in dims else 0
 
 
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
@@ -252,9 +220,6 @@ def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
     return text
 
 
-_SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
-
-
 def _is_by_a_number(op: Op) -> bool:
     return len(op.inputs) == 1 < len(op.args) and op.base_name.rstrip("_") in _SIGNS
 
@@ -265,7 +230,7 @@ def weighs_by_others(graph: Graph, attention: Attention) -> bool:
     return not all(map(_is_by_a_number, steps))
 
 
-def weighed_text(graph: Graph, attention: Attention) -> str:
+def weighed_text(graph: Graph, attention: Attention, scores: str) -> str:
     """How weights are made of scores where that is no softmax: `sigmoid(scores)`, `relu(scores) / Σ`."""
     steps: list[tuple[str, float | None]] = []
     for op in attention.weighing:
@@ -277,7 +242,7 @@ def weighed_text(graph: Graph, attention: Attention) -> str:
         elif not graph.moves(op):
             beside = f"{op.args[1]:.4g}" if _is_by_a_number(op) else "…"
             steps.append((f"{_SIGNS.get(name, name)} {beside}", None))
-    return masked_text("masked_scores" if "masked_scores" in attention.stages else "scores", steps)
+    return masked_text(scores, steps)
 
 
 def unlike_dot(run: NamedRun) -> tuple[str, ...]:
