@@ -6,7 +6,7 @@ or not tensors are kept. On meta, and where a kernel has too many scores, there 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +47,11 @@ def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
     queries, keys = seen.shape
     if queries < 2 or keys < 2:
         return False
-    shifts = {0, max(keys - queries, 0)} if shifts is None else shifts
     return any(
         bool(seen.any(0)[1 + shift :].any())
         and not bool(seen.triu(1 + shift).any())
         and bool(seen.diagonal(shift).any())
-        for shift in shifts
+        for shift in ({0, max(keys - queries, 0)} if shifts is None else shifts)
     )
 
 
@@ -73,10 +72,65 @@ def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibili
     if not known or len(known) < len(turns):
         return None
     pairs = [turn.seen for turn in known if turn.seen is not None]
-    whole = len(pairs) == len(known) and all(own.shape == pairs[0].shape for own in pairs)
-    return Visibility(
-        torch.stack(pairs).any(0) if whole else None, tuple(sorted({row for turn in known for row in turn.blind}))
-    )
+    whole = len(pairs) == len(known) and len({seen.shape for seen in pairs}) == 1
+    blind = sorted({row for turn in known for row in turn.blind})
+    return Visibility(torch.stack(pairs).any(0) if whole else None, tuple(blind))
+
+
+def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
+    """Return who sees whom in one turn of a loop over heads, or in an attention that is none."""
+    sight = _noted(graph, turn)
+    if sight is None or "weights" not in turn.stages:
+        return None
+    axes, shape = names.of_stage("weights"), turn.stages["weights"].shape
+    dims, sizes = dims_of(axes), sizes_in(attention, names, "weights")
+    queries, keys = ([place for place, dim in enumerate(dims) if name in dim] for name in ("query", "key"))
+    if len(queries) != 1 or len(keys) != 1 or queries == keys:
+        return None
+    query, key = queries[0], keys[0]
+    seen = _pair(sight, query, key)
+    if not sight.pairs:
+        seen = torch.ones(names.lengths, dtype=torch.bool)
+    elif seen is not None:
+        of_query = _by_position(seen, dims[query], "query", sizes)
+        of_both = None if of_query is None else _by_position(of_query.T, dims[key], "key", sizes)
+        seen = None if of_both is None else of_both.T
+    blind: Rows = ()
+    if sight.blind is not None and sight.blind.shape[key] == 1:  # else the softmax is over another axis
+        whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
+        rows = canonical(whole, "weights", axes, sizes)
+        blind = () if rows is None else tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
+    return Visibility(seen, blind)
+
+
+def _pair(sight: Sight, first: int, second: int) -> Tensor | None:
+    """Return where two dimensions of weights have any weight."""
+    pair = sight.pairs.get((min(first, second), max(first, second)))
+    return pair if pair is None or first < second else pair.T
+
+
+def _noted(graph: Graph, turn: Attention) -> Sight | None:
+    """Return what was noted of the weights of an attention, or of the exponentials that they were made of by hand."""
+    sights, queue = graph.recording.sights, [turn.softmax.output]
+    first, shape = turn.score_product.op.index, turn.softmax.output.shape
+    for tensor, _ in zip(queue, range(_FAR), strict=False):  # which grows meanwhile
+        if tensor.id in sights and tensor.shape == shape:
+            return sights[tensor.id]
+        op = graph.recording.producer(tensor)
+        if op is not None and op.index > first:
+            queue += [read for read in op.inputs if read.shape == shape]
+    return None
+
+
+def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int]) -> Tensor | None:
+    """Return a bool whose first dimension is the positions of one name alone, of which any other may see."""
+    known = [sizes.get(word, -1) for word in dim]
+    if len(dim) == 1 or known.count(-1) > 1:
+        return seen if len(dim) == 1 else None
+    return seen.reshape(*known, seen.shape[-1]).any([place for place, word in enumerate(dim) if word != name])
+
+
+# -- causal -----------------------------------------------------------------------------------------------------------
 
 
 def is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -> bool:
@@ -89,13 +143,14 @@ def is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) ->
         return False
     known = visibility(graph, attention, names)
     if known is None or known.seen is None:
-        return any(_is_cut(graph, tensor) for op in attention.masks for tensor in masks_of(graph, attention, op))
+        masks = (tensor for op in attention.masks for tensor in masks_of(graph, attention, op))
+        return any(op.base_name.startswith(("tril", "triu")) for tensor in masks for op in _makers(graph, tensor))
     if names.num_windows > 1:
         return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
     # Keys of the layer's own have no position; nor have sinks, which stand beside the scores.
-    given = _given_keys(attention, names) or keys
-    first, last = known.seen[:, :given], known.seen[:, -given:]
-    return any(is_causal(part) for part in (known.seen, first, last))
+    axes = dims_of(names.of_stage("key")) if "key" in attention.stages else []
+    given = attention.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else keys
+    return any(map(is_causal, (known.seen, known.seen[:, :given], known.seen[:, -given:])))
 
 
 def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> list[int]:
@@ -104,80 +159,12 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
     With `[before, own, after]` for keys the first window sees none of those before, and so shows where its own begin.
     """
     queries, keys = names.lengths
-    starts = list(range(0, keys - queries + 1, queries))
-    dims = dims_of(names.of_stage("weights"))
-    sight = _noted(graph, attention)
-    if sight is None or ["windows"] not in dims or ["key"] not in dims:
-        return starts
-    window, key = dims.index(["windows"]), dims.index(["key"])
-    pair = sight.pairs.get((min(window, key), max(window, key)))
-    if pair is None:
-        return starts
-    seen = (pair if window < key else pair.T)[0].nonzero()
-    start = int(seen[0]) // queries * queries if len(seen) else 0
-    return [start] if start else starts
-
-
-def _given_keys(attention: Attention, names: AxisNames) -> int | None:
-    """Return how many keys come in; None where the recording does not show it."""
-    if "key" not in attention.stages:
-        return None
-    axes = dims_of(names.of_stage("key"))
-    return attention.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else None
-
-
-def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
-    if "weights" not in turn.stages:
-        return None
-    weights, axes = turn.stages["weights"], dims_of(names.of_stage("weights"))
-    sight = _noted(graph, turn)
-    queries, keys = ([place for place, dim in enumerate(axes) if name in dim] for name in ("query", "key"))
-    if sight is None or len(queries) != 1 or len(keys) != 1 or queries == keys:
-        return None
-    sizes = sizes_in(attention, names, "weights")
-    pair = (queries[0], keys[0])
-    seen = sight.pairs.get((min(pair), max(pair)))
-    if not sight.pairs:
-        seen = torch.ones(names.lengths, dtype=torch.bool)
-    elif seen is not None:
-        seen = _by_position(seen if pair[0] < pair[1] else seen.T, axes[pair[0]], "query", sizes)
-        seen = None if seen is None else _by_position(seen.T, axes[pair[1]], "key", sizes)
-        seen = None if seen is None else seen.T
-    blind: Rows = ()
-    if sight.blind is not None and sight.blind.shape[pair[1]] == 1:  # else the softmax is over another axis
-        shape = [1 if place == pair[1] else size for place, size in enumerate(weights.shape)]
-        rows = canonical(sight.blind.expand(shape), "weights", names.of_stage("weights"), sizes)
-        if rows is not None:
-            blind = tuple((batch, query) for batch, query in rows.any(1)[..., 0].nonzero().tolist())
-    return Visibility(seen, blind)
-
-
-def _noted(graph: Graph, turn: Attention) -> Sight | None:
-    """Return what was noted of the weights of an attention, or of the exponentials that they were made of by hand."""
-    sights, queue = graph.recording.sights, [turn.softmax.output]
-    first, shape = turn.score_product.op.index, turn.softmax.output.shape
-    for _ in range(_FAR):
-        if not queue:
-            return None
-        tensor = queue.pop(0)
-        if tensor.id in sights and tensor.shape == shape:
-            return sights[tensor.id]
-        op = graph.recording.producer(tensor)
-        if op is not None and op.index > first:
-            queue += [read for read in op.inputs if read.shape == shape]
-    return None
-
-
-def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int]) -> Tensor | None:
-    """Return a bool whose first dimension is the positions of one name alone, of which any other may see."""
-    if len(dim) == 1:
-        return seen
-    known = [sizes.get(word, -1) for word in dim]
-    if known.count(-1) > 1:
-        return None
-    split = seen.reshape(*known, seen.shape[-1])
-    others = [place for place, word in enumerate(dim) if word != name]
-    return split.any(others)
+    dims, sight = dims_of(names.of_stage("weights")), _noted(graph, attention)
+    named = sight is not None and ["windows"] in dims and ["key"] in dims
+    pair = _pair(sight, dims.index(["windows"]), dims.index(["key"])) if sight is not None and named else None
+    seen = [] if pair is None else pair[0].nonzero().flatten().tolist()
+    start = seen[0] // queries * queries if seen else 0
+    return [start] if start else list(range(0, keys - queries + 1, queries))
 
 
 def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
@@ -194,15 +181,12 @@ def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     return [op.inputs[0]] if op is product else [tensor for tensor in op.inputs if not is_scores(tensor)]
 
 
-def _is_cut(graph: Graph, tensor: TensorRef) -> bool:
-    """Return whether a tensor was made with a triangle."""
-    queue, looked_at = [tensor], set[int]()
-    while queue and len(looked_at) < _FAR:
-        op: Op | None = graph.recording.producer(queue.pop())
-        if op is None or op.index in looked_at:
-            continue
-        if op.base_name.startswith(("tril", "triu")):
-            return True
-        looked_at.add(op.index)
-        queue += op.inputs
-    return False
+def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:
+    """Yield the operations that have a part in a tensor, as far as a mask is made of."""
+    queue, known = [tensor], set[int]()
+    while queue and len(known) < _FAR:
+        op = graph.recording.producer(queue.pop())
+        if op is not None and op.index not in known:
+            yield op
+            known.add(op.index)
+            queue += op.inputs
