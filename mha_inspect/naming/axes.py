@@ -254,8 +254,6 @@ class AxisNames:
             return
         place, run = left[0]
         name = missing[0]
-        if name in ("embed", *_OWN_WIDTH.values()) and run != (0, len(dims[place])):
-            return
         known = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
         if name in known and size_of_run(dims[place], run) != known[name]:
             return

@@ -64,7 +64,6 @@ class Roles:
         self._value_roles()
         if self.over_features:
             self._swap_features_and_positions()
-        self.branch_axis = self._branch_axis()
 
     def _beside_keys(self, key: Dim) -> Dim:
         """What stands beside the keys in the product of scores, and is a batch to the softmax and to the values."""
@@ -163,18 +162,10 @@ class Roles:
 
     def _split_by_place(self, folded: Dim) -> tuple[Dim, Dim, Dim]:
         """Without a projection: by the layout of the heads, batch before heads."""
-        dims = self._dimensions.of(self._attention.stages["q_heads"])
-        apart = len(dims) > 3 or (len(dims) == 3 and len(folded) > 1)
-        if not apart and (len(dims) == 3 or not self._attention.is_dot):
+        if not self._attention.is_dot and len(self._dimensions.of(self._attention.stages["q_heads"])) < 3:
             return folded, (), ()
-        features = self._features() if "concat" in self._attention.stages else set()
-        merged = tuple(atom for atom in wide(folded) if atom in features)
-        if len(dims) < 4 and merged and len(merged) < len(folded):
-            return tuple(atom for atom in folded if atom not in merged), merged, ()
-        first = dims[0] if len(dims) > 3 else folded[:-1]
-        batch = tuple(atom for atom in folded if atom in first) if apart else ()
-        rest = tuple(atom for atom in folded if atom not in batch)
-        return batch, wide(rest) or rest[:1], ()
+        batch, heads = folded[:-1], folded[-1:]
+        return (batch, heads, ()) if batch else (heads, (), ())
 
     @property
     def own_values(self) -> Dim:
@@ -198,9 +189,6 @@ class Roles:
         self._value_query: Dim = axes.columns if value_first else axes.rows
         self._value_key: Dim = axes.left_inner if value_first else axes.right_inner
         self.value_dim: Dim = axes.rows if value_first else axes.columns
-        if self._attention.value_product.name == "mul":  # a single key
-            heads = self._dimensions.of(self._attention.stages["v_heads"])
-            self._value_query, self._value_key, self.value_dim = self.query, (), heads[-1]
         # What the context has for queries, where it does not have the features.
         beside = {*self.heads, *self.batch, *self.windows}
         self._value_query = self.own_keys or tuple(atom for atom in self._value_query if atom not in beside)
@@ -215,15 +203,6 @@ class Roles:
         self._source_query, self._source_key = self.query, self.key
         self.own_value_width = False
 
-    def _branch_axis(self) -> Dim:
-        """Where a loop runs over heads: the axis that counts its turns, in the heads side by side."""
-        concat = self._attention.stages.get("concat")
-        if not self._attention.branches or concat is None or not concat.shape:
-            return ()
-        known = {*self.value_dim, *self.heads}
-        counted = tuple(atom for atom in self._dimensions.of(concat)[-1] if atom not in known)
-        return counted if size_of(counted) in (1, len(self._attention.branches)) else ()
-
     @cached_property
     def kv_heads(self) -> Dim:
         """The heads that keys and values were projected to."""
@@ -233,7 +212,7 @@ class Roles:
         atoms = {atom for dim in self._dimensions.of(stages["k_proj"]) for atom in dim}
         shared = tuple(atom for atom in self.heads if atom in atoms)
         pieces = tuple(atom for atom in self.heads if self._is_piece(atom, atoms))
-        found = shared or pieces or self._picked("key") or self._repeated()
+        found = shared or pieces or self._repeated()
         if not found and not self._attention.is_dot:
             held = set(wide(*self._dimensions.of(self._attention.stages["k_heads"])))
             return () if held & set(self.heads) else self.heads  # what reduces the features gives the heads
@@ -242,34 +221,13 @@ class Roles:
     def _repeated(self) -> Dim:
         """Heads of the keys before they are repeated, where nothing leads from them to what a projection gave."""
         once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))
-        known = tuple(atom for atom in wide(self.heads) if atom in once)
-        if known and self._attention.before_repeats["key"].id != self._attention.stages["k_heads"].id:
-            return known
-        others = {*self.batch, *self.windows, *self.key, *self._source_key, *self.own_keys, *self.head_dim}
-        held = wide(*self._dimensions.of(self._attention.stages["k_heads"]))
-        left = tuple(atom for atom in held if atom not in others and atom not in self._other_dim)
-        fewer = 1 < size_of(left) < size_of(self.heads) and size_of(self.heads) % size_of(left) == 0
-        return left if fewer else ()
+        fewer = tuple(atom for atom in wide(self.heads) if atom in once)
+        return fewer if len(fewer) < len(wide(self.heads)) else ()
 
     def _is_piece(self, atom: Axis, whole: set[Axis]) -> bool:
         """Whether some of the heads are a piece of an axis, where one projection gives unlike numbers of heads."""
         cut_from, _ = atom.origins.get(atom.size, ((), 0))
         return 1 < atom.size < size_of(self.heads) and bool(set(resolve(cut_from)) & whole)
-
-    def _picked(self, side: str) -> Dim:
-        """Heads of a projection of keys or values, where those that meet the queries were picked from them."""
-        projections, projected = self._attention.projections, self._attention.stages.get(f"{side[0]}_proj")
-        if projected is None or not projected.shape:
-            return ()
-        width = {*self.head_dim, *self._other_dim} if side == "key" else {*self.value_dim}
-        features = self._dimensions.of(projected)[-1]
-        own = tuple(atom for atom in wide(features) if atom not in width)
-        sharing = sum(op is projections[side] for op in projections.values())
-        if own and own[0].size == sharing > 1 and len(own) > 1:
-            own = own[1:]  # what counts the projections in one matrix
-        used = {atom for dim in self._dimensions.of(self._attention.stages[f"{side[0]}_heads"]) for atom in dim}
-        whole = len(own) < len(features) and used >= set(self.heads) and not used & set(own)
-        return own if whole and size_of(self.heads) % max(size_of(own), 1) == 0 else ()
 
     def groups(self, side: str) -> list[Group]:
         """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""
@@ -305,10 +263,7 @@ class Roles:
         shared, heads = self.kv_heads, self.heads
         if self.maps and side in "qks":
             return [("heads", heads), ("maps", self.maps)]
-        if self.branch_axis and side == "o":
-            return [("heads", (*self.branch_axis, *heads))]
         if not heads or shared == heads:
             return [("heads", heads)]
         group = tuple(atom for atom in heads if atom not in shared)
-        picked = [("kv_heads", self._picked("value"))] if side == "v" else []
-        return [("heads", heads), ("kv_heads", shared), *picked, ("group", group)]
+        return [("heads", heads), ("kv_heads", shared), ("group", group)]

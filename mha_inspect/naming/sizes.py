@@ -53,18 +53,7 @@ def _one_size_a_name(
         dims_of[stage] = [
             dim if dim == "key" and not disagree else _told(dim, size, known, outside=outside) for dim, size in told
         ]
-    return {stage: " ".join(_each_once(dims, shapes[stage])) for stage, dims in dims_of.items()}
-
-
-def _each_once(dims: list[str], shape: tuple[int, ...]) -> list[str]:
-    """Without a name that stood there before: two axes that are not told apart."""
-    seen: set[str] = set()
-    once = []
-    for dim, size in zip(dims, shape, strict=True):
-        words = {word for word in dim.strip("()").split() if word.isidentifier()}
-        once.append(str(size) if words & seen else dim)
-        seen |= words
-    return once
+    return {stage: " ".join(dims) for stage, dims in dims_of.items()}
 
 
 def _told(dim: str, size: int, known: Mapping[str, int], *, outside: bool) -> str:

@@ -191,18 +191,17 @@ class Nan(Heads):
 
 
 class PickedKeys(nn.Module):
-    """Two key heads, each for the query heads that an index, or putting them twice side by side, gives it."""
+    """Two key heads, put side by side twice."""
 
-    def __init__(self, picked: tuple[int, ...] = ()) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.picked = picked
         self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.k, self.v = nn.Linear(WIDTH, 2 * HEAD_DIM), nn.Linear(WIDTH, 2 * HEAD_DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         q = self.q(x).view(len(x), -1, HEADS, HEAD_DIM).transpose(1, 2)
         k, v = (made.view(len(x), -1, 2, HEAD_DIM).transpose(1, 2) for made in (self.k(x), self.v(x)))
-        k, v = (one[:, list(self.picked)] if self.picked else torch.cat([one, one], 1) for one in (k, v))
+        k, v = (torch.cat([one, one], 1) for one in (k, v))
         weights = (q @ k.transpose(-1, -2) * HEAD_DIM**-0.5).softmax(-1)
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 

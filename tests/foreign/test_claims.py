@@ -106,16 +106,15 @@ def test_a_mask_of_ones_that_is_added_is_told_to_bar_nothing() -> None:
     assert [any("bars no key" in note for note in notes) for notes in said] == [True, False, False]
 
 
-@pytest.mark.parametrize(("picked", "users"), [((), "0, 2"), ((1, 0, 0, 1), "1, 2")])
-def test_key_heads_that_are_picked_are_told_for_the_heads_that_use_them(picked: tuple[int, ...], users: str) -> None:
+def test_key_heads_that_are_put_side_by_side_twice_are_told_for_the_heads_that_use_them() -> None:
     torch.manual_seed(0)
-    module, x = claims.PickedKeys(picked), torch.randn(2, 7, claims.WIDTH)
+    module, x = claims.PickedKeys(), torch.randn(2, 7, claims.WIDTH)
     (found,) = trace(module, x).attentions
     assert (found.num_heads, found.num_kv_heads) == (4, 2)
     weight = next(one for one in params(module, x, per_head=True).parameters if one.name == "k.weight")
-    assert (f"the first for {users}" if not picked else "each for 2 query heads") in weight.role
+    assert "the first for 0, 2" in weight.role
     start, stop = next(part.rows for part in weight.heads or () if part.head == 0)
-    assert moved_heads(module, x, "k.weight", (start, stop)) == [int(head) for head in users.split(", ")]
+    assert moved_heads(module, x, "k.weight", (start, stop)) == [0, 2]
 
 
 def test_a_mask_of_one_number_is_no_part_of_the_scores() -> None:
