@@ -17,28 +17,25 @@ from ..record.ops import TensorRef
 from .roles import Group, Roles
 from .sizes import POSITIONS, WITHIN, one_size_a_name
 from .stages import CANONICAL_AXES
-from .tokens import has, is_open, name_dimension, name_packed, name_turns, size_of_run, unnamed, write_dimension
+from .tokens import Tokens, has, is_open, name_dimension, size_of_run, unnamed, write_dimension
 
 _INPUTS = ("query", "key", "value")
-_PROJECTED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
+_MADE_BY = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
 """By which projection the features of a stage are where they are."""
 _PLACES = ("query", "key", "windows")
+_WIDTHS = {"head_dim", "v_head_dim"}
 _OWN_WIDTH = {"key": "kdim", "value": "vdim"}
 """What a width other than the query's is called."""
 _SIDES = {
-    "query": "q",
-    "key": "k",
-    "value": "v",
-    "scores": "s",
-    "masked_scores": "s",
-    "weights": "s",
-    "context": "o",
-    "concat": "o",
-    "output": "o",
+    **{"query": "q", "key": "k", "value": "v"},
+    **dict.fromkeys(("scores", "masked_scores", "weights"), "s"),
+    **dict.fromkeys(("context", "concat", "output"), "o"),
 }
 """Which side a stage belongs to; the others have it for a letter: `q_proj`."""
 _PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "key"): "qk"}
 """What the axis is called that counts the projections in one matrix."""
+_FIRST = ("q_heads", "k_heads", "v_heads", "q_proj", "k_proj", "v_proj")
+"""The stages that are named first: they teach about the others of their side."""
 
 
 class AxisNames:
@@ -52,57 +49,27 @@ class AxisNames:
             tensors = (mixing.source, mixing.op.output)
             dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
         self._roles = roles = Roles(attention, dimensions)
-        self._heads = roles.heads
-        self._sides: dict[str, list[Group]] = {letter: list(roles.groups(letter)) for letter in "qkvso"}
-        self._stages = {stage: self._of_stage(stage) for stage in sorted(attention.stages, key=_from_heads_outward)}
+        branches = attention.branches
+        self.num_heads = size_of(roles.heads) * max(1, len(branches))
+        self.num_kv_heads = size_of(roles.kv_heads) * max(1, len({turn.stages["k_heads"].id for turn in branches}))
+        """Number of heads that keys and values were projected to, before they were repeated."""
+        self.head_dim = size_of(roles.head_dim)
+        self.maps = size_of(roles.maps)
+        """Number of softmaxes of a head whose weights are put together, as in differential attention."""
+        self.lengths = (1 if roles.own_keys else size_of(roles.query)), size_of(roles.key)
+        """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
+        self.mixes_positions = roles.mixes_positions
+        """Whether a view splits the heads without a transpose, so that each has the features of some positions."""
+        self.over_features = roles.over_features
+        """Whether the features of a head attend to one another, and not positions to positions."""
+        self.num_windows = size_of(roles.windows)
+        """Number of windows that the sequence was cut into; 1 where it was not."""
+        self._sides: dict[str, list[Group]] = {letter: roles.groups(letter) for letter in "qkvso"}
+        stages = dict.fromkeys((*(stage for stage in _FIRST if stage in attention.stages), *attention.stages))
         shapes = {stage: tensor.shape for stage, tensor in attention.stages.items()}
-        self._stages = one_size_a_name(self._stages, shapes)
+        self._stages = one_size_a_name({stage: self._of_stage(stage) for stage in stages}, shapes)
         if roles.mixes_positions:
             self._stages.update(_as_meant(shapes))
-
-    @property
-    def num_heads(self) -> int:
-        """Number of heads."""
-        return size_of(self._heads) * max(1, len(self._attention.branches))
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Number of heads that keys and values were projected to, before they were repeated."""
-        branches = self._attention.branches
-        shared = len({branch.stages["k_heads"].id for branch in branches}) if branches else 1
-        return size_of(self._roles.kv_heads) * shared
-
-    @property
-    def head_dim(self) -> int:
-        """Features of a head."""
-        return size_of(self._roles.head_dim)
-
-    @property
-    def maps(self) -> int:
-        """Number of softmaxes of a head whose weights are put together, as in differential attention."""
-        return size_of(self._roles.maps)
-
-    @property
-    def lengths(self) -> tuple[int, int]:
-        """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
-        if self._roles.own_keys:
-            return 1, size_of(self._roles.key)
-        return size_of(self._roles.query), size_of(self._roles.key)
-
-    @property
-    def mixes_positions(self) -> bool:
-        """Whether a view splits the heads without a transpose, so that each has the features of some positions."""
-        return self._roles.mixes_positions
-
-    @property
-    def over_features(self) -> bool:
-        """Whether the features of a head attend to one another, and not positions to positions."""
-        return self._roles.over_features
-
-    @property
-    def num_windows(self) -> int:
-        """Number of windows that the sequence was cut into; 1 where it was not."""
-        return size_of(self._roles.windows)
 
     def of_stage(self, stage: str) -> str:
         """The axes of a stage, as this implementation lays it out."""
@@ -117,31 +84,37 @@ class AxisNames:
     def of(self, tensor: TensorRef) -> str:
         """The axes of any other tensor of this attention, such as the weights that it returns."""
         output = self._attention.stages.get("output")
-        if self._roles.mixes_positions and output is not None and output.id == tensor.id:
+        if self.mixes_positions and output is not None and output.id == tensor.id:
             return self._stages["output"]
         # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
         joined = ("heads",) if self._attention.branches else ()
-        return self._write(tensor, [*self._sides["s"], *self._sides["o"], *self._sides["q"]], joined)
+        groups = [*self._sides["s"], *self._sides["o"], *self._sides["q"]]
+        return " ".join(map(write_dimension, self._named(tensor, groups, joined)))
 
     def _of_stage(self, stage: str) -> str:
         """Name a stage, and remember what the naming taught about its side."""
-        expected = _expected(stage)
-        if self._roles.over_features and _side(stage) == "s":
+        roles, tensor, letter = self._roles, self._attention.stages[stage], _SIDES.get(stage, stage[0])
+        # Batch and heads are there by evidence or not at all.
+        words = CANONICAL_AXES[stage].replace("(", "").replace(")", "").split()
+        expected = [name for name in words if name not in ("heads", "kv_heads", "batch")]
+        if roles.over_features and letter == "s":
             expected = ["head_dim", "key_head_dim"]
-        tensor = self._attention.stages[stage]
-        side = self._sides[_side(stage)]
-        own_keys = self._roles.own_keys
-        held = [atom for dim in self._dimensions.of(tensor) for atom in dim]
-        if own_keys and _side(stage) in "kv" and (stage.endswith("heads") or held.count(own_keys[0]) > 1):
+        side = self._sides[letter]
+        atoms = [atom for dim in self._dimensions.of(tensor) for atom in dim]
+        own_keys = roles.own_keys
+        if own_keys and letter in "kv" and (stage.endswith("heads") or atoms.count(own_keys[0]) > 1):
             side = [*side, ("query", own_keys)]
-        if stage == "v_heads" and self._roles.own_values:
-            side = [*side, ("query", self._roles.own_values)]
+        if stage == "v_heads" and roles.own_values:
+            side = [*side, ("query", roles.own_values)]
         width = self._width("query") or self._width("output")
         if stage in _OWN_WIDTH and width and self._width(stage) not in (0, width):
             expected[-1] = _OWN_WIDTH[stage]
-        if self._roles.own_value_width and _side(stage) in "vo":
+        if roles.own_value_width and letter in "vo":
             expected = ["v_head_dim" if name == "head_dim" else name for name in expected]
-        return self._write(tensor, side, expected, stage)
+        dims = self._named(tensor, side, expected, stage)
+        if stage not in WITHIN and dims and not (roles.windows and stage == "context"):
+            self._name_outside(dims, stage, expected)
+        return " ".join(map(write_dimension, dims))
 
     def _width(self, stage: str) -> int:
         """How many features a stage that is given, or the output, has; 0 where it is not there."""
@@ -164,115 +137,109 @@ class AxisNames:
         if op.base_name == "convolution":
             channels = (op.output if stage == "output" else op.inputs[0]).shape[1]
             return place if size_of(dims[place]) == channels and setting(op, 8, "groups", 1) == 1 else None
-        others = {*self._roles.batch, *self._roles.query, *self._roles.windows}
-        if stage == "output" and len(dims) > 3 and not wide(dims[-1]) and wide(dims[-2]) and not others & {*dims[-2]}:
-            place = -2  # columns of one, which a matrix multiplies from the left
-        last = wide(dims[place])
         if stage == "output":
-            return None if set(last) & {*self._roles.query} else place
+            others = {*self._roles.batch, *self._roles.query, *self._roles.windows}
+            if len(dims) > 3 and not wide(dims[-1]) and wide(dims[-2]) and not others & {*dims[-2]}:
+                place = -2  # columns of one, which a matrix multiplies from the left
+            return None if {*wide(dims[place])} & {*self._roles.query} else place
         # What was given to the forward may have been moved before it is projected.
-        return place if any(last == wide(dim) for read in op.inputs for dim in self._dimensions.of(read)[-2:]) else None
+        read = (dim for tensor in op.inputs for dim in self._dimensions.of(tensor)[-2:])
+        return place if any(wide(dims[place]) == wide(dim) for dim in read) else None
 
-    def _packed(self, stage: str) -> tuple[str, int, int]:
-        """Name, size and place of the axis that counts projections, where a stage is one product for several of them.
-
-        A convolution's features are behind the batch. One of each channel by itself is given as many as it makes.
-        """
-        names = {"q_proj": "query", "k_proj": "key", "v_proj": "value"}
-        own = self._attention.projections.get(names.get(stage, stage if stage in _INPUTS else ""))
-        if own is None:
-            return "", 0, -1
-        convolved = own.base_name == "convolution"
-        made = own.output if stage in names else own.inputs[0]
-        if stage not in names and not (convolved and setting(own, 8, "groups", 1) == own.inputs[0].shape[1] > 1):
-            return "", 0, -1
-        found = self._attention
-        sharing = tuple(
-            name for name in _INPUTS if found.projections.get(name) is own or own in found.earlier.get(name, ())
-        )
-        tensor = self._attention.stages[stage]
-        place = 1 if convolved and made.shape == tensor.shape else -1
-        return (_PACKED.get(sharing, "packed"), len(sharing), place) if tensor.numel == made.numel else ("", 0, -1)
-
-    def _write(
-        self,
-        tensor: TensorRef,
-        groups: list[Group],
-        expected: Sequence[str],
-        stage: str = "",
-    ) -> str:
+    def _named(self, tensor: TensorRef, groups: list[Group], expected: Sequence[str], stage: str = "") -> Tokens:
+        """Return the dimensions of a tensor with the names of these groups, and what is left open named as expected."""
         dims = [name_dimension(dim, groups) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
-        packed, value, place = self._packed(stage), stage == "v_proj", self._width_place(stage)
-        if packed[1]:
-            width = self._roles.value_dim if value else self._roles.head_dim
-            features = dims[-1:] if packed[2] < 0 else dims[packed[2] : packed[2] + 1]
-            name_turns(features, len(self._attention.branches), size_of(width))
-            name_packed(features, packed[:2], self._roles, value=value)
-            apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == packed[1] > 1]
-            if len(apart) == 1 and has(dims, "head_dim"):
-                apart[0][:] = [packed[0]]
+        self._name_packed(dims, tensor, stage)
+        place = self._width_place(stage)
         if place is not None:
             # What a matrix takes in and gives is one axis, also where something else splits it.
             dims[place] = [*self._dimensions.of(tensor)[place]]
-            self._assign(dims, groups, place, (0, len(dims[place])), expected[-1])
+            _assign(dims[place], groups, (0, len(dims[place])), expected[-1])
         self._name_the_last(dims, groups, ["batch"], only_ones=True)
         self._name_the_last(dims, groups, expected)
-        if stage and stage not in WITHIN and dims and not (self._roles.windows and stage == "context"):
-            self._name_outside(dims, stage, expected)
-        return " ".join(write_dimension(dim) for dim in dims)
+        return dims
 
-    def _tell_apart(self, dims: list[list[str | Axis]], groups: list[Group]) -> None:
+    def _tell_apart(self, dims: Tokens, groups: list[Group]) -> None:
         """Where the dataflow took query and key for one axis, the second is the one that the softmax runs over."""
         known = dict(reversed(groups))
         if "key" not in known or "query" not in known or resolve(known["query"]) != resolve(known["key"]):
             return
-        name = next((name for name, _ in groups if name in ("query", "key")), "")
+        name = next(name for name, _ in groups if name in ("query", "key"))
         places = [(at, i) for at, dim in enumerate(dims) for i, token in enumerate(dim) if token == name]
         if len(places) == 2:
             order = ("key", "query") if self._attention.key_first else ("query", "key")
-            for (at, i), own in zip(places, order, strict=True):
-                dims[at][i] = own
+            for (at, i), told in zip(places, order, strict=True):
+                dims[at][i] = told
+
+    def _name_packed(self, dims: Tokens, tensor: TensorRef, stage: str) -> None:
+        """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
+
+        Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
+        """
+        attention, is_given = self._attention, stage in _INPUTS
+        op = attention.projections.get(_MADE_BY.get(stage, stage)) if is_given or stage.endswith("_proj") else None
+        if op is None or not dims:
+            return
+        convolved, made = op.base_name == "convolution", op.inputs[0] if is_given else op.output
+        by_channel = convolved and setting(op, 8, "groups", 1) == made.shape[1] > 1
+        if tensor.numel != made.numel or (is_given and not by_channel):
+            return
+        sides = [
+            name for name in _INPUTS if attention.projections.get(name) is op or op in attention.earlier.get(name, ())
+        ]
+        name, count = _PACKED.get(tuple(sides), "packed"), len(sides)
+        dim = dims[1 if convolved and made.shape == tensor.shape else -1]
+        self._name_turns(dim, stage)
+        runs = unnamed(dim)
+        width = size_of(self._roles.value_dim if stage == "v_proj" else self._roles.head_dim)
+        if (
+            len(runs) == 1
+            and size_of_run(dim, runs[0]) > 1
+            and (_WIDTHS & set(dim) or size_of_run(dim, runs[0]) != width)
+        ):
+            dim[slice(*runs[0])] = [name if size_of_run(dim, runs[0]) == count > 1 else "packed"]
+        apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == count > 1]
+        if len(apart) == 1 and has(dims, "head_dim"):
+            apart[0][:] = [name]
+
+    def _name_turns(self, dim: list[str | Axis], stage: str) -> None:
+        """Name the axis of which a loop over heads takes one piece at a turn."""
+        width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
+        left = [at for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
+        turns = [at for at in left if size_of_run(dim, (at, at + 1)) == len(self._attention.branches)]
+        if len(left) == 1 == len(turns) and (size_of(width) == 1 or _WIDTHS & set(dim)):
+            dim[turns[0]] = "heads"
 
     def _name_the_last(
-        self, dims: list[list[str | Axis]], groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
+        self, dims: Tokens, groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
     ) -> None:
         """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
         missing = [name for name in expected if not has(dims, name)]
         left = [
-            (place, run)
-            for place, dim in enumerate(dims)
-            for run in unnamed(dim)
-            if run == (0, len(dim)) or size_of_run(dim, run) != 1
+            (dim, run) for dim in dims for run in unnamed(dim) if run == (0, len(dim)) or size_of_run(dim, run) != 1
         ]
         if only_ones:
-            left = [(place, run) for place, run in left if len(dims[place]) == 1 == size_of_run(dims[place], run)]
-        if len(missing) > 1 or len(left) > 1:
+            left = [(dim, run) for dim, run in left if len(dim) == 1 == size_of_run(dim, run)]
+        elif len(missing) > 1 or len(left) > 1:
             # Axes of size one tell nothing beside others.
-            left = [(place, run) for place, run in left if size_of_run(dims[place], run) > 1] if not only_ones else left
-        if len(missing) != 1 or len(left) != 1:
-            return
-        place, run = left[0]
-        name = missing[0]
-        known = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
-        if name in known and size_of_run(dims[place], run) != known[name]:
-            return
-        self._assign(dims, groups, place, run, name)
+            left = [(dim, run) for dim, run in left if size_of_run(dim, run) > 1]
+        sizes = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
+        if len(missing) == 1 == len(left) and sizes.get(missing[0]) in (None, size_of_run(*left[0])):
+            _assign(left[0][0], groups, left[0][1], missing[0])
 
-    def _name_outside(self, dims: list[list[str | Axis]], stage: str, expected: Sequence[str]) -> None:
+    def _name_outside(self, dims: Tokens, stage: str, expected: Sequence[str]) -> None:
         """Name what is left of a stage outside the heads: its width, and positions that are no queries or keys."""
         if stage in _INPUTS:
             place = given_features(self._attention, self._dimensions, stage)
         else:
-            place = self._attention.feature_place(_PROJECTED.get(stage, ""), len(dims))
-        heads = [dim for dim in dims if {"head_dim", "v_head_dim"} & set(dim)]
-        features = [*heads, dims[place]][0]
+            place = self._attention.feature_place(_MADE_BY.get(stage, ""), len(dims))
+        features = next((dim for dim in dims if _WIDTHS & set(dim)), dims[place])
         projected = stage in _INPUTS or (stage in ("concat", "output") and "output" in self._attention.projections)
         if projected and not has(dims, "embed") and is_open(features):
             features[:] = [expected[-1] if stage in _INPUTS else "embed"]
-        width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
-        name_turns([features], len(self._attention.branches), size_of(width))
-        if stage in ("q_proj", "k_proj", "v_proj", "concat") and {"head_dim", "v_head_dim"} & set(features):
+        self._name_turns(features, stage)
+        if stage in ("q_proj", "k_proj", "v_proj", "concat") and _WIDTHS & set(features):
             # Beside heads and their features: several queries, or keys, of each head in one matrix; several attentions.
             open_runs = [run for run in unnamed(features) if size_of_run(features, run) > 1]
             for run in open_runs[:1] if len(open_runs) == 1 else ():
@@ -296,14 +263,13 @@ class AxisNames:
         pieces = [atoms[0] for atoms in map(resolve, (self._roles.query, self._roles.key)) if atoms]
         return any(resolve(counter) == tuple(tokens) for piece in pieces for counter in piece.counters.values())
 
-    def _assign(
-        self, dims: list[list[str | Axis]], groups: list[Group], place: int, run: tuple[int, int], name: str
-    ) -> None:
-        start, stop = run
-        atoms = tuple(token for token in dims[place][start:stop] if isinstance(token, Axis))
-        dims[place][start:stop] = [name]
-        if size_of(atoms) > 1:
-            groups.append((name, atoms))
+
+def _assign(dim: list[str | Axis], groups: list[Group], run: tuple[int, int], name: str) -> None:
+    """Name a run of a dimension's axes, and remember them by that name."""
+    atoms = tuple(token for token in dim[slice(*run)] if isinstance(token, Axis))
+    dim[slice(*run)] = [name]
+    if size_of(atoms) > 1:
+        groups.append((name, atoms))
 
 
 def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -315,20 +281,3 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         if stage in shapes and shapes[stage][-1] != width:
             meant[stage] = meant[stage].replace("embed", "packed")
     return {stage: meant[stage] for stage, shape in shapes.items() if len(shape) == len(meant[stage].split())}
-
-
-def _side(stage: str) -> str:
-    """Which of query, key, value, scores and output a stage belongs to."""
-    return _SIDES.get(stage, stage[0])
-
-
-def _from_heads_outward(stage: str) -> int:
-    """An order in which each stage is named after those that teach about it."""
-    order = ("q_heads", "k_heads", "v_heads", "q_proj", "k_proj", "v_proj", "query", "key", "value")
-    return order.index(stage) if stage in order else len(order)
-
-
-def _expected(stage: str) -> list[str]:
-    """The names that a stage's canonical axes have; batch and heads are there by evidence or not at all."""
-    names = CANONICAL_AXES[stage].replace("(", " ").replace(")", " ").split()
-    return [name for name in names if name not in ("heads", "kv_heads", "batch")]

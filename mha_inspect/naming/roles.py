@@ -128,8 +128,11 @@ class Roles:
         """Which of the axes that the product of scores runs over are batch, which are heads, and which are windows."""
         q_heads = self._dimensions.of(self._attention.stages["q_heads"])
         if not outside:  # without a projection: by the layout of the heads, batch before heads
-            is_batch = len(folded) < 2 and len(q_heads) < (4 if self._attention.is_dot else 3)
-            return (folded, (), ()) if is_batch or not folded else (folded[:-1], folded[-1:], ())
+            rank = len(q_heads)
+            if (rank == 3 and len(folded) < 2) or (rank < 3 and not self._attention.is_dot):
+                return folded, (), ()
+            batch = _within(folded, q_heads[0] if rank > 3 else folded[:-1] if rank == 3 else ())
+            return batch, wide(_without(folded, batch)) or _without(folded, batch)[:1], ()
         batch, rest = _within(folded, outside), _without(folded, outside)
         # Windows are cut out of the sequence: somewhere they stand beside its rest, and the batch does not.
         whole = {*batch[:1], *self._dimensions.given_whole}

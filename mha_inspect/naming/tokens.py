@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from math import prod
 
 from ..graph.dimensions import Axis, Dim, resolve, size_of
-from .roles import Group, Roles
+from .roles import Group
 
-_WIDTHS = ("head_dim", "v_head_dim")
-_SPLIT = ("batch", "windows", "query", "key", *_WIDTHS)
-"""What may stand in several dimensions: the height and width of an image, or features that are looked at apart."""
+Tokens = list[list[str | Axis]]
+"""The dimensions of a tensor, each as names, and atoms where there is none."""
 
 
 def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
@@ -24,7 +23,7 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
     while atoms:
         for name, group in known:
             run = tuple(atoms[: len(group)])
-            if run != group and not (name in _WIDTHS and _are_all_of(run, group, known)):
+            if run != group and not (name.endswith("head_dim") and _are_all_of(run, group, known)):
                 continue
             # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
             if len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1:
@@ -33,15 +32,8 @@ def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
                 break
         else:
             atom = atoms.pop(0)
-            part = next(
-                (
-                    f"{name}_{group.index(atom) + 1}"
-                    for name, group in known
-                    if name in _SPLIT and len(group) > 1 and atom in group
-                ),
-                None,
-            )
-            tokens.append(part if part is not None and atom.size > 1 else atom)
+            parts = (f"{name}_{group.index(atom) + 1}" for name, group in known if len(group) > 1 and atom in group)
+            tokens.append(next(parts, atom) if atom.size > 1 else atom)
     return tokens
 
 
@@ -58,50 +50,7 @@ def _are_all_of(atoms: Sequence[Axis], group: Dim, known: Sequence[Group]) -> bo
     return all(atom is own or (atom.size == own.size and atom not in named) for atom, own in pairs)
 
 
-def name_turns(dims: list[list[str | Axis]], turns: int, width: int) -> None:
-    """Name the axis of which a loop over heads takes one piece at a turn."""
-    for dim in dims:
-        left = [at for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
-        if (
-            len(left) == 1
-            and size_of_run(dim, (left[0], left[0] + 1)) == turns
-            and (width == 1 or {"head_dim", "v_head_dim"} & set(dim))
-        ):
-            dim[left[0]] = "heads"
-
-
-def name_packed(dims: list[list[str | Axis]], packed: tuple[str, int], roles: Roles, *, value: bool) -> None:
-    """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
-
-    Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
-    """
-    if not dims:
-        return
-    name, count = packed
-    dim = dims[-1]
-    left = [(at, token) for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
-    if not left:
-        return
-    width = size_of(roles.value_dim if value else roles.head_dim)
-    name_of_width = "v_head_dim" if value and roles.own_value_width else "head_dim"
-    at, first = left[0]
-    named = any(token in ("head_dim", "v_head_dim") for token in dim)
-    if not named and prod(token.size for _, token in left) == width:
-        return
-    if not named and len(left) > 1 and prod(token.size for _, token in left[1:]) == width:
-        start, stop = left[1][0], left[-1][0] + 1
-        if stop - start == len(left) - 1:
-            dim[start:stop] = [name_of_width]
-            left, named = left[:1], True
-    start, stop = left[0][0], left[-1][0] + 1
-    if not named and count > 1 and stop - start == len(left) > 1:
-        # Pieces of other widths than a head of this side has: the matrix is one for several of them.
-        dim[start:stop] = ["packed"]
-    elif len(left) == 1 and (named or count > 1 or ("heads" in dim and first.size > width)):
-        dim[at] = name if first.size == count > 1 else "packed"
-
-
-def has(dims: list[list[str | Axis]], name: str) -> bool:
+def has(dims: Tokens, name: str) -> bool:
     """Whether a name is there already, in one dimension or in several."""
     return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
 
