@@ -18,7 +18,6 @@ from einops import EinopsError, repeat
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..record.catalog import axes_rule
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .canonical import sizes_in
@@ -310,7 +309,7 @@ class _PartsOfAttention:
             ops[op.index] = op
             projects = graph.is_projection(op) and not weight
             projected, factor = (graph.projected(op), weight_of(graph, op)) if projects else (None, None)
-            is_number = axes_rule(op.base_name) == "reduce" and not graph.comes_from_inputs(tensor)
+            is_number = op.base_name in ("sum", "mean") and not graph.comes_from_inputs(tensor)
             for read in op.inputs:
                 if read is projected:
                     queue += [read] if op.index not in ends else []

@@ -119,6 +119,8 @@ def test_names_do_not_hang_on_sizes_that_coincide() -> None:
         ({"query": "batch (windows query) embed", "weights": "batch windows query key"}, {}, {}),
         # Keys of the layer's own, or of a cache.
         ({"key": "batch key embed", "weights": "batch query key"}, {"key": (2, 5, 30), "weights": (2, 7, 6)}, {}),
+        ({"weights": "batch key key"}, {"weights": (2, 5, 5)}, {"weights": "batch key 5"}),
+        ({"weights": "(batch key) query key"}, {"weights": (10, 7, 5)}, {"weights": "(batch key) query 5"}),
     ],
 )
 def test_a_name_stands_for_one_axis_of_one_size(stages, shapes, said):
