@@ -311,8 +311,10 @@ def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:
     """Return these ids of tensors, and those of all that operations, in their order, make of them."""
     made = set(ids)
     for op in ops:
-        if any(tensor.id in made for tensor in op.inputs):
-            made.update(tensor.id for tensor in op.outputs)
+        for tensor in op.inputs:
+            if tensor.id in made:
+                made.update([output.id for output in op.outputs])
+                break
     return made
 
 

@@ -8,7 +8,7 @@ one leave no trace in a view; who can, looks at a run without them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -69,28 +69,25 @@ class Dimensions:
         dims = self._dims.get(tensor.id)
         if dims is None:
             # The same place in memory, written since: other content, the same axes.
-            dims = self._places.get(_place(tensor)) or tuple(fresh(size) for size in tensor.shape)
-            self._set(tensor, dims)
+            dims = self._places.get(_place(tensor)) or tuple([fresh(size) for size in tensor.shape])
+            self._dims[tensor.id] = self._places[_place(tensor)] = dims
         return dims
 
-    def _set(self, tensor: TensorRef, dims: Sequence[Dim]) -> None:
-        if tensor.id not in self._dims:
-            self._dims[tensor.id] = self._places[_place(tensor)] = tuple(dims)
-
     def _follow(self, op: Op) -> None:
-        inputs = tuple(self._known(tensor) for tensor in op.inputs)
-        if not op.outputs:
+        if not op.outputs or (op.kind == "view" and op.output.id in self._dims):
             return
-        rule = _slice_unevenly if op.index in self._uneven else rule_of(op.base_name, op.kind, pointwise=op.pointwise)
+        inputs = tuple([self._known(tensor) for tensor in op.inputs])
+        rule = _slice_unevenly if op.index in self._uneven else rule_of(op.name, op.kind, op.pointwise)
         try:
             results = rule(op, inputs)
         except IndexError:  # rows of different lengths are one buffer, without the dimensions that arguments speak of
             results = ()
         for place, tensor in enumerate(op.outputs):
             dims = results[place] if place < len(results) else ()
-            if tuple([size_of(dim) for dim in dims]) != tensor.shape:
-                dims = tuple(fresh(size) for size in tensor.shape)
-            self._set(tensor, dims)
+            if tuple([dim[0].size if len(dim) == 1 else size_of(dim) for dim in dims]) != tensor.shape:
+                dims = tuple([fresh(size) for size in tensor.shape])
+            if tensor.id not in self._dims:
+                self._dims[tensor.id] = self._places[_place(tensor)] = dims
 
 
 _slice_unevenly = partial(slice_piece, is_even=False)
@@ -100,7 +97,7 @@ def _uneven_slices(ops: Iterable[Op]) -> set[int]:
     """Return the indices of slices of tensors out of which pieces of unlike sizes are cut: they are no equal pieces."""
     cut: dict[tuple[int, int], dict[int, int]] = {}
     for op in ops:
-        if op.base_name == "slice" and op.outputs and setting(op, 4, "step", 1) == 1:
+        if op.name == "aten.slice.Tensor" and op.outputs and setting(op, 4, "step", 1) == 1:
             place = setting(op, 1, "dim", 0) % len(op.output.shape)
             size = op.output.shape[place]
             if size != op.inputs[0].shape[place]:

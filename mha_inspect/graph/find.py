@@ -30,9 +30,9 @@ def attentions_of(graph: Graph) -> list[Attention]:
         attention = None if values is None or scores is None else _around(graph, softmax, scores, values)
         attentions += [] if attention is None else [attention]
     taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
-    for way in find_weighings(graph, taken):
-        attention = _around(graph, Softmax(way.ops[-1], way.masked, way.dim), way.scores, way.values)
-        attentions += [] if attention is None else [replace(attention, weighing=way.ops)]
+    for softmax, scores, values in find_weighings(graph, taken):
+        attention = _around(graph, softmax, scores, values)
+        attentions += [] if attention is None else [attention]
     attentions.sort(key=lambda attention: attention.softmax.index)
     kept = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
     # What is another's queries, keys or values is not projected by W_o.
@@ -61,15 +61,16 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
     side = softmaxed_side(graph, product, values, softmax.masked, softmax.dim)
     if side is None or any(step.tensor.id == softmax.op.output.id for step in graph.back(values.values, graph.carries)):
         return None  # weights that meet themselves, as where a matrix of them is inverted, are none
-    query, key = (product.right, product.left) if side.key_first else (product.left, product.right)
-    q_heads, q_scale = _heads(graph, product, query, transposed=side.key_first)
-    k_heads, k_scale = _heads(graph, product, key, transposed=not side.key_first)
+    key_first, over_queries = side
+    query, key = (product.right, product.left) if key_first else (product.left, product.right)
+    q_heads, q_scale = _heads(graph, product, query, transposed=key_first)
+    k_heads, k_scale = _heads(graph, product, key, transposed=not key_first)
     v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first)
     heads = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
     scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
     positions = {
-        "query": set(scored.columns if side.key_first else scored.rows),
-        "key": set(scored.left_rows if side.key_first else scored.right_columns),
+        "query": set(scored.columns if key_first else scored.rows),
+        "key": set(scored.left_rows if key_first else scored.right_columns),
         "value": set(summed.left_inner if values.values_first else summed.right_inner),
     }
     module = product.multiply.module
@@ -93,8 +94,8 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
         scale=multiply([*early, scores_scale, scoring.late_scale]),
         scores_scale=scores_scale,
         softmax_dim=softmax.dim,
-        key_first=side.key_first,
-        over_queries=side.over_queries,
+        key_first=key_first,
+        over_queries=over_queries,
         value_first=values.values_first,
         masks=(*scoring.masks, *softmax.masks),
         divided=softmax.divided,
@@ -103,6 +104,7 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
         mixed_scores=tuple(scoring.mixed),
         mixed_weights=tuple(mixing for op in values.path if (mixing := mixing_of(graph, op)) is not None),
         weights_path=values.path,
+        weighing=softmax.ops,
         projections={name: end.op for name, end in ends.items()},
         earlier={name: end.earlier for name, end in ends.items() if end.earlier},
         before_repeats={"key": graph.before_repeats(k_heads)},
@@ -237,27 +239,22 @@ def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attent
         joint = _joining(graph, attention)
         if joint is not None:
             axes = attention.score_product.axes(graph.dimensions)
-            outside = set(wide(*positions_of(attention, graph.dimensions, "query"))) if _has_query(attention) else None
+            query = attention.stages.get("query")
+            given = positions_of(attention, graph.dimensions, "query") if query is not None and query.shape else None
+            outside = None if given is None else set(wide(*given))
             rows = set(wide(axes.columns if attention.key_first else axes.rows))
             if outside is None or rows <= outside <= {*axes.batch, *axes.rows, *axes.columns}:
                 joined = joint.output.storage if joint.base_name == "copy_" else -1 - joint.index
                 # The queries of one softmax: of other pieces of an image they are others.
                 queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))
-                owner: object = attention.module
-                if (
-                    joint.module != owner
-                    and "query" in attention.projections
-                    and not set(wide(axes.batch)) - (outside or set())
-                ):
-                    owner = graph.before_moves(attention.stages["query"]).id  # a head is a module: what it is made of
+                # Where a head is a module of its own, turns have in common what they are made of.
+                apart = joint.module != attention.module and "query" in attention.projections
+                is_head = apart and set(wide(axes.batch)) <= (outside or set())
+                owner = graph.before_moves(attention.stages["query"]).id if is_head else attention.module
                 key = (attention.softmax.source, attention.score_product.op.source, owner, joined, queries)
         groups.setdefault(key, []).append((attention, joint))
     merged = [attention for group in groups.values() for attention in _merged(group)]
     return sorted(merged, key=lambda attention: attention.softmax.index)
-
-
-def _has_query(attention: Attention) -> bool:
-    return "query" in attention.stages and bool(attention.stages["query"].shape)
 
 
 def _joining(graph: Graph, attention: Attention) -> Op | None:

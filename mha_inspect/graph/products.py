@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
 from .axis import Dim, setting, wide
@@ -24,10 +24,8 @@ class Product:
     left: TensorRef
     right: TensorRef
 
-    @property
-    def is_dot(self) -> bool:
-        """Whether it sums up what features multiply to."""
-        return True
+    is_dot: ClassVar[bool] = True
+    """Whether it sums up what features multiply to."""
 
     @property
     def name(self) -> str:
@@ -36,10 +34,10 @@ class Product:
 
     @property
     def flops(self) -> int:
-        """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; without a sum, half of it."""
+        """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; without a sum half, of Joint 0."""
         if self.multiply.does("product"):
             return 2 * self.op.output.numel * self.left.shape[-1]
-        return (1 + (self.op is not self.multiply)) * self.multiply.output.numel
+        return self.is_dot * (1 + (self.op is not self.multiply)) * self.multiply.output.numel
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """Return what the dimensions of the factors and of the result are to the product."""
@@ -95,21 +93,13 @@ class Joint(Product):
     between: tuple[Op, ...] = ()
     """The operations from the one to the other, in order; that to the scores is the last."""
 
-    @property
-    def is_dot(self) -> bool:
-        """Whether the scores are dot products."""
-        return False
+    is_dot: ClassVar[bool] = False
 
     @property
     def meeting(self) -> str:
         """What queries and keys meet in."""
         name = self.multiply.base_name.rstrip("_")
         return {"add": "a sum", "cat": "one row of features"}.get(name, "a difference")
-
-    @property
-    def flops(self) -> int:
-        """None are counted: those of an addition are none of a product."""
-        return 0
 
 
 class Meeting(NamedTuple):

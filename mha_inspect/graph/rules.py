@@ -15,9 +15,10 @@ Rule = Callable[[Op, tuple[Dims, ...]], Sequence[Dims]]
 
 
 @cache
-def rule_of(base_name: str, kind: str, *, pointwise: bool) -> Rule:
+def rule_of(name: str, kind: str, pointwise: bool) -> Rule:
     """Return the rule for an operation: that of `record.catalog`, or what goes for all of its kind."""
-    return RULES.get(axes_rule(base_name)) or (_pointwise if pointwise else _strided if kind == "view" else _same_sizes)
+    rule = RULES.get(axes_rule(name.split(".")[1]))
+    return rule or (_pointwise if pointwise else _strided if kind == "view" else _same_sizes)
 
 
 def reduced_places(op: Op) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ _MANY = 6
 
 
 class Softmax(NamedTuple):
-    """A softmax of scores."""
+    """A softmax of scores, or what else makes weights of them."""
 
     op: Op
     """What gives the weights; or the exponentials, where they meet the values before their sum divides."""
@@ -28,6 +28,8 @@ class Softmax(NamedTuple):
     """Where the weights are never formed: the operation that divides what comes of the values by the sum."""
     late: Meeting | None = None
     """The product of such exponentials with the values."""
+    ops: tuple[Op, ...] = ()
+    """What makes weights of the scores where that is no softmax, in order; `op` is the last of them."""
 
 
 def softmax_of(recording: Recording, op: Op) -> Softmax | None:

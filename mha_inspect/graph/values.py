@@ -8,13 +8,13 @@ taken in another order: it has no weights.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
 from .axis import Axis, size_of, wide
 from .dataflow import Graph, made_of
 from .products import Meeting, Product, is_wide
 from .scores import mixes, score_product
+from .softmax import Softmax
 
 
 def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
@@ -45,22 +45,19 @@ def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
     return len(dims) > 1 and not over & set(dims[1 if "batch_norm" in op.base_name else -1])
 
 
-class Side(NamedTuple):
-    """Which side of the product of scores holds the keys, and whether the softmax runs over the queries."""
+def softmaxed_side(
+    graph: Graph, product: Product, values: Meeting, masked: TensorRef, dim: int
+) -> tuple[bool, bool] | None:
+    """Return whether the left side of the scores holds the keys, and whether the softmax runs over the queries.
 
-    key_first: bool
-    over_queries: bool = False
-
-
-def softmaxed_side(graph: Graph, product: Product, values: Meeting, masked: TensorRef, dim: int) -> Side | None:
-    """Return the side of the keys: what the values are averaged over. None where this softmax is no attention's.
+    Keys are what the values are averaged over. None where this softmax is no attention's.
 
     None are softmaxes that assign: over an axis along which every score has a product of its own, where there are no
     queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), over clusters
     that average what was compared with them (k-means), and of learned queries that average the keys as they are.
     """
     if len(product.op.output.shape) < 2 or not masked.shape:
-        return Side(key_first=False)
+        return False, False
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), graph.dimensions.along(masked, dim)
     if over & set(axes.batch) - rows - columns and not (size_of(rows) > 1 and size_of(columns) > 1):
@@ -70,11 +67,11 @@ def softmaxed_side(graph: Graph, product: Product, values: Meeting, masked: Tens
     if over and summed & (columns if over_rows else rows) - over and not summed & over:
         keys = product.right if over_rows else product.left
         alike = _unmoved(graph, keys) == _unmoved(graph, values.values)
-        return None if alike or _is_width(graph, product, over) else Side(not over_rows, over_queries=True)
+        return None if alike or _is_width(graph, product, over) else (not over_rows, True)
     # A parameter's scores of some features weigh the very same features: pooling, and no attention.
     given = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
     pools = len(given) == 1 and _unmoved(graph, given[0]) == _unmoved(graph, values.values)
-    return None if pools else Side(over_rows)
+    return None if pools else (over_rows, False)
 
 
 def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
@@ -95,17 +92,8 @@ def _unmoved(graph: Graph, tensor: TensorRef) -> int:
 # -- weights without a softmax ----------------------------------------------------------------------------------------
 
 
-class Weighing(NamedTuple):
-    """How scores become weights without a softmax, and what these meet."""
-
-    masked: TensorRef
-    """The scores, masked or not, that weights are made of."""
-    dim: int
-    """Which dimension of them is the keys."""
-    ops: tuple[Op, ...]
-    """What makes weights of them, in order: the last gives the weights."""
-    scores: Meeting
-    values: Meeting
+Weighing = tuple[Softmax, Meeting, Meeting]
+"""What makes weights of scores, what made the scores, and where the weights meet the values."""
 
 
 def find_weighings(graph: Graph, taken: set[int]) -> Iterator[Weighing]:
@@ -140,7 +128,8 @@ def _weighing(graph: Graph, values: Meeting, taken: set[int]) -> Weighing | None
         scores = None if dim is None else score_product(graph, masked, dim)
         if dim is None or scores is None or scores.product.op.index in taken or not _compares(graph, scores.product):
             return None
-        return Weighing(masked, dim, path[start:stop], scores, Meeting(values.product, path[stop:], values.carried))
+        made = Softmax(path[stop - 1], masked, dim, ops=path[start:stop])
+        return made, scores, Meeting(values.product, path[stop:], values.carried)
     return None
 
 
