@@ -116,13 +116,6 @@ ready = Tutorial(6)
 '''
 
 
-@pytest.fixture
-def mine(tmp_path) -> str:
-    path = Path(tmp_path) / "mine.py"
-    path.write_text(CODE)
-    return str(path)
-
-
 def report_of(invoke, target: str, *line: str) -> dict:
     code, out, err = invoke("compare-heads", target, *line, *SIZES, "--format", "json")
     assert code == 0, err

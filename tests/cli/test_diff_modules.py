@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -77,13 +76,6 @@ class Port(nn.Module):
 
 SIZES = ("--batch", "2", "--seq-len", "5")
 PATH = "layers.1.attention"
-
-
-@pytest.fixture
-def mine(tmp_path) -> str:
-    path = Path(tmp_path) / "mine.py"
-    path.write_text(CODE)
-    return str(path)
 
 
 def report_of(invoke, mine: str, line: str) -> dict:

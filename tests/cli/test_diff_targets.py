@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import jsonschema
 import pytest
@@ -184,13 +183,6 @@ class Broken(nn.Module):
     def forward(self, x):
         return self.linear(x) @ self.linear(x)
 '''
-
-
-@pytest.fixture
-def mine(tmp_path) -> str:
-    path = Path(tmp_path) / "mine.py"
-    path.write_text(CODE)
-    return str(path)
 
 
 def report_of(invoke, mine: str, line: str, *more: str) -> dict:

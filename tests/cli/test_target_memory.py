@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from time import perf_counter
 
 import pytest
@@ -58,13 +57,6 @@ class Wide(nn.Module):
 def by_hand(dim, heads=1):
     raise MemoryError("not that many")
 """
-
-
-@pytest.fixture
-def mine(tmp_path) -> str:
-    path = Path(tmp_path) / "mine.py"
-    path.write_text(CODE)
-    return str(path)
 
 
 COMMANDS = {"trace": (), "diff": ("torch",), "compare-heads": ("--heads", "1,2")}
