@@ -14,9 +14,9 @@ def main() -> int:
     try:
         import gc
 
-        from .cli.process import hold_collection, leave_on_interrupt
+        from .cli.process import leave_on_interrupt
 
-        hold_collection()
+        gc.disable()
         with leave_on_interrupt():
             code = run()
         gc.freeze()  # all of it goes with the process

@@ -19,21 +19,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-_held = False
-
-
-def hold_collection() -> None:
-    """Collect nothing from here on: for a process of our own, at its start."""
-    global _held
-    _held = gc.isenabled()
-    gc.disable()
 
 
 def resume_collection() -> None:
-    """Collect again, and only what is made from here on. Nothing happens where `hold_collection` was not called."""
-    global _held
-    if _held:
-        _held = False
+    """Collect where nothing was collected so far, and only what is made from here on."""
+    if not gc.isenabled():
         gc.freeze()
         gc.enable()
 

@@ -73,7 +73,7 @@ def test_ctrl_c_before_it_is_answered_elsewhere(monkeypatch):
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(process, "hold_collection", interrupted)
+    monkeypatch.setattr(process, "leave_on_interrupt", interrupted)
     monkeypatch.setattr(sys, "argv", ["mha-inspect", "--version"])
     assert main() == 130
 
