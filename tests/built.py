@@ -12,7 +12,7 @@ from mha_inspect.answers.trace import trace
 from mha_inspect.call.call import Call
 from mha_inspect.call.load import load_layer
 from mha_inspect.call.part import layer_inputs
-from mha_inspect.cli.diff import checked_layers, runs
+from mha_inspect.cli.diff import checked_sides, runs
 from mha_inspect.cli.options import Options
 from mha_inspect.cli.sides import AskedSide
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
@@ -74,7 +74,7 @@ def planned(
     typed = [[f"{name}={_typed(value)}" for name, value in each.items()] for each in sets]
     ours, theirs = [*typed, [], []][:2]
     sides = AskedSide("left", left, ours, None), AskedSide("right", right, theirs, None)
-    return Options(**values), *checked_layers(Options(**values), *sides)
+    return Options(**values), *checked_sides(Options(**values), *sides)
 
 
 def _typed(value: Any) -> str:

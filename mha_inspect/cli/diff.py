@@ -98,7 +98,7 @@ def diff(
 
             report = diff_of_checkpoints(Path(left), Path(right), num_heads=count)
     else:
-        sides = (_checked_targets if any(side.is_target for side in asked) else checked_layers)(options, *asked)
+        sides = checked_sides(options, *asked)
         export = prepare(options)
         with subject.running(options, named):
             from ..answers.diff import diff as report_of
@@ -136,15 +136,18 @@ def _checked_files(options: Options, left: AskedSide, right: AskedSide) -> int |
 # -- the two sides -----------------------------------------------------------------------------------------------------
 
 
-def checked_layers(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
-    """Return two layers, once everything is judged that can be before torch is imported.
+def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
+    """Return both sides, once everything is judged that can be before torch is imported.
 
-    Where one is not named, --layer is it. The right one is else the left one under other settings, or per-head (torch,
-    where per-head is on the left).
+    Where one is not named, --layer is it. The right one is else the left one under other settings, or beside a layer
+    per-head (torch, where per-head is on the left).
 
     Raises `SpecError` where they cannot be compared, or --layer asks for a third.
     """
-    if left.text and right.text and options.layer not in ("torch", left.text, right.text):
+    from ..build.arguments import parse_settings
+
+    has_target, both_named = left.is_target or right.is_target, bool(left.text and right.text)
+    if both_named and not has_target and options.layer not in ("torch", left.text, right.text):
         raise SpecError(
             f"layer {options.layer} is a third one beside {left.text} and {right.text}: diff compares two. "
             "Drop --layer."
@@ -152,39 +155,24 @@ def checked_layers(options: Options, left: AskedSide, right: AskedSide) -> tuple
     first, second = left.text or options.layer, right.text
     if not second and "layer" in options.typed and options.layer != first:
         second = options.layer
-    otherwise = first if left.settings or right.settings else next(name for name in reversed(USUAL) if name != first)
-    left, right = replace(left, text=first), replace(right, text=second or otherwise)
-    options.require_no_target_settings("diff")
-    kinds = left.kind, right.kind
-    layers = planned_layer(options, left, kinds[1]), planned_layer(options, right, kinds[0])
-    require_same_rows(*layers)
-    for layer in layers:
-        require_numbers(layer.run.device, "compare", _SHAPES)
-    return left, right
-
-
-def _checked_targets(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
-    """Return two sides, at least one of them a target, once all that can be is judged.
-
-    A side that is not named is --layer, or the target under other settings.
-    """
-    from ..build.arguments import parse_settings
-
-    again = bool(left.settings or right.settings or right.path)
-    beside = left.text if again and "layer" not in options.typed else options.layer
-    sides = replace(left, text=left.text or options.layer), replace(right, text=right.text or beside)
+    elif not second and (left.settings or right.settings or right.path):
+        second = first
+    usual = options.layer if has_target else next(name for name in reversed(USUAL) if name != first)
+    sides = replace(left, text=first), replace(right, text=second or usual)
     for side in sides:
         if side.is_target:
-            subject.check_target(side.text, options, "diff", beside_layer=not (left.text and right.text))
+            subject.check_target(side.text, options, "diff", beside_layer=not both_named)
             parse_settings(side.settings, side.flag)
-            changed = side.of_run().options(options)
-            subject.inputs(changed)
         else:
             _ = side.kind
-            changed = side.options(options)
+        changed = (side.of_run() if side.is_target else side).options(options)
         require_numbers(changed.device, "compare", _SHAPES)
+        subject.inputs(changed)
     subject.single_head_count(options, "diff")
-    subject.inputs(options)
+    if not has_target:
+        options.require_no_target_settings("diff")
+        kinds = sides[0].kind, sides[1].kind
+        require_same_rows(planned_layer(options, sides[0], kinds[1]), planned_layer(options, sides[1], kinds[0]))
     return sides
 
 

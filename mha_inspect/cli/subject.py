@@ -197,32 +197,35 @@ def check_target(
 
 @contextmanager
 def waiting(options: Options, words: str) -> Iterator[Tick]:
-    """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked.
-
-    Raises `DoesNotFitError` where what is done inside takes more memory than is free.
-    """
-    resume_collection()
-    free: int | None = None
-    with progress(words, quiet=options.quiet) as tick:
-        try:
-            with limited_to_what_is_free(options.device) as free:
-                yield tick
-        except Exception as error:
-            if is_out_of_memory(error):
-                raise does_not_fit(error, free) from None
-            raise
+    """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked."""
+    with progress(words, quiet=options.quiet) as tick, _fitting(options):
+        yield tick
 
 
 @contextmanager
 def running(options: Options, words: str) -> Iterator[Tick]:
     """Build and run subjects inside, as `waiting`: what they print goes to stderr, and gradients are as asked."""
-    with progress(words, quiet=options.quiet):  # torch takes a second
+    with progress(words, quiet=options.quiet) as tick:
         import torch
 
         from ..build.importing import stdout_for_the_answer
 
-    with waiting(options, words) as tick, stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
-        yield tick
+        with _fitting(options), stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
+            yield tick
+
+
+@contextmanager
+def _fitting(options: Options) -> Iterator[None]:
+    """Raise `DoesNotFitError` where what is done inside takes more memory than is free."""
+    resume_collection()  # before torch is imported that is most of what is there, and stays
+    free: int | None = None
+    try:
+        with limited_to_what_is_free(options.device) as free:
+            yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise does_not_fit(error, free) from None
+        raise
 
 
 def load(text: str | None, options: Options) -> Subject:
