@@ -275,7 +275,6 @@ def _compare_times(counted: Sequence[tuple[int, Subject]], flops: Sequence[tuple
 
 
 def _milliseconds(subject: Subject) -> float:
-    """Return how long one run takes."""
     on_gpu = any(parameter.is_cuda for parameter in subject.module.parameters())
     with torch.no_grad(), subject.apart() as fresh, fresh.settings():
         if on_gpu:

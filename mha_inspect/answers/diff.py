@@ -91,14 +91,12 @@ class Side(ComparableRun):
 
 
 def _written(value: object) -> str:
-    """Return a setting as it would be typed."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or "none"
     return str(value).lower() if isinstance(value, bool) or value is None else str(value)
 
 
 def _plain(value: object) -> object:
-    """Return a setting as JSON carries it."""
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)

@@ -109,7 +109,6 @@ def _keys(number: str) -> str:
 
 
 def _answer(counts: Sequence[HeadsFocus]) -> str:
-    """Say what the most heads look at, beside the fewest."""
     few, many = (choose(count.num_heads for count in counts) for choose in (min, max))
     fewest, most = ([count for count in counts if count.num_heads == number] for number in (few, many))
     effective = [head.effective_keys for count in most for head in count.by_head]

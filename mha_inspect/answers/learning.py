@@ -302,7 +302,6 @@ def _training_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadT
 
 
 def _distance(left: Parts, right: Parts) -> float:
-    """‖left - right‖ over all parts."""
     return math.sqrt(sum(float((left[part].double() - right[part].double()).square().sum()) for part in left))
 
 

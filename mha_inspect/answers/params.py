@@ -131,7 +131,6 @@ def _formula(subject: Subject) -> tuple[str, int | None]:
 def _parameters(
     module: nn.Module, roles: Mapping[str, ParameterRole], show: Show, per_head: bool
 ) -> tuple[Parameter, ...]:
-    """Return a row for each parameter; the axes of one of which nothing is known are its sizes."""
     named = dict(module.named_parameters())
     whole = sum(parameter.numel() for parameter in named.values())
     rows = []

@@ -209,14 +209,12 @@ def _attention(
 
 
 def _content(run: Run, show: Show, tensor: TensorRef, masked: Tensor | None = None) -> dict[str, Any]:
-    """Return statistics and elements of a tensor, as far as they are asked for."""
     value = run.recording.values.get(tensor.id)
     stats = stats_of(value, masked) if show.stats and value is not None else None
     return {"stats": stats, "values": values_of(value, show) if show.values and value is not None else None}
 
 
 def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
-    """Return the sentences that hold."""
     beside = " … is made of all scores of the same query." if weighs_by_others(graph, attention) else ""
     parts = facts.has_other_keys()
     number = len(attention.branches)

@@ -69,11 +69,9 @@ class _Drawing:
         """How many panels stand side by side."""
 
     def room(self, beside: int) -> int:
-        """Return the columns of a panel, with so many of them side by side."""
         return (self.width - self.gutter + GAP) // beside - GAP
 
     def lines(self) -> list[str]:
-        """Return the picture in bands of panels, with the legend below."""
         count, rows, _ = self.picture.shape
         across = (self.width - self.gutter - GAP * (self.beside - 1)) // self.beside // self.zoom
         # One panel alone may be as wide as the page, and about as high as a screen.
@@ -110,7 +108,6 @@ class _Drawing:
         return lines
 
     def panel(self, rows: list[list[int]]) -> list[str]:
-        """Return the lines of one panel."""
         if self.depth == "none":
             return ["".join((RAMP[s] if s >= 0 else _INKLESS[s]) * self.zoom for s in row) for row in rows]
         if self.zoom > 1:
@@ -178,7 +175,6 @@ class _Drawing:
         return [*lines, *(line for note in notes for line in wrap(note, self.width))]
 
     def bar(self, room: int) -> str:
-        """Return the steps of the map from first to last, fewer of them where there is less room."""
         if self.depth == "none":
             return RAMP
         size = max(min(BAR, room), 2)
@@ -186,7 +182,6 @@ class _Drawing:
         return self.pairs(places, places)
 
     def swatch(self, step: int) -> str:
-        """Return a character in the colour of a step."""
         if self.depth == "none":
             return RAMP[step] if step >= 0 else _INKLESS[step]
         return self.pairs([step, step], [step, step])

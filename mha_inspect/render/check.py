@@ -37,7 +37,7 @@ def _sections(report: CheckReport) -> Iterator[Section]:
         columns = [
             Column("module", lambda head: head.module, optional=True),
             Column("head", lambda head: head.head, "right"),
-            Column("output changes without it", lambda head: text.percent(head.output_change), "right"),
+            Column("output changes without it", lambda head: _percent(head.output_change), "right"),
             Column("share of gradient", lambda head: _percent(head.gradient_share), "right", optional=True),
         ]
         yield section("heads", table(report.heads, columns), detail="what hangs on each")

@@ -18,8 +18,18 @@ from ..reports.compare_heads import (
     Timing,
     Training,
 )
-from .page import Cell, Column, Page, Paragraph, Section, Table, facts, section, table
-from .parts import MEASURED, answered, difference_columns, layer_page, multiple, number, shape_cell, verdict_column
+from .page import Cell, Column, Page, Paragraph, Section, facts, section, table
+from .parts import (
+    MEASURED,
+    answered,
+    difference_columns,
+    grouped,
+    layer_page,
+    multiple,
+    number,
+    shape_cell,
+    verdict_column,
+)
 
 _HEADS = Column("num_heads", lambda count: count.num_heads, "right", "strong")
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
@@ -39,11 +49,26 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         "difference is: above 10 it is no rounding."
     )
     detail = f"same weights, same input; baseline {text.plural(report.baseline, 'head')}"
-    yield section("head counts", _counts(report), Paragraph(noise), detail=detail)
-    reasons = _reasons([count for count in report.counts if count.num_heads != report.baseline])
+    columns = [
+        _HEADS,
+        Column("head_dim", lambda count: count.head_dim, "right"),
+        Column("parameters", lambda count: text.count(count.numel), "right", drop=3),
+        Column("same parameters", lambda c: Cell("yes") if c.same_parameters else Cell("no", "warn"), drop=4),
+        Column("output shape", lambda count: shape_cell(count.output_shape, ""), tone="shape", drop=6),
+        *difference_columns("relative difference", (0, 2), lambda count: count.num_heads == report.baseline),
+        Column("first differing stage", lambda count: count.first_differing_stage or "", drop=5, optional=True),
+    ]
+    yield section("head counts", table(report.counts, columns), Paragraph(noise), detail=detail)
+    reasons = tuple(_reasons([count for count in report.counts if count.num_heads != report.baseline]))
     if reasons:
         yield section("why", facts(*reasons))
-    yield from _learning(report)
+    if report.gradients is not None:
+        yield _gradients(report.gradients, report.baseline)
+    if report.training is not None:
+        yield _training(report.training, report.baseline)
+    yield from (_focus(focus) for focus in (report.focus, report.focus_after) if focus is not None)
+    if report.timing is not None:
+        yield _timing(report.timing)
     yield answered(report.answer)
     ways = {
         "--gradients what a first step would change": report.gradients,
@@ -56,48 +81,15 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield section("what to ask next", Paragraph(f"{'; '.join(ways_left)}.", "muted"))
 
 
-def _reasons(counts: Sequence[HeadCount]) -> tuple[tuple[str, str], ...]:
-    """Return a line for each reason; where only the sizes differ, head counts share one.
+def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
+    """Yield a line for each reason; where only the sizes differ, head counts share one.
 
     `2, 4 heads`: `scores differ: 2 sums over 6 features each, 4 sums over 3 features each instead of 1 sum over 12`.
     """
-    alike: dict[tuple[str, str], list[tuple[int, str]]] = {}
-    for count in counts:
-        start, sizes, end = count._pieces or (count.reason, "", "")
-        alike.setdefault((start, end), []).append((count.num_heads, sizes))
-    return tuple(
-        (
-            f"{', '.join(str(number) for number, _ in those)} {'head' if [n for n, _ in those] == [1] else 'heads'}",
-            f"{start}{', '.join(sizes for _, sizes in those) if those[0][1] else ''}{end}",
-        )
-        for (start, end), those in alike.items()
-    )
-
-
-def _counts(report: CompareHeadsReport) -> Table:
-    columns = [
-        _HEADS,
-        Column("head_dim", lambda count: count.head_dim, "right"),
-        Column("parameters", lambda count: text.count(count.numel), "right", drop=3),
-        Column("same parameters", lambda c: Cell("yes") if c.same_parameters else Cell("no", "warn"), drop=4),
-        Column("output shape", lambda count: shape_cell(count.output_shape, ""), tone="shape", drop=6),
-        *difference_columns("relative difference", (0, 2), lambda count: count.num_heads == report.baseline),
-        Column("first differing stage", lambda count: count.first_differing_stage or "", drop=5, optional=True),
-    ]
-    return table(report.counts, columns)
-
-
-def _learning(report: CompareHeadsReport) -> Iterator[Section]:
-    """Yield a section for each thing that was asked for."""
-    if report.gradients is not None:
-        yield _gradients(report.gradients, report.baseline)
-    if report.training is not None:
-        yield _training(report.training, report.baseline)
-    for focus in (report.focus, report.focus_after):
-        if focus is not None:
-            yield _focus(focus)
-    if report.timing is not None:
-        yield _timing(report.timing)
+    for group in grouped(counts, lambda count: (count._pieces or (count.reason, "", ""))[::2]):
+        heads = f"{', '.join(str(count.num_heads) for count in group)} head" + "s" * (group[0].num_heads > 1)
+        start, _, end = group[0]._pieces or (group[0].reason, "", "")
+        yield heads, f"{start}{', '.join(c._pieces[1] for c in group if c._pieces and c._pieces[1])}{end}"
 
 
 def _gradients(gradients: Gradients, baseline: int) -> Section:

@@ -32,7 +32,6 @@ def to_cell(page: Page) -> str:
 
 
 def _filled(name: str, **values: str) -> str:
-    """Return the file with its marks filled in."""
     text = files(__package__).joinpath(name).read_text(encoding="utf-8")
     return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], text)
 

@@ -112,7 +112,6 @@ def _path(path: Path) -> Facts:
 
 
 def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
-    """Return a table with one row an attention."""
 
     def scores(attention: AttentionReport) -> Stage | None:
         stages = {stage.name: stage for stage in attention.stages}
@@ -137,7 +136,6 @@ def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
 
 
 def _place(attention: AttentionReport) -> str:
-    """Return the module, and which of its attentions where it computes several."""
     call = "" if attention.call is None else f"call {attention.call}"
     return ", ".join(filter(None, (attention.module, call)))
 
