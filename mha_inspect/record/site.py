@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import cache
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -65,8 +64,7 @@ _WRITTEN_OUT = {ATTENTION_FORWARD} | {
 """Functions of torch that write attention out step by step: their lines tell more than the line that called them."""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a function's code stands."""
 
     file: str
@@ -98,30 +96,17 @@ def place_of(code: CodeType) -> Place:
     return Place(path.replace(os.sep, "/"), library=False, written_out=False)
 
 
-@dataclass(frozen=True)
-class Line:
-    """A line that some operation was asked for by, directly or further down."""
-
-    text: str
-    """`attention.py:41`; empty for code that only passes calls on."""
-    library: bool
-    """Whether it is a line of torch that says less than the line that called it."""
+_LINES: dict[tuple[int, int], tuple[str, bool, CodeType]] = {}
+"""By the code's address and the instruction in it, as to hash code takes longer: the line, `attention.py:41`, empty for
+code that only passes calls on; whether it is torch's and says less than the line that called it; and the code, held so
+that no other comes to stand at its address."""
 
 
-_LINES: dict[tuple[int, int], tuple[Line, CodeType]] = {}
-"""By the code's address and the instruction in it, as to hash code takes longer. The code is held, so that no other
-comes to stand at its address."""
-
-
-def line_at(code: CodeType, instruction: int) -> Line:
-    """Return the line of an instruction, given as `f_lasti` of a frame tells it."""
-    known = _LINES.get((id(code), instruction))
-    if known is None:
-        place = place_of(code)
-        number = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
-        text = f"{place.file}:{number or code.co_firstlineno}" if place.file else ""
-        known = _LINES[id(code), instruction] = Line(text, place.library and not place.written_out), code
-    return known[0]
+def _line_at(code: CodeType, instruction: int) -> tuple[str, bool, CodeType]:
+    place = place_of(code)
+    number = next((line for start, end, line in code.co_lines() if start <= instruction < end), None)
+    text = f"{place.file}:{number or code.co_firstlineno}" if place.file else ""
+    return _LINES.setdefault((id(code), instruction), (text, place.library and not place.written_out, code))
 
 
 Site = list[Any]
@@ -145,15 +130,15 @@ def place_of_site(site: Site) -> tuple[str, str]:
 
     The line is the innermost that is not torch's; one of torch where there is none, empty where there is neither.
     """
-    path, library = "", ""
+    path = site[-1].path if site and isinstance(site[-1], ModuleCall) else ""
+    library = ""
     inner: Site | None = site
-    if site and isinstance(site[-1], ModuleCall):
-        path = site[-1].path
     while inner is not None:
         for place in range(0, len(inner) - 1, 2):
-            line = line_at(inner[place], inner[place + 1])
-            if line.text and not line.library:
-                return line.text, path
-            library = library or line.text
+            code, instruction = inner[place], inner[place + 1]
+            text, tells_less, _ = _LINES.get((id(code), instruction)) or _line_at(code, instruction)
+            if text and not tells_less:
+                return text, path
+            library = library or text
         inner = inner[-1].above if inner and isinstance(inner[-1], ModuleCall) else None
     return library, path
