@@ -87,7 +87,9 @@ def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
     `2, 4 heads`: `scores differ: 2 sums over 6 features each, 4 sums over 3 features each instead of 1 sum over 12`.
     """
     for group in grouped(counts, lambda count: (count._pieces or (count.reason, "", ""))[::2]):
-        heads = f"{', '.join(str(count.num_heads) for count in group)} head" + "s" * (group[0].num_heads > 1)
+        heads = f"{', '.join(str(count.num_heads) for count in group)} head" + "s" * (
+            [count.num_heads for count in group] != [1]
+        )
         start, _, end = group[0]._pieces or (group[0].reason, "", "")
         yield heads, f"{start}{', '.join(c._pieces[1] for c in group if c._pieces and c._pieces[1])}{end}"
 

@@ -17,7 +17,7 @@ from mha_inspect.render import FORMATS, page_of, to_text
 from mha_inspect.render.page import Column, Page, Table, section, table
 from mha_inspect.render.terminal import to_table
 
-from .samples import REPORTS
+from .samples import COMPARE, REPORTS
 from .trace_samples import ATTENTION, FULL_TRACE, STAGES, TRACE, VALUES
 
 ESCAPE = "\x1b"
@@ -174,6 +174,13 @@ def test_what_was_not_opened_and_what_is_a_shape_alone_are_said():
         assert [line.split()[0] for line in lines if re.match(r"\w+ \*?°", line)] == ["scores", "weights"]
         assert any("° its shape alone is known" in line for line in lines)
         assert "°" not in to_text(TRACE, format)
+
+
+def test_head_counts_whose_reason_is_the_same_share_a_line():
+    same = [replace(count, reason="Every stage holds the same numbers.") for count in COMPARE.counts[:3]]
+    page = to_text(replace(COMPARE, baseline=2, counts=tuple(same)), "plain")
+    assert "1, 4 heads  Every stage holds the same numbers." in page
+    assert "1 head  Every" in to_text(replace(COMPARE, baseline=2, counts=tuple(same[:2])), "plain")
 
 
 def test_an_unknown_format_is_refused():
