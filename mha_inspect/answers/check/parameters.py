@@ -261,33 +261,29 @@ def gradients_of(evidence: Evidence) -> Gradients:
     if not wanted:
         raise NotPossibleError("no projection wants a gradient")
     without_cache = {"use_cache": False} if "use_cache" in arguments.parameters else {}
-    subject, gradients = (
-        replace(runner.prepared(arguments.of_call(without_cache)), grad=True),
-        tuple[Tensor | None, ...](),
-    )
-    try:
-        with subject.settings():
-            returned = subject.module(*subject.args, **subject.kwargs)
-            outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
-            for whole in (False, True) if outputs else ():
-                losses = [_mixed(evidence, output, whole=whole) for output in outputs]
-                loss = torch.stack([loss.to(outputs[0].dtype) for loss in losses]).sum()
-                gradients = torch.autograd.grad(loss, [*wanted.values()], retain_graph=True, allow_unused=True)
-                if not any(map(_lacks, gradients)):  # else rows may attend to others
-                    break
-    except Exception as error:  # whatever somebody's code may raise under gradients
-        raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
+    row, gradients = evidence.first_row(), tuple[Tensor | None, ...]()
+    for changes in (row, {}) if row else ({},):  # one row is enough, and takes less
+        subject = replace(runner.prepared(arguments.of_call({**changes, **without_cache})), grad=True)
+        try:
+            with subject.settings():
+                returned = subject.module(*subject.args, **subject.kwargs)
+                outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
+                if outputs:
+                    loss = torch.stack([_mixed(output).to(outputs[0].dtype) for output in outputs]).sum()
+                    gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+        except Exception as error:  # whatever somebody's code may raise under gradients
+            if not changes:
+                raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
+        if gradients and not any(map(_lacks, gradients)):  # else rows may attend to others
+            break
     if not gradients:
         raise NotPossibleError("the output hangs on no projection that wants a gradient")
     return dict(zip(wanted, gradients, strict=True))
 
 
-def _mixed(evidence: Evidence, output: Tensor, *, whole: bool) -> Tensor:
-    """Return a sum in which every position and feature counts otherwise, of an output or of the first row of it."""
-    draw, source = torch.Generator().manual_seed(2), next(iter(evidence.sources), None)
-    if source is not None and source.batch is not None and output.shape[source.batch :][:1] == (source.rows,):
-        output = output if whole else output.narrow(source.batch, 0, 1)
-    rows = output.reshape(-1, output.shape[-1])
+def _mixed(output: Tensor) -> Tensor:
+    """Return a sum in which every position and feature of an output counts otherwise."""
+    draw, rows = torch.Generator().manual_seed(2), output.reshape(-1, output.shape[-1])
     left, right = (torch.randn(size, generator=draw).to(output) for size in rows.shape)
     return (rows @ right) @ left
 

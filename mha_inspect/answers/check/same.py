@@ -66,7 +66,11 @@ def training(evidence: Evidence) -> Iterator[Finding]:
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.subject.module.modules()):
         raise NotPossibleError("batch norm takes other statistics in train")
     with evidence.runner.changed_by(_train_without_dropout):
-        output = evidence.output_with({})
+        with suppress(NotPossibleError):
+            row = evidence.first_row()
+            if row and not evidence.apart(evidence.output_with(row), _first_row_of(evidence), times=_OTHER_KERNELS):
+                return
+        output = evidence.output_with({})  # where rows move each other, one alone gives something else
         apart = evidence.apart(output, times=_OTHER_KERNELS)
         if not apart:
             return
@@ -77,6 +81,10 @@ def training(evidence: Evidence) -> Iterator[Finding]:
         f"Train gives something else than eval, and no dropout is on: {apart:.3g} apart.",
         "The same input with the same seed in both modes, every dropout set to 0.",
     )
+
+
+def _first_row_of(evidence: Evidence) -> Tensor:
+    return evidence.output.narrow(evidence.source.batch or 0, 0, 1)
 
 
 def _train_without_dropout(module: nn.Module) -> None:
@@ -100,12 +108,15 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     length = evidence.source.length
     half, single = length // 2, length - 3 if length > 16 else 1
     ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(single, length + 1)]}
+    row: dict[str, Tensor] = {}
     if declared is None:
         del ways[_SINGLES]  # where nobody declared the cache it costs little to look
+        row = evidence.first_row()
+    base = _first_row_of(evidence) if row else evidence.output
     moved: dict[str, Tensor] = {}
     for way, places in ways.items():
         try:
-            moved[way] = evidence.moved(_stepwise(evidence, name, places), times=OTHER_SIZES).amax(0)
+            moved[way] = evidence.moved(_stepwise(evidence, name, places, row), base, times=OTHER_SIZES).amax(0)
         except RaisedError as error:
             if declared is None:
                 raise NotPossibleError("not declared: cache") from error
@@ -161,13 +172,13 @@ def _cache_name(evidence: Evidence) -> str | None:
     return None if _second(evidence.run.returned) is None else name
 
 
-def _stepwise(evidence: Evidence, name: str, places: list[int]) -> Tensor:
+def _stepwise(evidence: Evidence, name: str, places: list[int], row: dict[str, Tensor]) -> Tensor:
     """Return the outputs of calls that follow each other, side by side; each begins at one of these places."""
     source = evidence.source
     outputs, past = [], None
     for start, stop in pairwise(places):
         changes: dict[str, Any] = {} if past is None else {name: past}
-        for argument, value in evidence.values.items():
+        for argument, value in {**evidence.values, **row}.items():
             if isinstance(value, Tensor) and argument != name:
                 changes[argument] = _piece(argument, value, source, start, stop)
         returned = evidence.returned(changes)
