@@ -55,7 +55,8 @@ def _source(run: NamedRun, attention: Attention) -> str:
     stages, before = attention.stages, run.graph.before_moves
     query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
     left, right = before(query), before(key)
-    if left.id == right.id or _is_one(left, right) or _within(run, attention, query) & _within(run, attention, key):
+    memory = {(side.storage, side.offset, side.shape, side.stride) for side in (left, right)}
+    if left.id == right.id or len(memory) == 1 or _within(run, attention, query) & _within(run, attention, key):
         return "self"
     if "query" in stages and "key" in stages:
         return "cross"
@@ -71,11 +72,9 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
     Norms, projections down to something narrower, and what makes fewer positions, may stand before what is called its
     input.
     """
-    modules = [
-        attention.module,
-        *(attention.projections[name].module for name in ("query", "key") if name in attention.projections),
-    ]
-    owner = ".".join(names[0] for names in takewhile(_alike, zip(*(path.split(".") for path in modules), strict=False)))
+    ops = [attention.projections[name] for name in ("query", "key") if name in attention.projections]
+    paths = zip(*(path.split(".") for path in (attention.module, *(op.module for op in ops))), strict=False)
+    owner = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, paths))
     graph, reached, queue = run.graph, set[int](), [side]
     while queue and len(reached) < _FAR:
         tensor = queue.pop()
@@ -93,17 +92,3 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
         elif graph.moves(op) or op.pointwise or op.does("norms"):
             queue += [read for read in op.inputs if read.numel == tensor.numel or graph.moves(op)]
     return reached
-
-
-def _alike(names: tuple[str, ...]) -> bool:
-    return len(set(names)) == 1
-
-
-def _is_one(left: TensorRef, right: TensorRef) -> bool:
-    """Whether two tensors are the same piece of memory, unwritten in between."""
-    return (left.storage, left.offset, left.shape, left.stride) == (
-        right.storage,
-        right.offset,
-        right.shape,
-        right.stride,
-    )
