@@ -116,12 +116,13 @@ class XRay(Recorder):
             nested = any(tensor.is_nested for tensor in tensors)
             if nested and known.name.startswith(MULTI_HEAD):
                 return self._run_padded(place, known, func, args, kwargs)
-            code = _code_of(func, tensors[0], "NestedTensor" if nested else "")
+            device = tensors[0].device.type
+            code = _code_of(func, device, "NestedTensor" if nested else "")
             if code is None:
-                self._kernels[place] = replace(kernel, note=f"torch has no code of it for {tensors[0].device.type}")
-                return self._run_leaf(place, known, func, args, kwargs)
-            result = self._watch(code, *args, **kwargs)
-            self._kernels[place] = replace(kernel, opened=True, note="")
+                result, note = self._run_leaf(place, known, func, args, kwargs), f"torch has no code of it for {device}"
+            else:
+                result, note = self._watch(code, *args, **kwargs), ""
+            self._kernels[place] = replace(kernel, opened=code is not None, note=note)
             return result
         finally:
             self._within, self._kernel, self._inside = was
@@ -149,7 +150,7 @@ class XRay(Recorder):
                 self._stand(self._asking)
                 self._write_down(about(torch.ops.aten.to_padded_tensor.default), [note(rows), 0.0], {}, padded)
                 given |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
-                code = _code_of(func, padded)
+                code = _code_of(func, padded.device.type)
                 if code is None:
                     raise NotOpenedError(f"torch has no code of it for {padded.device.type}")
                 made = self._watch(code, *given.values())[0]
@@ -362,12 +363,12 @@ def _join_products(ops: list[Op]) -> None:
             after.call = op.call
 
 
-def _code_of(func: Any, tensor: Tensor, kind: str = "") -> Callable[..., Any] | None:
+def _code_of(func: Any, device: str, kind: str = "") -> Callable[..., Any] | None:
     """Return a kernel's own code, a program over the dispatcher, for tensors of a kind on a device; None without."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         code: Callable[..., Any] = func.py_kernels[_Key.CompositeExplicitAutograd]
         return code
-    name = kind + tensor.device.type.upper()
+    name = kind + device.upper()
     key = getattr(_Key, name, None)
     known = key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name)
     return partial(func._op_dk, key) if known else None

@@ -239,21 +239,6 @@ def test_a_layer_hides_nothing_in_its_product() -> None:
     assert not record_opened(forward, x)[0].kernels
 
 
-@pytest.mark.parametrize("gradients", [False, True])
-@pytest.mark.parametrize("barred", [False, True])
-def test_a_mask_of_keys_that_is_broadcast_inside_of_a_product_too(gradients: bool, barred: bool) -> None:
-    """By torch: what a float mask of keys gives is what -inf, or its numbers, in a mask of all scores give."""
-    layer, x = mha().eval(), drawn(BATCH, LENGTH, EMBED)
-    padding = (drawn(BATCH, LENGTH, seed=1) > 1).masked_fill(torch.arange(LENGTH) == 0, False)
-    mask = torch.zeros(BATCH, LENGTH).masked_fill(padding, -torch.inf if barred else 1.0)
-    with torch.set_grad_enabled(gradients):
-        run, _ = opened(lambda x: layer(x, x, x, key_padding_mask=mask, average_attn_weights=False), x)
-    scores, masked = stage(run, "scores"), stage(run, "masked_scores")
-    by_head = mask[:, None, None].expand(BATCH, HEADS, LENGTH, LENGTH)
-    torch.testing.assert_close(scores.view(by_head.shape) + by_head, masked.view(by_head.shape))
-    torch.testing.assert_close(masked.softmax(-1).view(by_head.shape), run.returned[1])
-
-
 # -- one run, and what it computes -------------------------------------------------------------------------------------
 
 
