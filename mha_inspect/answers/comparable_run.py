@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import DeviceError, InputError, MhaInspectError, is_out_of_memory
 from ..graph.attention import Attention
-from ..measure.stage_difference import stage_noise
+from ..measure.content import stage_noise
 from ..measure.weights import Weights, weights_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content

@@ -9,7 +9,7 @@ from functools import cached_property
 from einops import repeat
 from torch import Tensor
 
-from ..measure.stage_difference import StageDifference, compare_stage
+from ..measure.content import StageDifference, compare_stage
 from ..naming.axes import AxisNames
 from ..naming.stages import CANONICAL_AXES, STAGES
 from ..naming.visibility import Rows

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..measure.stage_difference import StageDifference
+from ..measure.content import StageDifference
 from ..naming.stage_facts import unlike_dot
 from ..naming.stages import CANONICAL_AXES
 from ..naming.visibility import Rows

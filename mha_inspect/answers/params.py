@@ -16,7 +16,7 @@ from ..call.inputs import Asked, make_call
 from ..errors import InputError
 from ..layers.catalog import evaluate, find_layer
 from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
-from ..measure.statistics import stats_of, values_of
+from ..measure.content import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
 from ..record.rounding import same_bits

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..layers.spec import Show
-from ..measure.statistics import stats_of, values_of
+from ..measure.content import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
 from ..naming.stage_facts import StageFacts, weighs_by_others, without_dot

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..naming.axes import AxisNames
 from ..naming.parameters import Projection, projections
 from ..record.rounding import same_bits
 from ..running.run import Run
@@ -97,18 +96,18 @@ class Carried:
 def weights_of(run: Run, module: nn.Module) -> tuple[Weights, ...]:
     """Return the weights of each attention of a run of this module, in order."""
     every = projections(run)
+    weights = []
+    for place, (_, names) in enumerate(run.attentions):
+        parts = [projection for projection in every if projection.attention == place]
+        whole = {projection.part: projection for projection in parts if projection.is_whole}
+        missing = tuple(map(_unreadable, (projection for projection in parts if not projection.is_whole)))
+        weights.append(Weights(module, whole, names.num_heads, names.num_kv_heads, missing))
+    return tuple(weights)
 
-    def unreadable(own: Projection) -> str:
-        where = ", ".join(own.parameters[:2]) + (" and others" if len(own.parameters) > 2 else "")
-        return f"{own.part} ({where}) cannot be read by head: the forward does more with it than to move it."
 
-    def of_attention(place: int, names: AxisNames) -> Weights:
-        held = [own for own in every if own.attention == place]
-        whole = {own.part: own for own in held if own.is_whole}
-        missing = tuple(unreadable(own) for own in held if not own.is_whole)
-        return Weights(module, whole, names.num_heads, names.num_kv_heads, missing)
-
-    return tuple(of_attention(place, names) for place, (_, names) in enumerate(run.attentions))
+def _unreadable(projection: Projection) -> str:
+    where = ", ".join(projection.parameters[:2]) + (" and others" if len(projection.parameters) > 2 else "")
+    return f"{projection.part} ({where}) cannot be read by head: the forward does more with it than to move it."
 
 
 def as_matrix(part: str, numbers: Tensor) -> Tensor:
@@ -157,8 +156,7 @@ def carry(source: Weights, destination: Weights, numbers: Mapping[str, Tensor] |
 
 
 def _fitted(part: str, given: Numbers, source: Weights, destination: Weights) -> tuple[Tensor | None, str]:
-    """A part in the destination's form; None and the reason where it has no place there, which is empty where no number
-    is lost."""
+    """Return a part in the destination's form, or the reason why not, which is empty where no number is lost."""
     own, numbers = destination.projections.get(part), given[part]
     if own is None:
         return None, _of_no_place(part, numbers)
@@ -205,15 +203,11 @@ def _of_no_place(part: str, numbers: Tensor) -> str:
     if part in _BIASES:
         return "" if not bool(numbers.count_nonzero()) else "it has no such bias, and the other side's is not zero"
     if part == "W_o":
-        return "" if _is_identity(numbers) else "it has no output projection"
+        matrix = as_matrix(part, numbers)
+        return "" if torch.equal(matrix, torch.eye(len(matrix)).to(matrix)) else "it has no output projection"
     if part in ("bias_k", "bias_v"):
         return "it appends no learned key and value"
     return f"it has no {part} that can be read by head"
-
-
-def _is_identity(w_o: Tensor) -> bool:
-    matrix = as_matrix("W_o", w_o)
-    return matrix.shape[0] == matrix.shape[1] and torch.equal(matrix, torch.eye(len(matrix)).to(matrix))
 
 
 def _filling(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor | None, str]:
@@ -230,12 +224,10 @@ def _filling(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor 
 
 
 def _why_not(part: str, destination: Weights) -> str:
-    shape = destination.projections[part].shape
-    first = destination.projections[part].parts[0]
-    inner = first.inner
-    if inner is not None and inner[0] < shape[-1] and part != "W_o":
+    shape, first = destination.projections[part].shape, destination.projections[part].parts[0]
+    if first.inner is not None and first.inner[0] < shape[-1] and part != "W_o":
         features = len(next(iter(first.heads.values())))
-        return f"keeps {shape[0]} blocks of {[features, inner[0]]} and loses the rest"
+        return f"keeps {shape[0]} blocks of {[features, first.inner[0]]} and loses the rest"
     return "one parameter serves several of its projections"
 
 

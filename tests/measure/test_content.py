@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from mha_inspect.layers.spec import Show
-from mha_inspect.measure import statistics as content
-from mha_inspect.measure.statistics import stats_of, values_of
+from mha_inspect.measure import content
+from mha_inspect.measure.content import stats_of, values_of
 from mha_inspect.reports.common import Stats, to_data
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from einops import rearrange
 
-from mha_inspect.measure.stage_difference import compare_stage, stage_noise
+from mha_inspect.measure.content import compare_stage, stage_noise
 from mha_inspect.record.rounding import distances
 
 

@@ -146,7 +146,7 @@ def _parameter(
     role = known.roles.get(name, Role("", ""))
     stats = values = None
     if show is not None and (show.stats or show.values) and tensor.numel and tensor.read is not None:
-        from ...measure.statistics import stats_of, values_of
+        from ...measure.content import stats_of, values_of
 
         numbers = read_stored(tensor, shown(name))
         stats = stats_of(numbers) if show.stats and not numbers.is_complex() else None
