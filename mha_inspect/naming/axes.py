@@ -148,7 +148,8 @@ class AxisNames:
 
     def _named(self, tensor: TensorRef, groups: list[Group], expected: Sequence[str], stage: str = "") -> Tokens:
         """Return the dimensions of a tensor with the names of these groups, and what is left open named as expected."""
-        dims = [name_dimension(dim, groups) for dim in self._dimensions.of(tensor)]
+        known = [(name, resolve(group)) for name, group in groups if group]
+        dims = [name_dimension(dim, known) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
         self._name_packed(dims, tensor, stage)
         place = self._width_place(stage)
@@ -215,10 +216,12 @@ class AxisNames:
         self, dims: Tokens, groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
     ) -> None:
         """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
-        missing = [name for name in expected if not has(dims, name)]
         left = [
             (dim, run) for dim in dims for run in unnamed(dim) if run == (0, len(dim)) or size_of_run(dim, run) != 1
         ]
+        if not left:
+            return
+        missing = [name for name in expected if not has(dims, name)]
         if only_ones:
             left = [(dim, run) for dim, run in left if len(dim) == 1 == size_of_run(dim, run)]
         elif len(missing) > 1 or len(left) > 1:

@@ -12,14 +12,13 @@ Tokens = list[list[str | Axis]]
 """The dimensions of a tensor, each as names, and atoms where there is none."""
 
 
-def name_dimension(dim: Dim, groups: Sequence[Group]) -> list[str | Axis]:
-    """A dimension as names, and atoms where there is none.
+def name_dimension(dim: Dim, known: Sequence[Group]) -> list[str | Axis]:
+    """A dimension as names, and atoms where there is none; `known` are the groups as they are resolved now.
 
     An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
     """
     atoms = list(resolve(dim))
     tokens: list[str | Axis] = []
-    known = [(name, resolve(group)) for name, group in groups if group]
     while atoms:
         for name, group in known:
             run = tuple(atoms[: len(group)])

@@ -23,7 +23,7 @@ from ..errors import RecordingError
 from ..text import plural
 from .arguments import tensors_in
 from .ops import Kind, Named, Op, Recording, TensorRef
-from .schema import ABOUT, About, about
+from .schema import ABOUT, About, about, adds_scores
 from .sight import Sight, sight_of
 from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off
 from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
@@ -260,7 +260,7 @@ class Recorder(TorchDispatchMode):
         if running is not self._asked and not self._belongs(running):
             return func(*args, **kwargs)
         known = ABOUT.get(id(func)) or about(func)
-        if known.needs_care or self._inside:
+        if self._inside or (known.needs_care and not (known.adds and not adds_scores(args, kwargs))):
             return self._run_with_care(known, func, args, kwargs or {}, sys._getframe(1))
         look = self._look
         noted = []

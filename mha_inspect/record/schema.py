@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from .catalog import Fused, does, fused
 
@@ -34,6 +35,8 @@ class About:
     weighs: bool = False
     """Whether scores become weights by it."""
 
+    adds: bool = False
+    """Whether it is a product to which something is added, that may be a mask."""
     needs_care: bool = True
     """Whether it hides steps, writes, weighs, or may arrive whole: any of the above."""
 
@@ -90,5 +93,25 @@ def _read(func: Any) -> About:
         fused=kernel,
         copies=does(base_name, "copies"),
         weighs=base_name in _WEIGHS,
+        adds=kernel is not None and kernel.way == "adding",
         needs_care=bool(kernel or composite or written or base_name in _WEIGHS),
     )
+
+
+def adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether `baddbmm` or `addmm` may add a mask to a product that is scores, and no bias to one with a weight.
+
+    A learned query or key is a parameter too, and so is a learned bias of the scores: both together look like a layer.
+    So does one number for each column of a single matrix, whose weight and bias may be given as plain tensors.
+    """
+    added, left, right = args[:3]
+    if kwargs.get("beta", 1) == 0:
+        return False
+    if added.dim() < 2:
+        return left.dim() == 3 and not (_is_parameter(added) or _is_parameter(right))
+    return not (_is_parameter(added) and (_is_parameter(left) or _is_parameter(right)))
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Return whether this is a parameter, or a view of one."""
+    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)

@@ -28,7 +28,7 @@ from .kernels import run as compute
 from .ops import RESULT, Kernel, Kind, Op, Recording
 from .recorder import Entry, Recorder
 from .rounding import STEP, Rounding, max_difference, rounding_error
-from .schema import About, about
+from .schema import About, about, adds_scores
 from .sight import Sight, sight_of, sight_of_kernel
 from .site import put_on, take_off
 from .tensors import Tensors
@@ -87,7 +87,7 @@ class XRay(Recorder):
         asking, composite = self._asking, self._composite
         self._asking = asking or frame
         try:
-            if known.fused and (known.fused.way != "adding" or _adds_scores(args, kwargs)):
+            if known.fused and (known.fused.way != "adding" or adds_scores(args, kwargs)):
                 return self._run_kernel(known, known.fused, func, args, kwargs)
             if not self._inside:
                 return NotImplemented
@@ -372,25 +372,6 @@ def _code_of(func: Any, device: str, kind: str = "") -> Callable[..., Any] | Non
     key = getattr(_Key, name, None)
     known = key is not None and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), name)
     return partial(func._op_dk, key) if known else None
-
-
-def _adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether `baddbmm` or `addmm` may add a mask to a product that is scores, and no bias to one with a weight.
-
-    A learned query or key is a parameter too, and so is a learned bias of the scores: both together look like a layer.
-    So does one number for each column of a single matrix, whose weight and bias may be given as plain tensors.
-    """
-    added, left, right = args[:3]
-    if kwargs.get("beta", 1) == 0:
-        return False
-    if added.dim() < 2:
-        return left.dim() == 3 and not (_is_parameter(added) or _is_parameter(right))
-    return not (_is_parameter(added) and (_is_parameter(left) or _is_parameter(right)))
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    """Return whether this is a parameter, or a view of one."""
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
 
 
 def _reason(error: Exception) -> str:

@@ -82,7 +82,7 @@ class Reached:
 
     def _pattern(self, tensor: TensorRef, side: Whose) -> str:
         dims, sequences = self.graph.dimensions.of(tensor), _axes_named(self.groups, "sequence")
-        groups = [(self._called(name, group, side), group) for name, group in self.groups]
+        groups = [(self._called(name, group, side), resolve(group)) for name, group in self.groups if group]
         for axis in {axis for dim in dims for axis in resolve(dim)}:
             if not sequences.isdisjoint(resolve(axis.twins)):
                 groups.append(("key", (axis,)))  # the other sequence of a self-attention
