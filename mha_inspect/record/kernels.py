@@ -62,10 +62,10 @@ class AttentionCall(NamedTuple):
         aligned = self.from_end or self.starts is not None or max(self.window) >= 0
         return self.causal and not aligned and self.few is None
 
-    def steps(self, do: Do, finer: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
-        """Compute it step by step; with `finer` in that dtype, which stays."""
-        product = attention(do, self.heads_first(do), finer, described=described)
-        product = product if finer else _in_dtype(do, product, self.query.dtype)
+    def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
+        """Compute it step by step; with `dtype` in that one, which stays."""
+        product = attention(do, self.heads_first(do), dtype, described=described)
+        product = _in_dtype(do, product, dtype or self.query.dtype)
         return (do(_A.transpose.int, product, -3, -2) if self.rows_first else product,)
 
     def size(self, results: Sequence[Tensor]) -> int:
@@ -227,13 +227,14 @@ def run(func: Any, *args: Any, **kwargs: Any) -> Any:
     return func(*args, **kwargs)
 
 
-def attention(do: Do, asked: AttentionCall, finer: torch.dtype | None = None, *, described: bool = False) -> Tensor:
+def attention(do: Do, asked: AttentionCall, dtype: torch.dtype | None = None, *, described: bool = False) -> Tensor:
     """Return softmax(q·kᵀ·scale + bias)·v, step by step; half precision is added up in float32, as kernels do.
 
-    With `finer` it is computed in that dtype; `described` steps have shapes alone.
+    With `dtype` it is computed in that one; `described` steps have shapes alone.
     """
     query, key, value = asked.query, asked.key, asked.value
-    dtype = finer or (torch.float32 if query.dtype in (torch.half, torch.bfloat16) else query.dtype)
+    dtype = dtype or query.dtype
+    dtype = torch.float32 if dtype in (torch.half, torch.bfloat16) else dtype
     heads, kv_heads = (tensor.shape[-3] if tensor.dim() > 2 else 1 for tensor in (query, key))
     bias = _bias(do, asked, dtype, described)
     query = do(_A.mul.Scalar, _in_dtype(do, query, dtype), asked.scale)
@@ -377,9 +378,9 @@ class PartCall(NamedTuple):
         """Return the bytes of its largest step."""
         return 4 * results[0].numel()
 
-    def steps(self, do: Do, finer: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
-        """Compute it step by step; with `finer` in that dtype."""
-        args = self.args if finer is None else cast_tensors(self.args, finer)
+    def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
+        """Compute it step by step; with `dtype` in that one."""
+        args = self.args if dtype is None else cast_tensors(self.args, dtype)
         return _PARTS[self.name][0](do, *args, **self.settings)
 
     def of_few(

@@ -319,8 +319,11 @@ class _Shelf:
 
 
 def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None = None) -> Rounding:
-    """Judge a difference, by default that of these results from the steps', beside the rounding of these steps."""
-    steps, exact = few.steps(compute), few.steps(compute, torch.float64)
+    """Judge a difference, by default that of these results from the steps', beside the rounding of these steps.
+
+    They are computed anew, their dtype asked for: where steps go wrong only as they run, their error is no rounding.
+    """
+    steps, exact = few.steps(compute, results[0].dtype), few.steps(compute, torch.float64)
     difference = max(map(max_difference, results, steps)) if difference is None else difference
     if steps[0].dtype == torch.float64:
         return Rounding.of(difference, max(map(rounding_error, few.steps(compute, torch.float32), exact)) * STEP)

@@ -414,18 +414,22 @@ def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, m
     assert trace.proof.agrees is None
 
 
-def test_wrong_steps_and_a_wrong_kernel_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("everywhere", [False, True])
+def test_wrong_steps_and_a_wrong_kernel_are_seen(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where steps go wrong only as they run, and not in a dtype that is asked for: that is no rounding."""
     module, x = Fused().eval(), drawn(BATCH, LENGTH, EMBED)
     attention = kernels.attention
 
-    def wrong(do: Any, *asked: Any, **described: Any) -> Any:
-        return do(torch.ops.aten.mul.Scalar, attention(do, *asked, **described), 1.001)
+    def wrong(do: Any, asked: Any, dtype: Any = None, **described: Any) -> Any:
+        made = attention(do, asked, dtype, **described)
+        return made if dtype and not everywhere else do(torch.ops.aten.mul.Scalar, made, 1.001)
 
     with torch.no_grad():
         assert mha_inspect.trace(module, x).proof.agrees
         assert mha_inspect.trace(module, x, keep=True).proof.agrees
         monkeypatch.setattr("mha_inspect.record.kernels.attention", wrong)
-        assert mha_inspect.trace(module, x).proof.agrees is False
+        # Where none of the steps are kept, none run but those that are compared.
+        assert mha_inspect.trace(module, x).proof.agrees is not everywhere
         assert mha_inspect.trace(module, x, keep=True).proof.agrees is False
 
 
