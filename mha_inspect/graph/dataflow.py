@@ -56,6 +56,11 @@ class Graph:
         return made_of(outside, self.recording.ops) | self.recording.input_ids
 
     @cached_property
+    def given_or_learned(self) -> set[int]:
+        """Ids of tensors that depend on what came from outside, or on a parameter."""
+        return self._from_inputs | made_of(self.recording.parameter_names, self.recording.ops)
+
+    @cached_property
     def _from_each_input(self) -> dict[int, set[int]]:
         """Id of an input of the forward to those of the tensors that it has a part in."""
         return {input_id: made_of({input_id}, self.recording.ops) for input_id in self.recording.input_ids}

@@ -63,6 +63,8 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
         return None  # weights that meet themselves, as where a matrix of them is inverted, are none
     key_first, over_queries = side
     query, key = (product.right, product.left) if key_first else (product.left, product.right)
+    if graph.comes_from_inputs(key) and values.values.id not in graph.given_or_learned:
+        return None  # the mean of numbers that nobody gave or learned, such as places: it says where, and not what
     q_heads, q_scale = _heads(graph, product, query, transposed=key_first)
     k_heads, k_scale = _heads(graph, product, key, transposed=not key_first)
     v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
-from .axis import Axis, wide
+from .axis import Axis, setting, wide
 from .dataflow import Graph
 from .products import Joint, Meeting, Product, sides_of
 from .rules import reduced_places
@@ -22,6 +22,9 @@ from .softmax import is_shift
 _LAYERS = {"add": 1, "sub": 1, "cat": 2, "distance": 0}
 """What queries and keys meet in, and how many reductions there may be from there to the scores: features that stand
 side by side are mixed before they are bent, and a distance is a score."""
+
+_ORDERS = {"sort": 1, "topk": 2}
+"""What puts numbers in order, and which of its arguments says along which dimension."""
 
 
 def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
@@ -118,12 +121,15 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> Meet
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
-    """Return whether this is a mean of the keys, or another number of a norm over them."""
+    """Return whether this is a mean of the keys, another number of a norm over them, or the keys put in order."""
     op = graph.recording.producer(graph.before_moves(query))
-    if op is None or not op.inputs or axes_rule(op.base_name) != "reduce":
+    if op is None or not op.inputs:
         return False
+    places: tuple[int, ...] = reduced_places(op) if axes_rule(op.base_name) == "reduce" else ()
+    if op.base_name in _ORDERS:
+        places = (int(setting(op, _ORDERS[op.base_name], "dim", -1)),)
     dims = graph.dimensions.of(op.inputs[0])
-    return bool(dims) and any(keys & set(dims[place]) for place in reduced_places(op))
+    return bool(dims) and any(keys & set(dims[place]) for place in places)
 
 
 def _keeps_sizes(op: Op) -> bool:

@@ -30,13 +30,25 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
     for op, step in graph.forward(weights, through) if weights.shape else ():
         product = graph.products.get(op.index) or graph.products_by_multiplication.get(op.index)
         if product is not None:
-            return Meeting(product, step.path, step.tensor)
+            # Mixed by head, or laid out along what else there is, as where they say what is written into which slot,
+            # they are weights still if they are summed over the keys.
+            changed = any(graph.is_projection(passed) or _is_outer(passed) for passed in step.path)
+            axes = product.axes(graph.dimensions)
+            if not changed or not over or over & {*axes.left_inner, *axes.right_inner}:
+                return Meeting(product, step.path, step.tensor)
         if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
             # The average over a single key needs no sum: einsum multiplies.
             values = op.inputs[op.inputs[0].id == step.tensor.id]
             wider = values.numel > step.tensor.numel and graph.comes_from_inputs(values)
             single = Meeting(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
     return single
+
+
+def _is_outer(op: Op) -> bool:
+    """Return whether this is a multiplication in which each factor is repeated along what the other has."""
+    rank = len(op.output.shape)
+    sides = [{place for place in range(rank) if is_wide(tensor, rank, place)} for tensor in op.inputs]
+    return op.base_name == "mul" and len(sides) == 2 and bool(sides[0] - sides[1]) and bool(sides[1] - sides[0])
 
 
 def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:

@@ -43,6 +43,14 @@ class Sampled(nn.Module):
         return (1 - (self.place(x).sigmoid() * (N - 1) - torch.arange(float(N))).abs()).relu() @ x
 
 
+class Sorted(Sampled):
+    """A soft permutation: numbers are compared with themselves in order."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = self.place(x)
+        return (-(numbers.sort(1).values - numbers.mT).abs()).softmax(-1) @ x
+
+
 # -- experts and codes: what is weighed are parts of the module --------------------------------------------------------
 
 
@@ -72,6 +80,22 @@ class StateSpace(Two):
     def forward(self, x: Tensor) -> Tensor:
         sums = -F.softplus(self.step(x)).cumsum(1)
         return (self.a(x) @ self.b(x).mT * (sums - sums.mT).exp().tril()) @ self.v(x)
+
+
+class Written(Two):
+    """A memory that is addressed by content for writing, and never read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory, self.erase = nn.Parameter(torch.randn(K, A)), nn.Linear(E, A)
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory.expand(len(x), K, A)
+        for token in x[:, :3].unbind(1):
+            near = F.normalize(self.a(token), dim=-1)[:, None] @ F.normalize(memory, dim=-1).mT
+            where = near[:, 0].softmax(-1)[..., None]
+            memory = memory * (1 - where * self.erase(token).sigmoid()[:, None]) + where * self.b(token)[:, None]
+        return memory
 
 
 # -- products of pairs: nothing is averaged by them, or a layer is made of them ----------------------------------------
@@ -330,8 +354,10 @@ class Inverted(nn.Module):
 NEAR = [
     SigmoidPool,
     Sampled,
+    Sorted,
     SigmoidExperts,
     StateSpace,
+    Written,
     Crosses,
     KernelRegression,
     LearnedGraph,

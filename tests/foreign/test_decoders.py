@@ -35,6 +35,26 @@ class Recurrent(nn.Module):
         return torch.einsum("bqd,bkd->bqk", queries, keys).softmax(2) @ keys
 
 
+class Places(nn.Module):
+    """The mean place of what is alike: matching, and no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        alike = self.features(x) @ self.features(memory).mT
+        return alike.softmax(-1) @ torch.linspace(0, 1, memory.shape[1])[:, None]
+
+
+class Labels(Places):
+    """Each query has the labels of those that it is like: prototypes."""
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        alike = self.features(x) @ self.features(memory).mT
+        return alike.softmax(-1) @ torch.eye(memory.shape[1])
+
+
 class Stripes(nn.Module):
     """Some heads see rows of an image, the others columns: two attentions, side by side."""
 
@@ -126,6 +146,12 @@ def test_a_step_of_a_recurrence_is_no_projection(kind: type[nn.Module]) -> None:
     assert stages["q_heads"] == "batch query head_dim"
     assert stages["v_heads"] == "batch key head_dim"
     assert not {"q_proj", "k_proj", "v_proj"} & set(stages)
+
+
+@pytest.mark.parametrize("kind", [Places, Labels])
+def test_a_mean_of_what_nobody_gave_or_learned_is_no_attention(kind: type[nn.Module]) -> None:
+    x, memory = given()
+    assert trace(kind(), x, memory).attentions == ()
 
 
 def test_heads_that_see_other_stripes_are_two_attentions() -> None:
