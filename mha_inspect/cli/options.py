@@ -210,7 +210,8 @@ class Options:
     json: bool = option(OUTPUT, "The same as --format json.", False)
     export: Path | None = file(
         OUTPUT,
-        "Also write it to a file that ends in .txt, .json, .html, or .png and .svg for a picture.",
+        "Also write it to a file that ends in .txt, .json or .html; a picture, which trace, params and compare-heads "
+        "draw, in .png or .svg.",
         "-o --export",
     )
     color: str = option(OUTPUT, "Whether tables are in colour.", "auto", known=COLORS, is_eager=True, callback=_paint)
