@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from inspect import Parameter
+from math import prod
 from typing import Any, get_origin, is_typeddict
 
 from torch import Tensor, nn
@@ -196,6 +197,8 @@ def guessed_plans(
 
 _OF_DECODERS = ("decoder_input_ids", "decoder_input_values")
 """What a decoder beside an encoder cannot do without."""
+_BESIDE = {"input_ids": "pixel_values", "pixel_values": "input_ids"}
+"""What some models of texts, or of images, need as well."""
 _COMPARED_WITH = ("pixel_values", "input_features", "input_values")
 """What a text is compared with, where both get a place in one space."""
 
@@ -224,6 +227,11 @@ def configured_plans(module: Any, names: list[str], free: Collection[str], seq_l
     return {name: plan for name, plan in plans.items() if plan is not None}
 
 
+def beside(names: Collection[str], free: Collection[str]) -> list[str]:
+    """Return what a model of texts that takes images as well may need beside them; or the other way round."""
+    return [_BESIDE[name] for name in names if _BESIDE.get(name) in {*free} - {*names}]
+
+
 def _plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None:
     if name in ("input_ids", "decoder_input_ids"):
         words = config.get_text_config(decoder=name == "decoder_input_ids")
@@ -240,6 +248,9 @@ def _plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None
         return None if width is None else Plan("other", ("batch", "key", width))
     bins = _first(config, "num_mel_bins")
     longest = getattr(getattr(config, "audio_config", config), "max_source_positions", None)
+    ratios = getattr(config, "upsampling_ratios", None)
+    if name == "input_values" and ratios:  # the wave that a codec takes, one row for each channel
+        return Plan("other", ("batch", getattr(config, "audio_channels", 1), prod(ratios) * seq_len))
     if name == "input_values" and bins is None:  # a waveform of as many frames as there are positions
         return Plan("other", ("batch", 400 + 320 * (seq_len - 1)))
     if name == "input_features" and bins is not None and longest is not None:  # the spectrogram that whisper takes

@@ -23,7 +23,7 @@ from ..layers.spec import InputSpec
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import Sizes, batch_first_of, configured_plans, guessed_plans, is_hugging_face, needed
+from .guess import Sizes, batch_first_of, beside, configured_plans, guessed_plans, is_hugging_face, needed
 from .masks import learn_masks, mask_arguments, masks_of
 from .part import call_with
 from .probe import Probed, probe
@@ -69,9 +69,20 @@ def make_call(target: Target, asked: Asked) -> Call:
     plans = {name: sizes.given(name, shape) for name, shape in shapes.items()}
     notes = () if shapes or inputs.input else sizes.lazy_note()
     names = needed(forward, target, inputs, {*given, *plans})
+
+    def runs(planned: Mapping[str, Plan]) -> bool:
+        call = forward.call(_drawn(forward, planned, given, asked))
+        return probe(call.of(target.module), {}, whole=True).error is None
+
     if is_hugging_face(target.module):
         free = set(forward.parameters) - {*given, *plans}
-        plans = {**configured_plans(target.module, names, free, inputs.seq_len), **plans}
+        both = beside([*names, *plans, *given], free)
+        plans, more = (
+            {**configured_plans(target.module, wanted, free, inputs.seq_len), **plans}
+            for wanted in (names, [*names, *both])
+        )
+        if len(more) > len(plans) and not runs(plans) and runs(more):
+            plans = more
         names = [name for name in names if name not in plans]
 
     def run(guesses: Mapping[str, Plan], whole: bool) -> Probed:

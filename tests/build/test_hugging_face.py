@@ -114,6 +114,9 @@ CLIP = {"num_hidden_layers": "1", "vision_config.image_size": "32", "vision_conf
         ("hf:vit", {**SMALL, "image_size": "32"}, {"pixel_values": (3, 3, 32, 32)}),
         ("hf:clip", CLIP, {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)}),
         ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
+        ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
+        ("hf:dac", {"small": "true"}, {"input_values": (3, 1, 2560)}),
+        ("hf:vilt", {**SMALL, "image_size": "32"}, {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)}),
     ],
 )
 def test_inputs_are_what_the_model_takes(text, settings, shapes):
@@ -209,7 +212,7 @@ def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
 
 
 RUNS = ["jamba", "laguna", "deepseek_v2", "bamba", "granitemoehybrid", "hrm_text", "zamba2", "hiera", "sam2"]
-RUNS += ["ernie4_5_vl_moe", "dpt", "gemma4"]
+RUNS += ["ernie4_5_vl_moe", "dpt", "gemma4", "mimi", "mimi_encoder", "bridgetower", "sam3"]
 
 
 @pytest.mark.parametrize("kind", RUNS)
