@@ -196,7 +196,7 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
         return {}
     hints: dict[str, Any] = {}
     with suppress(Exception):  # an annotation may name anything
-        # Those of a class that is called are those of its __init__.
+        # Those of a class that is called are those of its __init__, of which mypy says that a subclass may change it.
         hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
 

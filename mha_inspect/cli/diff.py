@@ -220,6 +220,7 @@ def _built(
         call = subject.call_of(target, set_options)
         target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)
         settings = dict[str, Any](parse_settings(asked.settings))
+        # Either branch makes one; mypy takes two `def`s of one name for a mistake.
         finish = lambda call: subject_of(target, call, options.seed, set_options.grad)  # noqa: E731
     else:
         if beside is not None and other.is_target:

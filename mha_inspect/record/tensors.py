@@ -171,7 +171,7 @@ class Tensors:
     def stand_in(self, look: Look) -> Tensor:
         """Return a tensor that counts as the one that was looked at: itself where it is kept, else one on meta."""
         if len(look) > 6:
-            return look[6]  # type: ignore[no-any-return]
+            return look[6]  # type: ignore[no-any-return]  # the tensor that is kept, of a tuple of any things
         self.read(look)
         memory, offset, shape, stride, dtype = look[:5]
         size = offset + 1 + sum((length - 1) * step for length, step in zip(shape, stride, strict=True))
