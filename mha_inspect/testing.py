@@ -11,7 +11,7 @@ from .answers.check.check import check
 from .answers.check.intent import Intent
 from .answers.diff import Side, diff
 from .api import require_module, trace
-from .naming.stages import STAGES
+from .naming.pattern import STAGES
 from .notebook import LiveAttention
 from .reports.diff import StageRow
 from .running.subject import Subject

@@ -25,7 +25,7 @@ BEFORE_TORCH = (
     "errors",
     "layers.spec",
     "record.ops",
-    "naming.stages",
+    "naming.pattern",
     "layers.catalog",
     "__main__",
     "",
@@ -129,7 +129,7 @@ BELOW = {
     ),
 }
 """What each package imports of the others, from below to above: a name stands behind all that it imports."""
-FEWER = {"record.ops": ("record.catalog",), "naming.stages": (), "layers.spec": ("errors",)}
+FEWER = {"record.ops": ("record.catalog",), "naming.pattern": (), "layers.spec": ("errors",)}
 """Modules that import even less."""
 
 

@@ -15,7 +15,7 @@ from ..measure.content import stage_noise
 from ..measure.weights import Weights, weights_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
-from ..naming.stages import CANONICAL_AXES
+from ..naming.pattern import CANONICAL_AXES
 from ..naming.visibility import Rows, visibility
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error

@@ -17,8 +17,8 @@ from ..call.call import explaining
 from ..errors import SpecError
 from ..measure.weights import carry as carry_by_head
 from ..naming.canonical import is_by_turn
+from ..naming.pattern import STAGES
 from ..naming.stage_facts import StageFacts, unlike_dot
-from ..naming.stages import STAGES
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
 from ..running.run import Run

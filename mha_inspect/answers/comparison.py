@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..measure.content import StageDifference, compare_stage
 from ..naming.axes import AxisNames
-from ..naming.stages import CANONICAL_AXES, STAGES
+from ..naming.pattern import CANONICAL_AXES, STAGES
 from ..naming.visibility import Rows
 from ..record.rounding import distances, judge
 from ..reports.common import Difference, Verdict

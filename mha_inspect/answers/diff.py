@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..measure.content import StageDifference
+from ..naming.pattern import CANONICAL_AXES
 from ..naming.stage_facts import unlike_dot
-from ..naming.stages import CANONICAL_AXES
 from ..naming.visibility import Rows
 from ..reports.common import Difference
 from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide

@@ -15,8 +15,8 @@ from ..layers.spec import Show
 from ..measure.content import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
+from ..naming.pattern import STAGES
 from ..naming.stage_facts import StageFacts, weighs_by_others, without_dot
-from ..naming.stages import STAGES
 from ..naming.visibility import Rows
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..build.vocabulary import dashed
 from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
-from ..naming.stages import STAGES
+from ..naming.pattern import STAGES
 from ..text import did_you_mean, shown
 from . import subject
 from .app import command

@@ -28,7 +28,7 @@ class Attention:
     score_product: Product
     value_product: Product
     stages: dict[str, TensorRef]
-    """Stage name to the tensor it is, in the order of `stages.STAGES`; those that there are."""
+    """Stage name to the tensor it is, in the order of `pattern.STAGES`; those that there are."""
     scale: float | None
     """What q·kᵀ is multiplied by before the softmax, wherever that is done: on q after its projection, on k, on the
     scores, or together with the mask. None where the number is not known, as with one for each head."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._tensor_str import printoptions
 
 from ..layers.spec import Show
-from ..naming.stages import CANONICAL_AXES
+from ..naming.pattern import CANONICAL_AXES
 from ..record.rounding import distances, judge, rounding_error
 from ..reports.common import Difference, Stats, Values, Verdict
 
@@ -148,7 +148,7 @@ def stage_noise(stage: str, content: Tensor, exact: Tensor, like: Tensor | None 
     """Largest rounding error of a stage: its content against the same stage computed in float64.
 
     Args:
-        stage: of `stages.STAGES`.
+        stage: of `pattern.STAGES`.
         content: in canonical axes.
         exact: the same stage of a run in float64, in canonical axes.
         like: the content that `content` is going to be compared with, so that both are brought into the same form.

@@ -14,9 +14,9 @@ from ..graph.attention import Attention, given_features
 from ..graph.axis import setting
 from ..graph.dimensions import Axis, Dimensions, resolve, size_of, wide
 from ..record.ops import TensorRef
+from .pattern import CANONICAL_AXES
 from .roles import Group, Roles
 from .sizes import POSITIONS, WITHIN, one_size_a_name
-from .stages import CANONICAL_AXES
 from .tokens import Tokens, has, is_open, name_dimension, size_of_run, unnamed, write_dimension
 
 _INPUTS = ("query", "key", "value")

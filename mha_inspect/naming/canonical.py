@@ -11,9 +11,8 @@ from einops import EinopsError, rearrange
 from ..graph.attention import Attention
 from .axes import AxisNames
 from .named_run import NamedRun
-from .pattern import dims_of
+from .pattern import CANONICAL_AXES, dims_of
 from .sizes import POSITIONS, WITHIN, at_size
-from .stages import CANONICAL_AXES
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
 
     Args:
         value: laid out as `axes` says.
-        stage: a stage of `stages.STAGES`.
+        stage: a stage of `pattern.STAGES`.
         axes: an einops pattern.
         sizes: of axes by name, as `sizes_in` gives them; those that the pattern does not have are passed over.
 

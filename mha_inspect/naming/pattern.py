@@ -1,4 +1,7 @@
-"""How elements move from one stage to the next, as a pattern that einops takes: `einops.rearrange(left, pattern)`."""
+"""Axes as patterns that einops takes: those that a textbook gives the steps of attention, and how elements move.
+
+`einops.rearrange(left, pattern)` brings one stage to the next.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,28 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
+
+CANONICAL_AXES: dict[str, str] = {
+    "query": "batch query embed",
+    "key": "batch key embed",
+    "value": "batch key embed",
+    "q_proj": "batch query (heads head_dim)",
+    "k_proj": "batch key (kv_heads head_dim)",
+    "v_proj": "batch key (kv_heads head_dim)",
+    "q_heads": "batch heads query head_dim",
+    "k_heads": "batch heads key head_dim",
+    "v_heads": "batch heads key head_dim",
+    "scores": "batch heads query key",
+    "masked_scores": "batch heads query key",
+    "weights": "batch heads query key",
+    "context": "batch heads query head_dim",
+    "concat": "batch query (heads head_dim)",
+    "output": "batch query embed",
+}
+"""Stage name to its canonical axes, in the order in which they are computed."""
+
+STAGES: tuple[str, ...] = tuple(CANONICAL_AXES)
+"""The names alone. An attention has those that its implementation has; nothing is invented for the rest."""
 
 _GROUPED = {"heads": ("kv_heads", "group")}
 """An axis, and the two that it is counted by where keys and values are shared."""

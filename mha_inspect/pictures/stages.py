@@ -11,7 +11,7 @@ import numpy as np
 from einops import rearrange
 
 from ..errors import SpecError
-from ..naming.stages import CANONICAL_AXES
+from ..naming.pattern import CANONICAL_AXES
 from ..reports.params import HeadNorms
 from ..text import plural
 from .grid import Floats, Picture, PictureAxis

@@ -44,7 +44,7 @@ class Stage:
     """One step of attention as a textbook names it."""
 
     name: str
-    """One of `mha_inspect.naming.stages.STAGES`."""
+    """One of `mha_inspect.naming.pattern.STAGES`."""
     shape: tuple[int, ...]
     axes: str
     """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""
@@ -173,7 +173,7 @@ class ReachedStage:
     """A tensor on the way to the attention that was not completed."""
 
     name: str
-    """A stage of `mha_inspect.naming.stages.STAGES` where its place in the attention is known; else empty."""
+    """A stage of `mha_inspect.naming.pattern.STAGES` where its place in the attention is known; else empty."""
     variable: str
     """What the user's code, or the module, calls it; empty where it has no name there."""
     shape: tuple[int, ...]

@@ -16,7 +16,7 @@ from mha_inspect.cli.sides import planned_layer
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.naming.stages import STAGES
+from mha_inspect.naming.pattern import STAGES
 from mha_inspect.reports.diff import DiffReport, StageRow
 
 from ..built import built_layer, planned, two_layers

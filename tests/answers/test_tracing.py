@@ -11,7 +11,7 @@ from hypothesis import given, settings
 
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from mha_inspect.naming.canonical import canonical
-from mha_inspect.naming.stages import STAGES
+from mha_inspect.naming.pattern import STAGES
 
 from ..built import trace_layer
 from ..drawn import Case, Setting, dims_of, settings_of, sizes_of

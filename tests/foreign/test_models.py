@@ -12,7 +12,7 @@ from torch import nn
 from mha_inspect.answers.params import params
 from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.find import attentions_of
-from mha_inspect.naming.stages import STAGES
+from mha_inspect.naming.pattern import STAGES
 from mha_inspect.running.subject import Subject
 from tests.recorded import record_opened
 

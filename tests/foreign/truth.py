@@ -13,7 +13,7 @@ from mha_inspect.graph.attention import Attention
 from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.axes import AxisNames
-from mha_inspect.naming.stages import STAGES
+from mha_inspect.naming.pattern import STAGES
 from mha_inspect.record.ops import Recording
 from mha_inspect.reports.params import HeadSlice
 from tests.recorded import record_opened

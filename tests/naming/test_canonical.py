@@ -12,7 +12,7 @@ from torch import nn
 from mha_inspect.call.load import load_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 from mha_inspect.naming.canonical import canonical, own_axes
-from mha_inspect.naming.stages import CANONICAL_AXES
+from mha_inspect.naming.pattern import CANONICAL_AXES
 from mha_inspect.running.subject import Subject
 
 SIZES = {"batch": 3, "heads": 10, "kv_heads": 5, "group": 2, "head_dim": 7, "query": 11, "key": 13, "embed": 17}

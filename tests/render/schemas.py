@@ -13,7 +13,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from mha_inspect import reports
 from mha_inspect.answers.failure.causes import CAUSES
-from mha_inspect.naming.stages import STAGES
+from mha_inspect.naming.pattern import STAGES
 from mha_inspect.reports.common import SCHEMA_VERSION, Report
 
 NARROWER: dict[tuple[str, str], dict[str, Any]] = {

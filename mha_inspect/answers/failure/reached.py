@@ -22,7 +22,7 @@ from ...graph.products import Product
 from ...graph.projections import projections_behind, with_projections
 from ...graph.scores import as_written, score_product
 from ...naming.axes import AxisNames
-from ...naming.stages import STAGES
+from ...naming.pattern import STAGES
 from ...naming.tokens import name_dimension, write_dimension
 from ...record.ops import Op, TensorRef
 from ...running.run import Run
