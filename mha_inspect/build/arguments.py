@@ -65,8 +65,10 @@ def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> d
     return settings
 
 
-def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapping[str, Any]) -> Any:
-    """Return the value that was typed for an argument: a literal, yes, no or none, a name, or else the text.
+def convert(
+    name: str, text: str, annotation: Any, default: Any, namespace: Mapping[str, Any], flag: str = "--set"
+) -> Any:
+    """Return the value that a flag gives an argument: a literal, yes, no or none, a name, or else the text.
 
     Names are those of `namespace`, the target's own module, and of torch. Nothing is evaluated.
 
@@ -86,7 +88,8 @@ def convert(name: str, text: str, annotation: Any, default: Any, namespace: Mapp
     if len(text) > _DIGITS or not isinstance(value, (int, kind)) or (isinstance(value, bool) and kind is not bool):
         words, example = _EXAMPLES[kind]
         raise SpecError(
-            f"--set {shown(name)}={shown(text)} does not fit: {name} is {words}. Write it as in --set {name}={example}."
+            f"{flag} {shown(name)}={shown(text)} does not fit: {name} is {words}. "
+            f"Write it as in {flag} {name}={example}."
         )
     return kind(value)
 
@@ -142,21 +145,17 @@ def parse_shapes(typed: list[str] | tuple[str, ...]) -> dict[str, InputShape]:
 
 @dataclass
 class Arguments:
-    """What a constructor is called with, and where each value came from."""
+    """What a constructor is called with, and which flags gave it."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """Name to `--set`, or to the flag that gave it."""
+    """Name to the flag that gave it, for those that --set did not."""
     left: dict[str, str] = field(default_factory=dict)
     """What --set gave that the constructor has no name for."""
     names: list[str] = field(default_factory=list)
     """Every name that --set could give; after a point those of a config."""
     used: set[str] = field(default_factory=set)
     """The flags that were passed."""
-
-    def take(self, key: str, value: Any, origin: str) -> None:
-        """Note the value of an argument, and where it came from."""
-        self.values[key], self.origins[key] = value, origin
 
 
 class MissingSettingError(AttributeError, KeyError):
@@ -172,7 +171,6 @@ class FlagConfig(dict[str, Any]):
     def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags, bound: Arguments) -> None:
         super().__init__(settings)
         self._name, self._flags, self._bound = name, flags, bound
-        bound.origins |= dict.fromkeys([f"{name}.{key}" for key in settings], "--set")
 
     def __missing__(self, name: str) -> Any:
         flag = None if name.startswith("__") else flag_of(name)
@@ -219,20 +217,20 @@ def bind(
     parameters = signature_of(function)
     plain = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    bound = Arguments(names=list(plain))
+    bound, flag = Arguments(names=list(plain)), flags.setting
     for key, text in settings.items():
         if key not in plain:
             bound.left[key] = text
             continue
         annotation, default = plain[key].annotation, plain[key].default
         is_size = annotation is default is Parameter.empty and flag_of(key) in _SIZES
-        bound.take(key, convert(key, text, int if is_size else annotation, default, namespace), "--set")
+        bound.values[key] = convert(key, text, int if is_size else annotation, default, namespace, flag)
     _pass_flags(plain, bound, flags)
     for key, parameter in plain.items():
         if key not in bound.values:
             _pass_config(parameter, _config_class(parameter, namespace, guess=guess), bound, flags, namespace)
     for key in [key for key in bound.left if open_ended and key.isidentifier()]:
-        bound.take(key, convert(key, bound.left.pop(key), Any, Parameter.empty, namespace), "--set")
+        bound.values[key] = convert(key, bound.left.pop(key), Any, Parameter.empty, namespace, flag)
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
     if missing and all(kind_of(plain[n]) in _TENSORS for n in missing):
         raise SpecError(
@@ -241,10 +239,10 @@ def bind(
         )
     if missing:
         left = [key for key in bound.left if key not in bound.names]
-        unknown = f" --set {left[0]} is none of its arguments ({', '.join(bound.names)})." if left else ""
+        unknown = f" {flag} {left[0]} is none of its arguments ({', '.join(bound.names)})." if left else ""
         raise SpecError(
             f"{name} needs {', '.join(missing)}, and no flag of ours says what that is.{unknown} Give "
-            f"{'it' if len(missing) == 1 else 'them'}: {' '.join(f'--set {argument}=VALUE' for argument in missing)}."
+            f"{'it' if len(missing) == 1 else 'them'}: {' '.join(f'{flag} {argument}=VALUE' for argument in missing)}."
         )
     return bound
 
@@ -261,7 +259,7 @@ def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) 
             bound.used.add(flag)
             needed = needed if needed or said else matching[:1]
         for key in needed if value is not None else ():
-            bound.take(key, value, dashed(flag))
+            bound.values[key], bound.origins[key] = value, dashed(flag)
 
 
 def _pass_config(
@@ -277,13 +275,15 @@ def _pass_config(
         left = inner.left
         strange = next((key for key in its if key in left), None)
         if strange is not None:
-            raise SpecError(unknown_setting(f"{name}.{strange}", [f"{name}.{n}" for n in inner.names], name))
+            names = [f"{name}.{n}" for n in inner.names]
+            raise SpecError(unknown_setting(f"{name}.{strange}", names, name, flags.setting))
         bound.values[name] = kind(**inner.values)
         bound.names += [f"{name}.{n}" for n in inner.names]
         bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
         bound.used |= inner.used
     elif kind is None and is_needed and name.casefold().endswith(_CONFIGS):
-        given = {key: convert(key, text, Any, Parameter.empty, namespace) for key, text in settings.items()}
+        typed = settings.items()
+        given = {key: convert(key, text, Any, Parameter.empty, namespace, flags.setting) for key, text in typed}
         bound.values[name] = FlagConfig(name, given, flags, bound)
     else:
         return
@@ -308,9 +308,9 @@ def _config_class(parameter: Parameter, namespace: Mapping[str, Any], *, guess: 
 
 
 def settings_of_forward(
-    module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any]
+    module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any], flag: str
 ) -> dict[str, Any]:
-    """Return what --set gives for arguments of the forward, where the constructor has none of that name.
+    """Return what a flag gives for arguments of the forward, where the constructor has none of that name.
 
     Raises `SpecError` for a name that neither has.
     """
@@ -319,14 +319,17 @@ def settings_of_forward(
     strange = next((key for key in left if key not in taken), None)
     if strange is not None:
         owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
-        raise SpecError(unknown_setting(strange, [*dict.fromkeys((*names, *taken))], owner))
-    return {key: convert(key, text, taken[key].annotation, taken[key].default, namespace) for key, text in left.items()}
+        raise SpecError(unknown_setting(strange, [*dict.fromkeys((*names, *taken))], owner, flag))
+    return {
+        key: convert(key, text, taken[key].annotation, taken[key].default, namespace, flag)
+        for key, text in left.items()
+    }
 
 
-def unknown_setting(key: str, names: list[str], owner: str) -> str:
-    """Return the message for a --set that nothing takes."""
+def unknown_setting(key: str, names: list[str], owner: str, flag: str) -> str:
+    """Return the message for a setting that nothing takes."""
     listed = first_few(names, 12) or "none"
-    return f"--set {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"
+    return f"{flag} {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"
 
 
 @contextmanager

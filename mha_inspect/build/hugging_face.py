@@ -73,11 +73,11 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
         weights = [*file.parent.glob("*.safetensors"), *file.parent.glob("pytorch_model*.bin")]
     config_class = _config_class(transformers, kind, text, values if is_file else None)
     described = f"a configuration of type {kind}"
-    if convert(_SMALL, small, bool, False, {}):
+    if convert(_SMALL, small, bool, False, {}, flags.setting):
         # Weights would not fit it.
         (values, smaller), weights = _small(transformers, config_class, values, text), []
         described = f"a small configuration of type {kind}, {smaller}"
-    changes, left = _of_settings(config_class, values, settings)
+    changes, left = _of_settings(config_class, values, settings, flags.setting)
     of_flags = _of_flags(config_class, values, changes, flags)
     config = _config(config_class, {**_with_layers_cut(values, changes), **changes}, text)
     extra = {} if attention is None else {_ATTENTION: attention}
@@ -92,7 +92,7 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
         plain_values = inner.items() if isinstance(inner, dict) else ()
         passed |= {f"{part}.{name}": value for name, value in plain_values if not isinstance(value, (dict, list))}
     names = [*_setting_names(config_class), _ATTENTION, _SMALL]
-    chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {})
+    chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {}, flags.setting)
     return module, passed, tuple(notes), chosen
 
 
@@ -202,9 +202,9 @@ def _mapped(config_class: Any, name: str) -> str:
 
 
 def _of_settings(
-    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str]
+    config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str], flag: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what --set changes in a configuration, and what it says of something else."""
+    """Return what settings change in a configuration, and what they say of something else."""
     changes: dict[str, Any] = {}
     left: dict[str, str] = {}
     parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
@@ -213,14 +213,14 @@ def _of_settings(
         part, point, name = key.partition(".")
         owners = {part: name} if point and part in parts else {part: key for part in parts if key in known[part]}
         if point and part in parts and name not in known[part]:
-            raise SpecError(unknown_setting(key, [f"{part}.{name}" for name in known[part]], part))
+            raise SpecError(unknown_setting(key, [f"{part}.{name}" for name in known[part]], part, flag))
         if key in _setting_names(config_class):
             owners = {"": key}
         for owner, name in owners.items():
             kind = parts[owner] if owner else config_class
             into = changes.setdefault(owner, dict(values.get(owner) or {})) if owner else changes
             mapped = _mapped(kind, name)
-            into[mapped] = convert(key, text, Any, getattr(kind, mapped, Parameter.empty), {})
+            into[mapped] = convert(key, text, Any, getattr(kind, mapped, Parameter.empty), {}, flag)
         if not owners:
             left[key] = text
     return changes, left
@@ -234,7 +234,7 @@ def _of_flags(config_class: Any, values: Mapping[str, Any], changes: dict[str, A
         if name is None and flag in flags.typed:
             raise SpecError(
                 f"the configuration {config_class.__name__} has nothing that {dashed(flag)} could be. Name it: "
-                "--set NAME=VALUE."
+                f"{flags.setting} NAME=VALUE."
             )
         if name is not None and _mapped(config_class, name) not in changes:
             changes[_mapped(config_class, name)] = flags.value(flag)

@@ -119,7 +119,8 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
                 f"{text} is a module that its file has made already: {dashed(min(typed))} cannot change it. "
                 f"Name its class, {type(named).__name__}, to build another."
             )
-        return Target(named, text, {}, forward_settings=settings_of_forward(named, settings, [], text, namespace))
+        of_forward = settings_of_forward(named, settings, [], text, namespace, spec.flags.setting)
+        return Target(named, text, {}, forward_settings=of_forward)
     if not callable(named) or (isinstance(named, type) and not issubclass(named, nn.Module)):
         what = f"the class {named.__qualname__}" if isinstance(named, type) else f"of type {type(named).__name__}"
         raise InputError(f"{shown(text)} is {what}, and not {_WANTED}")
@@ -139,17 +140,17 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         call = _returned_call(name, returned)
     if not isinstance(module, nn.Module):
         raise InputError(f"{name}() returned {a_kind(module)}, and not {_WANTED}")
-    forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace)
+    forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace, spec.flags.setting)
     if typed - bound.used:
         raise SpecError(
             f"{name} takes no argument that {dashed(min(typed - bound.used))} could be: its arguments are "
-            f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: --set NAME=VALUE."
+            f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: {spec.flags.setting} NAME=VALUE."
         )
     # What a config holds goes by its path.
     configs = {n: _inside(value) for n, value in bound.values.items() if _is_config(value, n, bound)}
     passed = {n: _plain(value) for n, value in bound.values.items() if n not in configs}
     passed |= {f"{n}.{key}": _plain(value) for n, inner in configs.items() for key, value in inner.items()}
-    ours = [f"{n}={passed[n]} ({flag})" for n, flag in bound.origins.items() if flag != "--set" and n in passed]
+    ours = [f"{n}={passed[n]} ({flag})" for n, flag in bound.origins.items() if n in passed]
     defaults = {n: p.default for n, p in signature_of(named).items() if p.default is not Parameter.empty}
     insides = {key: item for value in bound.values.values() for key, item in _inside(value).items()}
     return Target(
@@ -197,7 +198,7 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
     except MissingSettingError as error:
         path = error.args[0]
         raise SpecError(
-            f"{name} reads {path}, and no flag of ours says what that is. Give it: --set {path}=VALUE."
+            f"{name} reads {path}, and no flag of ours says what that is. Give it: {spec.flags.setting} {path}=VALUE."
         ) from None
     except Exception as error:
         if isinstance(error, DoesNotFitError) or is_out_of_memory(error):

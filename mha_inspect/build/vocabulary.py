@@ -74,6 +74,8 @@ class Flags:
     """Those that were typed, or set by a variable."""
     typed: frozenset[str] = frozenset()
     """Those that were typed: each must be of use."""
+    setting: str = "--set"
+    """The flag that gives an argument by its name, in messages."""
 
     def value(self, flag: str) -> Any:
         """Return the value of a flag; where nobody has set it, what follows from the others.

@@ -10,7 +10,6 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer._click.exceptions import UsageError
 from typer.core import TyperCommand, TyperGroup
 from typer.main import get_command
 from typer.models import OptionInfo
@@ -53,8 +52,9 @@ class _Grouped:
         """Parse the command line; an error of it knows the command, which Typer's parser does not tell."""
         try:
             return super().parse_args(ctx, args)  # type: ignore[misc]  # of the class beside this one
-        except UsageError as error:
-            error.ctx = error.ctx or ctx
+        except Exception as error:
+            if getattr(error, "ctx", ctx) is None:
+                vars(error)["ctx"] = ctx
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

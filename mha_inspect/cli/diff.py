@@ -212,10 +212,7 @@ def _built(
         # Beside a part of a model, what is whole has the sizes and the arguments of that.
         of_part = beside if other.path is not None and asked.path is None else None
         sizes = {} if of_part is None else sizes_of(of_part[0])
-        try:
-            target = subject.load_target(asked.text, set_options, left, sizes, taken)
-        except SpecError as error:
-            raise SpecError(str(error).replace("--set ", f"{asked.flag} ")) from None
+        target = subject.load_target(asked.text, set_options, left, sizes, taken, asked.flag)
         target = target if of_part is None else with_arguments_of(target, of_part[1])
         call = subject.call_of(target, set_options)
         target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)

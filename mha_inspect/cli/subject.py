@@ -250,8 +250,9 @@ def load_target(
     own: Sequence[str] = (),
     sizes: Mapping[str, Any] | None = None,
     elsewhere: Collection[str] = (),
+    flag: str = "--set",
 ) -> Target:
-    """Build a target as the options say, and with settings of its own that come before those of --set.
+    """Build a target as the options say, and with settings of its own, of this flag, that come before those of --set.
 
     `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
     """
@@ -262,7 +263,7 @@ def load_target(
     asked_flags = flags(options)
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in options.given}
     spec = TargetSpec(
-        flags=Flags({**asked_flags.values, **unsaid}, options.given, options.typed - frozenset(elsewhere)),
+        flags=Flags({**asked_flags.values, **unsaid}, options.given, options.typed - frozenset(elsewhere), flag),
         dtype=options.dtype if "dtype" in options.given else None,
         device=options.device,
         training=options.train,

@@ -11,7 +11,8 @@ from torch import nn
 class BertSelfAttention(nn.Module):
     """concat(head_1 … head_h) with head_i = softmax(q_i k_iᵀ / √attention_head_size + attention_mask) v_i.
 
-    There is no W_o: BERT keeps it in the layer that comes next (BertSelfOutput), with a dropout and a LayerNorm.
+    There is no W_o: BERT keeps it in the layer that comes next (BertSelfOutput). The mask is 0, or the lowest number of
+    the dtype where a query may not look. Keys and values come from encoder_hidden_states in cross-attention.
     Source of the style: BertSelfAttention in Hugging Face transformers and in google-research/bert.
     """
 
@@ -39,11 +40,7 @@ class BertSelfAttention(nn.Module):
         encoder_hidden_states: torch.Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`... query hidden, ... key hidden -> ... query hidden, ... heads query key`, with or without a batch.
-
-        Keys and values come from encoder_hidden_states where it is given (cross-attention). The mask is added to the
-        scores: 0, or the lowest number of the dtype where a query may not look.
-        """
+        """`... query hidden, ... key hidden -> ... query hidden, ... heads query key`, with or without a batch."""
         key_states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query_layer = self.transpose_for_scores(self.query(hidden_states))
         key_layer = self.transpose_for_scores(self.key(key_states))

@@ -8,12 +8,11 @@ import torch
 from einops import rearrange
 from torch import nn
 
+from .per_head import masked
+
 
 class DotProductAttention(nn.Module):
-    """softmax(q kᵀ / √d) v for `batch query d`, `batch key d`, `batch key d`.
-
-    It knows nothing of heads: what it calls a batch may be sequences, or sequences times heads.
-    """
+    """softmax(q kᵀ / √d) v: it knows nothing of heads, and a batch may be sequences, or sequences times heads."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -23,9 +22,7 @@ class DotProductAttention(nn.Module):
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`batch query d, batch key d, batch key d -> batch query d, batch query key`."""
-        scores = torch.bmm(queries, keys.transpose(1, 2)) / math.sqrt(queries.size(-1))
-        if mask is not None:
-            scores = scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        scores = masked(torch.bmm(queries, keys.transpose(1, 2)) / math.sqrt(queries.size(-1)), mask)
         weights = torch.softmax(scores, dim=-1)
         return torch.bmm(self.dropout(weights), values), weights
 
@@ -50,20 +47,15 @@ class FoldHeadsAttention(nn.Module):
     def forward(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`batch query embed, batch key kdim, batch key vdim -> batch query embed, batch heads query key`.
-
-        The mask is boolean (True: not allowed) or additive, `query key` or one that broadcasts to
-        `batch heads query key`.
-        """
+        """`batch query embed, batch key kdim, batch key vdim -> batch query embed, batch heads query key`."""
         fold = "batch seq (heads head_dim) -> (batch heads) seq head_dim"
-        queries_folded = rearrange(self.W_q(queries), fold, heads=self.num_heads)
-        keys_folded = rearrange(self.W_k(keys), fold, heads=self.num_heads)
-        values_folded = rearrange(self.W_v(values), fold, heads=self.num_heads)
+        projections = ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
+        folded = [rearrange(project(x), fold, heads=self.num_heads) for project, x in projections]
         if mask is not None and mask.dim() == 4:
             mask = mask.expand(queries.size(0), self.num_heads, -1, -1)
             mask = rearrange(mask, "batch heads query key -> (batch heads) query key")
 
-        output, weights = self.attention(queries_folded, keys_folded, values_folded, mask)
+        output, weights = self.attention(*folded, mask)
         concat = rearrange(output, "(batch heads) seq head_dim -> batch seq (heads head_dim)", heads=self.num_heads)
         weights = rearrange(weights, "(batch heads) query key -> batch heads query key", heads=self.num_heads)
         return self.W_o(concat), weights

@@ -45,8 +45,7 @@ def repeat_kv(hidden_states: torch.Tensor, n_rep: int) -> torch.Tensor:
 class GroupedQueryAttention(nn.Module):
     """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_gᵀ / √head_dim) v_g, with g = i // (heads / kv_heads).
 
-    Key/value head g is shared by a group of query heads: all of them when there is one (multi-query attention), one
-    each when there are as many (multi-head attention). With `rope` queries and keys are first turned by position.
+    Key/value head g is shared by a group of query heads. With `rope` queries and keys are first turned by position.
     Source of the style: https://arxiv.org/abs/2305.13245 and the attention of LLaMA.
     """
 
@@ -80,17 +79,13 @@ class GroupedQueryAttention(nn.Module):
         key_value_states: torch.Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`batch query embed, batch key embed -> batch query embed, batch heads query key`.
-
-        Keys and values come from key_value_states where it is given (cross-attention). The mask is added to the scores
-        and broadcasts to `batch heads query key`.
-        """
+        """`batch query embed, batch key embed -> batch query embed, batch heads query key`, with an additive mask."""
         batch, query_len, _ = hidden_states.shape
         states = hidden_states if key_value_states is None else key_value_states
-        key_len = states.shape[1]
+        of_keys = (batch, states.shape[1], self.num_key_value_heads, self.head_dim)
         query = self.q_proj(hidden_states).view(batch, query_len, self.num_heads, self.head_dim).transpose(1, 2)
-        key = self.k_proj(states).view(batch, key_len, self.num_key_value_heads, self.head_dim).transpose(1, 2)
-        value = self.v_proj(states).view(batch, key_len, self.num_key_value_heads, self.head_dim).transpose(1, 2)
+        key = self.k_proj(states).view(of_keys).transpose(1, 2)
+        value = self.v_proj(states).view(of_keys).transpose(1, 2)
         if self.rope:
             query, key = apply_rotary(query), apply_rotary(key)
         key = repeat_kv(key, self.num_key_value_groups)

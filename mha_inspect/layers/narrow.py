@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import nn
 
-from .per_head import mask_of_head
+from .per_head import attention, mask_of_head
 
 
 class NarrowAttention(nn.Module):
@@ -36,22 +34,11 @@ class NarrowAttention(nn.Module):
         mask: torch.Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`... query embed, ... key embed, ... key embed -> ... query embed, ... heads query key`.
-
-        With or without a batch. The mask is boolean (True: not allowed) or additive, `query key` or one that broadcasts
-        to `... heads query key`.
-        """
+        """`... query embed, ... key embed, ... key embed -> ... query embed, ... heads query key`."""
         slices = zip(query.chunk(self.heads, -1), key.chunk(self.heads, -1), value.chunk(self.heads, -1), strict=True)
-        outputs, weights = [], []
-        for i, (query_slice, key_slice, value_slice) in enumerate(slices):
-            q, k, v = self.toqueries[i](query_slice), self.tokeys[i](key_slice), self.tovalues[i](value_slice)
-            scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
-            head_mask = mask_of_head(mask, i)
-            if head_mask is not None and head_mask.dtype == torch.bool:
-                scores = scores.masked_fill(head_mask, float("-inf"))
-            elif head_mask is not None:
-                scores = scores + head_mask
-            weights.append(scores.softmax(dim=-1))
-            outputs.append(weights[-1] @ v)
-        output = self.unifyheads(torch.cat(outputs, dim=-1))
-        return output, torch.stack(weights, dim=-3) if need_weights else None
+        heads = [
+            attention(self.toqueries[i](q), self.tokeys[i](k), self.tovalues[i](v), mask_of_head(mask, i))
+            for i, (q, k, v) in enumerate(slices)
+        ]
+        outputs, weights = zip(*heads, strict=True)
+        return self.unifyheads(torch.cat(outputs, dim=-1)), torch.stack(weights, dim=-3) if need_weights else None

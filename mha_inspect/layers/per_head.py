@@ -16,11 +16,15 @@ def attention(
     `... query d_k, ... key d_k, ... key d_v -> ... query d_v, ... query key`. What is not allowed is set to -inf before
     the softmax (section 3.2.3).
     """
-    scores = q @ k.transpose(-2, -1) / math.sqrt(k.size(-1))
-    if mask is not None:
-        scores = scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(dim=-1)
+    weights = masked(q @ k.transpose(-2, -1) / math.sqrt(k.size(-1)), mask).softmax(dim=-1)
     return weights @ v, weights
+
+
+def masked(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the scores under a mask: boolean (True: not allowed), or additive."""
+    if mask is None:
+        return scores
+    return scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
 
 
 def mask_of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
@@ -55,15 +59,11 @@ class PerHeadAttention(nn.Module):
         mask: torch.Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`... query embed, ... key kdim, ... key vdim -> ... query embed, ... heads query key`.
-
-        With or without a batch. The mask is boolean (True: not allowed) or additive, `query key` or one that broadcasts
-        to `... heads query key`.
-        """
-        heads, weights = [], []
-        for i, (w_q, w_k, w_v) in enumerate(zip(self.W_q, self.W_k, self.W_v, strict=True)):
-            head, head_weights = attention(w_q(query), w_k(key), w_v(value), mask_of_head(mask, i))
-            heads.append(head)
-            weights.append(head_weights)
-        output = self.W_o(torch.cat(heads, dim=-1))
-        return output, torch.stack(weights, dim=-3) if need_weights else None
+        """`... query embed, ... key kdim, ... key vdim -> ... query embed, ... heads query key`."""
+        projections = zip(self.W_q, self.W_k, self.W_v, strict=True)
+        heads = [
+            attention(w_q(query), w_k(key), w_v(value), mask_of_head(mask, i))
+            for i, (w_q, w_k, w_v) in enumerate(projections)
+        ]
+        outputs, weights = zip(*heads, strict=True)
+        return self.W_o(torch.cat(outputs, dim=-1)), torch.stack(weights, dim=-3) if need_weights else None

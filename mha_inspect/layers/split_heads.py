@@ -11,11 +11,9 @@ from torch import nn
 def scaled_dot_product_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """softmax(q kᵀ / √depth + mask · -1e9) v, and the weights that softmax gave.
+    """softmax(q kᵀ / √depth + mask · -1e9) v, and the weights; the mask is 1 where a query may not look.
 
-    q, k, v are `batch heads query depth`, `batch heads key depth`, `batch heads key depth`; mask is 1 where a query may
-    not look, and broadcasts to `batch heads query key`. Every key of a row masked moves all its scores by the same
-    amount: the row keeps finite weights where -inf gives NaN.
+    Every key of a row masked moves all its scores by the same amount: its weights are finite where -inf gives NaN.
     """
     matmul_qk = torch.matmul(q, k.transpose(-2, -1))
     scaled_attention_logits = matmul_qk / math.sqrt(k.size(-1))
@@ -29,8 +27,6 @@ def scaled_dot_product_attention(
 class SplitHeadsAttention(nn.Module):
     """MultiHead(q, k, v) = dense(concat(head_1 … head_h)), each head a slice of wq(q), wk(k), wv(v).
 
-    One class for encoder self-attention (q = k = v, padding mask), masked decoder attention (q = k = v, look-ahead
-    mask) and encoder-decoder attention (q from the decoder, k = v from the encoder).
     Source of the style: https://www.tensorflow.org/text/tutorials/transformer (first edition).
     """
 

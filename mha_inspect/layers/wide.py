@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from .per_head import masked
+
 
 class WideAttention(nn.Module):
     """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_iᵀ / √k) v_i, every head with k = emb features of its own.
@@ -30,10 +32,7 @@ class WideAttention(nn.Module):
         mask: torch.Tensor | None = None,
         need_weights: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`batch query embed, batch key embed, batch key embed -> batch query embed, batch heads query key`.
-
-        The mask is boolean (True: not allowed) or additive, and broadcasts to `batch heads query key`.
-        """
+        """`batch query embed, batch key embed, batch key embed -> batch query embed, batch heads query key`."""
         b, t, h, k = query.size(0), query.size(1), self.heads, self.k
         queries = self.toqueries(query).view(b, t, h, k)
         keys = self.tokeys(key).view(b, -1, h, k)
@@ -43,9 +42,6 @@ class WideAttention(nn.Module):
         keys = keys.transpose(1, 2) / (k ** (1 / 4))
         values = values.transpose(1, 2)
 
-        dot = queries @ keys.transpose(2, 3)
-        if mask is not None:
-            dot = dot.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else dot + mask
-        weights = torch.softmax(dot, dim=3)
+        weights = torch.softmax(masked(queries @ keys.transpose(2, 3), mask), dim=3)
         out = (weights @ values).transpose(1, 2).contiguous().view(b, t, h * k)
         return self.unifyheads(out), weights if need_weights else None
