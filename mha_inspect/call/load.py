@@ -151,6 +151,7 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
     """
     if not heads:
         raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
+    kind, counts = find_layer(layer), dict.fromkeys(heads)
     known = [f.name for cls in (AttentionSpec, InputSpec, RunSpec) for f in fields(cls) if f.name != "num_heads"]
     for name in settings:
         if name not in known:
@@ -159,24 +160,14 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
         {name: value for name, value in settings.items() if name in spec.__dataclass_fields__}
         for spec in (AttentionSpec, InputSpec, RunSpec)
     )
-    spec = find_layer(layer).spec(num_heads=heads[0], **of_spec)
-    return layers_with_heads(spec, heads, InputSpec(**of_inputs), RunSpec(**of_run), layer)
-
-
-def layers_with_heads(
-    spec: AttentionSpec, counts: Sequence[int], inputs: InputSpec, run: RunSpec, layer: str = "torch"
-) -> list[tuple[int, Subject]]:
-    """Return a layer of the catalog for each head count, each once, with the same input.
-
-    Raises as `load_layer`, and `SpecError` where a head count does not fit, or there are no numbers to compare.
-    """
+    inputs, run = InputSpec(**of_inputs), RunSpec(**of_run)
     if run.device == "meta":
         raise SpecError(
             "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
-    specs = [replace(spec, num_heads=count) for count in dict.fromkeys(counts)]
-    return [(each.num_heads, load_layer(each, inputs, run, layer)) for each in specs]
+    specs = [kind.spec(num_heads=count, **of_spec) for count in counts]
+    return [(spec.num_heads, load_layer(spec, inputs, run, layer)) for spec in specs]
 
 
 def modules_with_heads(

@@ -108,11 +108,10 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
 
 def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
     """Build a layer or a target with each number of heads; all have the same input."""
-    from ..call.load import layers_with_heads, subject_of
+    from ..call.load import subject_of
 
     if target is None:
-        spec, inputs, run = subject.attention(options, compared[0]), subject.inputs(options), subject.run(options)
-        return layers_with_heads(spec, compared, inputs, run, options.layer)
+        return [(count, subject.load(None, subject.with_heads(options, count))) for count in compared]
 
     def built(count: int) -> Target:
         module = subject.load_target(target, subject.with_heads(options, count))

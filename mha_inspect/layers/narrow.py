@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import nn
 
-from .per_head import attention, mask_of_head
+from .per_head import mask_of_head, masked
 
 
 class NarrowAttention(nn.Module):
@@ -36,9 +38,10 @@ class NarrowAttention(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`... query embed, ... key embed, ... key embed -> ... query embed, ... heads query key`."""
         slices = zip(query.chunk(self.heads, -1), key.chunk(self.heads, -1), value.chunk(self.heads, -1), strict=True)
-        heads = [
-            attention(self.toqueries[i](q), self.tokeys[i](k), self.tovalues[i](v), mask_of_head(mask, i))
-            for i, (q, k, v) in enumerate(slices)
-        ]
-        outputs, weights = zip(*heads, strict=True)
+        outputs, weights = [], []
+        for i, (query_slice, key_slice, value_slice) in enumerate(slices):
+            q, k, v = self.toqueries[i](query_slice), self.tokeys[i](key_slice), self.tovalues[i](value_slice)
+            scores = masked(q @ k.transpose(-2, -1) / math.sqrt(k.size(-1)), mask_of_head(mask, i))
+            weights.append(scores.softmax(dim=-1))
+            outputs.append(weights[-1] @ v)
         return self.unifyheads(torch.cat(outputs, dim=-1)), torch.stack(weights, dim=-3) if need_weights else None
