@@ -14,15 +14,13 @@ from ..graph.attention import Attention, given_features
 from ..graph.axis import setting
 from ..graph.dimensions import Axis, Dimensions, resolve, size_of, wide
 from ..record.ops import TensorRef
-from .pattern import CANONICAL_AXES
+from .pattern import CANONICAL_AXES, PLACES, POSITIONS, WITHIN, one_size_a_name
 from .roles import Group, Roles
-from .sizes import POSITIONS, WITHIN, one_size_a_name
 from .tokens import Tokens, has, is_open, name_dimension, size_of_run, unnamed, write_dimension
 
 _INPUTS = ("query", "key", "value")
 _MADE_BY = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
 """By which projection the features of a stage are where they are."""
-_PLACES = ("query", "key", "windows")
 _WIDTHS = {"head_dim", "v_head_dim"}
 _OWN_WIDTH = {"key": "kdim", "value": "vdim"}
 """What a width other than the query's is called."""
@@ -256,7 +254,7 @@ class AxisNames:
         # Those beside queries, or windows: of several positions there is one query, or they are asked piece by piece.
         for dim in others:
             runs = [run for run in unnamed(dim) if size_of_run(dim, run) > 1]
-            if len(runs) == 1 and any(isinstance(token, str) and token.split("_")[0] in _PLACES for token in dim):
+            if len(runs) == 1 and any(isinstance(token, str) and token.split("_")[0] in PLACES for token in dim):
                 left.append((dim, (0, len(dim)) if self._counts_pieces(dim[slice(*runs[0])]) else runs[0]))
         for number, (dim, run) in enumerate(left, start=1):
             dim[slice(*run)] = [POSITIONS if len(left) == 1 else f"{POSITIONS}_{number}"]

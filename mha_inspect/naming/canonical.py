@@ -11,8 +11,7 @@ from einops import EinopsError, rearrange
 from ..graph.attention import Attention
 from .axes import AxisNames
 from .named_run import NamedRun
-from .pattern import CANONICAL_AXES, dims_of
-from .sizes import POSITIONS, WITHIN, at_size
+from .pattern import CANONICAL_AXES, POSITIONS, WITHIN, at_size, dims_of
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ..graph.find import attentions_of
 from ..record.ops import Recording
 from ..record.tensors import uncollected
 from .axes import AxisNames
-from .sizes import at_size
+from .pattern import at_size
 
 Named = tuple[Attention, AxisNames]
 

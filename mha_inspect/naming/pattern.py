@@ -1,6 +1,6 @@
-"""Axes as patterns that einops takes: those that a textbook gives the steps of attention, and how elements move.
+"""Axes as patterns that einops takes: those of the steps of attention, how elements move, and what sizes say of names.
 
-`einops.rearrange(left, pattern)` brings one stage to the next.
+`einops.rearrange(left, pattern)` brings one stage to the next. A name stands for axes of one size.
 """
 
 from __future__ import annotations
@@ -32,6 +32,13 @@ CANONICAL_AXES: dict[str, str] = {
 STAGES: tuple[str, ...] = tuple(CANONICAL_AXES)
 """The names alone. An attention has those that its implementation has; nothing is invented for the rest."""
 
+WITHIN = ("weights", "masked_scores", "scores", "q_heads", "k_heads", "v_heads")
+"""The stages that the weights are made of: they say what the size of a name is, the first one that has it."""
+PLACES = ("query", "key", "windows")
+"""Names of axes along a sequence."""
+POSITIONS = "positions"
+"""What the axis of a sequence is called whose places are not one query, or one key, each."""
+
 _GROUPED = {"heads": ("kv_heads", "group")}
 """An axis, and the two that it is counted by where keys and values are shared."""
 _PACKED = ("qkv", "kv", "qk", "packed")
@@ -43,14 +50,14 @@ Dims = list[list[str]]
 """A pattern, dimension by dimension: several names where it has brackets."""
 
 
-def words_of(pattern: str) -> list[str]:
+def _words_of(pattern: str) -> list[str]:
     """`batch query (heads head_dim)` as what stands for each dimension."""
     return re.findall(r"\([^)]*\)|\S+", pattern)
 
 
 def dims_of(pattern: str) -> Dims:
     """`batch query (heads head_dim)` as the names in each dimension."""
-    return [word.strip("()").split() for word in words_of(pattern)]
+    return [word.strip("()").split() for word in _words_of(pattern)]
 
 
 @lru_cache(256)  # the layers of a model are alike
@@ -141,3 +148,59 @@ def _spell_alike(before: Dims, after: Dims) -> None:
 
 def _text(dims: Dims) -> str:
     return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" for names in dims)
+
+
+# -- what sizes say of names ------------------------------------------------------------------------------------------
+
+
+def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the patterns of all stages, with `positions` or a number in those that disagree with the weights.
+
+    There are other numbers of positions than queries where a sequence was padded to whole windows, and where queries
+    are asked one by one or piece by piece. Keys may become more, or fewer, before they are used.
+    """
+    return dict(_one_size_a_name(tuple((stage, axes, shapes[stage]) for stage, axes in stages.items())))
+
+
+@lru_cache(256)  # the layers of a model are alike
+def _one_size_a_name(stages: tuple[tuple[str, str, tuple[int, ...]], ...]) -> dict[str, str]:
+    laid_out = {stage: list(zip(_words_of(axes), shape, strict=True)) for stage, axes, shape in stages}
+    sizes: dict[str, dict[int, str]] = {}
+    for stage in dict.fromkeys((*(stage for stage in (*WITHIN, "context") if stage in laid_out), *laid_out)):
+        for dim, size in laid_out[stage]:
+            if dim in PLACES:
+                sizes.setdefault(dim, {}).setdefault(size, stage)
+    within = {word: [size for size, stage in of_size.items() if stage in WITHIN] for word, of_size in sizes.items()}
+    padded = min(sizes.get("query", (0,))) < max(within.get("query") or (0,))
+    windows = any("windows" in dim for dims in laid_out.values() for dim, _ in dims)
+    disagree = windows or padded or any(len(several) > 1 for several in within.values())
+    known = {word: next(iter(of_size)) for word, of_size in sizes.items()}
+
+    def written(stage: str, dim: str, size: int) -> str:
+        """A dimension; where its words say another size, `positions` for a whole sequence, or the size."""
+        words = dim.strip("()").split()
+        factors = [int(word) if word.isdigit() else known.get(word, 0) for word in words]
+        if (dim == "key" and not disagree) or not all(factors) or prod(factors) == size:
+            return dim
+        outside = stage not in WITHIN and not (windows and stage == "context")
+        return POSITIONS if outside and all(word in PLACES for word in words) else str(size)
+
+    patterns = {}
+    for stage, dims in laid_out.items():
+        texts, before = list[str](), set[str]()
+        for dim, size in dims:
+            text = written(stage, dim, size)
+            words = {word for word in text.strip("()").split() if word.isidentifier()}
+            texts.append(str(size) if words & before else text)  # two axes that are not told apart
+            before |= words
+        patterns[stage] = " ".join(texts)
+    return patterns
+
+
+def at_size(pattern: str, shape: tuple[int, ...], kept: tuple[int, ...]) -> str:
+    """A pattern with the sizes of this shape: a number in it is a size of the run that it was read off.
+
+    A dimension of which only a part has a name is a number as a whole, but for one that has the size that is `kept`.
+    """
+    dims = zip(_words_of(pattern), shape, kept, strict=True)
+    return " ".join(str(size) if re.search(r"\b\d", dim) and size != same else dim for dim, size, same in dims)

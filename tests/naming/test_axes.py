@@ -11,7 +11,6 @@ from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.dimensions import Axis
 from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.axes import AxisNames
-from mha_inspect.naming.sizes import one_size_a_name
 from mha_inspect.naming.tokens import name_dimension
 
 from ..recorded import record_opened
@@ -105,27 +104,6 @@ def test_names_do_not_hang_on_sizes_that_coincide() -> None:
     _, equal, same = named(layer, *[torch.randn(3, 3, 9)] * 3)
     assert odd == equal
     assert returned == same
-
-
-@pytest.mark.parametrize(
-    ("stages", "shapes", "said"),
-    [
-        # Padded from 13 to four windows of 4: the sequence and the windows cannot both be "query".
-        (
-            {"query": "batch query embed", "weights": "batch windows heads query key"},
-            {"query": (2, 13, 30), "weights": (2, 4, 3, 4, 12)},
-            {"query": "batch positions embed"},
-        ),
-        ({"query": "batch (windows query) embed", "weights": "batch windows query key"}, {}, {}),
-        # Keys of the layer's own, or of a cache.
-        ({"key": "batch key embed", "weights": "batch query key"}, {"key": (2, 5, 30), "weights": (2, 7, 6)}, {}),
-        ({"weights": "batch key key"}, {"weights": (2, 5, 5)}, {"weights": "batch key 5"}),
-        ({"weights": "(batch key) query key"}, {"weights": (10, 7, 5)}, {"weights": "(batch key) query 5"}),
-    ],
-)
-def test_a_name_stands_for_one_axis_of_one_size(stages, shapes, said):
-    known = shapes or {"query": (2, 12, 30), "weights": (2, 3, 4, 5)}
-    assert one_size_a_name(stages, known) == {**stages, **said}
 
 
 class ChannelsFirst(nn.Module):

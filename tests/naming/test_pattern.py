@@ -1,4 +1,4 @@
-"""Every pattern that is printed is one that einops takes, and does what the implementation did."""
+"""Every pattern that is printed is one that einops takes, and does what the implementation did; a name has one size."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import mha_inspect
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
-from mha_inspect.naming.pattern import rearrangement
+from mha_inspect.naming.pattern import one_size_a_name, rearrangement
 
 from ..built import trace_layer
 from ..foreign import styles
@@ -132,3 +132,24 @@ def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
 )
 def test_what_no_pattern_says_has_none(left: str, right: str, shapes: Any, expected: str | None) -> None:
     assert rearrangement(left, right, shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("stages", "shapes", "said"),
+    [
+        # Padded from 13 to four windows of 4: the sequence and the windows cannot both be "query".
+        (
+            {"query": "batch query embed", "weights": "batch windows heads query key"},
+            {"query": (2, 13, 30), "weights": (2, 4, 3, 4, 12)},
+            {"query": "batch positions embed"},
+        ),
+        ({"query": "batch (windows query) embed", "weights": "batch windows query key"}, {}, {}),
+        # Keys of the layer's own, or of a cache.
+        ({"key": "batch key embed", "weights": "batch query key"}, {"key": (2, 5, 30), "weights": (2, 7, 6)}, {}),
+        ({"weights": "batch key key"}, {"weights": (2, 5, 5)}, {"weights": "batch key 5"}),
+        ({"weights": "(batch key) query key"}, {"weights": (10, 7, 5)}, {"weights": "(batch key) query 5"}),
+    ],
+)
+def test_a_name_stands_for_one_axis_of_one_size(stages, shapes, said):
+    known = shapes or {"query": (2, 12, 30), "weights": (2, 3, 4, 5)}
+    assert one_size_a_name(stages, known) == {**stages, **said}
