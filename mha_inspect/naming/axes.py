@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from math import prod
 
 from ..graph.attention import Attention, given_features
 from ..graph.axis import setting
-from ..graph.dimensions import Axis, Dimensions, resolve, size_of, wide
+from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from ..record.ops import TensorRef
 from .pattern import CANONICAL_AXES, PLACES, POSITIONS, WITHIN, one_size_a_name
 from .roles import Group, Roles
-from .tokens import Tokens, has, is_open, name_dimension, size_of_run, unnamed, write_dimension
 
 _INPUTS = ("query", "key", "value")
 _MADE_BY = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
@@ -34,6 +34,9 @@ _PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "
 """What the axis is called that counts the projections in one matrix."""
 _FIRST = ("q_heads", "k_heads", "v_heads", "q_proj", "k_proj", "v_proj")
 """The stages that are named first: they teach about the others of their side."""
+
+Tokens = list[list[str | Axis]]
+"""The dimensions of a tensor, each as names, and atoms where there is none."""
 
 
 class AxisNames:
@@ -190,23 +193,23 @@ class AxisNames:
         name, count = _PACKED.get(tuple(sides), "packed"), len(sides)
         dim = dims[1 if convolved and made.shape == tensor.shape else -1]
         self._name_turns(dim, stage)
-        runs = unnamed(dim)
+        runs = _unnamed(dim)
         width = size_of(self._roles.value_dim if stage == "v_proj" else self._roles.head_dim)
         if (
             len(runs) == 1
-            and size_of_run(dim, runs[0]) > 1
-            and (_WIDTHS & set(dim) or size_of_run(dim, runs[0]) != width)
+            and _size_of_run(dim, runs[0]) > 1
+            and (_WIDTHS & set(dim) or _size_of_run(dim, runs[0]) != width)
         ):
-            dim[slice(*runs[0])] = [name if size_of_run(dim, runs[0]) == count > 1 else "packed"]
+            dim[slice(*runs[0])] = [name if _size_of_run(dim, runs[0]) == count > 1 else "packed"]
         apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == count > 1]
-        if len(apart) == 1 and has(dims, "head_dim"):
+        if len(apart) == 1 and _has(dims, "head_dim"):
             apart[0][:] = [name]
 
     def _name_turns(self, dim: list[str | Axis], stage: str) -> None:
         """Name the axis of which a loop over heads takes one piece at a turn."""
         width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
         left = [at for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
-        turns = [at for at in left if size_of_run(dim, (at, at + 1)) == len(self._attention.branches)]
+        turns = [at for at in left if _size_of_run(dim, (at, at + 1)) == len(self._attention.branches)]
         if len(left) == 1 == len(turns) and (size_of(width) == 1 or _WIDTHS & set(dim)):
             dim[turns[0]] = "heads"
 
@@ -215,18 +218,18 @@ class AxisNames:
     ) -> None:
         """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
         left = [
-            (dim, run) for dim in dims for run in unnamed(dim) if run == (0, len(dim)) or size_of_run(dim, run) != 1
+            (dim, run) for dim in dims for run in _unnamed(dim) if run == (0, len(dim)) or _size_of_run(dim, run) != 1
         ]
         if not left:
             return
-        missing = [name for name in expected if not has(dims, name)]
+        missing = [name for name in expected if not _has(dims, name)]
         if only_ones:
-            left = [(dim, run) for dim, run in left if len(dim) == 1 == size_of_run(dim, run)]
+            left = [(dim, run) for dim, run in left if len(dim) == 1 == _size_of_run(dim, run)]
         elif len(missing) > 1 or len(left) > 1:
             # Axes of size one tell nothing beside others.
-            left = [(dim, run) for dim, run in left if size_of_run(dim, run) > 1]
+            left = [(dim, run) for dim, run in left if _size_of_run(dim, run) > 1]
         sizes = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
-        if len(missing) == 1 == len(left) and sizes.get(missing[0]) in (None, size_of_run(*left[0])):
+        if len(missing) == 1 == len(left) and sizes.get(missing[0]) in (None, _size_of_run(*left[0])):
             _assign(left[0][0], groups, left[0][1], missing[0])
 
     def _name_outside(self, dims: Tokens, stage: str, expected: Sequence[str]) -> None:
@@ -237,23 +240,23 @@ class AxisNames:
             place = self._attention.feature_place(_MADE_BY.get(stage, ""), len(dims))
         features = next((dim for dim in dims if _WIDTHS & set(dim)), dims[place])
         projected = stage in _INPUTS or (stage in ("concat", "output") and "output" in self._attention.projections)
-        if projected and not has(dims, "embed") and is_open(features):
+        if projected and not _has(dims, "embed") and _is_open(features):
             features[:] = [expected[-1] if stage in _INPUTS else "embed"]
         self._name_turns(features, stage)
         if stage in ("q_proj", "k_proj", "v_proj", "concat") and _WIDTHS & set(features):
             # Beside heads and their features: several queries, or keys, of each head in one matrix; several attentions.
-            open_runs = [run for run in unnamed(features) if size_of_run(features, run) > 1]
+            open_runs = [run for run in _unnamed(features) if _size_of_run(features, run) > 1]
             for run in open_runs[:1] if len(open_runs) == 1 else ():
                 features[slice(*run)] = ["packed"]
         others = [dim for dim in dims if dim is not features]
-        left = [(dim, (0, len(dim))) for dim in others if is_open(dim)]
-        if has(dims, expected[0]) or (len(left) > 1 and not has(dims, "batch")):
-            if len(left) == 1 and stage in self._attention.projections and not has(dims, "batch"):
+        left = [(dim, (0, len(dim))) for dim in others if _is_open(dim)]
+        if _has(dims, expected[0]) or (len(left) > 1 and not _has(dims, "batch")):
+            if len(left) == 1 and stage in self._attention.projections and not _has(dims, "batch"):
                 left[0][0][:] = ["batch"]  # whose rows are taken one after the other
             left = []
         # Those beside queries, or windows: of several positions there is one query, or they are asked piece by piece.
         for dim in others:
-            runs = [run for run in unnamed(dim) if size_of_run(dim, run) > 1]
+            runs = [run for run in _unnamed(dim) if _size_of_run(dim, run) > 1]
             if len(runs) == 1 and any(isinstance(token, str) and token.split("_")[0] in PLACES for token in dim):
                 left.append((dim, (0, len(dim)) if self._counts_pieces(dim[slice(*runs[0])]) else runs[0]))
         for number, (dim, run) in enumerate(left, start=1):
@@ -282,3 +285,87 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         if stage in shapes and shapes[stage][-1] != width:
             meant[stage] = meant[stage].replace("embed", "packed")
     return {stage: meant[stage] for stage, shape in shapes.items() if len(shape) == len(meant[stage].split())}
+
+
+# -- one dimension ----------------------------------------------------------------------------------------------------
+
+
+def name_dimension(dim: Dim, known: Sequence[Group]) -> list[str | Axis]:
+    """A dimension as names, and atoms where there is none; `known` are the groups as they are resolved now.
+
+    An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
+    """
+    atoms = list(resolve(dim))
+    tokens: list[str | Axis] = []
+    while atoms:
+        for name, group in known:
+            run = tuple(atoms[: len(group)])
+            if run != group and not (name.endswith("head_dim") and _are_all_of(run, group, known)):
+                continue
+            # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
+            if len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1:
+                tokens.append(name)
+                del atoms[: len(group)]
+                break
+        else:
+            atom = atoms.pop(0)
+            parts = (f"{name}_{group.index(atom) + 1}" for name, group in known if len(group) > 1 and atom in group)
+            tokens.append(next(parts, atom) if atom.size > 1 else atom)
+    return tokens
+
+
+def _are_all_of(atoms: Sequence[Axis], group: Dim, known: Sequence[Group]) -> bool:
+    """Whether these are the parts of an axis, whole and in order.
+
+    What features that are turned in part are looked at apart for may leave another axis for one of their parts: it has
+    the place and the size of that part, and is no part of anything else.
+    """
+    if len(atoms) != len(group) or not any(atom in group for atom in atoms):
+        return False
+    named = {atom for _, own in known for atom in own}
+    pairs = zip(atoms, group, strict=True)
+    return all(atom is own or (atom.size == own.size and atom not in named) for atom, own in pairs)
+
+
+def _has(dims: Tokens, name: str) -> bool:
+    """Whether a name is there already, in one dimension or in several."""
+    return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
+
+
+def _is_open(dim: list[str | Axis]) -> bool:
+    """Whether nothing of a dimension has a name, and it is not of size one."""
+    return not any(isinstance(token, str) for token in dim) and _size_of_run(dim, (0, len(dim))) > 1
+
+
+def _unnamed(dim: list[str | Axis]) -> list[tuple[int, int]]:
+    """Where atoms without a name stand side by side; those of size one tell nothing beside others."""
+    runs: list[tuple[int, int]] = []
+    for place, token in enumerate(dim):
+        if isinstance(token, str):
+            continue
+        if runs and runs[-1][1] == place:
+            runs[-1] = (runs[-1][0], place + 1)
+        else:
+            runs.append((place, place + 1))
+    return runs
+
+
+def write_dimension(dim: list[str | Axis]) -> str:
+    """One dimension of an einops pattern. Neighbours without a name are one number."""
+    words: list[str] = []
+    number = 1
+    for token in [*dim, ""]:
+        if isinstance(token, Axis):
+            number *= token.size
+            continue
+        if number > 1 or (not token and not words):
+            words.append(str(number))
+        number = 1
+        if token:
+            words.append(token)
+    return words[0] if len(words) == 1 else f"({' '.join(words)})"
+
+
+def _size_of_run(dim: Sequence[str | Axis], run: tuple[int, int]) -> int:
+    """How many elements the axes without a name have there."""
+    return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Axis))

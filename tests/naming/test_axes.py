@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.dimensions import Axis
 from mha_inspect.graph.find import attentions_of
-from mha_inspect.naming.axes import AxisNames
-from mha_inspect.naming.tokens import name_dimension
+from mha_inspect.naming.axes import AxisNames, name_dimension
 
 from ..recorded import record_opened
 

@@ -21,9 +21,8 @@ from ...graph.dataflow import Graph
 from ...graph.products import Product
 from ...graph.projections import projections_behind, with_projections
 from ...graph.scores import as_written, score_product
-from ...naming.axes import AxisNames
+from ...naming.axes import AxisNames, name_dimension, write_dimension
 from ...naming.pattern import STAGES
-from ...naming.tokens import name_dimension, write_dimension
 from ...record.ops import Op, TensorRef
 from ...running.run import Run
 from .call import Call
