@@ -8,8 +8,7 @@ import torch
 
 from ..layers.spec import Show
 from ..naming.canonical import content_of
-from ..naming.kind import kinds_of, mask_notes
-from ..naming.visibility import Rows, visibility
+from ..naming.visibility import Rows, kinds_of, mask_notes, visibility
 from ..record.arguments import tensors_in
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace

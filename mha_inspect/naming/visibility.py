@@ -1,27 +1,33 @@
-"""Say who sees whom in an attention, from its weights: which queries give weight to which keys, and which to none.
+"""Say who sees whom in an attention, from its weights, and what kind that makes it: self or cross, causal, grouped.
 
-No mask is looked for, and none is computed again: what a softmax gave is noted while it runs (`record.sight`), whether
-or not tensors are kept. On meta, and where a kernel has too many scores, there is nothing to read.
+Seen is which queries give weight to which keys, and which to none. No mask is looked for, and none is computed again:
+what a softmax gave is noted while it runs (`record.sight`), whether or not tensors are kept. On meta, and where a
+kernel has too many scores, there is nothing to read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.dataflow import Graph
+from ..graph.dataflow import Graph, inside
+from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW, Sight
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
+from .named_run import NamedRun
 from .pattern import dims_of
 
 _FAR = 60
 """Operations after which a walk gives up: a mask is made of less."""
+_LARGEST = 1 << 24
+"""Elements of a mask up to which its content is looked at."""
 
 Rows = tuple[tuple[int, int], ...]
 """(batch, query) of each."""
@@ -133,7 +139,7 @@ def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int])
 # -- causal -----------------------------------------------------------------------------------------------------------
 
 
-def is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -> bool:
+def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -> bool:
     """Return whether no query of an attention sees its future.
 
     Without weights to read, as on meta, it counts that a triangle was cut out where a mask was made.
@@ -143,7 +149,7 @@ def is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) ->
         return False
     known = visibility(graph, attention, names)
     if known is None or known.seen is None:
-        masks = (tensor for op in attention.masks for tensor in masks_of(graph, attention, op))
+        masks = (tensor for op in attention.masks for tensor in _masks_of(graph, attention, op))
         return any(op.base_name.startswith(("tril", "triu")) for tensor in masks for op in _makers(graph, tensor))
     if names.num_windows > 1:
         return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
@@ -167,7 +173,7 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
     return [start] if start else list(range(0, keys - queries + 1, queries))
 
 
-def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
+def _masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     """Return what an operation that masks scores reads besides them."""
     product = attention.score_product.op
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
@@ -190,3 +196,81 @@ def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:
             yield op
             known.add(op.index)
             queue += op.inputs
+
+
+# -- kinds ------------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
+    """Return the kind of each attention of a run, in order.
+
+    Self is where query and key are of one tensor. Causal is where no query gives weight to a key behind its own
+    position.
+    """
+    kinds = []
+    for attention, names in run.attentions:
+        causal = "causal" if _is_causal_attention(run.graph, attention, names) else ""
+        grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
+        kinds.append(tuple(word for word in (_source(run, attention), causal, grouped) if word))
+    return kinds
+
+
+def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
+    """Return a line where a mask of 0 and 1, one of the `leaves` or of a kept run, is added to the scores."""
+    for attention, _ in run.attentions:
+        for op in attention.masks:
+            masks = [] if op.does("fills") else _masks_of(run.graph, attention, op)
+            if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
+                value = leaves.get(run.graph.before_moves(masks[0]).id)
+                if value is None or value.is_meta:
+                    continue
+                if bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
+                    return (
+                        "The mask is of the numbers 0 and 1 and is added to the scores: it bars no key. Give bool, or "
+                        "-inf where a key is barred.",
+                    )
+    return ()
+
+
+def _source(run: NamedRun, attention: Attention) -> str:
+    """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
+    stages, before = attention.stages, run.graph.before_moves
+    query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
+    left, right = before(query), before(key)
+    memory = {(side.storage, side.offset, side.shape, side.stride) for side in (left, right)}
+    if left.id == right.id or len(memory) == 1 or _within(run, attention, query) & _within(run, attention, key):
+        return "self"
+    if "query" in stages and "key" in stages:
+        return "cross"
+    given = [run.graph.inputs_of(side) for side in (query, key)]
+    # Heads that both came in may have been projected from one tensor.
+    made = "query" in stages or "key" in stages or not any(own <= {left.id, right.id} for own in given)
+    return "cross" if made and all(given) and given[0] != given[1] else ""
+
+
+def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
+    """Return the ids of what a query or a key is made of inside the attention's own module, position by position.
+
+    Norms, projections down to something narrower, and what makes fewer positions, may stand before what is called its
+    input.
+    """
+    ops = [attention.projections[name] for name in ("query", "key") if name in attention.projections]
+    paths = zip(*(path.split(".") for path in (attention.module, *(op.module for op in ops))), strict=False)
+    owner = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, paths))
+    graph, reached, queue = run.graph, set[int](), [side]
+    while queue and len(reached) < _FAR:
+        tensor = queue.pop()
+        if tensor.id in reached:
+            continue
+        if graph.comes_from_inputs(tensor):
+            reached.add(tensor.id)
+        op = run.recording.producer(tensor)
+        if op is None or not inside(op.module, owner):
+            continue
+        if graph.is_projection(op):
+            queue.append(graph.projected(op))
+        elif op.does("pools") or axes_rule(op.base_name) == "reduce":
+            queue.append(op.inputs[0])
+        elif graph.moves(op) or op.pointwise or op.does("norms"):
+            queue += [read for read in op.inputs if read.numel == tensor.numel or graph.moves(op)]
+    return reached
