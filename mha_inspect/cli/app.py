@@ -19,7 +19,7 @@ from ..build.vocabulary import dashed
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, LETTERS, OPTIONAL
 from ..render import screen
-from ..reports.layers import LayersReport, ListedLayer
+from ..reports.common import LayersReport, ListedLayer
 from ..text import did_you_mean, shown
 from .options import OUTPUTS, SHARED, Options, is_target
 from .output import give, prepare, write

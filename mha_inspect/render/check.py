@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from .. import text
 from ..reports.check import CheckReport, Finding
-from ..reports.layers import LayersReport
+from ..reports.common import LayersReport
 from .page import Block, Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
 from .parts import layer_page, notes
 

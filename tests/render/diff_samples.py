@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mha_inspect.reports.common import Difference
+from mha_inspect.reports.common import Difference, LayersReport, ListedLayer
 from mha_inspect.reports.diff import DiffReport, DiffSide, NoiseSource, SharedWeights, StageRow, StageSide
-from mha_inspect.reports.layers import LayersReport, ListedLayer
 from mha_inspect.reports.trace import OpRef, Path
 
 from .trace_samples import ENVIRONMENT, layer
