@@ -26,8 +26,7 @@ from .reports.compare_heads import CompareHeadsReport
 from .reports.diff import CheckpointDiffReport, DiffReport
 from .reports.params import ParamsReport
 from .reports.trace import Failure
-from .running.run import Run
-from .running.subject import Subject
+from .running.subject import Run, Subject
 from .text import shown
 
 

@@ -17,7 +17,7 @@ from .pictures.terminal import draw
 from .pictures.viewer import frame, with_viewer
 from .render.screen import columns, in_color
 from .reports.trace import AttentionReport, Stage, Trace, attention_names
-from .running.run import Run, keep_stages
+from .running.subject import Run, keep_stages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,7 +47,7 @@ def keep_tensors(run: Run) -> list[KeptTensors]:
         layouts.append({s: (names.of_stage(s), sizes_in(attention, names, s)) for s in attention.stages})
         whole = contents_of(run, attention, names) if attention.branches else {}
         turns.append({stage: tensor.clone() for stage, tensor in whole.items()})
-    return list(map(KeptTensors, keep_stages(run.recording, run.attentions), layouts, turns))
+    return list(map(KeptTensors, keep_stages(run), layouts, turns))
 
 
 @dataclass(frozen=True, repr=False)

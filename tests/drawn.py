@@ -15,7 +15,7 @@ from torch import Tensor
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import InputSpec, RunSpec
 from mha_inspect.naming.canonical import NamedAxes, own_axes
-from mha_inspect.running.run import Run
+from mha_inspect.running.subject import Run
 
 from .built import Layer, built_layer
 from .layers.declared import read_weights

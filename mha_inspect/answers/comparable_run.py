@@ -20,8 +20,7 @@ from ..naming.visibility import Rows, visibility
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
-from ..running.run import Run
-from ..running.subject import Subject
+from ..running.subject import Run, Subject
 from ..text import first_line
 from .run_report import drops_at_random, environment_of
 

@@ -21,8 +21,7 @@ from ..naming.pattern import STAGES
 from ..naming.stage_facts import StageFacts, unlike_dot
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
-from ..running.run import Run
-from ..running.subject import Subject
+from ..running.subject import Run, Subject
 from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun
 from .comparison import ComparedStage, Comparison, difference_of, overall

@@ -21,8 +21,7 @@ from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
 from ..record.rounding import same_bits
 from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport
-from ..running.run import Run
-from ..running.subject import Subject
+from ..running.subject import Run, Subject
 from ..text import first_few, listed
 from .run_report import environment_of, layer_of
 

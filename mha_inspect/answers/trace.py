@@ -12,8 +12,7 @@ from ..naming.visibility import Rows, kinds_of, mask_notes, visibility
 from ..record.arguments import tensors_in
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
-from ..running.run import Run, run_and_record
-from ..running.subject import State, Subject
+from ..running.subject import Run, State, Subject, run_and_record
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
 

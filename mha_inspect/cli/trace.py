@@ -21,7 +21,7 @@ from .output import Drawn, give, prepare, require_drawable
 if TYPE_CHECKING:
     from ..render.export import Destination
     from ..reports.trace import Trace
-    from ..running.run import Run
+    from ..running.subject import Run
 
 PANEL, PICTURE = "Trace", "Picture"
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..naming.parameters import Projection, projections
 from ..record.rounding import same_bits
-from ..running.run import Run
+from ..running.subject import Run
 
 PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v")
 """In the order in which their numbers are drawn."""

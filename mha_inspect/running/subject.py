@@ -1,4 +1,4 @@
-"""A module and its arguments, ready to run, and what a run may change, kept and put back."""
+"""A module and its arguments, ready to run, what is seen when it runs, and what a run may change, kept and put back."""
 
 from __future__ import annotations
 
@@ -15,13 +15,54 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from ..naming.named_run import NamedRun
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from ..record.ops import Recording
-from .run import Run, run_and_record
+from ..record.tensors import Stages, unshared
+from ..record.xray import XRay
 
 _SMALL = 1 << 29
 """Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Run(NamedRun):
+    """A recorded run, and the attentions in it."""
+
+    returned: Any = None
+    error: Exception | None = None
+    """What it raised; None where it returned."""
+    recorder: XRay | None = None
+    """What recorded a run that raised, to be asked what any tensor of it is."""
+
+
+def run_and_record(
+    module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = False
+) -> Run:
+    """Run `module(*args, **kwargs)` once and record it, as far as it comes; with `keep` every tensor is kept.
+
+    An exception that is no `Exception` (an interrupt) passes through.
+    """
+    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
+    recorder.take_inputs(argument_names(module, args, kwargs))
+    try:
+        with recorder:
+            returned = module(*args, **kwargs)
+    except Exception as error:
+        # Not kept in a variable of this frame: the error's traceback holds the frame.
+        return Run(recorder.finish(), error=error, recorder=recorder)
+    return Run(recorder.finish(returned), returned=returned)
+
+
+def keep_stages(run: Run) -> Stages:
+    """Return the tensors of each attention's stages, in memory of their own. The recording keeps none any longer."""
+    values = run.recording.values
+    stages = tuple(
+        {stage: values[tensor.id] for stage, tensor in attention.stages.items()} for attention, _ in run.attentions
+    )
+    values.clear()
+    return unshared(stages)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from mha_inspect.answers.run_report import path_of
 from mha_inspect.call.load import load_layer
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.running.run import Run
+from mha_inspect.running.subject import Run
 
 from ..built import trace_layer, trace_module
 from ..recorded import record, record_opened

@@ -20,7 +20,7 @@ from mha_inspect.record import kernels
 from mha_inspect.record.catalog import fused
 from mha_inspect.record.ops import Kernel, Recording, TensorRef
 from mha_inspect.record.xray import XRay
-from mha_inspect.running.run import Run
+from mha_inspect.running.subject import Run
 
 from ..recorded import record_opened
 from ..torch_math import torch_math

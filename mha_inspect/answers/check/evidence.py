@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from ...naming.named_run import NamedRun
 from ...record.arguments import dense, tensors_in
 from ...record.ops import Op, TensorRef
-from ...running.run import Run
-from ...running.subject import Subject
+from ...running.subject import Run, Subject
 from ...text import message_of
 from .arguments import Arguments, Source, sources_of
 from .intent import Intent

@@ -10,7 +10,7 @@ from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...naming.visibility import sees
 from ...reports.check import Finding
-from ...running.run import Run
+from ...running.subject import Run
 
 _HEAVY = 1e-3
 """A weight above this moves what it is multiplied with by more than rounding."""

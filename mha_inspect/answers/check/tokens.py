@@ -24,7 +24,7 @@ from ...naming.axes import AxisNames
 from ...record.arguments import tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...reports.check import Finding
-from ...running.run import Run
+from ...running.subject import Run
 from ...text import listed
 from .evidence import Evidence, NotPossibleError
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ...naming.parameters import Projection
-    from ...running.run import Run
+    from ...running.subject import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import nn
 from ... import text
 from ...naming.pattern import dims_of
 from ...record.recorder import Recorder
-from ...running.run import Run
+from ...running.subject import Run
 from .call import Call, Site, tensors_of, written
 from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, reach
 

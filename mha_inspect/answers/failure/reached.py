@@ -24,7 +24,7 @@ from ...graph.scores import as_written, score_product
 from ...naming.axes import AxisNames, name_dimension, write_dimension
 from ...naming.pattern import STAGES
 from ...record.ops import Op, TensorRef
-from ...running.run import Run
+from ...running.subject import Run
 from .call import Call
 
 ATTENTION, SDPA = "MultiheadAttention", "scaled_dot_product_attention"

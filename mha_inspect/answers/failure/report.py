@@ -11,8 +11,7 @@ from ...record.arguments import with_copies
 from ...record.ops import Op, Recording, TensorRef
 from ...record.recorder import Recorder
 from ...reports.trace import FailedOperand, Failure, Proof, ReachedOp, ReachedStage
-from ...running.run import Run, run_and_record
-from ...running.subject import State, Subject
+from ...running.subject import Run, State, Subject, run_and_record
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
 from .call import CallWatch, call_of_layer, dispatched, site_of
