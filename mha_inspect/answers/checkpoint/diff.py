@@ -20,7 +20,7 @@ from ...record.rounding import parts, same_bits
 from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
 from ...text import listed, percent, plural, shown, spans
-from .heads import numbers_of
+from .params import numbers_of
 
 _SAME: tuple[TensorVerdict, ...] = ("same bits", "same within rounding")
 _WORSE: tuple[TensorVerdict, ...] = (*_SAME, "same, permuted", "other shape", "differs")

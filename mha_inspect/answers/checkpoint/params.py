@@ -1,4 +1,7 @@
-"""params() of a file: the tensors of a checkpoint, read by their headers, and what they are for."""
+"""params() of a file: the tensors of a checkpoint, read by their headers, what they are for, and how large heads are.
+
+What reads numbers imports torch itself: headers are read without it.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,11 @@ from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import HeadNorms, Parameter, ParametersTotal, ParamsReport, StoredAttention
-from ...text import did_you_mean, first_few, listed, plural, shown
+from ...text import did_you_mean, first_few, listed, plural, shown, spans
 from .like import Known, held_against
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from ...layers.spec import Show
     from ...running.subject import Subject
@@ -68,11 +71,9 @@ def params_of_checkpoint(
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     sizes: list[HeadNorms] = []
     if norms or (show is not None and show.stats):
-        from .heads import norms_of, numbers_of
-
         for stored in attentions:
             of_stored = {name: known.roles[name] for name in stored.parameters if name in known.roles}
-            of_attention, unusual = norms_of(stored.module, numbers_of(of_stored, checkpoint.tensors))
+            of_attention, unusual = _norms_of(stored.module, numbers_of(of_stored, checkpoint.tensors))
             sizes += of_attention
             notes += unusual
     shown_config = {name: checkpoint.config.get(name) for name in _SHOWN}
@@ -181,3 +182,58 @@ def _notes(attentions: Sequence[StoredAttention], *, from_config: bool) -> Itera
     without = sum(not stored.fits and stored.num_heads is None for stored in attentions)
     if without:
         yield f"No number of heads fits the shapes of {plural(without, 'attention')}."
+
+
+# -- heads ------------------------------------------------------------------------------------------------------------
+
+
+def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
+    """Read the parts of an attention by head, where it is known of its tensors.
+
+    Returns `W_q` to `b_v`, with the numbers of each: `heads head_dim embed`, and `heads head_dim` of a bias.
+    """
+    import torch
+
+    pieces: dict[str, dict[int, list[Tensor]]] = {}
+    for name, role in roles.items():
+        if role.heads and tensors[name].has_numbers:
+            content = read_stored(tensors[name], shown(name))
+            for piece in role.heads:
+                bounds = [slice(*bound) for bound in (piece.rows, piece.columns) if bound is not None]
+                numbers = content if content.dim() == len(bounds) else content.squeeze()
+                heads = pieces.setdefault(piece.part, {})
+                heads.setdefault(piece.head, []).append(numbers[tuple(bounds)].movedim(role.axis, 0))
+    whole = {part: [torch.cat(heads[head]) for head in sorted(heads)] for part, heads in pieces.items()}
+    return {part: torch.stack(heads) for part, heads in whole.items() if len({head.shape for head in heads}) == 1}
+
+
+def _norms_of(module: str, numbers: Mapping[str, Tensor]) -> tuple[list[HeadNorms], list[str]]:
+    """Return how large the heads of an attention are, and a sentence for each thing in them that is unusual."""
+    norms: list[HeadNorms] = []
+    notes: list[str] = []
+    for part, matrix in sorted(numbers.items(), key=lambda item: "qkvo".find(item[0][-1])):
+        if part.startswith("W"):
+            norms.append(HeadNorms(module, part, tuple(matrix.double().flatten(1).norm(dim=1).tolist())))
+            notes += _unusual(matrix.flatten(1), f"{part} of {shown(module) or 'the file'}")
+    return norms, notes
+
+
+def _unusual(heads: Tensor, called: str) -> Iterator[str]:
+    """Yield a sentence for heads that are zero, are not finite, or are the same numbers."""
+    import torch
+
+    zero = [number for number, head in enumerate(heads) if not bool(head.any())]
+    broken = [number for number, head in enumerate(heads) if not bool(head.isfinite().all())]
+    if zero:
+        yield f"{called}: {_heads_are(zero)} zero: dead."
+    if broken:
+        yield f"{called}: {_heads_are(broken)} not finite: NaN or inf is in them."
+    same: dict[bytes, list[int]] = {}
+    for number in set(range(len(heads))) - {*zero, *broken}:
+        same.setdefault(heads[number].contiguous().view(torch.uint8).numpy().tobytes(), []).append(number)
+    for twins in sorted(twins for twins in same.values() if len(twins) > 1):
+        yield f"{called}: {_heads_are(twins)} twins: they hold the same numbers."
+
+
+def _heads_are(heads: list[int]) -> str:
+    return f"head {heads[0]} is" if len(heads) == 1 else f"heads {spans(heads)} are"
