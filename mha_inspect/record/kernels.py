@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .arguments import cast_tensors, tensors_in
-from .schema import about
+from .catalog import about
 
 _A = torch.ops.aten
 Do = Callable[..., Any]

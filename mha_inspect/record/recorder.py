@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..errors import RecordingError
 from ..text import plural
 from .arguments import tensors_in
+from .catalog import ABOUT, About, about, adds_scores
 from .ops import Kind, Named, Op, Recording, TensorRef
-from .schema import ABOUT, About, about, adds_scores
 from .sight import Sight, sight_of
 from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off
 from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
