@@ -52,12 +52,7 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     Returns it, what its configuration was given by name as plain data, notes on how it was built, and what --set gave
     for arguments of its forward.
 
-    Raises:
-        InputError: transformers is missing, or the type or the configuration is none.
-        SpecError: a setting is none of the configuration's.
-        NetworkNeededError: it would have to be downloaded.
-        UnsafeFileError: the configuration asks for code of its own.
-        DoesNotFitError: the model is larger than the free memory.
+    Raises `MhaInspectError` where it cannot be: what is missing, unknown, unsafe, too large or not on this machine.
     """
     transformers = _transformers()
     kind = text.removeprefix("hf:")

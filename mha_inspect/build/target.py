@@ -84,12 +84,7 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
 
     Its random numbers come from spec.seed; it is in eval mode unless spec.training, on spec.device, in spec.dtype.
 
-    Raises:
-        InputError: it cannot be imported or built, or is no module.
-        SpecError: an argument does not fit, is needed and was not given, or is unknown.
-        UnsafeFileError: it would need the network, or code that a file names.
-        DoesNotFitError: it would not fit in memory.
-        DeviceError: the device is not there.
+    Raises `MhaInspectError` where it cannot be: not importable, no module, a wrong argument, no memory, no device.
     """
     resolve(spec.device, spec.dtype or "float32")
     seed_everything(spec.seed)
@@ -229,8 +224,7 @@ def available() -> list[str]:
 def resolve(name: str, dtype: str) -> torch.device:
     """Return the device called `name` (`cuda` is the current CUDA device), known to run `dtype`.
 
-    Raises:
-        DeviceError: it is unknown or absent, or it cannot multiply in this dtype.
+    Raises `DeviceError` where it is unknown or absent, or cannot multiply in this dtype.
     """
     here = available()
     wanted = "cuda:0" if name == "cuda" else name

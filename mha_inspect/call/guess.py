@@ -117,9 +117,7 @@ def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
 def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collection[str]) -> list[str]:
     """Return the names of the tensors to draw beside those that are given.
 
-    Raises:
-        InputError: something is needed that can be no tensor of a guess.
-        SpecError: --key-len has nothing to set.
+    Raises `InputError` where one is no tensor that can be guessed, `SpecError` where --key-len has nothing to set.
     """
     required = [name for name in forward.parameters if forward.is_needed(name) and name not in given]
     for name in required:
@@ -148,11 +146,7 @@ def guessed_plans(
 ) -> dict[str, Plan]:
     """Return plans for arguments, by what the forward does with them: in one run, or in more where it raises.
 
-    Args:
-        sizes: what the target says.
-        names: of the arguments.
-        given: other arguments, which are there.
-        run: runs the forward with plans, to the end where that is asked for.
+    Other arguments are `given`. `run` runs the forward with plans, to the end where that is asked for.
 
     Raises `InputError` where it needs something that nothing tells.
     """
@@ -211,11 +205,7 @@ def is_hugging_face(module: nn.Module) -> bool:
 def configured_plans(module: Any, names: list[str], free: Collection[str], seq_len: int) -> dict[str, Plan]:
     """Return plans for the arguments that a model's configuration tells about.
 
-    Args:
-        module: of transformers.
-        names: arguments that are needed; what has to come with them is planned as well.
-        free: arguments that nobody has given.
-        seq_len: for a sound, which has its own length.
+    What has to come with the `names` is planned as well, where it is among the `free` ones, which nobody has given.
     """
     wanted = [*names]
     if getattr(module.config, "is_encoder_decoder", False):

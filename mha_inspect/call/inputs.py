@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ class Asked:
 def make_call(target: Target, asked: Asked) -> Call:
     """Make the arguments of the target's forward.
 
-    Raises:
-        InputError: an argument is needed that nothing tells, or a file does not fit.
-        SpecError: a name is none of the forward's, or a flag is of no use to it.
+    Raises `InputError` where nothing tells what is needed or a file does not fit, `SpecError` for what is of no use.
     """
     if target.call is not None:
         return _returned_call(target, asked)
@@ -70,9 +69,9 @@ def make_call(target: Target, asked: Asked) -> Call:
     notes = () if shapes or inputs.input else sizes.lazy_note()
     names = needed(forward, target, inputs, {*given, *plans})
 
-    def runs(planned: Mapping[str, Plan]) -> bool:
-        call = forward.call(_drawn(forward, planned, given, asked))
-        return probe(call.of(target.module), {}, whole=True).error is None
+    def run(known: Mapping[str, Plan], guesses: Mapping[str, Plan], whole: bool) -> Probed:
+        values = _drawn(forward, {**known, **guesses}, given, asked)
+        return probe(forward.call(values).of(target.module), {name: values[name] for name in guesses}, whole=whole)
 
     if is_hugging_face(target.module):
         free = set(forward.parameters) - {*given, *plans}
@@ -81,18 +80,13 @@ def make_call(target: Target, asked: Asked) -> Call:
             {**configured_plans(target.module, wanted, free, inputs.seq_len), **plans}
             for wanted in (names, [*names, *both])
         )
-        if len(more) > len(plans) and not runs(plans) and runs(more):
+        if len(more) > len(plans) and run(plans, {}, True).error is not None and run(more, {}, True).error is None:
             plans = more
         names = [name for name in names if name not in plans]
-
-    def run(guesses: Mapping[str, Plan], whole: bool) -> Probed:
-        values = _drawn(forward, {**plans, **guesses}, given, asked)
-        return probe(forward.call(values).of(target.module), {name: values[name] for name in guesses}, whole=whole)
-
     if has_named_sizes:
         plans |= {name: sizes.plan(name) for name in names}
     elif names:
-        plans |= guessed_plans(sizes, names, {*given, *plans}, run)
+        plans |= guessed_plans(sizes, names, {*given, *plans}, partial(run, plans))
     first, why = _layout(forward, plans, given, asked)
     forward, notes = replace(forward, batch_first=first), (*notes, *why)
     values = _drawn(forward, plans, given, asked)

@@ -30,16 +30,10 @@ from .inputs import Asked, make_call
 def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: Call | None = None) -> Call:
     """Make the arguments of a target's forward; lazy parameters get their shapes from one call with them.
 
-    Args:
-        target: what is called.
-        asked: what was asked for its inputs.
-        may_fail: whether a forward that raises in that call is left to raise again, where it is recorded.
-        like: the arguments of the same forward of another module, built alike: they are taken as they are.
+    With `may_fail` a forward that raises in that call is left to raise again, where it is recorded. The arguments of
+    the same forward of another module, built `like` it, are taken as they are.
 
-    Raises:
-        InputError: it has no forward, an argument is needed that nothing tells, or a file does not fit.
-        SpecError: a name is none of the forward's, or a flag is of no use to it.
-        TargetFailedError: it has lazy parameters, and its forward raises.
+    Raises as `make_call`, `InputError` where it has no forward, `TargetFailedError` where lazy parameters stay open.
     """
     module = target.module
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
@@ -79,11 +73,7 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
 def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Subject:
     """Build a layer of the catalog, and make its inputs.
 
-    Raises:
-        SpecError: the layer is unknown, or has no use for a setting.
-        InputError: a file or a mask does not fit.
-        DeviceError: the device is not there or cannot run the dtype.
-        DoesNotFitError: its parameters and inputs alone take more memory than is free.
+    Raises `MhaInspectError` where a setting is of no use to it, a file does not fit, or there is no device or memory.
     """
     kind = find_layer(layer)
     kind.check(spec, inputs, run)
@@ -146,8 +136,7 @@ def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
 def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]) -> list[tuple[int, Subject]]:
     """Return a layer of the catalog for each head count; settings are those of its specs, by name.
 
-    Raises:
-        SpecError: a head count does not fit, a setting is none that there is, or settings contradict each other.
+    Raises `SpecError` where a head count does not fit, or a setting is none or contradicts another.
     """
     if not heads:
         raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")

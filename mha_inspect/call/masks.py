@@ -111,9 +111,7 @@ def masks_of(
 
     `free` has the arguments that may take a mask, and that nobody gave one.
 
-    Raises:
-        SpecError: the forward takes no such mask.
-        InputError: a file does not fit.
+    Raises `SpecError` where the forward takes no such mask, `InputError` where a file does not fit.
     """
     names = {plain(name): name for name in forward.parameters}
     of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
@@ -272,12 +270,7 @@ def learn_masks(
 ) -> tuple[dict[str, Tensor], list[str]]:
     """Learn how a forward takes the masks that flags ask for, each in an argument of its own or all in one.
 
-    Args:
-        forward: that is to take them.
-        inputs: for their sizes.
-        flags: `--causal`, `--padding` or both.
-        free: the mask arguments that nobody gave anything.
-        make: makes its run with these masks by name.
+    `free` has the mask arguments that nobody gave anything; `make` makes a run with masks by name.
 
     Returns the masks by name, and what was learned as sentences. Raises `SpecError` where no form does what is asked.
     """

@@ -144,9 +144,7 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
 
     The whole is left as it was.
 
-    Raises:
-        SpecError: there is no such module; its message has the nearest path.
-        InputError: the whole does not call it.
+    Raises `SpecError` where there is no such module, `InputError` where the whole does not call it.
     """
     paths = {name: module for name, module in target.module.named_modules() if name}
     if path not in paths:

@@ -36,6 +36,11 @@ COMMANDS = {
     "layers": "List the ways to write attention that --layer and diff take.",
 }
 """Each command with its line in the help; all but the last have a file of their name, imported when it is used."""
+TARGETS = (
+    "TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and "
+    "from the options under the names that it has for them, its inputs follow the signature of its forward, or a "
+    "function returns them as well: (module, args) or (module, args, kwargs). Importing it runs its code."
+)
 VARIABLES = (
     "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
     "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
@@ -175,12 +180,12 @@ def mha_inspect(
 
 
 def command(
-    *examples: str, only: Sequence[str] = (), without: Sequence[str] = ()
+    *examples: str, only: Sequence[str] = (), without: Sequence[str] = (), targets: bool = False
 ) -> Callable[[Callable[..., ExitCode]], typer.Typer]:
     """Make a command of a function that takes an `Options` first: every shared option becomes a parameter of its own.
 
     Its own options come first in `--help`. It shares `only` those that are named, or all `without` those that it has no
-    use for: these are at their defaults.
+    use for: these are at their defaults. With `targets` its help says what a TARGET is.
     """
 
     def decorate(function: Callable[..., ExitCode]) -> typer.Typer:
@@ -199,7 +204,8 @@ def command(
         context, _ = inspect.signature(flat, eval_str=True).parameters.values()
         signature = inspect.Signature([context, *parameters, *shared])
         flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for
-        paragraphs = [*inspect.cleandoc(function.__doc__ or "").split("\n\n"), *([] if only else [VARIABLES])]
+        paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
+        paragraphs += [*([TARGETS] if targets else []), *([] if only else [VARIABLES])]
         flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         typed = typer.Typer(add_completion=False, rich_markup_mode=None)
         settings = {"auto_envvar_prefix": "MHA_INSPECT", "allow_extra_args": True}

@@ -23,6 +23,7 @@ INTENT = "What is meant"
     "check model.py:Attention --causal",
     "check hf:gpt2 --causal --mask attention_mask=keep --padding-side left --cache past_key_values",
     without=(*NUMBERS, "grad"),
+    targets=True,
 )
 def check(
     options: Options,
@@ -45,10 +46,6 @@ def check(
 
     With --causal, --window, --mask, --cache, --scale or --reference it is held to what is meant as well. It exits with
     1 where something is wrong.
-
-    TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
-    the options under the names that it has for them, its inputs follow the signature of its forward, or a function
-    returns them as well: (module, args) or (module, args, kwargs). Importing it runs its code.
     """
     if list_checks:
         width = max(map(len, CHECKS))

@@ -182,9 +182,7 @@ def runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Sid
     A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last, and of
     two the coarser: its input, and its weights, are those of the finer, rounded.
 
-    Raises:
-        MhaInspectError: a side cannot be built or called as asked.
-        TargetFailedError: the forward of a target raised.
+    Raises `MhaInspectError` where a side cannot be built or called as asked, or the forward of a target raised.
     """
     first, second = (right, left) if left.path is None and right.path is not None else (left, right)
     dtypes = [_FINEST.index(side.options(options).dtype) if not side.is_target else -1 for side in (first, second)]

@@ -29,6 +29,7 @@ PANEL, PICTURE = "Trace", "Picture"
 @command(
     "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12",
     "trace torch.nn:TransformerEncoderLayer --embed-dim 64 --num-heads 4 --seq-len 10",
+    targets=True,
 )
 def trace(
     options: Options,
@@ -61,10 +62,6 @@ def trace(
 
     It is run once, as it is. Where PyTorch hides stages in a fused kernel, its steps are computed beside it, and the
     last line says how near they come to its result.
-
-    TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
-    the options under the names that it has for them, its inputs follow the signature of its forward, or a function
-    returns them as well: (module, args) or (module, args, kwargs). Importing it runs its code.
     """
     subject.check(target, options, "trace")
     if text is not None and (target is None or not target.startswith("hf:")):

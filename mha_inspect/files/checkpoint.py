@@ -47,9 +47,7 @@ def is_checkpoint(text: str) -> bool:
 def read_checkpoint(path: Path) -> Checkpoint:
     """Return the tensors of a file, of the files that an index names, or of those in a folder.
 
-    Raises:
-        InputError: there are none, or a file is damaged or absent.
-        UnsafeFileError: a file is compressed, or what is in it is made by code alone.
+    Raises as `content_of`, and `InputError` where there are none.
     """
     files, notes = _files(path), []
     tensors: dict[str, StoredTensor] = {}

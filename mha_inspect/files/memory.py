@@ -27,9 +27,7 @@ _STATUS = Path("/proc/self/status")
 def require_loadable() -> None:
     """Let it pass where torch can be loaded: it ends the process in C where it cannot, and no error can be caught.
 
-    Raises:
-        DoesNotFitError: a limit (ulimit -v) leaves less address space than it takes.
-        InputError: the working folder is gone, which its libraries are looked up from.
+    Raises `DoesNotFitError` where a limit (ulimit -v) leaves too little, `InputError` where the working folder is gone.
     """
     try:
         os.getcwd()
@@ -77,16 +75,9 @@ def limited_to_what_is_free(device: str = "cpu") -> Iterator[int | None]:
 
 
 def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:
-    """Let it pass when `need` bytes fit on the device, or when that cannot be known.
+    """Raise `DoesNotFitError` where `need` bytes do not fit on the device; let it pass where that cannot be known.
 
-    Args:
-        need: bytes that it would take at its peak.
-        device: where.
-        asked: what was asked, with its numbers: `seq_len 131072 with 128 heads`.
-        way_out: what would fit, as a sentence.
-
-    Raises:
-        DoesNotFitError: with the need, what is free, and the way out.
+    `asked` is what was asked for, with its numbers: `seq_len 131072 with 128 heads`; `way_out` what would fit.
     """
     free = free_memory(device) if need > _SMALL else None
     if free is not None and need > free:

@@ -84,10 +84,7 @@ def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
 
     Where meta is the default device they are made there, of the file's shapes and dtypes: no number is read.
 
-    Raises:
-        InputError: the file is absent, cannot be read, or holds something else than tensors.
-        UnsafeFileError: reading it would run code that is in it, or unpack what may be any size.
-        DoesNotFitError: a tensor in it is larger than the free memory.
+    Raises as `content_of`, `InputError` for what is no tensor, `DoesNotFitError` for one larger than the free memory.
     """
     name, content = path_name(path), content_of(path, SUFFIXES)
     if not isinstance(content, dict):
@@ -132,9 +129,7 @@ def _read(value: Any, name: str) -> Tensor:
 def read_stored(stored: StoredTensor, name: str) -> Tensor:
     """Return a copy of a stored tensor that has elements, on the CPU; a shape alone where meta is the default device.
 
-    Raises:
-        InputError: it is on meta, the file has become shorter, or this version of torch has no such dtype.
-        DoesNotFitError: it is larger than the free memory.
+    Raises `InputError` where there are no numbers or no such dtype in torch, `DoesNotFitError` where it is too large.
     """
     import torch
 
@@ -164,9 +159,7 @@ def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
 
     Anything else is as it is, or is `Unknown`. The file has one of the suffixes, which are of `READERS`.
 
-    Raises:
-        InputError: the file is absent, cannot be read, or is damaged.
-        UnsafeFileError: it is compressed or holds nothing but objects that code makes.
+    Raises `InputError` where it is absent or damaged, `UnsafeFileError` where it is compressed or made by code alone.
     """
     kinds = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
     with opened(path, kinds) as (file, size):

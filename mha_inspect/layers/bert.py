@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 class BertSelfAttention(nn.Module):
@@ -28,18 +28,18 @@ class BertSelfAttention(nn.Module):
         self.value = nn.Linear(hidden_size, self.all_head_size, bias=bias)
         self.dropout = nn.Dropout(attention_probs_dropout_prob)
 
-    def transpose_for_scores(self, x: torch.Tensor) -> torch.Tensor:
+    def transpose_for_scores(self, x: Tensor) -> Tensor:
         """`... seq (heads head_dim) -> ... heads seq head_dim`."""
         x = x.view(*x.shape[:-1], self.num_attention_heads, self.attention_head_size)
         return x.transpose(-3, -2)
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        encoder_hidden_states: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
         output_attentions: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """`... query hidden, ... key hidden -> ... query hidden, ... heads query key`, with or without a batch."""
         key_states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query_layer = self.transpose_for_scores(self.query(hidden_states))

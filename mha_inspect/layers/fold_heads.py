@@ -6,7 +6,7 @@ import math
 
 import torch
 from einops import rearrange
-from torch import nn
+from torch import Tensor, nn
 
 from .per_head import masked
 
@@ -19,8 +19,8 @@ class DotProductAttention(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`batch query d, batch key d, batch key d -> batch query d, batch query key`."""
         scores = masked(torch.bmm(queries, keys.transpose(1, 2)) / math.sqrt(queries.size(-1)), mask)
         weights = torch.softmax(scores, dim=-1)
@@ -45,8 +45,8 @@ class FoldHeadsAttention(nn.Module):
         self.W_o = nn.LazyLinear(num_hiddens, bias=bias)
 
     def forward(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """`batch query embed, batch key kdim, batch key vdim -> batch query embed, batch heads query key`."""
         fold = "batch seq (heads head_dim) -> (batch heads) seq head_dim"
         projections = ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-def rotate_half(x: torch.Tensor) -> torch.Tensor:
+def rotate_half(x: Tensor) -> Tensor:
     """(x1, x2) -> (-x2, x1), with x1 and x2 the halves of the last dimension."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
-def rotary_positions(x: torch.Tensor, base: float = 10000.0) -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_positions(x: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
     """cos and sin of position · base^(-2i / head_dim), `position head_dim`, for x `batch heads position head_dim`.
 
     The angles are worked out in float32 at least: bfloat16 cannot tell position 257 from 258.
@@ -27,13 +27,13 @@ def rotary_positions(x: torch.Tensor, base: float = 10000.0) -> tuple[torch.Tens
     return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
 
-def apply_rotary(x: torch.Tensor) -> torch.Tensor:
+def apply_rotary(x: Tensor) -> Tensor:
     """`batch heads position head_dim`, each pair of features (i, i + head_dim / 2) turned by its position's angle."""
     cos, sin = rotary_positions(x)
     return (x * cos) + (rotate_half(x) * sin)
 
 
-def repeat_kv(hidden_states: torch.Tensor, n_rep: int) -> torch.Tensor:
+def repeat_kv(hidden_states: Tensor, n_rep: int) -> Tensor:
     """`batch kv_heads key head_dim -> batch (kv_heads n_rep) key head_dim`: each head n_rep times in a row."""
     batch, num_key_value_heads, slen, head_dim = hidden_states.shape
     if n_rep == 1:
@@ -74,11 +74,11 @@ class GroupedQueryAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        attention_mask: torch.Tensor | None = None,
-        key_value_states: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
         output_attentions: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """`batch query embed, batch key embed -> batch query embed, batch heads query key`, with an additive mask."""
         batch, query_len, _ = hidden_states.shape
         states = hidden_states if key_value_states is None else key_value_states

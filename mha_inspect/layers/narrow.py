@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .per_head import mask_of_head, masked
 
@@ -29,13 +29,8 @@ class NarrowAttention(nn.Module):
         self.unifyheads = nn.Linear(heads * s, emb, bias=bias)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        need_weights: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """`... query embed, ... key embed, ... key embed -> ... query embed, ... heads query key`."""
         slices = zip(query.chunk(self.heads, -1), key.chunk(self.heads, -1), value.chunk(self.heads, -1), strict=True)
         outputs, weights = [], []

@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-def attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V, equation 1 of the paper, and its weights.
 
     `... query d_k, ... key d_k, ... key d_v -> ... query d_v, ... query key`. What is not allowed is set to -inf before
@@ -20,14 +18,14 @@ def attention(
     return weights @ v, weights
 
 
-def masked(scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
     """Return the scores under a mask: boolean (True: not allowed), or additive."""
     if mask is None:
         return scores
     return scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
 
 
-def mask_of_head(mask: torch.Tensor | None, head: int) -> torch.Tensor | None:
+def mask_of_head(mask: Tensor | None, head: int) -> Tensor | None:
     """Return the part of a merged mask that one head sees: `query key` or `batch query key`."""
     if mask is None or mask.dim() == 2:
         return mask
@@ -52,13 +50,8 @@ class PerHeadAttention(nn.Module):
         self.W_o = nn.Linear(num_heads * d_k, d_model, bias=bias)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        need_weights: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """`... query embed, ... key kdim, ... key vdim -> ... query embed, ... heads query key`."""
         projections = zip(self.W_q, self.W_k, self.W_v, strict=True)
         heads = [

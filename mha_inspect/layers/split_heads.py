@@ -5,12 +5,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
-def scaled_dot_product_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """softmax(q kᵀ / √depth + mask · -1e9) v, and the weights; the mask is 1 where a query may not look.
 
     Every key of a row masked moves all its scores by the same amount: its weights are finite where -inf gives NaN.
@@ -40,14 +38,12 @@ class SplitHeadsAttention(nn.Module):
         self.wv = nn.Linear(d_model, d_model, bias=bias)
         self.dense = nn.Linear(d_model, d_model, bias=bias)
 
-    def split_heads(self, x: torch.Tensor, batch_size: int) -> torch.Tensor:
+    def split_heads(self, x: Tensor, batch_size: int) -> Tensor:
         """`batch seq (heads depth) -> batch heads seq depth`."""
         x = x.view(batch_size, -1, self.num_heads, self.depth)
         return x.permute(0, 2, 1, 3)
 
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """`batch query d_model, batch key d_model, batch key d_model -> batch query d_model, batch heads query key`."""
         batch_size = q.size(0)
         q = self.split_heads(self.wq(q), batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .per_head import masked
 
@@ -25,13 +25,8 @@ class WideAttention(nn.Module):
         self.unifyheads = nn.Linear(heads * self.k, emb, bias=bias)
 
     def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None = None,
-        need_weights: bool = False,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """`batch query embed, batch key embed, batch key embed -> batch query embed, batch heads query key`."""
         b, t, h, k = query.size(0), query.size(1), self.heads, self.k
         queries = self.toqueries(query).view(b, t, h, k)
