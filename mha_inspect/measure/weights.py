@@ -95,10 +95,8 @@ class Carried:
 
 def weights_of(run: Run, module: nn.Module) -> tuple[Weights, ...]:
     """Return the weights of each attention of a run of this module, in order."""
-    every = projections(run)
     weights = []
-    for place, (_, names) in enumerate(run.attentions):
-        parts = [projection for projection in every if projection.attention == place]
+    for (_, names), parts in zip(run.attentions, projections(run), strict=True):
         whole = {projection.part: projection for projection in parts if projection.is_whole}
         missing = tuple(map(_unreadable, (projection for projection in parts if not projection.is_whole)))
         weights.append(Weights(module, whole, names.num_heads, names.num_kv_heads, missing))

@@ -27,20 +27,21 @@ _MOVED_BY_TORCH = ("repeat", "roll", "flip", "im2col", "constant_pad_nd")
 class Elements:
     """Numbers of the elements that each tensor is made of, from 1; nan where it is made of none that is followed."""
 
-    def __init__(self, graph: Graph, merge: Callable[[Tensor, Tensor], Tensor] = torch.fmin) -> None:
-        self._graph, self._merge = graph, merge
+    def __init__(
+        self,
+        graph: Graph,
+        merge: Callable[[Tensor, Tensor], Tensor] = torch.fmin,
+        parameter: TensorRef | None = None,
+    ) -> None:
+        """Number the elements of a parameter, where one is given, by their places in its memory."""
+        self._graph, self._merge, self._parameter = graph, merge, parameter
         self._memory: dict[int, Tensor] = {}
-        self._parameter: TensorRef | None = None
         self.merged = False
         """Whether elements were made of two each, of which `merge` chose one."""
 
     def number(self, tensor: TensorRef, numbers: Tensor) -> None:
         """Number the elements of a tensor."""
         self._of(tensor).copy_(numbers)
-
-    def number_places(self, parameter: TensorRef) -> None:
-        """Number the elements of a parameter by their places in its memory, which may be too many to be made."""
-        self._parameter = parameter
 
     def of(self, tensor: TensorRef) -> Tensor:
         """Return the numbers of a tensor; of complex numbers those of their real parts."""
@@ -172,6 +173,15 @@ def weight_of(graph: Graph, op: Op) -> TensorRef:
     if op.base_name == "convolution":
         return op.inputs[1]
     return op.inputs[-1] if graph.is_weight(op.inputs[-1]) else op.inputs[-2]
+
+
+def places_of_weight(graph: Graph, op: Op) -> tuple[int, int]:
+    """Return the dimension of a projection's weight that is summed over, and the one of the features that it gives."""
+    if op.base_name == "convolution":
+        return 1, 0
+    if len(weight_of(graph, op).shape) < 2:
+        return -1, -1
+    return (-1, -2) if graph.projected(op) is op.inputs[-1] else (-2, -1)
 
 
 def _where_alike(numbers: Tensor, place: int) -> Tensor:

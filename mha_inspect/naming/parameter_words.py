@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from math import prod
@@ -15,7 +15,7 @@ from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
-from .parameters import SIDES, Part, Serves, coordinates, is_vector, num_heads, parameters_behind, parts_of
+from .parameters import SIDES, Part, Serves, coordinates, num_heads, parameters_behind, parts_of
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
@@ -33,10 +33,8 @@ _SAID = {
 """What a parameter does that is no matrix and no bias of a projection."""
 _BESIDE = ("scores", "in scores", "in weights", "sinks", "learned")
 """Those that have no part in what heads are made of."""
-_SCALES = {"scale before": "norm"}
-"""What a slice is called after, where it is not the kind of its part."""
-_PACKED = {"qkv": "qkv", "kv": "kv", "qk": "qk"}
-"""What the axis is called that counts the parts in one parameter."""
+_PACKED = ("qkv", "kv", "qk")
+"""What the axis may be called that counts the parts in one parameter."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def roles_of(run: NamedRun) -> dict[str, ParameterRole]:
     """
     roles: dict[str, list[ParameterRole]] = {}
     for (attention, names), (parts, serves) in zip(run.attentions, parts_of(run), strict=True):
-        words = _Words(run, attention, names, serves)
+        words = _Words(attention, names, serves)
         for name, use in _uses(run, attention, parts).items():
             roles.setdefault(name, []).append(words.role(use))
     # Of several attentions the one that tells most, in the words of all.
@@ -112,33 +110,33 @@ def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[st
 
     for part in sorted(parts, key=lambda part: ("W", "b", part.kind).index(part.kind)):
         add(part.kind, part.letter, part.parameter.name, part)
-    for letter in "qkv":
-        given = attention.stages.get(SIDES[letter])
-        if given is not None and graph.is_weight(given):
-            for named in parameters_behind(run, [given], lambda op: True):
-                add("learned", letter, named.name)
+    stages, product = attention.stages, attention.value_product
+    given = {letter: stages[side] for letter, side in SIDES.items() if letter != "o" and side in stages}
     added = [t for op in attention.masks for t in op.inputs if not graph.comes_from_inputs(t)]
     sinks = [t for t in (attention.sinks.inputs if attention.sinks is not None else ()) if graph.is_weight(t)]
-    for kind, tensors in (("scores", added), ("sinks", sinks)):
-        for named in parameters_behind(run, tensors, lambda op: True):
-            add(kind, "", named.name)
-    product, stages = attention.value_product, attention.stages
-    weights = product.right if attention.value_first else product.left
-    heads = (stages["q_heads"], stages["k_heads"])
-    for kind, sources, target in (
-        ("in scores", heads, attention.softmax.inputs[0]),
-        ("in weights", (attention.softmax.output,), weights),
+    heads, weights = (stages["q_heads"], stages["k_heads"]), product.right if attention.value_first else product.left
+    for kind, letter, tensors, passes in (
+        *(("learned", letter, [tensor], ()) for letter, tensor in given.items() if graph.is_weight(tensor)),
+        ("scores", "", added, ()),
+        ("sinks", "", sinks, ()),
+        ("in scores", "", [attention.softmax.inputs[0]], (_made_since(run, heads),)),
+        ("in weights", "", [weights], (_made_since(run, (attention.softmax.output,)),)),
     ):
-        stops = {tensor.id for tensor in sources}
-        start = min(run.recording.producers.get(id_, -1) for id_ in stops)
-
-        def passes(op: Op, stops: set[int] = stops, start: int = start) -> bool:
-            inside = op.index > start or all(map(graph.is_weight, op.inputs))
-            return inside and not any(tensor.id in stops for tensor in op.outputs)
-
-        for named in parameters_behind(run, [target], passes):
-            add(kind, "", named.name)
+        for named in parameters_behind(run, tensors, *passes):
+            add(kind, letter, named.name)
     return uses
+
+
+def _made_since(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], bool]:
+    """Return what tells whether an operation came after these tensors, or reads parameters alone."""
+    stops = {tensor.id for tensor in tensors}
+    start = min(run.recording.producers.get(id_, -1) for id_ in stops)
+
+    def passes(op: Op) -> bool:
+        inside = op.index > start or all(map(run.graph.is_weight, op.inputs))
+        return inside and not any(tensor.id in stops for tensor in op.outputs)
+
+    return passes
 
 
 # -- how they lie -----------------------------------------------------------------------------------------------------
@@ -178,7 +176,8 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     for part in parts:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
-        name, indices = part.name or f"{_SCALES.get(kind, kind)}_{part.letter}", _indices(part)
+        name = part.name or f"{'norm' if kind == 'scale before' else kind}_{part.letter}"
+        indices = _indices(part)
         for head, row in part.heads.items():
             number = len(torch.unique(row[row >= 0])) * (1 if part.inner is None else part.inner[0])
             if len(large) > 2 or prod(len(of_dim[head]) for of_dim in indices) != number:
@@ -210,7 +209,8 @@ def _axes(parts: Sequence[Part], words: tuple[str, str], ones: Sequence[str]) ->
         place = place * shape[dim] + at[dim]
     if place.numel() != prod(shape[dim] for dim in outer) or any(bool((row < 0).any()) for row in rows):
         return None
-    names = (_PACKED.get("".join(part.letter for part in parts), "packed"), *words)
+    letters = "".join(part.letter for part in parts)
+    names = (letters if letters in _PACKED else "packed", *words)
     for order in permutations(range(3)):
         laid_out = (
             torch.arange(place.numel())
@@ -268,7 +268,6 @@ def _in_blocks(parts: Sequence[Part], dim: int) -> bool:
 class _Words:
     """Says what the parameters of one attention are for."""
 
-    run: NamedRun
     attention: Attention
     names: AxisNames
     serves: Serves
@@ -277,7 +276,7 @@ class _Words:
         """Return the role of a parameter."""
         known = use.parts if all(part.heads or part.is_shared for part in use.parts) else []
         parts = sorted(known, key=lambda part: min((int(row.min()) for row in part.heads.values()), default=0))
-        if use.kind in _BESIDE or not parts or is_vector(parts[0]):
+        if use.kind in _BESIDE or not parts or parts[0].is_vector:
             text = _listed(use.kind, use.letters) if use.kind in ("W", "b") else _plain(use)
             return ParameterRole("", text)
         axes = self._axes_of(use.kind, parts)

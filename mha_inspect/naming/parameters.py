@@ -21,7 +21,7 @@ from ..graph.attention import Attention
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .canonical import sizes_in
-from .elements import Elements, weight_of
+from .elements import Elements, places_of_weight, weight_of
 from .named_run import NamedRun
 from .pattern import axis_sizes, dims_of
 
@@ -66,13 +66,16 @@ class Part:
         kind = {"appended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
         return f"{kind}_{self.letter}" if kind else ""
 
+    @property
+    def is_vector(self) -> bool:
+        """Whether this is a matrix of one dimension alone, which projects to one number."""
+        return self.kind == "W" and len(self.parameter.tensor.shape) == 1
+
 
 @dataclass(frozen=True, eq=False)
 class Projection:
     """A matrix or bias of an attention, and where in the parameters it is."""
 
-    attention: int
-    """Which attention of the run, in the order in which they were computed."""
     part: str
     """`W_q`, `W_k`, `W_v`, `W_o`, `b_q` to `b_o`; `bias_k` and `bias_v` for a learned key and value."""
     shape: tuple[int, ...]
@@ -126,28 +129,25 @@ def coordinates(places: Tensor, tensor: TensorRef) -> tuple[Tensor, ...]:
     return tuple(places.floor_divide(max(stride, 1)) % max(size, 1) for size, stride in strides)
 
 
-def projections(run: NamedRun) -> tuple[Projection, ...]:
-    """Return every matrix and bias of every attention of a run that parameters hold, with where each head's part is.
+def projections(run: NamedRun) -> list[list[Projection]]:
+    """Return for each attention every matrix and bias that parameters hold, with where each head's part is.
 
     Nothing is run again; the tensors of the run need not have been kept. A side that has no projection has none here.
     """
-    return tuple(
-        _projection(number, name, parts, names, serves)
-        for number, ((_, names), (of_attention, serves)) in enumerate(zip(run.attentions, parts_of(run), strict=True))
-        for name in dict.fromkeys(part.name for part in of_attention)
-        if (parts := [part for part in of_attention if name and part.name == name and not is_vector(part)])
-    )
-
-
-def is_vector(part: Part) -> bool:
-    """Return whether a matrix has one dimension alone, so that it projects to one number."""
-    return part.kind == "W" and len(part.parameter.tensor.shape) == 1
+    every = []
+    for (_, names), (parts, serves) in zip(run.attentions, parts_of(run), strict=True):
+        named: dict[str, list[Part]] = {}
+        for part in parts:
+            if part.name and not part.is_vector:
+                named.setdefault(part.name, []).append(part)
+        every.append([_projection(name, own, names, serves) for name, own in named.items()])
+    return every
 
 
 Serves = tuple[tuple[int, ...], ...]
 
 
-def _projection(number: int, name: str, parts: list[Part], names: AxisNames, serves: Serves) -> Projection:
+def _projection(name: str, parts: list[Part], names: AxisNames, serves: Serves) -> Projection:
     first, single = parts[0], name == "b_o"
     count = 1 if single else num_heads(names, name[-1])
     width = max((len(places) for part in parts for places in part.heads.values()), default=0)
@@ -166,7 +166,7 @@ def _projection(number: int, name: str, parts: list[Part], names: AxisNames, ser
         and all(part.moved and not part.is_shared for part in parts)
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
     )
-    return Projection(number, name, shape, is_whole, serves if name[-1] in "kv" else (), tuple(parts))
+    return Projection(name, shape, is_whole, serves if name[-1] in "kv" else (), tuple(parts))
 
 
 def num_heads(names: AxisNames, letter: str) -> int:
@@ -179,7 +179,9 @@ def parts_of(run: NamedRun) -> list[tuple[list[Part], Serves]]:
     return [_PartsOfAttention(run, attention, names).all() for attention, names in run.attentions]
 
 
-def parameters_behind(run: NamedRun, tensors: Iterable[TensorRef], passes: Callable[[Op], bool]) -> list[Named]:
+def parameters_behind(
+    run: NamedRun, tensors: Iterable[TensorRef], passes: Callable[[Op], bool] = lambda op: True
+) -> list[Named]:
     """Return the parameters that tensors are made of, by operations that pass."""
     found: dict[str, Named] = {}
     for step in (step for tensor in tensors for step in run.graph.back(tensor, passes)):
@@ -416,7 +418,7 @@ class _PartsOfAttention:
         taps = meeting.weight.shape[2:] if op is not None and op.base_name == "convolution" else ()
         weighing = self._way(meeting.weight, set(), set(), 0)[0]
         moved = prod(taps) == 1 and all(op.kind in ("view", "copy") for op in weighing)
-        for parameter in parameters_behind(self._run, [meeting.weight], lambda op: True):
+        for parameter in parameters_behind(self._run, [meeting.weight]):
             numbered = self._followed(parameter.tensor, way)
             heads: dict[int, Tensor] = {}
             if codes is not None:
@@ -436,25 +438,17 @@ class _PartsOfAttention:
 
     def _followed(self, parameter: TensorRef, way: list[Op]) -> tuple[Elements, Elements]:
         """Return the numbers of a parameter's elements at the end of a way: the lowest and the highest of each."""
-        lowest = Elements(self._graph)
-        lowest.number_places(parameter)
+        lowest, highest = (Elements(self._graph, merge, parameter) for merge in (torch.fmin, torch.fmax))
         lowest.follow(way)
         if not lowest.merged:
             return lowest, lowest
-        highest = Elements(self._graph, torch.fmax)
-        highest.number_places(parameter)
         highest.follow(way)
         return lowest, highest
 
     def _with_inner(self, part: Part, op: Op, elements: Elements) -> Part:
         """Return a part of a matrix with how many numbers each of its features has, and how far apart they are."""
         weight = weight_of(self._graph, op)
-        if op.base_name == "convolution":
-            place = 1
-        else:
-            place = -2 if self._graph.projected(op) is not op.inputs[-1] and len(weight.shape) > 1 else -1
-        if part.letter == "o" and part.kind == "W" and len(weight.shape) > 1:
-            place = {1: 0, -2: -1, -1: -2}[place]
+        place = places_of_weight(self._graph, op)[part.letter == "o" and part.kind == "W"]
         number = weight.shape[place]
         ends = torch.stack(
             [elements.at(weight, place, index).flatten() for index in (0, min(1, number - 1), number - 1)]

@@ -120,7 +120,8 @@ def test_what_is_read_of_a_head_is_what_writes_it(name: str) -> None:
 def test_weights_that_the_forward_makes_of_several_are_not_claimed() -> None:
     module = styles.Base().eval()
     torch.nn.utils.parametrizations.weight_norm(module.q)
-    found = {own.part: own for own in projections(Subject(module, (torch.randn(2, 7, styles.E),), {}).recorded())}
+    (of_attention,) = projections(Subject(module, (torch.randn(2, 7, styles.E),), {}).recorded())
+    found = {own.part: own for own in of_attention}
     assert not found["W_q"].is_whole
     assert found["W_k"].is_whole
     weights = read(module, torch.randn(2, 7, styles.E))

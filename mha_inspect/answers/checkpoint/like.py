@@ -75,9 +75,7 @@ def held_against(
     if not run.attentions:
         notes.append("No attention was found in that run.")
     attentions = []
-    every = projections(run)
-    for number, (attention, axes) in enumerate(run.attentions):
-        parts = [projection for projection in every if projection.attention == number]
+    for (attention, axes), parts in zip(run.attentions, projections(run), strict=True):
         used = dict.fromkeys(in_file[of] for part in parts for of in part.parameters if of in in_file)
         path = attention.module.removeprefix(prefix[1:]) if prefix[:1] == "-" else prefix + attention.module
         path, sizes = path.rstrip("."), (axes.num_heads, axes.num_kv_heads, axes.head_dim)
