@@ -201,7 +201,7 @@ def _sequences(facts: Facts) -> Iterator[Cause]:
 def _masks(facts: Facts) -> Iterator[Cause]:
     """Judge a mask that does not lie over the scores."""
     under = facts.mask_and_scores[1] if facts.mask_and_scores is not None else None
-    if under is not None and len(under.shape) == 4 and all(dim[0] in HEADS for dim in under.axes[-2:]):
+    if under is not None and len(under.shape) == 4 and all(dim[0] in HEADS for dim in under.dims[-2:]):
         yield Cause(
             "heads_not_transposed",
             f"{under.text}: heads are compared with heads, so queries and keys were split but not transposed.",
@@ -318,8 +318,8 @@ def _keys(facts: Facts, query: Operand, key: Operand) -> Iterator[Cause]:
     cause, name = "key_not_transposed", key.variable
     if min(len(query.shape), len(key.shape)) < 2:
         return
-    if len(key.shape) > 2 and key.axes[-1] == ["batch"]:
-        what = f"{key.is_shape} {key.pattern}: all dimensions are turned round, as .T does."
+    if len(key.shape) > 2 and key.dims[-1] == ["batch"]:
+        what = f"{key.is_shape} {key.axes}: all dimensions are turned round, as .T does."
         yield Cause(cause, what, f"Swap the last two alone: {name}.transpose(-2, -1), or {name}.mT.")
     if key.place("key", "sequence") == len(key.shape) - 2 and query.shape[-1] == key.shape[-1] != key.shape[-2]:
         what = f"{key.name} ends in {key.axis(-2)} {key.axis(-1)}; q·kᵀ sums over {key.axis(-1)}."

@@ -12,6 +12,7 @@ from torch import nn
 from ... import text
 from ...naming.pattern import dims_of
 from ...record.recorder import Recorder
+from ...reports.trace import FailedOperand
 from ...running.subject import Run
 from .call import Call, Site, tensors_of, written
 from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, reach
@@ -25,28 +26,26 @@ VIEWS = ("view", "reshape", "unflatten")
 
 
 @dataclass(frozen=True, eq=False)
-class Operand:
-    """One tensor that the failing call was given, and what is known of it."""
+class Operand(FailedOperand):
+    """One tensor that the failing call was given, and what is known of it. It holds the tensor."""
 
-    role: str
-    """The argument that it was given for; empty where the call has no names for them."""
-    name: str
-    """As the user's line writes it; where that is not known, the stage that it is, or its role."""
     variable: str
     """The plain variable behind it: `k` behind `k.transpose(-2, -1)`; its name where there is none."""
     given: Given
-    shape: tuple[int, ...]
-    dtype: str
-    device: str
-    pattern: str
-    """What each dimension is, as an einops pattern."""
-    axes: list[list[str]]
-    """The names in each dimension, and numbers where there is none."""
     part: str
     """What it is to the attention: `query`, `key`, `value`, `weights`; empty where that is not known."""
     from_scores: bool
     """Whether it was made from the product of the scores."""
-    is_parameter: bool
+
+    @property
+    def is_parameter(self) -> bool:
+        """Whether it is a parameter of a module."""
+        return isinstance(self.given.value, nn.Parameter)
+
+    @property
+    def dims(self) -> list[list[str]]:
+        """The names in each dimension, and numbers where there is none."""
+        return dims_of(self.axes)
 
     @property
     def is_shape(self) -> str:
@@ -56,21 +55,21 @@ class Operand:
     @property
     def text(self) -> str:
         """`q is [2, 8, 5, 64] batch heads query head_dim`; the axes where one at least has a name."""
-        named = any(not name.isdigit() for names in self.axes for name in names)
-        return f"{self.is_shape} {self.pattern}" if named else self.is_shape
+        named = any(not name.isdigit() for names in self.dims for name in names)
+        return f"{self.is_shape} {self.axes}" if named else self.is_shape
 
     def place(self, *names: str) -> int | None:
         """Return the first dimension that is one of these axes, or has one in it; None where none is."""
-        return next((place for place, dim in enumerate(self.axes) if not set(names).isdisjoint(dim)), None)
+        return next((place for place, dim in enumerate(self.dims) if not set(names).isdisjoint(dim)), None)
 
     def size(self, *names: str) -> int:
         """Return the size of the dimension that is one of these axes alone; 0 where there is none."""
-        dims = zip(self.shape, self.axes, strict=True)
+        dims = zip(self.shape, self.dims, strict=True)
         return next((size for size, dim in dims if len(dim) == 1 and dim[0] in names), 0)
 
     def axis(self, place: int) -> str:
         """Return what a dimension is, with its size: `head_dim 64`; the size alone where it has no name."""
-        dim = self.axes[place]
+        dim = self.dims[place]
         name = dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
         return str(self.shape[place]) if name.isdigit() else f"{name} {self.shape[place]}"
 
@@ -171,7 +170,6 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
         stage = next((stage for stage, known in reached.stages.items() if known.id == tensor.id), "")
         name = written(recording, tensor, names, path) or stage or given.role or f"operand {number}"
         nearest = [variables.get(step.id, "") for step, _ in reached.steps_back(tensor)][:2]
-        pattern = reached.of(tensor)
         operands.append(
             Operand(
                 role=given.role,
@@ -181,11 +179,9 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
                 shape=tensor.shape,
                 dtype=tensor.dtype,
                 device=str(given.value.device),
-                pattern=pattern,
-                axes=dims_of(pattern),
+                axes=reached.of(tensor),
                 part=reached.roles.get(tensor.id, ""),
                 from_scores=reached.is_of_scores(tensor),
-                is_parameter=isinstance(given.value, nn.Parameter),
             )
         )
     return Facts(error, message, call or Call(), tuple(operands), reached, variables)

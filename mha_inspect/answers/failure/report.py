@@ -101,9 +101,7 @@ def describe_failure(
             module=recorder.path_of(site.module),
             source=site.source,
             line=site.line,
-            operands=tuple(
-                FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.pattern) for o in facts.operands
-            ),
+            operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
             clash="" if call is None else clash(facts),
             cause=find_cause(facts) if call is not None or facts.error == "EinopsError" else None,
             completed=tuple(_completed(facts)),
