@@ -25,6 +25,7 @@ BEFORE_TORCH = (
     "errors",
     "layers.spec",
     "record.ops",
+    "record.catalog",
     "naming.pattern",
     "layers.catalog",
     "__main__",
