@@ -165,7 +165,7 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
             parse_settings(side.settings, side.flag)
         else:
             _ = side.kind
-        changed = (side.of_run() if side.is_target else side).options(options)
+        changed = side.options(options)
         require_numbers(changed.device, "compare", _SHAPES)
         subject.inputs(changed)
     subject.single_head_count(options, "diff")
@@ -205,12 +205,12 @@ def _built(
 
     finish: Callable[[Call], Subject]
     if asked.is_target:
-        set_options, left = asked.of_run().options(options), asked.of_constructor()
+        set_options = asked.options(options)
         taken = frozenset() if other.is_target else frozenset({"embed_dim", "num_heads", "bias"}) | other.kind.takes
         # Beside a part of a model, what is whole has the sizes and the arguments of that.
         of_part = beside if other.path is not None and asked.path is None else None
         sizes = {} if of_part is None else sizes_of(of_part[0])
-        target = subject.load_target(asked.text, set_options, left, sizes, taken, asked.flag)
+        target = subject.load_target(asked.text, set_options, asked.of_constructor, sizes, taken, asked.flag)
         target = target if of_part is None else with_arguments_of(target, of_part[1])
         call = subject.call_of(target, set_options)
         target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from copy import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -58,22 +58,19 @@ class AskedSide:
             )
         return find_layer(self.text)
 
-    def of_run(self) -> AskedSide:
-        """Return the side of a target with those settings alone that say how it is run."""
-        return replace(self, settings=[text for text in self.settings if setting_of(text) in _OF_RUN])
-
+    @property
     def of_constructor(self) -> list[str]:
-        """Return the other settings of a target: its own arguments."""
-        return [text for text in self.settings if setting_of(text) not in _OF_RUN]
+        """The settings of a target that are arguments of its own, and do not say how it is run."""
+        return [text for text in self.settings if self.is_target and setting_of(text) not in _OF_RUN]
 
     def options(self, options: Options) -> Options:
-        """Return the options with the settings of this side: hyphens may stand for underscores.
+        """Return the options with the other settings of this side: hyphens may stand for underscores.
 
         Raises `SpecError` for a text without `=`, a key that is none (with the nearest, and the list) or given twice,
         and a value that is not of its kind.
         """
         side, names = copy(options), set[str]()
-        for text in self.settings:
+        for text in [text for text in self.settings if text not in self.of_constructor]:
             typed, equals, value = (part.strip() for part in text.partition("="))
             name = setting_of(text)
             if not equals:
