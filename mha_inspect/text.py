@@ -185,8 +185,8 @@ def statistic(number: float) -> str:
 
 
 def times(number: float) -> str:
-    """Return a multiple: `0.5`, `17.3`, `1,302,118`."""
-    return _special(number) or (f"{number:,.0f}" if number >= 100 else f"{number:.1f}")
+    """Return a multiple of a rounding error in two digits, since the rest differs between processors: `1,300,000`."""
+    return _special(number) or (f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.1f}")
 
 
 def multiple(number: float | None) -> str:

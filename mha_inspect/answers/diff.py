@@ -223,7 +223,8 @@ def _answer(report: DiffReport, shared: Shared) -> Iterator[str]:
     # What a kernel or a dtype costs, where one layer has different ones on the two sides.
     dtypes = list(dict.fromkeys(side.environment.dtype for side in (left, right)))
     what = [f"dtype ({', '.join(dtypes)})"] if len(dtypes) > 1 else []
-    what += [f"kernel ({left.path._kernel}, {right.path._kernel})"] if left.path.plain != right.path.plain else []
+    if left.path.plain != right.path.plain:
+        what.append(f"kernel ({left.path._kernels[0]}, {right.path._kernels[0]})")
     costs = [
         f"{name} is off the result in float64 by at most {small(side.rounding_error)}"
         for name, side in zip(names, (left, right), strict=True)

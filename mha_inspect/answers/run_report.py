@@ -48,7 +48,7 @@ def path_of(run: Run) -> Path:
         reason="; ".join(" ".join(reason.split()) for reason in refusals) or None,
         opened=tuple(dict.fromkeys(_short(kernel) for kernel in outer if kernel.opened)),
         not_opened=tuple(dict.fromkeys(f"{_short(k)}: {k.note}" for k in recording.kernels if not k.opened)),
-        _kernel=next(iter(phrases.values()), "no attention kernel"),
+        _kernels=tuple(dict.fromkeys(phrases.values())) or ("no attention kernel",),
     )
 
 
@@ -95,7 +95,7 @@ def proof_of(run: Run) -> Proof:
     kernels = run.recording.kernels
     meta = any(tensor.is_meta for _, tensor in tensors_in(run.returned))
     if not kernels and not meta:
-        return Proof(0.0, None, True, "nothing was hidden: the stages shown are the plain run's")
+        return Proof(0.0, None, True, "No fused kernels: every stage is exactly what PyTorch computed.")
     checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
     notes = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if kernel.note)
     if not checked:
@@ -185,6 +185,7 @@ def _attention(
             shape=tensor.shape,
             axes=axes[name],
             formula=facts.formula(name),
+            _brief=facts.formula(name, brief=True),
             dtype=tensor.dtype,
             nbytes=tensor.nbytes,
             flops=facts.flops(name),

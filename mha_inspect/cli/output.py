@@ -11,7 +11,7 @@ from typing import IO, TYPE_CHECKING, Any
 from ..errors import ExitCode, ExportError, MhaInspectError, SpecError
 from ..files.memory import require_loadable
 from ..render.export import IMAGES, Destination
-from ..render.screen import columns, in_color, is_terminal
+from ..render.screen import columns, in_color, is_terminal, lines
 from ..text import shown
 from .options import Options, require_numbers
 
@@ -95,7 +95,7 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
             failure = error
     out = sys.stdout
     chosen = options.format or ("table" if is_terminal(out) else "plain")
-    text = to_text(report, chosen, width=columns(out), color=in_color(out))
+    text = to_text(report, chosen, width=columns(out), color=in_color(out), height=lines(out))
     if chosen != "json" and drawn is not None and drawn.printed:
         text += drawn.text(out)
     write(text, chosen)

@@ -39,8 +39,11 @@ class StageFacts:
         self._attention = attention
         self._axes = axes
 
-    def formula(self, stage: str) -> str:
-        """What is computed, as a formula with the real numbers, or as an einops pattern where elements only move."""
+    def formula(self, stage: str, *, brief: bool = False) -> str:
+        """Return what is computed, with the real numbers, or an einops pattern where elements only move.
+
+        A `brief` one says `split` or `merge` in the place of the pattern.
+        """
         attention, stages = self._attention, self._attention.stages
         scores = "masked_scores" if "masked_scores" in stages else "scores"
         if stage in _INPUTS:
@@ -52,9 +55,11 @@ class StageFacts:
             return self._scores(stage)
         if stage == "weights":
             over = " over the queries" if attention.over_queries else ""
+            if brief and not attention.weighing and scores != "scores":
+                return f"softmax{over}"
             return weighed_text(self._graph, attention, scores) if attention.weighing else f"softmax{over}({scores})"
         if stage != "context":
-            return self._rearranged(stage)
+            return self._rearranged(stage, brief=brief)
         if attention.divided is not None:
             return f"exp({scores}) · v_heads / Σ exp({scores})"
         weights = "dropout(weights)" if self.drops() else "weights"
@@ -159,7 +164,7 @@ class StageFacts:
         mixes = any(mixing.op is op for mixing in self._attention.mixed_weights)
         return computes and not mixes and not self._drops(op)
 
-    def _rearranged(self, stage: str) -> str:
+    def _rearranged(self, stage: str, *, brief: bool) -> str:
         """How the stage is laid out anew, and what is computed or repeated on the way."""
         stages, branches = self._attention.stages, self._attention.branches
         source = next((name for name in _BEFORE[stage] if name in stages), None)
@@ -178,6 +183,8 @@ class StageFacts:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
         pattern = rearrangement(left, right, (stages[source].shape, stages[stage].shape))
+        if brief and pattern:
+            pattern = "merge" if stage == "concat" else "split"
         moved = source if left == right else pattern or f"{source} in heads"
         return moved + self._grown(source, stage)
 

@@ -163,22 +163,22 @@ _HIDDEN = {
 }
 MULTI_HEAD = "aten._native_multi_head_attention"
 _KERNELS = f"""
-{MULTI_HEAD} | reopen | layer | the fast path: the whole layer is one kernel
-aten._transformer_encoder_layer_fwd | reopen | layer | the fast path: the whole encoder layer is one kernel
-aten._triton_multi_head_attention | unknown | layer | the whole layer is one kernel
+{MULTI_HEAD} | reopen | layer | fast path: one kernel for the layer
+aten._transformer_encoder_layer_fwd | reopen | layer | fast path: one kernel for the encoder layer
+aten._triton_multi_head_attention | unknown | layer | one kernel for the layer
 higher_order.flex_attention | reopen | attention | flex attention: one kernel
-aten._scaled_dot_product | attention | attention | fused attention: scores and weights never reach memory
-aten._flash_attention_forward | attention | attention | flash attention: scores and weights never reach memory
-aten._efficient_attention_forward | attention | attention | efficient attention: scores and weights never reach memory
-aten._cudnn_attention_forward | attention | attention | cuDNN's attention: scores and weights never reach memory
-aten._triton_scaled_dot_attention | attention | attention | fused attention: scores and weights never reach memory
-torch_attn._varlen_attn | attention | attention | attention over packed rows: scores and weights never reach memory
+aten._scaled_dot_product | attention | attention | fused attention
+aten._flash_attention_forward | attention | attention | flash attention
+aten._efficient_attention_forward | attention | attention | memory-efficient attention
+aten._cudnn_attention_forward | attention | attention | cuDNN's attention
+aten._triton_scaled_dot_attention | attention | attention | fused attention
+torch_attn._varlen_attn | attention | attention | attention over packed rows
 aten._transform_bias_rescale_qkv.default | part | split | adds the bias, and splits queries, keys and values
 aten._transform_bias_rescale_qkv | unknown | split | adds the bias, and splits queries, keys and values
-aten._masked_softmax.default | part | softmax | masks the scores and takes the softmax
-aten._masked_softmax | unknown | softmax | masks the scores and takes the softmax
-aten.baddbmm.default | adding | product | a product that adds the mask: the scores without it are never made
-aten.addmm.default | adding | product | a product that adds the mask: the scores without it are never made
+aten._masked_softmax.default | part | softmax | masks the scores, then takes the softmax
+aten._masked_softmax | unknown | softmax | masks the scores, then takes the softmax
+aten.baddbmm.default | adding | product | a matrix product that adds the mask
+aten.addmm.default | adding | product | a matrix product that adds the mask
 """
 """Start of a kernel's whole name, how it is opened, what it hides, and what it is."""
 _FUSED = {

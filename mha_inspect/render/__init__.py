@@ -22,10 +22,13 @@ _MODULES = {"diff-checkpoints": "diff", "layers": "check"}
 """Where the page of a command is, if not in the module of its name."""
 
 
-def to_text(report: Report, format: Format, *, width: int | None = None, color: bool = False) -> str:
+def to_text(
+    report: Report, format: Format, *, width: int | None = None, color: bool = False, height: int | None = None
+) -> str:
     """Return the report in one of `FORMATS`; ends with a line feed.
 
-    `width` (columns) and `color` matter to table; a width of None is the terminal's.
+    `width` (columns), `height` (lines) and `color` matter to table; a width of None is the terminal's, a height of None
+    has no end.
 
     Raises `ValueError` for an unknown format.
     """
@@ -42,7 +45,7 @@ def to_text(report: Report, format: Format, *, width: int | None = None, color: 
         return to_html(page)
     from .terminal import to_table
 
-    return to_table(page, width=width, color=color)
+    return to_table(page, width=width, color=color, height=height)
 
 
 def to_cell(report: Report) -> str:

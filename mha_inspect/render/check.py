@@ -2,62 +2,70 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from .. import text
-from ..reports.check import CheckReport, Finding
+from ..reports.check import CheckReport, Finding, Head, SkippedCheck
 from ..reports.common import LayersReport
 from .page import Block, Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
-from .parts import layer_page, notes
+from .parts import grouped, layer_page
 
 
 def check_page(report: CheckReport) -> Page:
-    """Return the page: what is wrong, or may be, what is so, what hangs on each head, what held, what was left out."""
-    return layer_page(report.environment, report.layer, _sections(report))
-
-
-def _sections(report: CheckReport) -> Iterator[Section]:
+    """Return the page: findings first, then facts, the effect of each head, and which checks passed or were skipped."""
     sure = [finding for finding in report.findings if finding.sure]
+    counted = f"{len(report.held)} passed, {len(report.left_out)} skipped"
+    found = ", ".join(f"{f.check} ({f.source})" if f.source else f.check for f in sure)
+    said = f"{text.plural(len(sure), 'finding')}: {found}." if sure else f"No findings: {counted}."
+    closing = Paragraph(said, "bad" if sure else "good")
+    return replace(layer_page(report.environment, report.layer, _sections(report, sure)), closing=closing)
+
+
+def _sections(report: CheckReport, sure: Sequence[Finding]) -> Iterator[Section]:
     declared = ", ".join(f"{name} {value}" for name, value in report.intent.items()) or "nothing"
-    verdict = f"{text.plural(len(sure), 'finding')}" if sure else "nothing is wrong that these checks can see"
-    yield section("check", facts(("declared", declared), ("runs", str(report.runs))), detail=verdict)
+    verdict = text.plural(len(sure), "finding") if sure else "no findings"
+    detail = f"{verdict} in {text.plural(report.runs, 'run')}; declared: {declared}"
+    yield section("check", detail=detail)
     for number, finding in enumerate(sure, 1):
         yield _finding(finding, f"{number}. {finding.check}", "bad")
     for finding in report.findings:
         if not finding.sure:
             yield _finding(finding, f"may be: {finding.check}", "warn")
-    if report.facts:
-        blocks: list[Block] = []
-        for fact in report.facts:
-            blocks.append(facts((fact.name, fact.sentence)))
-            if len(set("".join(fact.picture))) > 1:  # where every place is alike the sentence says it
-                blocks.append(Verbatim(fact.picture, "query × key"))
-        yield section("facts", *blocks)
+    blocks: list[Block] = [facts(*((fact.name, fact.sentence) for fact in report.facts))] if report.facts else []
+    pictures = [fact.picture for fact in report.facts if len(set("".join(fact.picture))) > 1]
+    blocks += [Verbatim(picture, "query × key") for picture in pictures]  # where all are alike the sentence says it
     if report.heads:
         columns = [
-            Column("module", lambda head: head.module, optional=True),
-            Column("head", lambda head: head.head, "right"),
-            Column("output changes without it", lambda head: _percent(head.output_change), "right"),
-            Column("share of gradient", lambda head: _percent(head.gradient_share), "right", optional=True),
+            Column("module", lambda heads: heads[0].module, optional=True),
+            Column("change of output without each head", lambda heads: _by_head(heads, "output_change"), wrap=22),
+            Column("its share of gradient", lambda heads: _by_head(heads, "gradient_share"), wrap=22, optional=True),
         ]
-        yield section("heads", table(report.heads, columns), detail="what hangs on each")
-    if report.held:
-        means = Column("which means", lambda held: held.sentence, wrap=30)
-        yield section("", table(report.held, [Column("held", lambda held: held.check, tone="strong"), means]))
-    if report.left_out:
-        why = Column("why", lambda left_out: left_out.reason, wrap=30)
-        yield section("", table(report.left_out, [Column("left out", lambda out: out.check, tone="strong"), why]))
-    yield section("", *notes(report.notes))
+        blocks.append(table(grouped(report.heads, lambda head: head.module), columns))
+    blocks += [facts(("note", note)) for note in report.notes]
+    if blocks:
+        yield section("", *blocks)
+    passed = [("passed", ", ".join(held.check for held in report.held))] if report.held else []
+    skipped = [("skipped", _skipped(report.left_out))] if report.left_out else []
+    if passed or skipped:
+        yield section("", facts(*passed, *skipped))
+
+
+def _by_head(heads: Sequence[Head], name: str) -> str:
+    shares = [(head.head, getattr(head, name)) for head in heads]
+    return ", ".join(f"{number}: {text.percent(share)}" for number, share in shares if share is not None)
+
+
+def _skipped(checks: Sequence[SkippedCheck]) -> str:
+    """Return the checks of each reason, with the reason: `causal, window (declare them), rotary (none here)`."""
+    groups = grouped(checks, lambda skipped: skipped._brief or skipped.reason)
+    return ", ".join(f"{', '.join(s.check for s in group)} ({group[0]._brief or group[0].reason})" for group in groups)
 
 
 def _finding(finding: Finding, title: str, tone: Tone) -> Section:
     where = ", ".join(filter(None, (finding.source, finding.module)))
     fix = [facts(("fix", finding.fix))] if finding.fix else []
     return section(title, Paragraph(finding.sentence, tone), facts(("evidence", finding.evidence)), *fix, detail=where)
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else text.percent(share)
 
 
 def layers_page(report: LayersReport) -> Page:

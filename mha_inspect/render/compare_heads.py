@@ -43,10 +43,10 @@ def compare_heads_page(report: CompareHeadsReport) -> Page:
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     floors = {count.noise_floor for count in report.counts}
-    floor = f" of {text.small(floors.pop())}" if len(floors) == 1 else ""
+    floor = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
     noise = (
-        f"× noise is how many times the rounding error{floor} ({MEASURED[report.measured_against]}) the largest "
-        "difference is: above 10 it is no rounding."
+        "relative difference: ‖output − baseline‖ / ‖baseline‖. × noise: the largest difference divided by "
+        f"{floor} ({MEASURED[report.measured_against]}). Above 10, the difference is too large to be rounding."
     )
     detail = f"same weights, same input; baseline {text.plural(report.baseline, 'head')}"
     columns = [
@@ -71,14 +71,14 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield _timing(report.timing)
     yield answered(report.answer)
     ways = {
-        "--gradients what a first step would change": report.gradients,
-        "--steps 100 what is learned": report.training,
-        "--focus what each head looks at": report.focus,
-        "--time which is faster": report.timing,
+        "--gradients compares a first step": report.gradients,
+        "--steps 100 trains them": report.training,
+        "--focus shows what each head looks at": report.focus,
+        "--time measures speed": report.timing,
     }
     ways_left = [way for way, answer in ways.items() if answer is None]
     if ways_left:
-        yield section("what to ask next", Paragraph(f"{'; '.join(ways_left)}.", "muted"))
+        yield section("", Paragraph(f"Next: {'; '.join(ways_left)}.", "muted"), more="")
 
 
 def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:

@@ -90,12 +90,12 @@ def _stages(rows: tuple[StageRow, ...]) -> Table:
     columns = [
         Column("stage" if place is None else f"attention {place}", lambda row: row.name, tone="strong"),
         Column("left", lambda row: shape(row.left), tone="shape"),
-        Column("left axes", lambda row: axes(row.left), tone="axes", into="left"),
+        Column("left axes", lambda row: axes(row.left), tone="axes", wide=True, drop=5),
         Column("right", lambda row: shape(row.right), tone="shape"),
-        Column("right axes", lambda row: axes(row.right), tone="axes", into="right"),
+        Column("right axes", lambda row: axes(row.right), tone="axes", wide=True, drop=4),
         *difference_columns("relative", (2, 3)),
     ]
-    return table(rows, columns, legend="* inside a kernel of torch, opened where it ran" if opened else "")
+    return table(rows, columns, legend="* inside a fused kernel, opened" if opened else "")
 
 
 def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:

@@ -84,7 +84,7 @@ def _table(table: Table) -> Iterator[str]:
 
 def _field(cell: Cell, usual: Tone, names: str) -> str:
     tone = cell.tone or usual
-    mark = f" {_element('span', escape(cell.mark), 'muted')}" if cell.mark else ""
+    mark = f"{_element('span', escape(cell.mark), 'muted')}" if cell.mark else ""
     return _element("td", _coloured(cell.text, tone, cell.axes) + mark, f"{names}{tone}")
 
 

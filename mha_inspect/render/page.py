@@ -15,6 +15,9 @@ from ..text import printable
 Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
 """What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
 
+WIDE, FULL_WIDTH = 110, 120
+"""Columns of a page from which on every column of a table is shown, and every text in full."""
+
 LONGEST = 1000
 """Characters of a field of a table, and a quarter of those of a sentence: a longer one loses its middle."""
 
@@ -30,11 +33,13 @@ class Cell:
     """For a shape: what its dimensions are, so that both can be shown in the same colours."""
     mark: str = ""
     """A sign behind the text that a line under the table explains."""
+    brief: str = ""
+    """Replaces the text where the page has fewer than `FULL_WIDTH` columns; empty: the text is shown as it is."""
 
     @property
     def full(self) -> str:
         """Return the text and its mark."""
-        return f"{self.text} {self.mark}" if self.mark else self.text
+        return self.text + self.mark
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,8 @@ class Column:
     """What stands in it for an item: a cell, or anything that is written as a text."""
     align: Literal["left", "right"] = "left"
     tone: Tone = ""
+    wide: bool = False
+    """Shown only where the page has `WIDE` columns or more."""
     drop: int = 0
     """0: always shown. Else the highest number goes first, and the page says what went."""
     wrap: int = 0
@@ -108,6 +115,8 @@ class Section:
     blocks: tuple[Block, ...]
     detail: str = ""
     """What is said behind the title on the same line."""
+    more: str | None = None
+    """None: always shown. Else a terminal that is too low shows this line instead; no line where it is empty."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +127,8 @@ class Page:
     detail: str
     subtitle: str
     sections: tuple[Section, ...]
+    closing: Paragraph | None = None
+    """The verdict once more, as the last line on a terminal, which shows the end of a long page."""
 
     def __post_init__(self) -> None:
         vars(self)["sections"] = tuple(section for section in self.sections if section.blocks or section.title)
@@ -159,9 +170,9 @@ def facts(*items: tuple[str, str], tone: Tone = "") -> Facts:
     return Facts(items, tone)
 
 
-def section(title: str, *blocks: Block, detail: str = "") -> Section:
+def section(title: str, *blocks: Block, detail: str = "", more: str | None = None) -> Section:
     """Return a part of the page; `title` may be empty."""
-    return Section(title, blocks, detail)
+    return Section(title, blocks, detail, more)
 
 
 def apart(before: Block | None, block: Block) -> bool:

@@ -20,7 +20,7 @@ SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
 
 MEASURED: dict[MeasuredAgainst, str] = {
     "float64": "measured against float64",
-    "half a digit": "measured with weights and inputs off by half a last digit, for no copy of it runs in float64",
+    "half a digit": "measured by changing weights and inputs by half a digit, since no copy of it runs in float64",
 }
 
 

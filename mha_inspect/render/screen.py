@@ -43,15 +43,27 @@ def in_color(stream: IO[str] | None) -> bool:
 
 def columns(stream: IO[str] | None) -> int | None:
     """Return the columns to fill: COLUMNS where it is set, else those of the terminal; None in a pipe, without edge."""
-    typed = os.environ.get("COLUMNS", "")
-    if typed.isascii() and typed.isdigit() and int(typed) > 0:
-        return int(typed)
+    return _typed("COLUMNS") or _size(stream)[0] or None
+
+
+def lines(stream: IO[str] | None) -> int | None:
+    """Return the lines that are seen at once: LINES where it is set, else those of the terminal; None in a pipe."""
+    return _typed("LINES") or _size(stream)[1] or None
+
+
+def _typed(variable: str) -> int:
+    typed = os.environ.get(variable, "")
+    return int(typed) if typed.isascii() and typed.isdigit() else 0
+
+
+def _size(stream: IO[str] | None) -> tuple[int, int]:
+    """Return the columns and lines of the terminal; zeros where there is none."""
     if stream is None or stream.closed or not stream.isatty():
-        return None
+        return 0, 0
     try:
-        return os.get_terminal_size(stream.fileno()).columns or None
+        return os.get_terminal_size(stream.fileno())
     except (OSError, ValueError):
-        return None
+        return 0, 0
 
 
 Tick = Callable[[str], None]

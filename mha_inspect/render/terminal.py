@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from io import StringIO
 
 from rich import box
@@ -19,7 +19,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from ..text import cells
-from .page import Block, Cell, Facts, Page, Paragraph, Table, Tone, Verbatim, apart, by_axis
+from .page import FULL_WIDTH, WIDE, Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
 """Sentences are not set wider than they are easy to read."""
@@ -30,24 +30,37 @@ GAP = 2
 # yellow is on white, and bright black vanishes on black. No meaning hangs on a colour alone.
 STYLES: dict[Tone, str] = {"strong": "bold", "muted": "dim", "good": "green", "bad": "bold red", "warn": "red"}
 
-AXIS_STYLES = {"heads": "magenta", "kv_heads": "magenta", "query": "cyan", "key": "blue", "head_dim": "green"}
+AXIS_STYLES = {"heads": "magenta", "kv_heads": "magenta", "query": "cyan", "key": "bright_blue", "head_dim": "green"}
 
 _RULES = box.Box("    \n    \n ── \n    \n ── \n    \n    \n    \n")
 """A line under the titles and one above the total."""
 
-_WHOLE = re.compile(r"(?:%\d+ )?\[[\d, ]*\]|× (?=\w)")
-"""A shape, an operand with its shape, `%3 [2, 12, 256]`, or `× noise`: a word, whatever spaces are in it."""
+_WHOLE = re.compile(r"(?:%\d+ )?\[[\d, ]*\]|× (?=\w)|(?:\d+: )?[\d.]+ %")
+"""A shape, an operand with its shape, `%3 [2, 12, 256]`, `× noise` or a percentage: a word with spaces in it."""
 _SPACE = "\ue000"
 """A space in such a word while Rich wraps. No text of a page has this character: it is not printable."""
 
 
-def to_table(page: Page, *, width: int | None, color: bool) -> str:
-    """Return the page for a terminal of that width; without colour there is no escape sequence in it."""
+def to_table(page: Page, *, width: int | None, color: bool, height: int | None = None) -> str:
+    """Return the page for a terminal of that width; without colour there is no escape sequence in it.
+
+    Where the page is longer than `height` lines, less the one of the prompt, it is set without blank lines; where that
+    is too long as well, sections that name another way to see them are left out. A height of None has no end.
+    """
+    columns = max(shutil.get_terminal_size().columns if width is None else width, 1)
+    for airy, whole in ((True, True), (False, True), (False, False)):
+        shown = page if whole else _shortened(page)
+        text = _text(columns, color, _page(shown, columns, airy=airy))
+        if height is None or text.count("\n") < height:
+            break
+    return text
+
+
+def _text(width: int, color: bool, lines: Iterable[tuple[RenderableType, int]]) -> str:
     file = StringIO()
-    columns = shutil.get_terminal_size().columns if width is None else width
     console = Console(
         file=file,
-        width=max(columns, 1),
+        width=width,
         force_terminal=color,
         color_system="standard" if color else None,
         no_color=not color,
@@ -56,24 +69,39 @@ def to_table(page: Page, *, width: int | None, color: bool) -> str:
         markup=False,
         emoji=False,
     )
-    _print(console, page)
+    for line, columns in lines:
+        console.print(line, width=columns, soft_wrap=False)
     return "\n".join(line.rstrip() for line in file.getvalue().replace(_SPACE, " ").split("\n"))
 
 
-def _print(console: Console, page: Page) -> None:
-    prose = min(console.width, PROSE_WIDTH)
-    console.print(_title(page.title, page.detail), width=prose)
-    console.print(Text(page.subtitle, STYLES["muted"]), width=prose)
-    for section in page.sections:
-        console.print()
+def _shortened(page: Page) -> Page:
+    """Return the page without sections that can be seen another way; a line says how, once."""
+    sections: list[Section] = []
+    for part in page.sections:
+        if part.more is None:
+            sections.append(part)
+        elif part.more and all(part.more != before.more for before in sections):
+            sections.append(replace(part, title="", blocks=(Paragraph(part.more, "muted"),)))
+    return replace(page, sections=tuple(sections))
+
+
+def _page(page: Page, width: int, *, airy: bool) -> Iterator[tuple[RenderableType, int]]:
+    """Yield what is printed, each with the columns that it may fill. Blank lines are set where it is `airy`."""
+    prose = min(width, PROSE_WIDTH)
+    yield _title(page.title, page.detail), prose
+    yield Text(page.subtitle, STYLES["muted"]), prose
+    closing = () if page.closing is None else (Section("", (page.closing,)),)
+    for section in (*page.sections, *closing):
+        if airy:
+            yield Text(), prose
         if section.title:
-            console.print(_title(section.title, section.detail), width=prose)
+            yield _title(section.title, section.detail), prose
         before: Block | None = None
         for block in section.blocks:
-            if apart(before, block) and (before is not None or section.title):
-                console.print()
-            for item in _block(block, console.width):
-                console.print(item, width=prose if isinstance(block, (Facts, Paragraph)) else None, soft_wrap=False)
+            if airy and apart(before, block) and (before is not None or section.title):
+                yield Text(), prose
+            for item in _block(block, width, airy=airy):
+                yield item, prose if isinstance(block, (Facts, Paragraph)) else width
             before = block
 
 
@@ -82,14 +110,13 @@ def _title(title: str, detail: str) -> Text:
     return text.append(f"  {detail}") if detail else text
 
 
-def _block(block: Block, width: int) -> Iterator[RenderableType]:
+def _block(block: Block, width: int, *, airy: bool) -> Iterator[RenderableType]:
     if isinstance(block, Table):
-        fit = _fitted(block, width)
-        yield _rows(block, fit)
-        if fit.dropped:
-            yield Text(f"no room at this width for: {', '.join(fit.dropped)}", STYLES["muted"])
-        if block.legend:
-            yield Text(block.legend, STYLES["muted"])
+        fit = _fitted(_brief(block) if width < FULL_WIDTH else block, width)
+        yield _rows(fit, ruled=airy)
+        dropped = f"Not shown at this width: {', '.join(fit.dropped)}." if fit.dropped else ""
+        if under := ". ".join(filter(None, (block.legend, dropped))):
+            yield Text(under, STYLES["muted"])
     elif isinstance(block, Facts):
         # Sentences wrap beside their labels.
         grid = RichTable.grid(padding=(0, GAP, 0, 0), pad_edge=False)
@@ -104,10 +131,16 @@ def _block(block: Block, width: int) -> Iterator[RenderableType]:
         yield from _verbatim(block)
 
 
+def _brief(table: Table) -> Table:
+    rows = (tuple(replace(cell, text=cell.brief or cell.text) for cell in row) for row in table.rows)
+    return replace(table, rows=tuple(rows))
+
+
 @dataclass(frozen=True)
 class _Fit:
     """How a table is shown. A column is the number of its place in the table."""
 
+    table: Table
     widths: dict[int, int]
     """Of each column that is shown."""
     below: dict[int, list[int]]
@@ -118,11 +151,12 @@ class _Fit:
 
 def _fitted(table: Table, width: int) -> _Fit:
     """Return how to show a table. Some columns go under others, then some are dropped, then words are broken."""
-    columns, shown = table.columns, list(range(len(table.columns)))
+    columns = table.columns
+    shown = [place for place, column in enumerate(columns) if width >= WIDE or not column.wide]
     bodies = [max((cells(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
     words = [max((_longest_word(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
     below: dict[int, list[int]] = {}
-    dropped: list[str] = []
+    dropped = [columns[place].title for place in range(len(columns)) if place not in shown]
     while True:
         room = width - GAP * (len(shown) - 1)
         least = {i: max([_longest_word(columns[i].title), *(2 + words[j] for j in below.get(i, []))]) for i in shown}
@@ -149,7 +183,7 @@ def _fitted(table: Table, width: int) -> _Fit:
     for host, guests in below.items():
         missing = sum(2 + bodies[guest] for guest in guests) - widths[host]
         widths[host] += max(min(missing, room - sum(widths.values())), 0)
-    return _Fit(widths, below, dropped)
+    return _Fit(table, widths, below, dropped)
 
 
 def _narrowed(widths: dict[int, int], floors: dict[int, int], room: int) -> dict[int, int]:
@@ -168,12 +202,13 @@ def _in_words(text: str) -> str:
     return _WHOLE.sub(lambda match: match[0].replace(" ", _SPACE), text)
 
 
-def _rows(table: Table, fit: _Fit) -> RichTable:
+def _rows(fit: _Fit, *, ruled: bool) -> RichTable:
+    table = fit.table
     rows = RichTable(
-        box=_RULES,
+        box=_RULES if ruled else None,
         show_edge=False,
         pad_edge=False,
-        padding=(0, 1),
+        padding=(0, 1) if ruled else (0, GAP, 0, 0),
         collapse_padding=True,
         border_style=STYLES["muted"],
         header_style="",
@@ -198,7 +233,7 @@ def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int
     cell = row[place]
     text = _styled(_in_words(cell.text), cell.tone or table.columns[place].tone, cell.axes)
     if cell.mark:
-        text.append(f" {cell.mark}", STYLES["muted"])
+        text.append(cell.mark, STYLES["muted"])
     under = _in_words(_behind([row[guest].text for guest in guests]))
     return Group(text, Padding(Text(under, STYLES["muted"], overflow="fold"), (0, 0, 0, 2))) if under else text
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 
 from .. import text
 from ..reports.trace import AttentionReport, Failure, OpLine, OpTensor, Path, Proof, Stage, Trace
-from .page import Block, Cell, Column, Facts, Page, Paragraph, Section, Table, facts, section, table
-from .parts import AXES, SHAPE, contents, dtypes, grouped, layer_page, notes
+from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
+from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes
 
 LEGENDS = {
-    "*": "inside a kernel of torch, opened where it ran",
-    "°": "its shape alone is known: it was never made, for it has too many numbers",
+    "*": "inside a fused kernel, opened",
+    "°": "too large to compute: only its shape is known",
 }
 """What the signs behind the name of a stage mean."""
 
@@ -28,24 +28,30 @@ def trace_page(trace: Trace) -> Page:
 
 def _sections(trace: Trace) -> Iterator[Section]:
     if len(trace.attentions) > 1:
-        yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions))
+        more = "" if trace.chosen else None
+        yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
     yield from _in_full(trace)
     if not trace.attentions and trace.failure is None:
-        none = "No attention was found: no softmax lies between two matrix products of activations."
+        none = "No attention was found: nothing here computes softmax(QKᵀ)V. Check the target."
         yield section("", Paragraph(none, "warn"))
-    if trace.returns:
-        name = Column("name", lambda tensor: tensor.name, tone="strong")
-        tensors = table(trace.returns, [name, SHAPE, AXES, dtypes(trace.environment.dtype)])
-        yield section("returned by the module", tensors, *contents(trace.returns))
-    if trace.failure is None or trace.attentions:
-        yield section("kernels", _path(trace.path))
+    run = _path(trace.path) if trace.failure is None or trace.attentions else ()
+    lines = [*_returned(trace), *run, *(("note", note) for note in trace.notes)]
+    yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
-    yield section("", *notes(trace.notes))
     if trace.failure is None:
         yield section("", _proof(trace.proof))
     else:
         yield from _failure(trace.failure, trace.environment.dtype)
+
+
+def _returned(trace: Trace) -> Iterator[tuple[str, str]]:
+    """Yield a line for each tensor that the module returned, one for all that are alike."""
+    usual = trace.environment.dtype
+    tensors = folded(trace.returns, "name", apart=lambda tensor: tensor.stats is not None or tensor.values is not None)
+    for tensor in tensors:
+        dtype = tensor.dtype if tensor.dtype != usual else ""
+        yield "returns", "  ".join(filter(None, (tensor.name, text.shape(tensor.shape), tensor.axes, dtype)))
 
 
 MOST_SHOWN = 4
@@ -61,14 +67,15 @@ def _in_full(trace: Trace) -> Iterator[Section]:
         if others:
             those = "Attention {} is" if len(others) == 1 else "Attentions {} are"
             said.append(f"{those.format(text.spans(others))} alike: same shapes, axes and formulas.")
-        title = f"attention {first}" if len(trace.attentions) > 1 else "attention"
-        yield _attention(trace.attentions[first - 1], title, trace.environment.dtype, said)
+        several = len(trace.attentions) > 1
+        title = f"attention {first}" if several else "attention"
+        more = "--attention N shows every stage of attention N." if several and not trace.chosen else None
+        yield _attention(trace.attentions[first - 1], title, trace.environment.dtype, said, more)
     layouts = (tuple(_layout(trace.attentions[first - 1])) for first, *_ in shown)
-    yield section("", *(Paragraph(line, "muted") for line in next(filter(None, layouts), ())))
+    yield section("", *(Paragraph(line, "muted") for line in next(filter(None, layouts), ())), more="")
     if rest:
         numbers = ", ".join(str(first) for first, *_ in rest)
-        more = f"{len(rest)} more that differ: see them with --attention N, N one of {numbers}."
-        yield section("", Paragraph(more))
+        yield section("", Paragraph(f"{len(rest)} more that differ: --attention {numbers}."), more="")
 
 
 def _kind(trace: Trace, number: int) -> object:
@@ -91,7 +98,7 @@ def _layout(attention: AttentionReport) -> Iterator[str]:
         if size is not None:
             fast = shared.strip("()").split()[1]
             product = f"{size // sizes[fast]} × {sizes[fast]} = {size}"
-            yield f"{shared} is one axis with both in it, {fast} counting fastest: {product}."
+            yield f"{shared} is one axis of size {product}; {fast} counts fastest."
             break
     order = {stage.name: re.findall(r"\b(?:query|key|batch)\b", stage.axes)[:2] for stage in attention.stages}
     turned = [stage for stage in attention.stages if order[stage.name] in (["query", "batch"], ["key", "batch"])]
@@ -100,15 +107,18 @@ def _layout(attention: AttentionReport) -> Iterator[str]:
         inside = first.op is not None and first.op.source.startswith("torch/")
         so = "torch works sequence-first inside" if inside else "sequence-first"
         yield (
-            f"From {first.name} to {last.name} positions stand before the batch ({so}): {text.shape(first.shape)} is "
+            f"From {first.name} to {last.name}, positions come before the batch ({so}): {text.shape(first.shape)} is "
             f"{first.axes}."
         )
 
 
-def _path(path: Path) -> Facts:
-    items = [("PyTorch runs", path.plain), ("reason", path.reason or ""), ("opened", ", ".join(path.opened))]
-    items += [("not opened", kernel) for kernel in path.not_opened]
-    return facts(*(item for item in items if item[1]))
+def _path(path: Path) -> Iterator[tuple[str, str]]:
+    yield "kernel", path.plain
+    if path.reason:
+        yield "reason", path.reason
+    if path.opened and any(kernel not in path._kernels for kernel in path.opened):
+        yield "opened", ", ".join(path.opened)
+    yield from (("not opened", kernel) for kernel in path.not_opened)
 
 
 def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
@@ -124,11 +134,11 @@ def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
     columns = [
         Column("#", lambda row: row[0], "right", "muted"),
         Column("module", lambda row: _place(row[1]) or "(the layer itself)", tone="strong"),
-        Column("kind", lambda row: ", ".join(row[1].kind), drop=4, optional=True),
+        Column("kind", lambda row: ", ".join(row[1].kind), drop=3, optional=True),
         Column("num_heads", lambda row: heads(row[1]), "right"),
         Column("head_dim", lambda row: row[1].head_dim, "right", drop=1),
         Column("scores", lambda row: SHAPE.of(stage) if (stage := scores(row[1])) else "", tone="shape"),
-        Column("axes", lambda row: stage.axes if (stage := scores(row[1])) else "", tone="axes", drop=3),
+        Column("axes", lambda row: stage.axes if (stage := scores(row[1])) else "", tone="axes", drop=4),
         Column("scale", lambda row: text.scale(row[1].scale, row[1].head_dim), drop=2),
         Column("notes", lambda row: " ".join(row[1].notes), wrap=24, into="module", optional=True),
     ]
@@ -140,7 +150,9 @@ def _place(attention: AttentionReport) -> str:
     return ", ".join(filter(None, (attention.module, call)))
 
 
-def _attention(attention: AttentionReport, title: str, dtype: str, said: Iterable[str]) -> Section:
+def _attention(
+    attention: AttentionReport, title: str, dtype: str, said: Iterable[str], more: str | None = None
+) -> Section:
     """Return the sizes, the table of stages, what was asked for beyond it, and what is `said` of it."""
     sizes = [", ".join(attention.kind)] if attention.kind else []
     sizes.append(f"num_heads {attention.num_heads}")
@@ -154,6 +166,7 @@ def _attention(attention: AttentionReport, title: str, dtype: str, said: Iterabl
         *contents(attention.stages),
         *notes(said),
         detail=", ".join(sizes),
+        more=more,
     )
 
 
@@ -164,12 +177,12 @@ def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
     columns = [
         Column("stage", lambda stage: Cell(stage.name, mark=mark(stage)), tone="strong"),
         SHAPE,
-        AXES,
-        Column("computed", lambda stage: stage.formula, wrap=26, into="axes"),
+        replace(AXES, wrap=28),
+        Column("computed", lambda stage: Cell(stage.formula, brief=stage._brief), wrap=16, into="axes"),
         dtypes(dtype),
-        Column("bytes", lambda stage: text.byte_size(stage.nbytes), "right", "muted", drop=2),
-        Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", drop=3),
-        Column("memory", _moved, tone="muted", into="axes", optional=True),
+        Column("bytes", lambda stage: text.byte_size(stage.nbytes), "right", "muted", wide=True, drop=2),
+        Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", wide=True, drop=3),
+        Column("memory", _moved, tone="muted", wide=True, drop=1, optional=True),
     ]
     marks = set("".join(map(mark, stages)))
     return table(stages, columns, legend="; ".join(f"{sign} {said}" for sign, said in LEGENDS.items() if sign in marks))
@@ -206,18 +219,17 @@ def _proof(proof: Proof) -> Paragraph:
     """Return the sentence that says whether what was shown is what PyTorch computes."""
     note = f"; {proof.note}" if proof.note else ""
     if proof.agrees is None:
-        return Paragraph(f"the stages were not compared with a kernel's own result{note}", "muted")
+        return Paragraph(f"The opened stages were not compared with the kernel{note}.", "muted")
     if proof.max_abs_difference == 0 and proof.noise_floor is None:
         return Paragraph(proof.note, "good")
     measured = []
     if proof.max_abs_difference is not None:
-        measured.append(f"largest difference {text.small(proof.max_abs_difference)}")
+        measured.append(f"difference {text.small(proof.max_abs_difference)}")
     if proof.noise_floor is not None:
-        measured.append(f"noise floor {text.small(proof.noise_floor)} (measured against float64)")
-    verdict = "agree" if proof.agrees else "DIFFER"
+        measured.append(f"rounding error {text.small(proof.noise_floor)}")
+    verdict = "agree with" if proof.agrees else "DIFFER from"
     numbers = f": {', '.join(measured)}" if measured else ""
-    said = f"the opened stages and the kernels' own results {verdict}{numbers}{note}"
-    return Paragraph(said, "good" if proof.agrees else "bad")
+    return Paragraph(f"Opened stages {verdict} the kernel{numbers}{note}", "good" if proof.agrees else "bad")
 
 
 # -- a forward that failed: what was completed, then the failure, then why --------------------------------------------
@@ -275,6 +287,6 @@ def _failed(failure: Failure, dtype: str) -> Iterator[Block]:
     if failure.clash:
         yield Paragraph(failure.clash, "warn")
     if failure.cause is None:
-        yield Paragraph("No mistake is told by the evidence: these are the facts.", "muted")
+        yield Paragraph("No cause found; the values involved are above.", "muted")
     if failure.note:
         yield facts(("note", failure.note))

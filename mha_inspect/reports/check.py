@@ -64,6 +64,8 @@ class SkippedCheck:
 
     check: str
     reason: str
+    _brief: str = ""
+    """The reason in two words, where others have the same."""
 
 
 @dataclass(frozen=True, repr=False)

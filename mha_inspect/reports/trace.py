@@ -23,8 +23,8 @@ class Path:
     """Operations of the run that hide stages, and that were opened to show them."""
     not_opened: tuple[str, ...] = ()
     """Operations of the run that hide stages and were not opened, each with the reason."""
-    _kernel: str = ""
-    """The first kernel that the plain forward takes, by its name alone."""
+    _kernels: tuple[str, ...] = ()
+    """The kernels that the plain forward takes, by their names alone."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ class Stage:
     values: Values | None = None
     shape_only: bool = False
     """Whether it was never made, there being too many scores: its shape is known, and no number."""
+    _brief: str = ""
+    """The formula with `split` or `merge` in the place of a pattern."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...record.arguments import argument_names, tensors_in
 from ...reports.check import Finding
 from .arguments import Source, batch_axis_of
-from .evidence import Evidence, NotPossibleError
+from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .scores import masking
 from .tokens import heads
 
@@ -141,7 +141,7 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
     if evidence.intent.causal is None:
         finding = next(_not_as_called(evidence), None)
         if finding is None:
-            raise NotPossibleError("not declared: causal")
+            raise UndeclaredError("--causal")
     elif not evidence.follows and not evidence.sights:
         raise NotPossibleError("neither the output nor the scores show who sees whom")
     else:
@@ -186,7 +186,7 @@ def window(evidence: Evidence) -> Iterator[Finding]:
     """Yield what is seen beyond a declared window, or not seen within."""
     width, sights = evidence.intent.window, evidence.sights
     if width is None:
-        raise NotPossibleError("not declared: window")
+        raise UndeclaredError("--window N")
     if not sights:
         raise NotPossibleError("the scores do not show who sees whom")
     findings = [sight.against_window(width, evidence.intent.causal) for sight in sights]

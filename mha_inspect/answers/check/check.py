@@ -137,7 +137,7 @@ def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | 
             yield result
     except NotPossibleError as error:
         raised = "the forward raises under a changed input: " if isinstance(error, RaisedError) else ""
-        yield SkippedCheck(name, raised + " ".join(str(error).split()))
+        yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief)
         return
     if holds:
         yield PassedCheck(name, asked.on_meta if evidence.on_meta else CHECKS[name])

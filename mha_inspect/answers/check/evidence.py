@@ -30,7 +30,18 @@ T = TypeVar("T")
 
 
 class NotPossibleError(Exception):
-    """A check cannot be made here; the message says why."""
+    """A check cannot be made here; the message says why, and `brief` in two words."""
+
+    def __init__(self, reason: str, brief: str = "") -> None:
+        super().__init__(reason)
+        self.brief = brief
+
+
+class UndeclaredError(NotPossibleError):
+    """A check needs to know what is meant; `flag` is the option that says so."""
+
+    def __init__(self, flag: str) -> None:
+        super().__init__(f"add {flag} to check this", "declare them")
 
 
 class RaisedError(NotPossibleError):

@@ -13,26 +13,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 CHECKS = {
-    "inputs": "the forward leaves its inputs as they were",
-    "heads": "heads are split and merged by token: each row of concat has one token's numbers",
-    "softmax": "weights sum to one over the axis that the values are averaged over",
-    "masking": "a mask leaves no weight, and comes before the softmax",
+    "inputs": "the forward does not change its inputs",
+    "heads": "heads are split and merged within each token",
+    "softmax": "the weights sum to 1 over the axis that the values are averaged over",
+    "masking": "masked keys get weight 0, and the mask is applied before the softmax",
     "finite": "every stage is finite",
     "grouped": "query head h reads key head h // group",
-    "rotary": "queries and keys are turned alike",
-    "batch": "a row of the batch moves no other row",
-    "mixing": "a changed token moves the tokens that may see it",
-    "parameters": "every projection is read, once, and gets a gradient",
-    "repeat": "two runs in eval give the same",
-    "training": "train gives what eval gives, without dropout",
+    "rotary": "queries and keys are rotated by the same rule",
+    "batch": "changing one batch item does not affect the others",
+    "mixing": "changing a token changes every output that may attend to it",
+    "parameters": "every projection is used once and gets a gradient",
+    "repeat": "two runs in eval mode give the same output",
+    "training": "with dropout off, train and eval give the same output",
     "causal": "no position sees its future, and each sees itself and its past",
     "window": "no position sees beyond its window",
-    "padding": "padding's content, length and side move no real output",
-    "cache": "in one go, in chunks and token by token give the same",
-    "scale": "the scale is what was declared",
-    "reference": "the reference gives the same",
+    "padding": "padding does not change the outputs of real tokens",
+    "cache": "one pass, chunks, and one token at a time give the same output",
+    "scale": "the scores are scaled as declared",
+    "reference": "the output equals the reference's",
 }
-"""Each check with what holds where it finds nothing, causes before their consequences."""
+"""Each check with what is true where it passes, causes before their consequences."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "padding_true": ("keep", "ignore"),
     "padding_side": ("left", "right"),

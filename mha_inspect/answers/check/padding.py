@@ -15,7 +15,7 @@ from torch import Tensor
 from ...reports.check import Fact, Finding, SkippedCheck
 from ...text import shortened, spans
 from .arguments import Source
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError, remembered
+from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError, remembered
 from .scores import masks_everything, softmax, weak_masks
 from .sight import SeenKeys
 
@@ -156,7 +156,7 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
             ]
     yield from findings
     if name is None and not findings:
-        raise NotPossibleError("not declared: padding")
+        raise UndeclaredError("--mask NAME=keep")
     if name is None or any(finding.sure for finding in findings):
         return
     if not evidence.follows or evidence.source.batch is None:

@@ -16,7 +16,7 @@ from ...reports.check import Finding
 from ...running.subject import Subject
 from ..diff import Side, diff
 from .arguments import Source
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError
+from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
 
 _OTHER_KERNELS = 20.0
 """Train may take other kernels than eval, which round otherwise: so many times what counts within one."""
@@ -101,7 +101,7 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     declared = evidence.intent.cache
     name = declared or _cache_name(evidence)
     if name is None:
-        raise NotPossibleError("not declared: cache")
+        raise UndeclaredError("--cache NAME")
     evidence.arguments.require(name)
     if not evidence.follows or evidence.source.length < 3:
         raise NotPossibleError("the output has no place for each of 3 tokens or more")
@@ -119,7 +119,7 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
             moved[way] = evidence.moved(_stepwise(evidence, name, places, row), base, times=OTHER_SIZES).amax(0)
         except RaisedError as error:
             if declared is None:
-                raise NotPossibleError("not declared: cache") from error
+                raise UndeclaredError("--cache NAME") from error
             yield Finding(
                 "cache",
                 f"The forward raises when it goes on from its cache, {way}: {error}.",
@@ -221,7 +221,7 @@ def reference(evidence: Evidence) -> Iterator[Finding]:
     """
     trusted = evidence.intent.reference
     if trusted is None:
-        raise NotPossibleError("not declared: reference")
+        raise UndeclaredError("--reference TARGET")
     args, kwargs = evidence.arguments.of_call({})
     other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, without_ones=None)
     with other.replaying(other.state()):

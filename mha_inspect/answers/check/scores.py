@@ -19,7 +19,7 @@ from ...naming.visibility import visibility
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
-from .evidence import Evidence, NotPossibleError
+from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .sight import SeenKeys
 from .tokens import LostError, between, content_of, of_each_kind
 
@@ -31,7 +31,7 @@ _SMALLER_SCORES = "scale the queries before the product, or compute the scores i
 def scale(evidence: Evidence) -> Iterator[Finding]:
     """Yield scales that are not 1/√head_dim, where that was declared."""
     if evidence.intent.scale is None:
-        raise NotPossibleError("not declared: scale")
+        raise UndeclaredError("--scale sqrt_head_dim")
     for attention, names in evidence.run.attentions:
         if not attention.is_dot:
             raise NotPossibleError("the scores are additive: there is no dot product that a scale is for")

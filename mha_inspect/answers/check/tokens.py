@@ -69,7 +69,7 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
                 for finding in findings:
                     yield replace(finding, module=attention.module, evidence=finding.evidence + more)
         if not is_known:
-            raise NotPossibleError(without)
+            raise NotPossibleError(without, "none here")
 
     return check
 
