@@ -221,7 +221,7 @@ def test_it_says_what_was_passed(invoke, mine):
     assert "nhead=1 (--num-heads)" in err
     assert "x float32 [3, 5, 22]" in err
     assert "\nonly which of them belong to which head changes.\n" in out.replace("for every head count; ", "\n")
-    assert out.rstrip().endswith("--time which is faster.")
+    assert out.rstrip().endswith("--time measures speed.")
 
 
 def test_gradients_are_compared_where_a_view_gives_heads_no_part_of_a_matrix(invoke, mine):

@@ -337,7 +337,7 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     target = f"{tmp_path / 'model.py'}:Model"
     sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "6")
     code, out, _ = invoke("check", target, *sizes, "--causal", "--mask", "mask=keep")
-    assert (code, "nothing is wrong" in out) == (0, True)
+    assert (code, "no findings" in out) == (0, True)
     code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--causal")
     assert code == 1
     assert "model.py:15" in out
@@ -378,7 +378,7 @@ def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:
     code, out, _ = invoke("check", "--list")
     assert code == 0
     assert out.startswith("inputs ")
-    assert "\nreference   the reference gives the same\n" in out
+    assert "\nreference   the output equals the reference's\n" in out
 
 
 def test_a_stack_of_twelve_runs_few_times() -> None:

@@ -423,7 +423,7 @@ def test_a_page_of_facts_says_that_there_is_no_more(trace: Trace):
     assert "outputs were not compared" not in page
     assert "heads.view(2, 5, -1)" in page
     assert "shape '[2, 5, -1]' is invalid for input of size 336" in page
-    assert page.rstrip().endswith("these are the facts.")
+    assert page.rstrip().endswith("No cause found; the values involved are above.")
 
 
 @pytest.mark.parametrize(
