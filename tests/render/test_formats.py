@@ -97,7 +97,7 @@ def test_a_dimension_has_the_colour_of_its_axis():
     assert "\x1b[36m12\x1b[0m" in row
     assert "\x1b[36mquery\x1b[0m" in row
     assert "\x1b[94m12\x1b[0m" in row
-    assert "\x1b[34mkey\x1b[0m" in row
+    assert "\x1b[94mkey\x1b[0m" in row
 
 
 @pytest.mark.parametrize("name", REPORTS)
