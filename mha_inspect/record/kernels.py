@@ -413,7 +413,6 @@ _VIEWS = {
         _A.transpose.int,
         _A.expand.default,
         _A.unsqueeze.default,
-        _A.squeeze.dim,
         _A.view.default,
         _A.split.Tensor,
     )
