@@ -23,7 +23,6 @@ from .process import resume_collection
 if TYPE_CHECKING:
     from ..build.target import Target
     from ..call.call import Call
-    from ..call.inputs import Asked
     from ..running.subject import Subject
 
 
@@ -235,13 +234,13 @@ def load(text: str | None, options: Options) -> Subject:
 
     Raises `MhaInspectError` where it cannot be built or called as asked.
     """
-    from ..call.load import call_target, load_layer, subject_of
+    from ..call.load import load_layer, subject_of
 
     if text is None:
         spec = attention(options, single_head_count(options, "trace"))
         return load_layer(spec, inputs(options), run(options), options.layer)
     target = load_target(text, options)
-    return subject_of(target, call_target(target, asked(options), may_fail=True), options.seed, options.grad)
+    return subject_of(target, call_of(target, options, may_fail=True), options.seed, options.grad)
 
 
 def load_target(
@@ -272,20 +271,15 @@ def load_target(
     return build(text, parse_settings([*(options.settings or []), *own]), spec)
 
 
-def asked(options: Options) -> Asked:
-    """Return what the options say of a target's inputs."""
+def call_of(target: Target, options: Options, like: Call | None = None, *, may_fail: bool = False) -> Call:
+    """Make the arguments of a target's forward as the options say, as `call.load.call_target` does."""
     from ..build.arguments import parse_shapes
     from ..call.inputs import Asked
-
-    shapes = parse_shapes(options.input_shape or [])
-    return Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
-
-
-def call_of(target: Target, options: Options, like: Call | None = None) -> Call:
-    """Make the arguments of a target's forward, as `call.load.call_target` does."""
     from ..call.load import call_target
 
-    return call_target(target, asked(options), like=like)
+    shapes = parse_shapes(options.input_shape or [])
+    asked = Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
+    return call_target(target, asked, like=like, may_fail=may_fail)
 
 
 def tell(notes: Iterable[str], options: Options) -> None:
