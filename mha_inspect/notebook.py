@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -18,6 +18,7 @@ from .pictures.viewer import frame, with_viewer
 from .render.screen import columns, in_color
 from .reports.trace import AttentionReport, Stage, Trace, attention_names
 from .running.subject import Run, keep_stages
+from .text import did_you_mean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,6 +114,19 @@ class LiveStage(Stage):
         return f"{self.name} {list(self.shape)} {self.axes}: {self.formula}"
 
 
+class Stages(tuple[LiveStage, ...]):
+    """The stages of an attention in order, by place or by name: `stages[0]`, `stages["weights"]`."""
+
+    def __getitem__(self, key: Any) -> Any:
+        """Return the stage, or several for a slice. Raises `KeyError` for a name that is not among them."""
+        if not isinstance(key, str):
+            return super().__getitem__(key)
+        stages = {stage.name: stage for stage in self}
+        if key not in stages:
+            raise KeyError(f"this attention has no {key}. It has {', '.join(stages)}.{did_you_mean(key, stages)}")
+        return stages[key]
+
+
 class _ByName:
     """A stage of an attention as an attribute of it."""
 
@@ -120,17 +134,16 @@ class _ByName:
         self._name = name
 
     def __get__(self, attention: LiveAttention | None, owner: type) -> LiveStage:
-        stages = {stage.name: stage for stage in attention.stages} if attention is not None else {}
-        if self._name not in stages:
-            raise AttributeError(f"this attention has no {self._name}. It has {', '.join(stages)}.")
-        return stages[self._name]
+        if attention is None:
+            raise AttributeError(self._name)
+        return attention._stage(self._name)
 
 
 @dataclass(frozen=True, repr=False)
 class LiveAttention(AttentionReport):
     """An attention of a trace, with each stage by its name: `attention.scores`."""
 
-    stages: tuple[LiveStage, ...]
+    stages: Stages
 
     query = _ByName()
     key = _ByName()
@@ -147,6 +160,19 @@ class LiveAttention(AttentionReport):
     context = _ByName()
     concat = _ByName()
     output = _ByName()
+
+    def __getattr__(self, name: str) -> LiveStage:
+        """Raise `AttributeError` with the nearest stage, `weights` for `wieghts`: every stage is an attribute."""
+        if name.startswith("_") or name == "stages":
+            raise AttributeError(name)
+        return self._stage(name)
+
+    def _stage(self, name: str) -> LiveStage:
+        try:
+            stage: LiveStage = self.stages[name]
+        except KeyError as error:
+            raise AttributeError(error.args[0]) from None
+        return stage
 
     def __repr__(self) -> str:
         head = f"attention {self.module}".rstrip() + f": num_heads {self.num_heads}"
@@ -167,7 +193,7 @@ class LiveTrace(Trace):
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
             tensors = kept[place] if kept else KeptTensors()
             drawn = Attended(name, attention.num_heads, attention.num_kv_heads, tensors.contents)
-            stages = tuple(
+            stages = Stages(
                 LiveStage(**vars(stage), _tensor=tensors.stages.get(stage.name), _attended=drawn)
                 for stage in attention.stages
             )

@@ -123,7 +123,7 @@ BELOW = {
     ),
     "render": ("reports", "schemas", "errors", "text"),
     "pictures": ("render", "naming", "reports", "errors", "text"),
-    "notebook": ("pictures", "render", "running", "naming", "reports", "errors"),
+    "notebook": ("pictures", "render", "running", "naming", "reports", "errors", "text"),
     "cli": (
         *("answers", "pictures", "render", "call", "build", "files", "running", "naming", "layers"),
         *("reports", "errors", "text"),

@@ -222,3 +222,31 @@ def test_the_trace_of_a_forward_that_raised_prints_itself_and_accuses_no_weight(
     assert "No cause found" in str(failed.value.trace)
     with pytest.raises(ForwardError, match=r"\(2x5 and 6x18\)\. input has 5 features, 0\.weight takes 6\.$"):
         mha_inspect.trace(module, torch.randn(2, 5))
+
+
+def test_a_report_says_whether_the_answer_is_good(tmp_path) -> None:
+    torch.manual_seed(0)
+    x, layer = torch.randn(2, 5, 12), nn.MultiheadAttention(12, 3, batch_first=True).eval()
+    other = nn.MultiheadAttention(12, 3, batch_first=True).eval()
+    right = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).eval()
+    causal = mha_inspect.Intent(causal=True)
+    good = [mha_inspect.trace(layer, x, x, x), mha_inspect.params(layer, x, x, x), mha_inspect.check(right, x)]
+    bad = [mha_inspect.check(right, x, intent=causal), mha_inspect.diff(layer, other, x, x, x)]
+    assert all(report.ok and bool(report) for report in [*good, mha_inspect.diff(layer, layer, x, x, x)])
+    assert not any(report.ok or bool(report) for report in bad)
+
+
+def test_a_stage_goes_by_its_name_and_a_slip_gets_the_nearest() -> None:
+    x = torch.randn(2, 5, 12)
+    attention = mha_inspect.trace(nn.MultiheadAttention(12, 3, batch_first=True).eval(), x, x, x).attentions[0]
+    assert attention.stages["weights"] is attention.weights
+    assert attention.stages[0] is attention.query
+    with pytest.raises(AttributeError, match=r"has no wieghts\. It has query, .*Did you mean weights\?"):
+        _ = attention.wieghts  # type: ignore[attr-defined]
+    with pytest.raises(KeyError, match="Did you mean weights"):
+        _ = attention.stages["wieghts"]
+    assert copy.deepcopy(attention) == attention == pickle.loads(pickle.dumps(attention))
+
+
+def test_the_package_lists_its_public_names_alone() -> None:
+    assert dir(mha_inspect) == sorted([*mha_inspect.__all__, "__version__"])

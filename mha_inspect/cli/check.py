@@ -83,7 +83,7 @@ def check(
         with explaining(checked):
             report = report_of(checked, Intent(**declared), tick=tick, **asked)
     give(report, options, export)
-    return ExitCode.CONDITION if report.failed else ExitCode.OK
+    return ExitCode.OK if report.ok else ExitCode.CONDITION
 
 
 def _meaning(mask: str | None) -> dict[str, str]:

@@ -186,14 +186,16 @@ def plain_fields(spec: AttentionSpec) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """What a report holds beyond names, shapes and axes."""
+    """What a report shows beyond names, shapes and axes."""
 
     ops: bool = False
+    """Every operation that PyTorch ran, with its inputs, outputs and source line."""
     stats: bool = False
     """Mean, std, min, max, NaN and inf of each tensor."""
     values: bool = False
+    """The content of each tensor as text, shortened as torch shortens it."""
     full_values: bool = False
-    """Every element, for a machine to read, and not only the shortened text."""
+    """Every element as nested lists beside the shortened text, for a program that reads the JSON."""
     precision: int = 4
     """Digits after the point in shortened text."""
     edge_items: int = 3

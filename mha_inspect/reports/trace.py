@@ -252,6 +252,11 @@ class Trace(Report):
     chosen: tuple[int, ...] | None = None
     """Numbers, from 1, of the attentions that were asked to be shown in full; all of them are here in any case."""
 
+    @property
+    def ok(self) -> bool:
+        """Whether the forward returned, and every opened stage agrees with its kernel."""
+        return self.failure is None and self.proof.agrees is not False
+
 
 def attention_names(trace: Trace) -> list[str]:
     """Return which attention each is, where there are several: `attention 2 of 12 in encoder.layer.1`; else nothing."""

@@ -54,22 +54,26 @@ def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[s
 
 @dataclass(frozen=True)
 class Intent:
-    """What a module is meant to do; every field may be left out."""
+    """What a module is meant to do. Each field that is given switches on a check; None leaves it out."""
 
     causal: bool | None = None
+    """True: every position attends to itself and to all positions before it, and to no other."""
     window: int | None = None
-    """How many positions one sees, its own included."""
+    """How many positions each position attends to, its own included: 4 means itself and the 3 before it."""
     padding: str | None = None
-    """The argument of the forward that takes the padding mask."""
+    """Name of the forward's argument that takes the padding mask."""
     padding_true: Literal["keep", "ignore"] | None = None
-    """What True, or 1, means in it."""
+    """What True, or 1, means in the padding mask; None: either is accepted."""
     padding_side: Literal["left", "right"] | None = None
+    """The side that padding tokens are on; None: right."""
     cache: str | None = None
-    """The argument that takes what the forward returned second."""
+    """Name of the forward's argument that takes the cache, which the forward returns as its second value."""
     batch_axis: Literal[0, 1] | None = None
+    """The axis of the inputs that is the batch; None: it is found from the run."""
     scale: Literal["sqrt_head_dim"] | None = None
+    """`sqrt_head_dim`: the scores are q·k / √head_dim."""
     reference: nn.Module | None = None
-    """A trusted module that takes the same arguments."""
+    """A trusted module that takes the same arguments and must return the same output."""
 
     def __post_init__(self) -> None:
         """Raise `SpecError` for what no module can be meant to do."""

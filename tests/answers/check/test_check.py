@@ -113,7 +113,7 @@ def test_what_is_meant_is_no_fault(
 ) -> None:
     torch.manual_seed(0)
     report = mha_inspect.check(kind(), torch.randn(shape), intent=Intent(causal=causal))
-    assert not report.failed
+    assert report.ok
     assert [finding.check for finding in report.findings] == may_be
 
 
@@ -282,7 +282,7 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
     assert "meta" in reasons["heads"]
     assert {held.check for held in report.held} == {"scale", "parameters"}
     assert report.runs == 1
-    assert mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), torch.randn(B, N, E, device="meta")).failed
+    assert not mha_inspect.check(MADE["KeyServesTwice"](True).to("meta"), torch.randn(B, N, E, device="meta")).ok
 
 
 class Refuses(Right):
@@ -295,7 +295,7 @@ class Refuses(Right):
 def test_a_forward_that_raises_under_another_input_is_told() -> None:
     x = torch.full((B, N, E), 0.5)
     report = mha_inspect.check(Refuses(), x)
-    assert not report.failed
+    assert report.ok
     reasons = {out.check: out.reason for out in report.left_out}
     assert reasons["batch"] == "the forward raises under a changed input: ValueError: not this one"
 
@@ -386,7 +386,7 @@ def test_a_stack_of_twelve_runs_few_times() -> None:
     layer = nn.TransformerEncoderLayer(E, H, 32, batch_first=True, norm_first=True)
     stack = nn.TransformerEncoder(layer, 12, enable_nested_tensor=False)
     report = mha_inspect.check(stack, torch.randn(2, N, E))
-    assert not report.failed
+    assert report.ok
     assert report.runs <= 10
 
 
