@@ -98,8 +98,6 @@ class AxisNames:
         # Batch and heads are there by evidence or not at all.
         words = CANONICAL_AXES[stage].replace("(", "").replace(")", "").split()
         expected = [name for name in words if name not in ("heads", "kv_heads", "batch")]
-        if roles.over_features and letter == "s":
-            expected = ["head_dim", "key_head_dim"]
         side = self._sides[letter]
         atoms = [atom for dim in self._dimensions.of(tensor) for atom in dim]
         own_keys = roles.own_keys

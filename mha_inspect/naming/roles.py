@@ -76,8 +76,7 @@ class Roles:
         """What stands beside the keys in the product of scores, and is a batch to the softmax and to the values."""
         attention = self._attention
         over = self._dimensions.along(attention.softmax.output, attention.softmax_dim)
-        is_known = over & set(key) and not attention.over_queries
-        return _within(_without(wide(key), over), {*self._averaged.batch}) if is_known else ()
+        return () if attention.over_queries else _within(_without(wide(key), over), {*self._averaged.batch})
 
     def _outside(self) -> set[Axis]:
         """The atoms of what comes in, before it is projected: all but its features, which something else may split."""

@@ -89,15 +89,22 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
     if sight is None or "weights" not in turn.stages:
         return None
     axes, shape = names.of_stage("weights"), turn.stages["weights"].shape
-    dims = dims_of(axes)
-    if dims.count(["query"]) != 1 or dims.count(["key"]) != 1:
+    dims, sizes = dims_of(axes), sizes_in(attention, names, "weights")
+    queries, keys = ([place for place, dim in enumerate(dims) if name in dim] for name in ("query", "key"))
+    if len(queries) != 1 or len(keys) != 1 or queries == keys:
         return None
-    query, key = dims.index(["query"]), dims.index(["key"])
-    seen = _pair(sight, query, key) if sight.pairs else torch.ones(names.lengths, dtype=torch.bool)
+    query, key = queries[0], keys[0]
+    seen = _pair(sight, query, key)
+    if not sight.pairs:
+        seen = torch.ones(names.lengths, dtype=torch.bool)
+    elif seen is not None:
+        of_query = _by_position(seen, dims[query], "query", sizes)
+        of_both = None if of_query is None else _by_position(of_query.T, dims[key], "key", sizes)
+        seen = None if of_both is None else of_both.T
     blind: Rows = ()
     if sight.blind is not None and sight.blind.shape[key] == 1:  # else the softmax is over another axis
         whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
-        rows = canonical(whole, "weights", axes, sizes_in(attention, names, "weights"))
+        rows = canonical(whole, "weights", axes, sizes)
         blind = () if rows is None else tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
     return Visibility(seen, blind)
 
@@ -119,6 +126,14 @@ def _noted(graph: Graph, turn: Attention) -> Sight | None:
         if op is not None and op.index > first:
             queue += [read for read in op.inputs if read.shape == shape]
     return None
+
+
+def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int]) -> Tensor | None:
+    """Return a bool whose first dimension is the positions of one name alone, of which any other may see."""
+    known = [sizes.get(word, -1) for word in dim]
+    if len(dim) == 1 or known.count(-1) > 1:
+        return seen if len(dim) == 1 else None
+    return seen.reshape(*known, seen.shape[-1]).any([place for place, word in enumerate(dim) if word != name])
 
 
 # -- causal -----------------------------------------------------------------------------------------------------------
@@ -151,7 +166,8 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
     """
     queries, keys = names.lengths
     dims, sight = dims_of(names.of_stage("weights")), _noted(graph, attention)
-    pair = _pair(sight, dims.index(["windows"]), dims.index(["key"])) if sight and ["windows"] in dims else None
+    named = sight is not None and ["windows"] in dims and ["key"] in dims
+    pair = _pair(sight, dims.index(["windows"]), dims.index(["key"])) if sight is not None and named else None
     seen = [] if pair is None else pair[0].nonzero().flatten().tolist()
     start = seen[0] // queries * queries if seen else 0
     return [start] if start else list(range(0, keys - queries + 1, queries))
