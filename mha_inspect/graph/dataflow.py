@@ -205,7 +205,7 @@ class Graph:
 
     def carries(self, op: Op) -> bool:
         """Return whether scores and weights pass through this unharmed: moved, masked, scaled, dropped, cast."""
-        passes = op.kind != "compute" or op.pointwise or op.does("gathers", "carries", "fills_where")
+        passes = op.kind != "compute" or op.pointwise or op.does("gathers", "passes_on", "fills_where")
         return passes and op.index not in self.softmaxes
 
     # -- walks --------------------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attenti
         adds = op.base_name.rstrip("_") == "add" and sum(read.numel == op.output.numel for read in op.inputs) > 1
         residual = adds and not (op.module == module and apart and op.output.shape == context.shape)
         norms = op.does("norms") and inside(op.module, module)
-        carries = op.kind != "compute" or op.pointwise or op.does("carries") or norms
+        carries = op.kind != "compute" or op.pointwise or op.does("passes_on") or norms
         beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}
         return carries and not residual and not beside and not op.does("product")
 

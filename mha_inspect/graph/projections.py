@@ -58,7 +58,7 @@ def with_projections(
 
 def _passes(op: Op) -> bool:
     """Return whether this may stand between a projection and heads."""
-    passes = op.kind != "compute" or op.pointwise or op.does("norms", "carries", "gathers", "pools")
+    passes = op.kind != "compute" or op.pointwise or op.does("norms", "passes_on", "gathers", "pools")
     return passes and not op.does("product")
 
 

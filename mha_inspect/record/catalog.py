@@ -1,4 +1,4 @@
-"""What each operation of torch does: the one table, and what torch itself says of one. To import it needs no torch."""
+"""Know what each torch operation does: from one table, and from torch's own schema. Importing this needs no torch."""
 
 from __future__ import annotations
 
@@ -12,102 +12,102 @@ if TYPE_CHECKING:
 Trait = Literal[
     "product",  # a matrix product
     "convolution",
-    "distances",  # the length of the difference of every two rows
+    "distances",  # the distance between every two rows
     "softmax",
-    "norms",  # is a norm, or one of the steps that a norm is written out in
-    "pools",  # takes the largest, or the average, of neighbours
-    "scales",  # multiplies by what may be one number
+    "norms",  # is a norm, or one step of a norm
+    "pools",  # takes the maximum or the average of neighbours
+    "scales",  # may multiply by a single number
     "guards",  # may keep a sum from being zero
-    "bends",  # changes scores one by one, so that they are no multiple of the product any more
-    "fills",  # writes a constant, or other values, into some elements
-    "fills_where",  # the same where a mask of bools says
-    "masks",  # may stand between exponentials and their sum
-    "picks",  # leaves some of what it was given out, or in its place
-    "runs",  # sums up over time, or cuts a triangle out
+    "bends",  # applies a nonlinear function to each score
+    "fills",  # writes a constant or other values into some elements
+    "fills_where",  # fills the elements that a boolean mask selects
+    "masks",  # may come between exponentials and their sum
+    "picks",  # selects some of its input
+    "runs",  # sums cumulatively or cuts out a triangle
     "gathers",  # reads by indices
-    "joins",  # puts tensors side by side
-    "cuts",  # takes a part
-    "carries",  # is no pointwise operation, and passes on what it was given: moved, joined, padded, dropped
-    "copies",  # moves elements into other memory and computes nothing
-    "reshapes",  # may change how the dimensions before the last are counted
-    "broadcasts",  # may lay out a factor for a product that is written out
+    "joins",  # concatenates tensors
+    "cuts",  # takes a slice
+    "passes_on",  # is not pointwise and moves, joins, pads or drops elements of its input
+    "copies",  # moves elements into other memory without computing
+    "reshapes",  # may change the dimensions before the last
+    "broadcasts",  # may lay out a factor for a product written with mul and sum
     "draws",  # draws random numbers
 ]
-"""What an operation does, as far as finding attention asks."""
+"""The effects of an operation that the search for attention depends on."""
 
-_TABLE = """
-view _unsafe_view reshape | reshape | reshapes broadcasts
-_reshape_alias | reshape |
-clone | pointwise | reshapes copies masks
-squeeze | reduce | reshapes
-unsqueeze | unsqueeze | reshapes broadcasts
-transpose t | permute |
-permute | permute |
-expand | repeat | broadcasts
-repeat | repeat | carries copies
-select unbind | reduce |
-slice | slice | cuts
-constant_pad_nd | pad | joins carries copies
-topk | - | picks
-scatter | - | picks
-split split_with_sizes | split | cuts
-unsafe_split | split |
-narrow | - | cuts
-cat | join | joins carries copies
-stack | join | joins carries copies
-native_dropout | - | carries draws
-roll | - | carries copies
-view_as_complex | complex | carries
-view_as_real | complex | carries
-embedding | index | gathers
-index | index | gathers
-index_select | index | gathers copies
-gather | gather | gathers
-im2col | columns | copies
-detach | pointwise | masks
-alias lift_fresh | pointwise |
-_to_copy | pointwise | copies masks
-copy | pointwise | copies fills
-masked_fill where | pointwise | fills fills_where masks
-flip | - | copies runs
-index_put masked_scatter | - | fills
-mul | - | masks scales
-div | - | scales
-add maximum | - | guards
-clamp clamp_min | - | guards bends
-tanh clamp_max relu leaky_relu sigmoid softplus rsub abs | - | bends
-pow | - | bends norms
-cumsum cumprod tril triu | - | runs
-bmm mm addmm baddbmm _addmm_activation | product | product
-mv dot | - | product
-_cdist_forward _euclidean_dist | product | distances
-convolution | convolution | convolution
-_softmax _safe_softmax | - | softmax
-sum mean linalg_vector_norm | reduce | norms
-amax max | reduce | pools
-amin var std prod any all argmax argmin norm min logsumexp | reduce |
-native_layer_norm native_group_norm native_batch_norm | - | norms
-_native_batch_norm_legit _native_batch_norm_legit_no_training | - | norms
-_fused_rms_norm var_mean | - | norms
-max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d | - | pools
-avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d | - | pools
-_fused_dropout rrelu_with_noise bernoulli rand rand_like randn | - | draws
-randn_like randint randint_like randperm uniform normal log_normal | - | draws
-exponential geometric cauchy random multinomial poisson | - | draws
+_TABLE = (
+    "view _unsafe_view reshape | reshape | reshapes broadcasts",
+    "_reshape_alias | reshape |",
+    "clone | pointwise | reshapes copies masks",
+    "squeeze | reduce | reshapes",
+    "unsqueeze | unsqueeze | reshapes broadcasts",
+    "transpose t | permute |",
+    "permute | permute |",
+    "expand | repeat | broadcasts",
+    "repeat | repeat | passes_on copies",
+    "select unbind | reduce |",
+    "slice | slice | cuts",
+    "constant_pad_nd | pad | joins passes_on copies",
+    "topk | - | picks",
+    "scatter | - | picks",
+    "split split_with_sizes | split | cuts",
+    "unsafe_split | split |",
+    "narrow | - | cuts",
+    "cat | join | joins passes_on copies",
+    "stack | join | joins passes_on copies",
+    "native_dropout | - | passes_on draws",
+    "roll | - | passes_on copies",
+    "view_as_complex | complex | passes_on",
+    "view_as_real | complex | passes_on",
+    "embedding | index | gathers",
+    "index | index | gathers",
+    "index_select | index | gathers copies",
+    "gather | gather | gathers",
+    "im2col | columns | copies",
+    "detach | pointwise | masks",
+    "alias lift_fresh | pointwise |",
+    "_to_copy | pointwise | copies masks",
+    "copy | pointwise | copies fills",
+    "masked_fill where | pointwise | fills fills_where masks",
+    "flip | - | copies runs",
+    "index_put masked_scatter | - | fills",
+    "mul | - | masks scales",
+    "div | - | scales",
+    "add maximum | - | guards",
+    "clamp clamp_min | - | guards bends",
+    "tanh clamp_max relu leaky_relu sigmoid softplus rsub abs | - | bends",
+    "pow | - | bends norms",
+    "cumsum cumprod tril triu | - | runs",
+    "bmm mm addmm baddbmm _addmm_activation | product | product",
+    "mv dot | - | product",
+    "_cdist_forward _euclidean_dist | product | distances",
+    "convolution | convolution | convolution",
+    "_softmax _safe_softmax | - | softmax",
+    "sum mean linalg_vector_norm | reduce | norms",
+    "amax max | reduce | pools",
+    "amin var std prod any all argmax argmin norm min logsumexp | reduce |",
+    "native_layer_norm native_group_norm native_batch_norm | - | norms",
+    "_native_batch_norm_legit _native_batch_norm_legit_no_training | - | norms",
+    "_fused_rms_norm var_mean | - | norms",
+    "max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool2d adaptive_max_pool3d | - | pools",
+    "avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d _adaptive_avg_pool3d | - | pools",
+    "_fused_dropout rrelu_with_noise bernoulli rand rand_like randn | - | draws",
+    "randn_like randint randint_like randperm uniform normal log_normal | - | draws",
+    "exponential geometric cauchy random multinomial poisson | - | draws",
+)
+"""Similar operations, the rule for their axes (in `graph.rules`, `-` for none), and their traits.
+
+Names have no namespace, overload or trailing underscore of in-place operations. torch itself tags pointwise operations.
+An operation that is neither here nor tagged keeps the axes of its input if it keeps the shape.
 """
-"""Operations that are alike, the rule for what they do to axes (of `graph.rules`), and their traits.
-
-Names are without namespace, overload, and the underscore of those that work in place. Pointwise operations are tagged
-by torch itself; an operation that is not here and has no tag keeps the axes of its input where it keeps the shape.
-"""
 
 
-def _read(table: str) -> dict[str, tuple[str, frozenset[str]]]:
-    """Read the table as operation to rule and traits."""
-    found = {}
-    for names, axes, traits in (line.split("|") for line in table.strip().splitlines()):
-        found.update(dict.fromkeys(names.split(), (axes.strip().strip("-"), frozenset(traits.split()))))
-    return found
+def _read(table: tuple[str, ...]) -> dict[str, tuple[str, frozenset[str]]]:
+    """Return the rule and the traits of each operation in the table."""
+    operations = {}
+    for names, axes, traits in (row.split("|") for row in table):
+        operations.update(dict.fromkeys(names.split(), (axes.strip().strip("-"), frozenset(traits.split()))))
+    return operations
 
 
 _OPERATIONS = _read(_TABLE)
@@ -119,17 +119,17 @@ def _known(base_name: str) -> tuple[str, frozenset[str]]:
 
 
 def traits(base_name: str) -> frozenset[str]:
-    """Return the traits of an operation; none for one that the table does not know."""
+    """Return the traits of an operation; empty if it is not in the table."""
     return _known(base_name)[1]
 
 
 def does(base_name: str, *wanted: Trait) -> bool:
-    """Return whether an operation has one of these traits."""
+    """Return whether an operation has at least one of these traits."""
     return not traits(base_name).isdisjoint(wanted)
 
 
 def axes_rule(base_name: str) -> str:
-    """Return the name of the rule for what an operation does to axes; empty where it needs none of its own."""
+    """Return the name of an operation's rule for axes; empty if it has no rule."""
     return _known(base_name)[0]
 
 
@@ -139,19 +139,20 @@ def named(trait: Trait) -> frozenset[str]:
 
 
 Way = Literal["reopen", "attention", "part", "adding", "unknown"]
-"""How a fused kernel is opened. One that is a program over the dispatcher is watched where it runs; a leaf is computed
-once more beside its result: an attention, a part of one, a product that adds a mask. Of others no steps are known."""
+"""How the steps of a fused kernel are recorded. `reopen`: the kernel dispatches its own operations, which are recorded.
+`attention`, `part`, `adding`: an attention, part of an attention, or a product plus mask is computed again in steps.
+`unknown`: its steps are not known."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A kernel of torch that does several steps of attention in one."""
+    """A torch kernel that computes several steps of attention at once."""
 
     way: Way
     title: str
-    """What it is, in one phrase."""
+    """A phrase that describes the kernel."""
     hides: frozenset[str]
-    """The stages of attention that it hides from who runs it."""
+    """The stages of attention that the kernel does not return."""
 
 
 _HIDDEN = {
@@ -162,91 +163,89 @@ _HIDDEN = {
     "split": "",
 }
 MULTI_HEAD = "aten._native_multi_head_attention"
-_KERNELS = f"""
-{MULTI_HEAD} | reopen | layer | fast path: one kernel for the layer
-aten._transformer_encoder_layer_fwd | reopen | layer | fast path: one kernel for the encoder layer
-aten._triton_multi_head_attention | unknown | layer | one kernel for the layer
-higher_order.flex_attention | reopen | attention | flex attention: one kernel
-aten._scaled_dot_product | attention | attention | fused attention
-aten._flash_attention_forward | attention | attention | flash attention
-aten._efficient_attention_forward | attention | attention | memory-efficient attention
-aten._cudnn_attention_forward | attention | attention | cuDNN's attention
-aten._triton_scaled_dot_attention | attention | attention | fused attention
-torch_attn._varlen_attn | attention | attention | attention over packed rows
-aten._transform_bias_rescale_qkv.default | part | split | adds the bias, and splits queries, keys and values
-aten._transform_bias_rescale_qkv | unknown | split | adds the bias, and splits queries, keys and values
-aten._masked_softmax.default | part | softmax | masks the scores, then takes the softmax
-aten._masked_softmax | unknown | softmax | masks the scores, then takes the softmax
-aten.baddbmm.default | adding | product | a matrix product that adds the mask
-aten.addmm.default | adding | product | a matrix product that adds the mask
-"""
-"""Start of a kernel's whole name, how it is opened, what it hides, and what it is."""
+_KERNELS = (
+    f"{MULTI_HEAD} | reopen | layer | fast path: one kernel for the layer",
+    "aten._transformer_encoder_layer_fwd | reopen | layer | fast path: one kernel for the encoder layer",
+    "aten._triton_multi_head_attention | unknown | layer | one kernel for the layer",
+    "higher_order.flex_attention | reopen | attention | flex attention: one kernel",
+    "aten._scaled_dot_product | attention | attention | fused attention",
+    "aten._flash_attention_forward | attention | attention | flash attention",
+    "aten._efficient_attention_forward | attention | attention | memory-efficient attention",
+    "aten._cudnn_attention_forward | attention | attention | cuDNN's attention",
+    "aten._triton_scaled_dot_attention | attention | attention | fused attention",
+    "torch_attn._varlen_attn | attention | attention | attention over packed sequences",
+    "aten._transform_bias_rescale_qkv.default | part | split | adds the bias and splits queries, keys and values",
+    "aten._transform_bias_rescale_qkv | unknown | split | adds the bias and splits queries, keys and values",
+    "aten._masked_softmax.default | part | softmax | masks the scores and takes the softmax",
+    "aten._masked_softmax | unknown | softmax | masks the scores and takes the softmax",
+    "aten.baddbmm.default | adding | product | a matrix product that adds the mask",
+    "aten.addmm.default | adding | product | a matrix product that adds the mask",
+)
+"""The start of a kernel's full name, how it is opened, the stages that it hides, and its title."""
 _FUSED = {
     start: Fused(way, title, frozenset(_HIDDEN[hidden].split()))  # type: ignore[arg-type]  # a word of the table
-    for start, way, hidden, title in (
-        (part.strip() for part in row.split("|")) for row in _KERNELS.strip().splitlines()
-    )
+    for start, way, hidden, title in ((part.strip() for part in row.split("|")) for row in _KERNELS)
 }
 
 
 def fused(name: str) -> Fused | None:
-    """Return what a kernel of this name hides, and how it is opened; None for an operation that hides nothing."""
+    """Return the fused kernel of this name; None for any other operation."""
     if "backward" in name or name.startswith("aten._scaled_dot_product_attention_math."):
-        return None  # the latter is a composite of operations that are seen
-    found = next((kernel for start, kernel in _FUSED.items() if name.startswith(start)), None)
-    return None if found is not None and found.way == "reopen" and name.endswith(".out") else found
+        return None  # the operations of the math path are recorded one by one
+    fused_kernel = next((kernel for start, kernel in _FUSED.items() if name.startswith(start)), None)
+    return None if fused_kernel and fused_kernel.way == "reopen" and name.endswith(".out") else fused_kernel
 
 
 # -- what torch says --------------------------------------------------------------------------------------------------
 
 _WEIGHS = frozenset({"_softmax", "_safe_softmax", "exp", "sigmoid"})
 _UNTAGGED = frozenset({"leaky_relu", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "leaky_relu_", "selu_"})
-"""Activations that torch 2.10 does not say to be pointwise."""
+"""Pointwise activations that torch 2.10 does not tag as pointwise."""
 
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """What does not change from one use of an operation to the next."""
+    """The properties of an operation that are the same in every call."""
 
     func: Any
-    """It is held, so that no other has its id."""
+    """The operation; referenced so that its id stays unique."""
     run: Any
-    """Runs it; without the function of Python's around that."""
+    """Runs the operation without its Python wrapper, which is slower."""
     name: str
     base_name: str
     pointwise: bool
     composite: bool
     makes_views: bool
     written: tuple[tuple[int, str], ...]
-    """Place and name of each argument that it writes into."""
+    """Position and name of each argument that the operation writes into."""
     fused: Fused | None = None
     copies: bool = False
     weighs: bool = False
-    """Whether scores become weights by it."""
+    """Whether the operation may turn scores into weights."""
 
     adds: bool = False
-    """Whether it is a product to which something is added, that may be a mask."""
+    """Whether it computes a product plus a tensor, which may be a mask."""
     needs_care: bool = True
-    """Whether it hides steps, writes, weighs, or may arrive whole: any of the above."""
+    """Whether it is fused, composite, writes into arguments or weighs: the recorder then takes its slow path."""
 
 
 ABOUT: dict[int, About] = {}
-"""By the id of an operation, as to hash one takes longer."""
+"""Operation id to its properties: hashing the operation itself is slower."""
 
 
 def about(func: Any) -> About:
-    """Return what is known of an operation, read off its schema, tags and kernels."""
+    """Return the properties of an operation, from its schema, tags and kernels."""
     known = ABOUT.get(id(func))
     if known is None:
-        known = ABOUT[id(func)] = _asked(func)
+        known = ABOUT[id(func)] = _inspect(func)
     return known
 
 
-def _asked(func: Any) -> About:
+def _inspect(func: Any) -> About:
     import torch
 
     name = str(func)
-    if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it runs as a whole, and has no schema
+    if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it has no schema
         return About(
             func,
             func,
@@ -262,7 +261,7 @@ def _asked(func: Any) -> About:
     def has_kernel(operation: str, key: str) -> bool:
         try:
             return bool(torch._C._dispatch_has_kernel_for_dispatch_key(operation, key))
-        except RuntimeError:  # one that the dispatcher does not know: prim.device, asked of a fake tensor
+        except RuntimeError:  # the dispatcher does not know it, e.g. prim.device of a fake tensor
             return False
 
     base_name = name.split(".")[1]
@@ -290,10 +289,10 @@ def _asked(func: Any) -> About:
 
 
 def adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether `baddbmm` or `addmm` may add a mask to a product that is scores, and no bias to one with a weight.
+    """Return whether `baddbmm` or `addmm` may add a mask to scores, rather than a bias to a linear layer.
 
-    A learned query or key is a parameter too, and so is a learned bias of the scores: both together look like a layer.
-    So does one number for each column of a single matrix, whose weight and bias may be given as plain tensors.
+    A linear layer adds one number per column, or adds a parameter to a product with a parameter. A learned score bias
+    with a learned query or key looks the same, so it counts as a linear layer.
     """
     added, left, right = args[:3]
     if kwargs.get("beta", 1) == 0:
@@ -304,7 +303,7 @@ def adds_scores(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_parameter(tensor: Tensor) -> bool:
-    """Return whether this is a parameter, or a view of one."""
+    """Return whether a tensor is a parameter or a view of a parameter."""
     from torch import nn
 
     return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
