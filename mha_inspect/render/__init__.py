@@ -19,7 +19,7 @@ Format = Literal["table", "plain", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
 
 _MODULES = {"diff-checkpoints": "diff", "layers": "check"}
-"""Where the page of a command is, if not in the module of its name."""
+"""Modules of pages whose name is not the command's."""
 
 
 def to_text(
@@ -49,7 +49,7 @@ def to_text(
 
 
 def to_cell(report: Report) -> str:
-    """Return the report as html for a page that holds other things, such as a notebook."""
+    """Return the report as html for a page with other content, such as a notebook."""
     from .html import to_cell
 
     return to_cell(page_of(report))

@@ -38,8 +38,8 @@ def _sections(report: CheckReport, sure: Sequence[Finding]) -> Iterator[Section]
     if report.heads:
         columns = [
             Column("module", lambda heads: heads[0].module, optional=True),
-            Column("change of output without each head", lambda heads: _by_head(heads, "output_change"), wrap=22),
-            Column("its share of gradient", lambda heads: _by_head(heads, "gradient_share"), wrap=22, optional=True),
+            Column("output change without each head", lambda heads: _by_head(heads, "output_change"), wrap=22),
+            Column("gradient share", lambda heads: _by_head(heads, "gradient_share"), wrap=22, optional=True),
         ]
         blocks.append(table(grouped(report.heads, lambda head: head.module), columns))
     blocks += [facts(("note", note)) for note in report.notes]
@@ -57,7 +57,7 @@ def _by_head(heads: Sequence[Head], name: str) -> str:
 
 
 def _skipped(checks: Sequence[SkippedCheck]) -> str:
-    """Return the checks of each reason, with the reason: `causal, window (declare them), rotary (none here)`."""
+    """Return skipped checks grouped by reason: `causal, window (declare them), rotary (none here)`."""
     groups = grouped(checks, lambda skipped: skipped._brief or skipped.reason)
     return ", ".join(f"{', '.join(s.check for s in group)} ({group[0]._brief or group[0].reason})" for group in groups)
 
@@ -69,7 +69,7 @@ def _finding(finding: Finding, title: str, tone: Tone) -> Section:
 
 
 def layers_page(report: LayersReport) -> Page:
-    """Return the page: a row a layer, then how each splits its heads, what it takes and where it comes from."""
+    """Return the page: one row per layer, then how each splits its heads, its settings and its source."""
     letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
     columns = [
         Column("layer", lambda layer: layer.name, tone="strong"),
@@ -77,15 +77,15 @@ def layers_page(report: LayersReport) -> Page:
         Column("parameters", lambda layer: layer.formula),
     ]
     takes = [(layer.name, ", ".join(layer.takes) or "none") for layer in report.layers]
-    more = Paragraph("mha-inspect diff LEFT RIGHT shows where two of them part ways.", "muted")
+    more = Paragraph("mha-inspect diff LEFT RIGHT shows where two of them differ.", "muted")
     return Page(
         "layers",
-        f"{text.plural(len(report.layers), 'way')} to write attention, each for --layer and diff",
+        f"{text.plural(len(report.layers), 'way')} to write attention, for --layer and for diff",
         f"parameter counts with biases: {letters}",
         (
             section("", table(report.layers, columns)),
             section("how the heads are split", facts(*((layer.name, layer.split) for layer in report.layers))),
-            section("settings beyond those that every layer takes", facts(*takes)),
+            section("extra settings of each layer", facts(*takes)),
             section("source of the style", facts(*((layer.name, layer.source) for layer in report.layers)), more),
         ),
     )

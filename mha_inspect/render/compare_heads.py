@@ -33,20 +33,21 @@ from .parts import (
 
 _HEADS = Column("num_heads", lambda count: count.num_heads, "right", "strong")
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
-"""The parts of a layer that was built from flags; those of another module are its parameters, however many."""
+"""Parts of a layer built from flags. Those of another module are its parameters."""
 
 
 def compare_heads_page(report: CompareHeadsReport) -> Page:
-    """Return the page: a row a head count, the reasons, and the answer, which comes last."""
+    """Return the page: one row per head count, the reasons, and the answer last."""
     return layer_page(report.environment, report.layer, _sections(report))
 
 
 def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     floors = {count.noise_floor for count in report.counts}
-    floor = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
+    size = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
+    floor = f"{size} ({MEASURED[report.measured_against]})"
     noise = (
         "relative difference: ‖output − baseline‖ / ‖baseline‖. × noise: the largest difference divided by "
-        f"{floor} ({MEASURED[report.measured_against]}). Above 10, the difference is too large to be rounding."
+        f"{floor}. Above 10, the difference is too large to be rounding."
     )
     detail = f"same weights, same input; baseline {text.plural(report.baseline, 'head')}"
     columns = [
@@ -82,7 +83,7 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
 
 
 def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
-    """Yield a line for each reason; where only the sizes differ, head counts share one.
+    """Yield a line for each reason. Head counts whose reasons differ only in their sizes share a line.
 
     `2, 4 heads`: `scores differ: 2 sums over 6 features each, 4 sums over 3 features each instead of 1 sum over 12`.
     """
@@ -95,7 +96,7 @@ def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
 
 
 def _gradients(gradients: Gradients, baseline: int) -> Section:
-    """Return the parts as columns; parameters, whose names take too much room beside each other, as rows."""
+    """Return the parts as columns. Parameters, whose names are long, are rows."""
     names = list(dict.fromkeys(part.part for count in gradients.counts for part in count.parts))
     first = [part.part for part in gradients.counts[0].parts]
     across = first if set(first) <= _MATRICES else []
@@ -123,12 +124,12 @@ def _gradients(gradients: Gradients, baseline: int) -> Section:
         # Where the page is narrow, the last counts go first.
         counts = [count_column(count, place) for place, count in enumerate(others)]
         tables.append(table(names, [Column("parameter", str, tone="strong"), *counts]))
-    detail = f"relative difference from the baseline's; loss {gradients.loss}"
+    detail = f"relative difference from the baseline; loss {gradients.loss}"
     return section("gradients", *tables, Paragraph(gradients.answer), detail=detail)
 
 
 def _apart(name: str, count: HeadGradients) -> str:
-    """Return the relative difference of a part; where either is 0 or rounding, that it is so: no number tells more.
+    """Return the relative difference of a part: a number, `from 0`, or `rounding`.
 
     A dash where this head count has no such part.
     """
@@ -175,15 +176,15 @@ def _focus(focus: Focus) -> Section:
     for count in focus.counts:
         if count.num_heads > 1:
             said = f"Jensen-Shannon divergence {text.small(count.divergence)} "
-            said += f"of at most ln {count.num_heads} = {text.small(count.largest_divergence)}"
+            said += f"(at most ln {count.num_heads} = {text.small(count.largest_divergence)})"
             for how, pair in (("most", count.most_alike), ("least", count.least_alike)):
                 if pair is not None and count.num_heads > 2:
                     said += f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
             place = f", attention {attention(count)}" if attention(count) else ""
             spread.append((text.plural(count.num_heads, "head") + place, said))
     between = [facts(*spread)] if spread else []
-    detail = f"the weights {focus.weights}; averages over the queries; entropy and divergence in nats; strongest: query"
-    detail += " → key, of queries that have a choice"
+    detail = f"the weights {focus.weights}, averaged over queries; entropy and divergence in nats; strongest: "
+    detail += "query → key, for queries with more than one key"
     rows = [(count, head) for count in focus.counts for head in count.by_head]
     return section("focus", table(rows, columns), *between, Paragraph(focus.answer), detail=detail)
 
@@ -199,9 +200,9 @@ def _timing(timing: Timing) -> Section:
     columns = [
         _HEADS,
         Column("median", lambda count: f"{text.small(count.median_ms)} ms", "right"),
-        Column("half of the runs", lambda c: f"{text.small(c.low_ms)} to {text.small(c.high_ms)} ms", "right"),
+        Column("middle half of runs", lambda c: f"{text.small(c.low_ms)} to {text.small(c.high_ms)} ms", "right"),
         Column("runs", lambda count: count.runs, "right", drop=20),
         *(flops(name, place) for place, name in enumerate(names, 1)),
     ]
-    detail = f"the forward alone, in {text.plural(timing.threads, 'thread')}; operations of each stage's products"
+    detail = f"forward only, {text.plural(timing.threads, 'thread')}; FLOPs of each stage's matrix products"
     return section("time", table(timing.counts, columns), Paragraph(timing.answer), detail=detail)

@@ -23,7 +23,7 @@ from .parts import MEASURED, answered, difference_columns, folded, notes, number
 
 
 def diff_page(report: DiffReport) -> Page:
-    """Return the page: how each side is run, a row a stage, where they part, and the answer, last."""
+    """Return the page: how each side is run, one row per stage, the first difference, and the answer."""
     left, right = report.left, report.right
     environments = [side.environment for side in (left, right)]
     made_with = [" and ".join(dict.fromkeys(e.device for e in environments))]
@@ -37,18 +37,18 @@ def diff_page(report: DiffReport) -> Page:
 
 def _sections(report: DiffReport) -> Iterator[Section]:
     yield section("how PyTorch runs them", facts(("left", _run(report.left)), ("right", _run(report.right))))
-    left_out = (("left out", reason) for reason in report.weights.left_out)
-    yield section("the same weights", facts(("carried", report.weights.sentence), *left_out))
+    left_out = (("not copied", reason) for reason in report.weights.left_out)
+    yield section("", facts(("weights", report.weights.sentence), *left_out))
     floor = f"rounding of {report.noise.dtype} ({' and '.join(report.noise.sides)})"
     measured = [getattr(report, side).measured_against for side in report.noise.sides]
     against = MEASURED["half a digit" if "half a digit" in measured else "float64"]
-    against = "reckoned from that of float32" if report.noise.dtype == "float64" else against
+    against = "estimated from that of float32" if report.noise.dtype == "float64" else against
     blocks: list[Block] = []
     for rows in [tuple(group) for _, group in groupby(report.stages, lambda row: row.attention)] or [()]:
         blocks.append(_stages(rows))
         if noted := [(row.name, row.note) for row in rows if row.note]:
             blocks.append(facts(*noted))
-    yield section("stages", *blocks, detail=f"in canonical axes; noise floor: {floor}, {against}")
+    yield section("stages", *blocks, detail=f"in the same axes; rounding error: {floor}, {against}")
     yield section("first stage that differs", facts(*_parting(report)))
     columns = [
         Column("output", lambda output: "output", tone="strong"),
@@ -68,7 +68,9 @@ def _run(side: DiffSide) -> str:
     if side.rounding_error is not None:
         exact = side.measured_against == "float64"
         error = text.small(side.rounding_error)
-        parts.append(f"off float64 by at most {error}" if exact else f"rounded by {error}, {MEASURED['half a digit']}")
+        parts.append(
+            f"differs from float64 by at most {error}" if exact else f"rounded by {error}, {MEASURED['half a digit']}"
+        )
     return "; ".join(parts)
 
 
@@ -104,14 +106,14 @@ def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
     row = next((row for row in report.stages if row.name == first and row.verdict == "differs"), None)
     if row is None:
         compared = any(row.verdict for row in report.stages)
-        yield "stage", f"none: {'every stage that both have is the same' if compared else 'there is none in both'}"
+        yield "stage", f"none: {'every shared stage is the same' if compared else 'the sides share no stage'}"
         return
     if row.times_noise is None:
-        distance = "of other sizes"
+        distance = "different sizes"
     elif row.max_abs_difference is not None and isinf(row.max_abs_difference):
-        distance = "not finite on one side alone"
+        distance = "not finite on one side"
     else:
-        distance = f"{text.times(row.times_noise)} times the noise floor"
+        distance = f"{text.times(row.times_noise)} times the rounding error"
     yield "stage", f"{row.name}, {distance}" + (f", in attention {row.attention}" if row.attention else "")
     for name, side in (("left", row.left), ("right", row.right)):
         if side is not None:
@@ -121,13 +123,13 @@ def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
 # -- two checkpoints ---------------------------------------------------------------------------------------------------
 
 _MOST = 8
-"""Heads of a part whose differences stand in one field."""
+"""Most heads of a part whose differences are listed in one field."""
 
 
 def diff_checkpoints_page(report: CheckpointDiffReport) -> Page:
-    """Return the page: the two files, a row for tensors that are alike, the heads that are not, and the answer."""
+    """Return the page: the two files, one row per kind of tensor, the heads that differ, and the answer."""
     title = f"checkpoint {report.left.name} against {report.right.name}"
-    return Page(title, "", "read, and not run", tuple(_of_checkpoints(report)))
+    return Page(title, "", "read from the file, not run", tuple(_of_checkpoints(report)))
 
 
 def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
@@ -152,7 +154,7 @@ def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
 
 
 def _tensors(pairs: Sequence[TensorPair]) -> Table:
-    """Return tensors as rows: those that repeat from layer to layer, and do not differ, as one."""
+    """Return tensors as rows. Equal tensors that repeat from layer to layer share a row."""
 
     def right(left: str, right: str) -> str:
         return "" if left == right else right

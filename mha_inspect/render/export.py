@@ -17,15 +17,15 @@ ExportFormat = Literal["plain", "json", "html", "png", "svg"]
 FORMAT_OF_SUFFIX: dict[str, ExportFormat]
 FORMAT_OF_SUFFIX = {".txt": "plain", ".json": "json", ".html": "html", ".png": "png", ".svg": "svg"}
 IMAGES = ("png", "svg")
-"""Formats of pictures, which no report has."""
+"""Picture formats: a report cannot be written in them."""
 
 unfinished: set[str] = set()
-"""Temporary files that exist now. Whoever ends the process at once removes them first."""
+"""Temporary files that exist now, to be removed before the process is ended."""
 
 
 @dataclass(frozen=True)
 class Destination:
-    """A file to export to, found to be writable as far as one can tell without writing."""
+    """A file to export to, checked to be writable as far as possible without writing."""
 
     asked: Path
     """As the user named it."""
@@ -35,29 +35,29 @@ class Destination:
 
     @classmethod
     def of(cls, asked: Path) -> Destination:
-        """Look at where the export is to go.
+        """Check the path of an export.
 
-        Raises `ExportError` for an unknown suffix, a folder that is not there or takes no files, and a target that is
-        itself a folder.
+        Raises `ExportError` for an unknown suffix, a folder that does not exist or cannot be written to, and a target
+        that is itself a folder.
         """
         format = FORMAT_OF_SUFFIX.get(asked.suffix.lower())
         if format is None:
             ending = f"ends in {printable(asked.suffix, 20)}" if asked.suffix else "has no ending"
             suffixes = ", ".join(FORMAT_OF_SUFFIX)
-            raise ExportError(f"{_name(asked)} {ending}: the ending says how it is written. Use one of {suffixes}.")
+            raise ExportError(f"{_name(asked)} {ending}: the ending gives the format. Use one of {suffixes}.")
         try:
             real = Path(os.path.realpath(asked))
             fault = _fault(asked, real)
         except OSError as error:  # a name that is too long, a working folder that is gone
-            fault = f"cannot be written: {error.strerror or type(error).__name__}. Name another place."
+            fault = f"cannot be written: {error.strerror or type(error).__name__}. Choose another path."
         if fault:
             raise ExportError(f"{_name(asked)} {fault}")
         return cls(asked, real, format)
 
     def write(self, content: str | bytes) -> None:
-        """Write the content to a temporary file beside the target, which then takes the target's place.
+        """Write the content to a temporary file beside the target, then replace the target with it.
 
-        Raises `ExportError` when it cannot; an existing file is then as it was.
+        Raises `ExportError` if that fails; an existing file is then unchanged.
         """
         errors = "surrogateescape" if self.format != "json" else "strict"
         data = content.encode("utf-8", errors) if isinstance(content, str) else content
@@ -73,10 +73,10 @@ class Destination:
             with open(descriptor, "wb") as device:
                 device.write(data)
         except OSError as error:
-            kept = " The file that was there is as it was." if self.real.is_file() else ""
+            kept = " The existing file was not changed." if self.real.is_file() else ""
             raise ExportError(
                 f"{_name(self.asked)} could not be written: {error.strerror or error}.{kept} "
-                "Make room, or name another place."
+                "Free some space, or choose another path."
             ) from None
 
     def _replace(self, data: bytes, before: os.stat_result | None) -> None:
@@ -103,18 +103,18 @@ class Destination:
 
 
 def _fault(asked: Path, real: Path) -> str:
-    """Return what keeps a file from being written, and what to do; empty where nothing does."""
+    """Return why a file cannot be written, and what to do; empty if it can."""
     folder = real.parent
     place = real if real.exists() else folder
     if real.is_symlink():
-        return "is a link that leads to itself. Name another place."
+        return "is a link to itself. Choose another path."
     if not folder.is_dir():
-        what = "is not a folder" if folder.exists() else "is not there"
-        return f"cannot be written: the folder {_name(folder)} {what}. Make it first, or name another."
+        what = "is not a folder" if folder.exists() else "does not exist"
+        return f"cannot be written: the folder {_name(folder)} {what}. Create it first, or choose another."
     if real.is_dir():
-        return f"is a folder: name a file in it, as in {_name(asked / ('report' + asked.suffix))}."
+        return f"is a folder. Name a file in it, e.g. {_name(asked / ('report' + asked.suffix))}."
     if not os.access(place, os.W_OK):
-        return f"cannot be written: you may not write to {_name(place)}. Name another place."
+        return f"cannot be written: no permission to write to {_name(place)}. Choose another path."
     return ""
 
 
@@ -123,7 +123,7 @@ def _name(path: Path) -> str:
 
 
 def remove_unfinished() -> None:
-    """Remove every temporary file that is there now."""
+    """Remove every temporary file that exists now."""
     for path in tuple(unfinished):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -133,5 +133,5 @@ def save(path: Path, text: Callable[[str], str]) -> None:
     """Write a report to a file, whose text in a format is given. Raises `ExportError` where that cannot be done."""
     target = Destination.of(path)
     if target.format in IMAGES:
-        raise ExportError(f"{path} is a picture: draw one with .plot() of a stage, and save its figure.")
+        raise ExportError(f"{path} is a picture. Draw one with .plot() of a stage, and save its figure.")
     target.write(text(target.format))

@@ -14,9 +14,9 @@ from importlib.resources import files
 from .page import Block, Cell, Facts, Page, Paragraph, Table, Tone, by_axis
 
 _COLOURS = {name.upper(): f"var(--{name})" for name in ("red", "green", "magenta", "cyan", "blue")}
-"""Colours of a page of its own, which page.html gives for light and for dark."""
+"""Colours of a whole page: page.html sets them for light and for dark."""
 _BETWEEN = {"RED": "#d1402f", "GREEN": "#2d8549", "MAGENTA": "#9560d8", "CYAN": "#1f8089", "BLUE": "#2f76cf"}
-"""Colours that can be read on white and on black alike, for a page whose ground is not known."""
+"""Colours that are readable on white and on black, for a page of unknown background."""
 
 
 def to_html(page: Page) -> str:
@@ -26,7 +26,7 @@ def to_html(page: Page) -> str:
 
 
 def to_cell(page: Page) -> str:
-    """Return the page as a piece of html that can stand inside of another page, in the colours of which it is."""
+    """Return the page as a piece of html for use inside another page, in that page's colours."""
     styles = _filled("page.css", SCOPE=".mha-inspect", **_BETWEEN).strip()
     return _filled("cell.html", STYLES=styles, PAGE=_page(page))
 
@@ -37,7 +37,7 @@ def _filled(name: str, **values: str) -> str:
 
 
 def with_pre(page: str, text: str) -> str:
-    """Return a whole page with a text that is laid out by its characters at its end."""
+    """Return a whole page with a preformatted text at its end."""
     body, _, end = page.rpartition("</body>")
     return f'{body}<section class="scroll"><pre>{escape(text)}</pre></section>\n</body>{end}'
 

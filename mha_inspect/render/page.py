@@ -13,13 +13,13 @@ from typing import Any, Literal, TypeAlias
 from ..text import printable
 
 Tone = Literal["", "strong", "muted", "axes", "shape", "good", "bad", "warn"]
-"""What a piece of text is, from which a renderer may choose a colour. Meaning never hangs on it alone."""
+"""The role of a text, from which a renderer may choose a colour. No meaning depends on the colour alone."""
 
 WIDE, FULL_WIDTH = 110, 120
-"""Columns of a page from which on every column of a table is shown, and every text in full."""
+"""Page widths from which every column of a table, and every text in full, is shown."""
 
 LONGEST = 1000
-"""Characters of a field of a table, and a quarter of those of a sentence: a longer one loses its middle."""
+"""Most characters of a table field, and a quarter of those of a sentence. A longer text loses its middle."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Cell:
 
     text: str
     tone: Tone = ""
-    """Empty: that of its column."""
+    """Empty: the column's tone."""
     axes: str = ""
-    """For a shape: what its dimensions are, so that both can be shown in the same colours."""
+    """For a shape: the names of its dimensions, so that both get the same colours."""
     mark: str = ""
-    """A sign behind the text that a line under the table explains."""
+    """A sign after the text, explained under the table."""
     brief: str = ""
     """Replaces the text where the page has fewer than `FULL_WIDTH` columns; empty: the text is shown as it is."""
 
@@ -44,11 +44,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table, and what may happen to it where the page is narrow."""
+    """One column of a table, and how it gives way on a narrow page."""
 
     title: str
     of: Callable[[Any], object]
-    """What stands in it for an item: a cell, or anything that is written as a text."""
+    """Returns the content for an item: a cell, or any value to be shown as text."""
     align: Literal["left", "right"] = "left"
     tone: Tone = ""
     wide: bool = False
@@ -60,9 +60,9 @@ class Column:
     into: str = ""
     """Title of the column under whose text this one is put, as a second line, before anything is dropped."""
     optional: bool = False
-    """Left out where every field is empty."""
+    """True: the column is dropped if every field is empty."""
     after: str | None = None
-    """Only changes are shown: a text stands where it is another than in the row before, in the first row than this."""
+    """If given, a field is shown only where it differs from the row above; the first row is compared with this."""
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,23 @@ class Table:
     columns: tuple[Column, ...]
     rows: tuple[tuple[Cell, ...], ...]
     legend: str = ""
-    """What the marks behind its fields mean."""
+    """The meaning of the marks after its fields."""
     total: bool = False
     """Whether the last row sums up the others."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Lines of a label and what it stands for."""
+    """Lines of a label and a text."""
 
     items: tuple[tuple[str, str], ...]
     tone: Tone = ""
-    """That of what the labels stand for."""
+    """The tone of the texts."""
 
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A sentence or a few."""
+    """One sentence or several."""
 
     text: str
     tone: Tone = ""
@@ -96,7 +96,7 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Verbatim:
-    """Text whose line breaks are its own: the content of a tensor."""
+    """Preformatted text: the content of a tensor."""
 
     lines: tuple[str, ...]
     title: str = ""
@@ -109,12 +109,12 @@ Block: TypeAlias = Table | Facts | Paragraph | Verbatim
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page under a title; without one it goes on from the part before."""
+    """A part of the page, with a title or, as a continuation, without."""
 
     title: str
     blocks: tuple[Block, ...]
     detail: str = ""
-    """What is said behind the title on the same line."""
+    """Text after the title, on the same line."""
     more: str | None = None
     """None: always shown. Else a terminal that is too low shows this line instead; no line where it is empty."""
 
@@ -136,7 +136,7 @@ class Page:
 
 
 def _cleaned(value: Any, longest: int) -> Any:
-    """Return a part of a page with every text in it printable, and none of them endless."""
+    """Return a part of a page with every text printable and of limited length."""
     if isinstance(value, str):
         return printable(value, longest)
     if isinstance(value, tuple):
@@ -166,7 +166,7 @@ def _cells(items: Iterable[Any], column: Column) -> list[Cell]:
 
 
 def facts(*items: tuple[str, str], tone: Tone = "") -> Facts:
-    """Return lines of a label and what it stands for."""
+    """Return lines of a label and a text."""
     return Facts(items, tone)
 
 
@@ -181,11 +181,11 @@ def apart(before: Block | None, block: Block) -> bool:
 
 
 AXES = ("heads", "kv_heads", "query", "key", "head_dim")
-"""Axes that have a colour of their own, in their names and in their sizes. Every other one has none."""
+"""Axes whose names and sizes are coloured."""
 
 
 def by_axis(content: str, tone: Tone, axes: str) -> Iterator[tuple[str, str]]:
-    """Cut axes, or a shape whose axes are known, into pieces of text, each with the axis that it is; else empty."""
+    """Yield axes, or a shape with known axes, as pieces of text, each with its axis; empty for other text."""
     pieces = list(re.finditer({"axes": r"\w+", "shape": r"\d+"}.get(tone, "(?!)"), content))
     names = [piece[0] for piece in pieces] if tone == "axes" else re.findall(r"\([^)]*\)|\S+", axes)
     done = 0

@@ -20,7 +20,11 @@ def params_page(report: ParamsReport) -> Page:
 def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters, total = report.parameters, report.total
     if report.stored_attentions:
-        by = "by the names of their tensors" if report.like is None else f"by the run of {report.like.module}"
+        by = (
+            "read from the names of their tensors"
+            if report.like is None
+            else f"read from a run of {report.like.module}"
+        )
         columns = [
             Column("module", lambda attention: attention.module or "the whole file", tone="strong"),
             Column("num_heads", lambda attention: attention.num_heads or "?", "right"),
@@ -35,7 +39,7 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
     formula = []
     if total.formula_numel is not None:
         is_right = total.formula_numel == total.numel
-        wrong = f"but {text.count(total.numel)} were counted: one of the two is wrong"
+        wrong = f"but {text.count(total.numel)} were counted: a bug in mha-inspect"
         said = f"{total.formula} = {text.count(total.formula_numel)}, {'as counted' if is_right else wrong}"
         formula = [facts(("formula", said), tone="good" if is_right else "bad")]
     rows: Sequence[Parameter] = parameters
@@ -55,18 +59,18 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
 
 
 def _fit(like: LikeModule) -> Iterator[Block]:
-    """Yield how a checkpoint fits a module: a line, and a row for all that does not."""
+    """Yield how a checkpoint fits a module: a summary, and one row per kind of misfit."""
     counts = {
         "only in " + like.module: like.missing,
         "only in the file": like.unexpected,
-        "of another shape": like.wrong_shape,
+        "with another shape": like.wrong_shape,
     }
-    fits = [f"{like.matching} of the same name and shape"]
+    fits = [f"{like.matching} with the same name and shape"]
     fits += [f"{len(tensors)} {what}" for what, tensors in counts.items() if tensors]
     yield facts(("tensors", ", ".join(fits)), tone="good" if len(fits) == 1 else "warn")
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
-        yield facts(("names", f"{like.prefix.lstrip('-')} stands before names in {inside} and not in {outside}."))
+        yield facts(("names", f"Names in {inside} begin with {like.prefix.lstrip('-')}, names in {outside} do not."))
     pieces = [("missing", tensor.name, "", text.shape(tensor.shape)) for tensor in like.missing]
     pieces += [("unexpected", tensor.name, text.shape(tensor.shape), "") for tensor in like.unexpected]
     for tensor in like.wrong_shape:
@@ -101,11 +105,11 @@ def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Tabl
 
 
 def _per_head(parameters: Sequence[Parameter]) -> Section:
-    """Return a table with a row a head; of a model, which has several attentions, a row a part, all heads in it."""
+    """Return a table with one row per head. In a model with several attentions, a row is a part with all its heads."""
     pieces = [(p.name, piece) for p in parameters for piece in p.heads or ()]
     parts = grouped(pieces, lambda named: (named[0], named[1].part))
     if not parts:
-        return section("by head", Paragraph("No parameter has a part that is one head's alone."))
+        return section("by head", Paragraph("No parameter has a part that belongs to one head only."))
     is_model = len(parts) > len({piece.part for _, piece in pieces})
     lines = [
         (part[0][0], part[0][1].part, *line)
@@ -120,12 +124,12 @@ def _per_head(parameters: Sequence[Parameter]) -> Section:
         Column("columns", lambda group: group[0][4], "right", optional=True),
     ]
     groups = grouped(lines, lambda line: (alike(line[0]) if is_model else line[0], *line[1:]))
-    detail = "both ends included" + (", h the number of the head" if is_model else "")
+    detail = "ranges include both ends" + (", h is the head" if is_model else "")
     return section("by head", table(groups, columns), detail=detail)
 
 
 def _by_head(pieces: Sequence[HeadSlice], *, is_model: bool) -> list[tuple[str, str, str]]:
-    """Return a row a head; of a model one for heads whose bounds go up in even steps, `64h to 64h+63`."""
+    """Return one row per head. In a model, heads at even steps share a row: `64h to 64h+63`."""
     rows = _in_steps([(piece.head, piece.rows) for piece in pieces])
     columns = _in_steps([(piece.head, piece.columns) for piece in pieces if piece.columns is not None])
     if is_model and len(pieces) > 1 and rows is not None and columns is not None:
@@ -135,7 +139,7 @@ def _by_head(pieces: Sequence[HeadSlice], *, is_model: bool) -> list[tuple[str, 
 
 
 def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
-    """Return the bounds of head h; empty where there are none, None where no line goes through them."""
+    """Return the bounds of head h as a formula; empty without bounds, None if the steps are uneven."""
     if not bounds:
         return ""
     (first, (start, stop)), (last, (end, _)) = bounds[0], bounds[-1]
@@ -150,7 +154,7 @@ def _in_steps(bounds: Sequence[tuple[int, tuple[int, int]]]) -> str | None:
 
 
 def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
-    """Return a table with a column a head count. What is not the same in every column is set in strong type."""
+    """Return a table with one column per head count. Values that differ between columns are strong."""
     lines: list[tuple[str, list[str]]] = [
         ("head_dim", [str(c.head_dim) for c in counts]),
         ("parameters", [text.count(c.numel) for c in counts]),
@@ -173,7 +177,7 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
 
 
 def _owned(pieces: Sequence[HeadSlice | None], shapes: Sequence[tuple[int, ...]]) -> list[str]:
-    """Return what head 0 owns under each head count, in the bounds that the count moves: `rows 0–255`."""
+    """Return the slice of head 0 for each head count, along the dimension that changes: `rows 0–255`."""
     both = [(piece, shape) for piece, shape in zip(pieces, shapes, strict=True) if piece is not None]
     by_columns = any(piece.columns not in (None, (0, shape[-1])) for piece, shape in both)
     by_rows = not by_columns or any(piece.rows != (0, shape[0]) for piece, shape in both)

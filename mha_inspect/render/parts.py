@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim")
 SETTINGS_AS_USUAL: dict[str, Any] = {"bias": True, "batch_first": True}
-"""Settings that are True unless someone asks otherwise: they are named only when they are not."""
+"""Settings that are True by default, and shown only if they are not."""
 
 MEASURED: dict[MeasuredAgainst, str] = {
     "float64": "measured against float64",
@@ -25,7 +25,7 @@ MEASURED: dict[MeasuredAgainst, str] = {
 
 
 def sizes(layer: LayerInfo) -> str:
-    """Return the sizes of a layer, and every setting that is not as usual: `embed_dim 512, num_heads 2`."""
+    """Return the sizes of a layer and every unusual setting: `embed_dim 512, num_heads 2`."""
     parts = [f"{name} {layer.spec[name]}" for name in SIZES if layer.spec.get(name) is not None]
     for name, value in layer.spec.items():
         # Dtype and seed stand on the next line, with what the numbers were made with.
@@ -36,7 +36,7 @@ def sizes(layer: LayerInfo) -> str:
 
 
 def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Section], title: str = "") -> Page:
-    """Return a page under the usual heading: the layer with its sizes, and what the numbers were made with."""
+    """Return a page with the usual heading: the layer with its sizes, device, dtype, seed and torch version."""
     # A module without parameters and inputs has no dtype, and a file is read without torch.
     seed = "" if environment.seed is None else f"seed {environment.seed}"
     version = environment.torch and f"torch {environment.torch}"
@@ -45,7 +45,7 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
 
 
 def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:
-    """Return a field with a shape that knows its axes."""
+    """Return a field with a shape and the names of its axes."""
     return Cell(text.shape(sizes), "shape", axes)
 
 
@@ -54,22 +54,22 @@ AXES = Column("axes", lambda row: row.axes, tone="axes")
 
 
 def dtypes(usual: str) -> Column:
-    """Return the column of dtypes that are not as usual, or not as in the row before."""
+    """Return the column of dtypes, filled where one differs from `usual` or from the row above."""
     return Column("dtype", lambda row: row.dtype, optional=True, after=usual)
 
 
 def number(value: float | None) -> str:
-    """Return a difference; empty where there is none."""
+    """Return a difference as text; empty for None."""
     return "" if value is None else text.small(value)
 
 
 def multiple(value: float | None) -> str:
-    """Return a multiple of the rounding error; empty where there is none."""
+    """Return a multiple of the rounding error as text; empty for None."""
     return "" if value is None else text.times(value)
 
 
 def verdict_column(is_baseline: Callable[[Any], bool] = lambda row: False) -> Column:
-    """Return the column of verdicts; the baseline has none, for it would be of something against itself."""
+    """Return the column of verdicts. The baseline has none: it is not compared with itself."""
     tones: dict[Verdict | None, Tone] = {"same": "good", "differs": "warn", "inconclusive": "warn"}
 
     def cell(row: Any) -> Cell:
@@ -91,7 +91,7 @@ def difference_columns(
 
 
 def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    """Return the items in groups of the same key, in the order in which the first of each came."""
+    """Return the items in groups of equal key, in order of first appearance."""
     groups: dict[object, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -99,12 +99,12 @@ def grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
 
 
 def alike(name: str) -> str:
-    """Return what names have in common that differ in their numbers alone, where those can be reckoned with."""
+    """Return the name with its numbers replaced by 0, so that repeated layers compare equal."""
     return re.sub(r"\d{1,9}", "0", name) if len(name) < LONGEST and name.isascii() else name
 
 
 def times(names: Sequence[str]) -> str:
-    """Return names that differ in their numbers alone as one, with how many they are: `layers.0–31.self_attn ×32`."""
+    """Return names that differ only in their numbers as one, with the count: `layers.0–31.self_attn ×32`."""
     if len(names) == 1:
         return names[0]
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
@@ -121,9 +121,9 @@ def folded(
     merged: Mapping[str, Callable[[list[Any]], object]] | None = None,
     apart: Callable[[Any], bool] = lambda item: False,
 ) -> list[Any]:
-    """Return items that are the same but for the numbers in their names as one, those that stand `apart` as they are.
+    """Return items that differ only in the numbers of their names as one; items for which `apart` is true stay.
 
-    What is `merged` may be another in each, and is that of all of them together.
+    Fields that are `merged` may differ, and get the result of their function over all the items.
     """
     merged = merged or {}
 
@@ -139,17 +139,17 @@ def folded(
 
 
 def notes(sentences: Iterable[str]) -> tuple[Facts, ...]:
-    """Return a paragraph for each sentence that a reader should not miss."""
+    """Return a line for each note."""
     return tuple(facts(("note", sentence)) for sentence in sentences)
 
 
 def answered(sentences: Iterable[str]) -> Section:
-    """Return the section that a page ends with."""
+    """Return the section with the answer."""
     return section("answer", *(Paragraph(sentence, "strong") for sentence in sentences))
 
 
 def contents(tensors: Iterable[Any]) -> tuple[Table | Verbatim, ...]:
-    """Return the statistics of those tensors that have any, and the content of those that have that."""
+    """Return the table of statistics and the contents, of tensors that have them."""
 
     def finite(name: str) -> Column:
         # Where no element is finite, there is nothing to take the mean of.

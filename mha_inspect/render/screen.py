@@ -1,4 +1,4 @@
-"""What the stream is that we print to: a terminal or not, in colour or not, how wide; and a line for who waits."""
+"""The stream that is printed to: terminal or not, colour, width, height; and the progress line."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..text import printable
 
 _NO = ("", "0", "false")
 _AFTER = 1.0
-"""Seconds that somebody waits before they are told what for."""
+"""Seconds before the progress line appears."""
 
 asked_color: Literal["auto", "always", "never"] = "auto"
-"""What --color said; it comes before all variables."""
+"""The value of --color, which comes before all variables."""
 
 
 def _forced() -> bool:
@@ -23,7 +23,7 @@ def _forced() -> bool:
 
 
 def is_terminal(stream: IO[str] | None) -> bool:
-    """Return whether to print as on a terminal: it is one, or --color or FORCE_COLOR says to take it for one."""
+    """Return whether to print as on a terminal: the stream is one, or --color or FORCE_COLOR asks for it."""
     if stream is None or stream.closed:
         return False
     return _forced() or stream.isatty()
@@ -42,12 +42,12 @@ def in_color(stream: IO[str] | None) -> bool:
 
 
 def columns(stream: IO[str] | None) -> int | None:
-    """Return the columns to fill: COLUMNS where it is set, else those of the terminal; None in a pipe, without edge."""
+    """Return the columns to fill: COLUMNS if set, else the terminal's; None in a pipe, which has no limit."""
     return _typed("COLUMNS") or _size(stream)[0] or None
 
 
 def lines(stream: IO[str] | None) -> int | None:
-    """Return the lines that are seen at once: LINES where it is set, else those of the terminal; None in a pipe."""
+    """Return the visible lines: LINES if set, else the terminal's; None in a pipe."""
     return _typed("LINES") or _size(stream)[1] or None
 
 
@@ -57,7 +57,7 @@ def _typed(variable: str) -> int:
 
 
 def _size(stream: IO[str] | None) -> tuple[int, int]:
-    """Return the columns and lines of the terminal; zeros where there is none."""
+    """Return the columns and lines of the terminal; zeros without a terminal."""
     if stream is None or stream.closed or not stream.isatty():
         return 0, 0
     try:
@@ -67,17 +67,17 @@ def _size(stream: IO[str] | None) -> tuple[int, int]:
 
 
 Tick = Callable[[str], None]
-"""Says what is being done now."""
+"""Shows the current step."""
 
 waits = False
-"""Whether a line on stderr says so, and the terminal's cursor is hidden: who ends the process shows it again."""
+"""Whether the progress line is shown and the cursor hidden. Code that ends the process shows it again."""
 
 
 @contextmanager
 def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
-    """Show on a terminal's stderr what is being done once it takes longer than a second, and take it away at the end.
+    """Show the current step on a terminal's stderr if it takes longer than a second, and remove it at the end.
 
-    In a pipe, and where `quiet` asks for that, nothing is shown.
+    In a pipe, and if `quiet`, nothing is shown.
     """
     if quiet or sys.stderr is None or not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
         yield lambda _: None

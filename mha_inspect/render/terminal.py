@@ -22,12 +22,12 @@ from ..text import cells
 from .page import FULL_WIDTH, WIDE, Block, Cell, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, apart, by_axis
 
 PROSE_WIDTH = 110
-"""Sentences are not set wider than they are easy to read."""
+"""Widest line of a sentence that is easy to read."""
 GAP = 2
 """Spaces between columns."""
 
 # Of the sixteen colours, which follow the palette that the reader has chosen, those that no common one makes pale:
-# yellow is on white, and bright black vanishes on black. No meaning hangs on a colour alone.
+# yellow is on white, and bright black vanishes on black. No meaning depends on a colour alone.
 STYLES: dict[Tone, str] = {"strong": "bold", "muted": "dim", "good": "green", "bad": "bold red", "warn": "red"}
 
 AXIS_STYLES = {"heads": "magenta", "kv_heads": "magenta", "query": "cyan", "key": "bright_blue", "head_dim": "green"}
@@ -42,10 +42,10 @@ _SPACE = "\ue000"
 
 
 def to_table(page: Page, *, width: int | None, color: bool, height: int | None = None) -> str:
-    """Return the page for a terminal of that width; without colour there is no escape sequence in it.
+    """Return the page for a terminal of that width, without escape sequences if `color` is False.
 
-    Where the page is longer than `height` lines, less the one of the prompt, it is set without blank lines; where that
-    is too long as well, sections that name another way to see them are left out. A height of None has no end.
+    A page of more than `height` lines, with one for the prompt, loses its blank lines; if it is still too long, it
+    loses the sections that another option shows. A height of None has no limit.
     """
     columns = max(shutil.get_terminal_size().columns if width is None else width, 1)
     for airy, whole in ((True, True), (False, True), (False, False)):
@@ -75,7 +75,7 @@ def _text(width: int, color: bool, lines: Iterable[tuple[RenderableType, int]]) 
 
 
 def _shortened(page: Page) -> Page:
-    """Return the page without sections that can be seen another way; a line says how, once."""
+    """Return the page without the sections that another option shows, each option named once."""
     sections: list[Section] = []
     for part in page.sections:
         if part.more is None:
@@ -86,7 +86,7 @@ def _shortened(page: Page) -> Page:
 
 
 def _page(page: Page, width: int, *, airy: bool) -> Iterator[tuple[RenderableType, int]]:
-    """Yield what is printed, each with the columns that it may fill. Blank lines are set where it is `airy`."""
+    """Yield each item to print with its width. An `airy` page has blank lines."""
     prose = min(width, PROSE_WIDTH)
     yield _title(page.title, page.detail), prose
     yield Text(page.subtitle, STYLES["muted"]), prose
@@ -142,15 +142,15 @@ class _Fit:
 
     table: Table
     widths: dict[int, int]
-    """Of each column that is shown."""
+    """Width of each shown column."""
     below: dict[int, list[int]]
-    """Columns whose text is put under that of another."""
+    """The columns that are put under each column."""
     dropped: list[str]
-    """Titles of columns that there was no room for."""
+    """Titles of the columns that did not fit."""
 
 
 def _fitted(table: Table, width: int) -> _Fit:
-    """Return how to show a table. Some columns go under others, then some are dropped, then words are broken."""
+    """Return how to show a table: columns are first put under others, then dropped, then words are broken."""
     columns = table.columns
     shown = [place for place, column in enumerate(columns) if width >= WIDE or not column.wide]
     bodies = [max((cells(row[i].full) for row in table.rows), default=0) for i in range(len(columns))]
@@ -187,7 +187,7 @@ def _fitted(table: Table, width: int) -> _Fit:
 
 
 def _narrowed(widths: dict[int, int], floors: dict[int, int], room: int) -> dict[int, int]:
-    """Take from the widest that is above its floor, until all fit or none has anything to give."""
+    """Narrow the widest column above its minimum, until all fit or all are at their minimum."""
     widths = dict(widths)
     while sum(widths.values()) > room and (givers := [i for i in widths if widths[i] > floors[i]]):
         widths[max(givers, key=lambda i: widths[i])] -= 1
@@ -229,7 +229,7 @@ def _rows(fit: _Fit, *, ruled: bool) -> RichTable:
 
 
 def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int]) -> RenderableType:
-    """Return the field, and under it those of the columns that were moved there."""
+    """Return the field, with the fields of the columns below it."""
     cell = row[place]
     text = _styled(_in_words(cell.text), cell.tone or table.columns[place].tone, cell.axes)
     if cell.mark:
@@ -239,7 +239,7 @@ def _field(table: Table, row: tuple[Cell, ...], place: int, guests: Sequence[int
 
 
 def _behind(texts: list[str]) -> str:
-    """Return the texts of columns that share one line: the first, and the others behind it in brackets."""
+    """Return texts that share one line: the first, and the others in brackets."""
     first, *others = [text for text in texts if text] or [""]
     return f"{first} ({', '.join(others)})" if others else first
 

@@ -15,13 +15,13 @@ LEGENDS = {
     "*": "inside a fused kernel, opened",
     "°": "too large to compute: only its shape is known",
 }
-"""What the signs behind the name of a stage mean."""
+"""The meaning of the signs after the name of a stage."""
 
 
 def trace_page(trace: Trace) -> Page:
-    """Return the page: the stages, what is returned, how PyTorch runs it, and the proof, which is the last line.
+    """Return the page: stages, returned tensors, kernel, and, as the last line, the proof.
 
-    Of a forward that failed: what was completed, and the failure with its cause, which is the last line.
+    For a forward that raised: the completed stages, the failure, and, as the last line, the cause.
     """
     return layer_page(trace.environment, trace.layer, _sections(trace))
 
@@ -46,7 +46,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
 
 
 def _returned(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Yield a line for each tensor that the module returned, one for all that are alike."""
+    """Yield a line for each returned tensor; equal ones share a line."""
     usual = trace.environment.dtype
     tensors = folded(trace.returns, "name", apart=lambda tensor: tensor.stats is not None or tensor.values is not None)
     for tensor in tensors:
@@ -55,18 +55,18 @@ def _returned(trace: Trace) -> Iterator[tuple[str, str]]:
 
 
 MOST_SHOWN = 4
-"""Attentions that are shown in full where nobody has chosen; the rest are named, or counted."""
+"""Most kinds of attention shown in full without --attention."""
 
 
 def _in_full(trace: Trace) -> Iterator[Section]:
-    """Yield the attentions in full: those that were chosen, or else each kind once, with those that are alike."""
+    """Yield attentions in full: the chosen ones, else the first of each kind."""
     groups = grouped(trace.chosen or range(1, len(trace.attentions) + 1), lambda number: _kind(trace, number))
     shown, rest = (groups, []) if trace.chosen else (groups[:MOST_SHOWN], groups[MOST_SHOWN:])
     for first, *others in shown:
         said = list(trace.attentions[first - 1].notes)
         if others:
-            those = "Attention {} is" if len(others) == 1 else "Attentions {} are"
-            said.append(f"{those.format(text.spans(others))} alike: same shapes, axes and formulas.")
+            which = f"Attention {others[0]} has" if len(others) == 1 else f"Attentions {text.spans(others)} have"
+            said.append(f"{which} the same shapes, axes and formulas.")
         several = len(trace.attentions) > 1
         title = f"attention {first}" if several else "attention"
         more = "--attention N shows every stage of attention N." if several and not trace.chosen else None
@@ -75,11 +75,11 @@ def _in_full(trace: Trace) -> Iterator[Section]:
     yield section("", *(Paragraph(line, "muted") for line in next(filter(None, layouts), ())), more="")
     if rest:
         numbers = ", ".join(str(first) for first, *_ in rest)
-        yield section("", Paragraph(f"{len(rest)} more that differ: --attention {numbers}."), more="")
+        yield section("", Paragraph(f"{len(rest)} more kinds: --attention {numbers} shows them."), more="")
 
 
 def _kind(trace: Trace, number: int) -> object:
-    """Return what attentions have in common that are shown as one: all but where they stand."""
+    """Return a key that is equal for attentions that differ only in their place in the model."""
     attention = trace.attentions[number - 1]
     # Statistics and values are each attention's own.
     if trace.chosen or any(stage.stats is not None or stage.values is not None for stage in attention.stages):
@@ -90,7 +90,7 @@ def _kind(trace: Trace, number: int) -> object:
 
 
 def _layout(attention: AttentionReport) -> Iterator[str]:
-    """Yield what there is to say, once a page, of axes that share a dimension, and of a layout that turns."""
+    """Yield the explanations of merged axes and of a sequence-first layout."""
     sizes = {"heads": attention.num_heads, "head_dim": attention.head_dim}
     patterns = [(stage, re.findall(r"\([^)]*\)|\S+", stage.axes)) for stage in attention.stages]
     for shared in ("(batch heads)", "(heads head_dim)"):
@@ -153,7 +153,7 @@ def _place(attention: AttentionReport) -> str:
 def _attention(
     attention: AttentionReport, title: str, dtype: str, said: Iterable[str], more: str | None = None
 ) -> Section:
-    """Return the sizes, the table of stages, what was asked for beyond it, and what is `said` of it."""
+    """Return the sizes, the table of stages, requested contents, and the notes `said`."""
     sizes = [", ".join(attention.kind)] if attention.kind else []
     sizes.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
@@ -189,7 +189,7 @@ def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
 
 
 def _moved(tensor: Stage | OpLine) -> str:
-    """Return how a tensor came by its memory, where that is worth a word."""
+    """Return `view` or `copy`; empty for inputs and computed tensors."""
     return tensor.memory if tensor.memory in ("view", "copy") else ""
 
 
@@ -216,7 +216,7 @@ def _ops(ops: tuple[OpLine, ...]) -> Table:
 
 
 def _proof(proof: Proof) -> Paragraph:
-    """Return the sentence that says whether what was shown is what PyTorch computes."""
+    """Return the sentence on whether the shown stages are what PyTorch computes."""
     note = f"; {proof.note}" if proof.note else ""
     if proof.agrees is None:
         return Paragraph(f"The opened stages were not compared with the kernel{note}.", "muted")
@@ -236,7 +236,7 @@ def _proof(proof: Proof) -> Paragraph:
 
 
 def _failure(failure: Failure, dtype: str) -> Iterator[Section]:
-    """Yield what was completed, the last operations, and the failure; the cause, where there is one, comes last."""
+    """Yield the completed stages, the last operations, the failure, and the cause if one was found."""
     if failure.completed:
         columns = [
             Column("stage", lambda stage: stage.name, tone="strong", optional=True),
