@@ -298,4 +298,4 @@ def test_bad_input(invoke, mine, line, code, said):
 def test_params_says_in_words_that_no_head_has_a_part_of_its_own(invoke, mine):
     code, out, _ = invoke("params", f"{mine}:Mixing", "--embed-dim", "12", "--num-heads", "3", "--per-head")
     assert code == 0
-    assert "by head\nNo parameter has a part that is one head's alone." in out
+    assert "by head\nNo parameter has a part that belongs to one head only." in out

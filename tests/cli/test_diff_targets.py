@@ -453,7 +453,7 @@ def test_what_one_side_alone_was_given_is_said_of_that_side(invoke, mine):
 def test_no_stage_in_both_is_not_told_as_all_being_the_same(invoke):
     code, out, err = invoke("diff", "torch.nn:Identity", "torch", "--input-shape", "input=3x5x24")
     assert code == 0, err
-    assert "none: there is none in both" in out
+    assert "none: the sides share no stage" in out
     assert "every stage" not in out.lower()
     assert "No attention was found in Identity" in out
 

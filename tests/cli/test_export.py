@@ -99,7 +99,7 @@ def test_a_full_disk_keeps_what_was_there(environment, tmp_path, there):
         check=False,
     )
     assert done.stderr.startswith(f"refused: {target} could not be written: File too large.")
-    assert ("The file that was there is as it was." in done.stderr) is there
+    assert ("The existing file was not changed." in done.stderr) is there
     assert files(tmp_path) == ({"a.txt"} if there else set())
     assert not there or target.read_text() == "before"
 
@@ -134,7 +134,7 @@ def test_a_device_is_written_to_and_never_replaced(tmp_path):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("absent/a.txt", "absent is not there"),
+        ("absent/a.txt", "absent does not exist"),
         ("a.txt/a.txt", "a.txt is not a folder"),
         ("folder.txt", "is a folder"),
         ("a.pdf", "ends in .pdf"),

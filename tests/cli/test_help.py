@@ -42,7 +42,7 @@ def test_help_ends_with_two_examples_that_parse(invoke, command, tmp_path):
         # An export that is refused comes after everything else has been understood, and before any work.
         code, _, err = invoke(command, *flags, "--export", str(tmp_path / "absent" / "a.txt"))
         assert code == 2
-        assert "absent is not there" in err
+        assert "absent does not exist" in err
 
 
 def test_short_and_long_help_are_one_page(invoke, command):

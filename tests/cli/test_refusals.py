@@ -168,7 +168,7 @@ LINES: list[tuple[str, ...]] = [
             ("names.pt", "names q, which is no argument"),
         )
     ),
-    ("trace --export absent/a.txt", "the folder ", "absent is not there"),
+    ("trace --export absent/a.txt", "the folder ", "absent does not exist"),
     ("trace --export a.pdf", ".txt, .json, .html, .png, .svg"),
     ("layers -o a.png", "a.png is a picture, and none is drawn. End it in .html, .txt or .json."),
     # targets
@@ -260,7 +260,7 @@ def test_a_file_that_was_there_is_kept_when_there_is_no_room(program, tmp_path):
     line = "trace --embed-dim 6 --num-heads 2 --seq-len 3 --stats --export report.json"
     code, _, err = program(*line.split(), cwd=tmp_path, before=LITTLE_ROOM)
     assert code == 2
-    assert "report.json could not be written: File too large. The file that was there is as it was." in err
+    assert "report.json could not be written: File too large. The existing file was not changed." in err
     assert (tmp_path / "report.json").read_text() == "before"
     assert os.listdir(tmp_path) == ["report.json"]
 

@@ -55,7 +55,7 @@ def test_a_page_shows_each_form_once_and_any_on_request(invoke):
     line = ("trace", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=4")
     page = invoke(*line).out
     assert re.findall(r"^attention (\d+) in (\S+):", page, re.MULTILINE) == [("1", "blocks.0")]
-    assert "Attentions 2–4 are alike" in page
+    assert "Attentions 2–4 have the same shapes" in page
     assert page.index("4 attentions") < page.index("attention 1 in")
     chosen = invoke(*line, "--attention", "3").out
     assert re.findall(r"^attention (\d+) in (\S+):", chosen, re.MULTILINE) == [("3", "blocks.2")]
