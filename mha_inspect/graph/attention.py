@@ -1,4 +1,4 @@
-"""One attention as it stands in a recording: plain data."""
+"""Describe one attention found in a recording, as plain data."""
 
 from __future__ import annotations
 
@@ -11,81 +11,83 @@ from .products import Product
 
 @dataclass(frozen=True)
 class Mixing:
-    """A projection of scores or weights from heads to heads."""
+    """A projection that mixes the heads of scores or weights."""
 
     op: Op
     source: TensorRef
-    """What is projected."""
+    """The projected tensor."""
     place: int
-    """The dimension of it that is summed over, and of what comes out the one that stands there instead."""
+    """The dimension of `source` that is summed over; the result has the new heads in the same place."""
 
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention, as it stands in a recording: scores of queries and keys, weights of these, and values."""
+    """One attention of a recording: the scores of queries and keys, the weights computed from them, and the values."""
 
     softmax: Op
     score_product: Product
     value_product: Product
     stages: dict[str, TensorRef]
-    """Stage name to the tensor it is, in the order of `pattern.STAGES`; those that there are."""
+    """Stage name to its tensor, in the order of `pattern.STAGES`. A stage that the attention lacks is absent."""
     scale: float | None
-    """What q·kᵀ is multiplied by before the softmax, wherever that is done: on q after its projection, on k, on the
-    scores, or together with the mask. None where the number is not known, as with one for each head."""
+    """The factor of q·kᵀ before the softmax, wherever it is applied: on q after its projection, on k, on the scores, or
+    together with the mask. None if the number is unknown, e.g. one for each head."""
     softmax_dim: int
     key_first: bool
-    """Whether the keys are the left operand of the product of scores."""
+    """Whether the keys are the left operand of the scores product."""
     masks: tuple[Op, ...]
-    """The operations that add, or fill in, a mask or a bias."""
+    """The operations that add or fill in a mask or a bias."""
     projections: dict[str, Op] = field(default_factory=dict)
-    """`query`, `key`, `value`, `output` to the product with the weight matrix that projects it."""
+    """`query`, `key`, `value` or `output` to its product with the weight matrix; absent without a projection."""
     scores_scale: float | None = None
-    """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`; the heads may hold another part."""
+    """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`; the heads may include the rest. None if
+    unknown."""
     over_queries: bool = False
-    """Whether the softmax runs over the queries, which compete for each key, and not over the keys."""
+    """Whether the softmax runs over the queries, which then compete for each key, instead of over the keys."""
     value_first: bool = False
     """Whether the values are the left operand of the product with the weights."""
     scoring: tuple[tuple[str, float | None], ...] = ()
-    """What is done to the scores before the softmax, in order: `Scoring.steps`."""
+    """The steps from the scores to the softmax, in order: `Scoring.steps`."""
     sinks: Op | None = None
-    """The operation that puts sinks beside the scores: keys that take a part of the weight and have no value."""
+    """The operation that appends sinks to the scores: keys that take a part of the weight and have no value."""
     divided: Op | None = None
-    """Where the weights are never formed: the operation that divides the context by the sum of the exponentials."""
+    """The operation that divides the context by the sum of the exponentials, if the weights are never computed; else
+    None."""
     mixed_scores: tuple[Mixing, ...] = ()
-    """What mixes the scores of the heads before the softmax, in order."""
+    """The projections that mix the heads of the scores before the softmax, in order."""
     mixed_weights: tuple[Mixing, ...] = ()
-    """What mixes the weights of the heads before they meet the values, in order."""
+    """The projections that mix the heads of the weights before the product with the values, in order."""
     weights_path: tuple[Op, ...] = ()
-    """What is done to the weights before they meet the values, in order."""
+    """The operations from the weights to the product with the values, in order."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
-    """`query`, `key`, `value` to the projections before the one in `projections`, down to something narrower."""
+    """`query`, `key`, `value` to the low-rank projections before the one in `projections`, in order."""
     before_repeats: dict[str, TensorRef] = field(default_factory=dict)
-    """`key` to what its heads were repeated from; the heads themselves where they were not."""
+    """`key` to the tensor whose heads were repeated; the heads themselves if they were not repeated."""
     weighing: tuple[Op, ...] = ()
-    """What makes weights of the scores where that is no softmax, in order; `softmax` is the last of them."""
+    """The operations that compute weights without a softmax, in order; `softmax` is the last of them."""
     branches: tuple[Attention, ...] = ()
-    """Where an implementation loops over its heads, the attention of each turn; empty for all others. The stages are
-    those of the first turn, but for what they share: query, key, value, concat and output."""
+    """The attention of each iteration, if the implementation loops over its heads; otherwise empty. The stages are
+    those of the first iteration, except the shared ones: query, key, value, concat and output."""
     module: str = ""
-    """Path of the module whose forward computes the scores, or runs those that do for a head each."""
+    """Path of the module whose forward computes the scores, or calls one module for each head."""
 
     def feature_place(self, side: str, rank: int) -> int:
-        """Return where among so many dimensions of what a projection takes or gives the features are."""
+        """Return the dimension of the features, among `rank` dimensions, in the input and output of a projection."""
         op = self.projections.get(side)
         return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
 
     def first_projection(self, side: str) -> Op | None:
-        """Return the first of the products that project a side one after the other; None where there is none."""
+        """Return the first of the successive projections of a side; None if there is no projection."""
         return next(iter(self.earlier.get(side, ())), self.projections.get(side))
 
     @property
     def is_dot(self) -> bool:
-        """Whether the scores are dot products, which a scale of 1/√head_dim is for."""
+        """Whether the scores are dot products, for which the usual scale is 1/√head_dim."""
         return self.score_product.is_dot
 
     @property
     def weights_changed(self) -> bool:
-        """Whether other weights than those that are shown meet the values: gated, masked or picked since."""
+        """Whether the weights are gated, masked or picked before the product with the values."""
         return any(
             op.does("picks") or (op.kind == "compute" and op.pointwise and op.base_name != "_to_copy")
             for op in self.weights_path
@@ -93,7 +95,7 @@ class Attention:
 
 
 def positions_of(attention: Attention, dimensions: Dimensions, side: str) -> list[Dim]:
-    """Return the dimensions of what a projection takes in, but for its features; all where nothing projects it."""
+    """Return the dimensions of a projection's input without its features; all dimensions without a projection."""
     dims = list(dimensions.of(attention.stages[side]))
     if side in attention.projections and dims:
         del dims[given_features(attention, dimensions, side)]
@@ -101,11 +103,11 @@ def positions_of(attention: Attention, dimensions: Dimensions, side: str) -> lis
 
 
 def given_features(attention: Attention, dimensions: Dimensions, side: str) -> int:
-    """Return which dimension of a query, key or value are the features, that is projected or comes in as it is."""
+    """Return which dimension of a query, key or value has the features, before any projection."""
     dims, op = dimensions.of(attention.stages[side]), attention.first_projection(side)
     if op is None:
         return -1
-    # Features that were moved before they were projected stand elsewhere than there.
+    # Features that were moved before their projection are in another dimension here.
     convolved = op.base_name == "convolution"
     read = [dimensions.of(tensor) for tensor in (op.inputs[:1] if convolved else op.inputs)]
     summed = set(wide(*(source[1 if convolved else -1] for source in read if len(source) > convolved)))

@@ -1,7 +1,22 @@
-"""Axes as sequences of atoms: what a view splits, merges or leaves whole, and which of them are the same axis.
+"""Represent a dimension as a sequence of atoms: a split of one dimension is then known wherever its axis is used.
 
-A dimension of 12 that a view splits in 3 and 4 is `(heads, head_dim)` wherever it stands; where a product sums over it
-together with a dimension of another tensor, that one is `(heads, head_dim)` as well.
+A linear layer gives 12 features. A view splits these into 3 heads of 4, and so splits the rows of the weight too:
+
+>>> import torch
+>>> x, weight = torch.randn(2, 8), torch.randn(12, 8)
+>>> y = x @ weight.T
+>>> rows, features, weight_rows = fresh(2), fresh(12), fresh(12)
+>>> unify(features, weight_rows)  # by the product, the features of y are the rows of the weight
+True
+>>> dims = reshape((rows, features), y.view(2, 3, 4).shape)
+>>> [[atom.size for atom in dim] for dim in dims]
+[[2], [3], [4]]
+>>> [atom.size for atom in resolve(weight_rows)]  # (heads head_dim)
+[3, 4]
+>>> resolve(weight_rows) == (*dims[1], *dims[2])
+True
+>>> torch.allclose(y.view(2, 3, 4)[:, 1], x @ weight.view(3, 4, 8)[1].T, atol=1e-5)  # head 1 is 4 rows of the weight
+True
 """
 
 from __future__ import annotations
@@ -14,24 +29,24 @@ from ..record.ops import Op
 
 
 class Axis:
-    """An axis that nothing has split yet."""
+    """An indivisible axis (an atom), until a view splits it."""
 
     __slots__ = ("counters", "joined", "origins", "parts", "repeats", "size", "twins")
 
     def __init__(self, size: int, *, repeats: bool = False) -> None:
         self.size = size
         self.parts: tuple[Axis, ...] = ()
-        """The axes that it was split into, or the one axis that it is the same as."""
+        """The axes that this one was split into, or the one axis that it was merged with; empty before either."""
         self.twins: tuple[Axis, ...] = ()
-        """Axes of the same origin that are different ones: the query and the key of self-attention."""
+        """Different axes of the same origin, e.g. the query and the key of self-attention."""
         self.origins: dict[int, tuple[Dim, int]] = {}
-        """Size of a piece that begins with this, to the dimension that it is cut from and where in it it begins."""
+        """Size of a piece that begins with this axis, to the dimension it was cut from and the start of the cut."""
         self.counters: dict[int, Dim] = {}
-        """Size of a piece that begins with this, to the axis that counts such pieces."""
+        """Size of a piece that begins with this axis, to the axis that counts the equal pieces."""
         self.joined: tuple[Dim, ...] = ()
-        """The dimensions that were put together, one after the other, into this one."""
+        """The dimensions that were concatenated into this axis; empty if there are none."""
         self.repeats = repeats
-        """Whether the same stands at every place along it, as far as it was not made one with another axis."""
+        """Whether the tensor has the same content at every index of this axis, as after `expand`."""
 
 
 Dim = tuple[Axis, ...]
@@ -40,11 +55,12 @@ Dims = tuple[Dim, ...]
 """The dimensions of a tensor."""
 
 _MANY = 4
-"""Twins that an atom remembers. Each layer may add some, and comparing must not grow with the number of layers."""
+"""Twins that an atom remembers. Every layer may add some, and the time of a comparison must not grow with the layers.
+"""
 
 
 def resolve(dim: Dim) -> Dim:
-    """Return the atoms that a dimension is known to consist of."""
+    """Return the atoms of a dimension, with every split atom replaced by its parts."""
     for atom in dim:
         if atom.parts:
             return tuple([leaf for part in dim for leaf in (_leaves(part) if part.parts else (part,))])
@@ -52,14 +68,14 @@ def resolve(dim: Dim) -> Dim:
 
 
 def _leaves(atom: Axis) -> Dim:
-    """Return what an atom consists of in the end, and remember it."""
+    """Return the final parts of an atom, and cache them in the atom."""
     while any(part.parts for part in atom.parts):
         atom.parts = tuple([leaf for part in atom.parts for leaf in part.parts or (part,)])
     return atom.parts
 
 
 def size_of(dim: Iterable[Axis]) -> int:
-    """Return how many elements a dimension has."""
+    """Return the number of elements of a dimension."""
     size = 1
     for atom in dim:
         size *= atom.size
@@ -67,17 +83,17 @@ def size_of(dim: Iterable[Axis]) -> int:
 
 
 def wide(*dims: Iterable[Axis]) -> Dim:
-    """Return the atoms of these dimensions that have more than one element."""
+    """Return the atoms of these dimensions that have more than one element; empty if there are none."""
     return tuple([atom for dim in dims for atom in dim if atom.size > 1])
 
 
 def fresh(size: int) -> Dim:
-    """Return a dimension of which nothing is known but its size."""
+    """Return a new dimension of this size, unrelated to any other."""
     return (Axis(size),)
 
 
 def join(dims: Sequence[Dim]) -> Dim:
-    """Return dimensions one after the other: the dimension that they are all the pieces of, or else a new one."""
+    """Return the concatenation of dimensions: the dimension that they are all the pieces of, otherwise a new one."""
     sizes = [size_of(dim) for dim in dims]
     firsts = [(resolve(dim)[:1], size) for dim, size in zip(dims, sizes, strict=True)]
     cuts = [(*first[0].origins[size], size) for first, size in firsts if first and size in first[0].origins]
@@ -93,7 +109,7 @@ def join(dims: Sequence[Dim]) -> Dim:
 
 
 def piece(whole: Dim, start: int, size: int) -> Dim:
-    """Return a part of a dimension: one that was joined to it, or a new one that remembers what it is cut from."""
+    """Return a slice of a dimension: a dimension that was joined into it, or a new one that remembers the cut."""
     known = resolve(whole)
     parts = known[0].joined if len(known) == 1 else ()
     for part, at in zip(parts, accumulate(map(size_of, parts), initial=0), strict=False):
@@ -105,21 +121,21 @@ def piece(whole: Dim, start: int, size: int) -> Dim:
 
 
 def unify(left: Dim, right: Dim) -> bool:
-    """Make two dimensions the same axis. Return False where they cannot be, or are known to be different axes.
+    """Make two dimensions the same axis. Return False if their sizes do not fit, or if they are known to differ.
 
-    With `(12)` and `(3, 4)` the atom of 12 is split in those of 3 and 4. With `(2, 3)` and `(3, 2)` nothing is, for
-    neither size divides the other.
+    Given `(12)` and `(3, 4)`, the atom of 12 is split into those of 3 and 4. Given `(2, 3)` and `(3, 2)`, no atom is
+    split, because neither size divides the other.
     """
     a, b = resolve(left), resolve(right)
     if a == b:
         return True
     if size_of(a) != size_of(b) or not size_of(a):
         return False
-    # From the last: what is before may be counted in another order, windows before the batch and behind it.
+    # Start at the last atom: leading atoms may be in another order, e.g. windows before or after the batch.
     rest, others = [*wide(a)], [*wide(b)]
     while rest and others:
         x, y = rest.pop(), others.pop()
-        if x.parts or y.parts:  # what was merged before may have split this one
+        if x.parts or y.parts:  # an earlier merge may have split this atom
             rest.extend(wide(resolve((x,))))
             others.extend(wide(resolve((y,))))
         elif x is y:
@@ -138,7 +154,7 @@ def unify(left: Dim, right: Dim) -> bool:
 
 
 def _merge(x: Axis, y: Axis) -> None:
-    """Make `y` be `x`, and what both are pieces of the same too."""
+    """Replace `y` by `x`, and unify the dimensions that both were cut from, counted by or joined of."""
     y.parts = (x,)
     if y.twins:
         x.twins = (*y.twins, *x.twins)[:_MANY]
@@ -155,12 +171,12 @@ def _merge(x: Axis, y: Axis) -> None:
 
 
 def _split(atom: Axis, last: Axis) -> Axis:
-    """Split an atom that ends with another one, and return what is before it."""
+    """Split an atom into a new axis followed by `last`. Return the new axis."""
     first = Axis(atom.size // last.size, repeats=atom.repeats)
     first.counters, first.origins = atom.counters, atom.origins
     atom.parts = (first, last)
-    for other in atom.twins:  # the parts of twins are twins as well
-        leaves = resolve((other,))
+    for twin_atom in atom.twins:  # the parts of twins are twins too
+        leaves = resolve((twin_atom,))
         if len(leaves) == 1 and leaves[0].size == atom.size and leaves[0] is not atom:
             _split(leaves[0], Axis(last.size))
             leaves = leaves[0].parts
@@ -171,23 +187,23 @@ def _split(atom: Axis, last: Axis) -> Axis:
 
 
 def twin(dim: Dim, known: Iterable[Axis]) -> Dim:
-    """Return a dimension with other axes of the same sizes and origin in the place of those that are known."""
+    """Return a dimension in which every known axis is replaced by a new axis of the same size, its twin."""
     atoms = []
     for atom in resolve(dim):
         if atom.size > 1 and atom in known:
-            other = Axis(atom.size)
-            other.twins = (atom,)
-            atom = other
+            twin_atom = Axis(atom.size)
+            twin_atom.twins = (atom,)
+            atom = twin_atom
         atoms.append(atom)
     return tuple(atoms)
 
 
 def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
-    """Return the dimensions after a view to `shape`, splitting atoms where it splits them.
+    """Return the dimensions after a view to `shape`, splitting atoms if needed.
 
-    An atom of size one goes to the next dimension of size one, or else in front of what follows it.
+    An atom of size one goes to the next dimension of size one. Without such a dimension it goes before the next atom.
     """
-    if 0 in shape:  # without an element nothing tells where an axis goes
+    if 0 in shape:  # an empty tensor gives no evidence of where an axis goes
         return tuple(map(fresh, shape))
     left = [atom for dim in reversed(dims) for atom in reversed(resolve(dim))]
     result: list[Dim] = []
@@ -217,5 +233,5 @@ def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
 
 
 def setting(op: Op, place: int, name: str, default: Any = None) -> Any:
-    """Return a plain argument of an operation, by place or by name."""
+    """Return a plain argument of an operation, by position or by name; `default` if it is absent."""
     return op.args[place] if place < len(op.args) else op.kwargs.get(name, default)

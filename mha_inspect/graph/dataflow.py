@@ -1,4 +1,29 @@
-"""Walks over the dataflow of a recording, and what an operation in it does to scores, weights and heads."""
+"""Walk the dataflow of a recording, and say how each operation treats scores, weights and heads.
+
+A walk back from the input of a softmax follows the axis of the heads to the product of queries and keys:
+
+>>> import torch
+>>> from mha_inspect.record.recorder import Recorder
+>>> q, k = torch.randn(2, 3, 5, 4), torch.randn(2, 3, 7, 4)  # batch heads position head_dim
+>>> recorder = Recorder(None)
+>>> recorder.take_inputs({"q": q, "k": k})
+>>> with recorder:
+...     weights = (q @ k.transpose(-1, -2) / 2).softmax(-1)
+>>> graph = Graph(recorder.finish(weights))
+>>> (softmax,) = graph.softmaxes.values()
+>>> for step in graph.back(softmax.masked, graph.passes_on):
+...     op, dims = graph.recording.producer(step.tensor), graph.dimensions.of(step.tensor)
+...     print(op.base_name, op.output.shape, [[atom.size for atom in dim] for dim in dims])
+div (2, 3, 5, 7) [[2], [3], [5], [7]]
+_unsafe_view (2, 3, 5, 7) [[2], [3], [5], [7]]
+bmm (6, 5, 7) [[2, 3], [5], [7]]
+
+The first dimension of bmm is (batch heads). torch agrees: matrix 1 · 3 + 2 has the scores of batch item 1, head 2.
+
+>>> scores = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(1, 2))
+>>> torch.allclose((scores[1 * 3 + 2] / 2).softmax(-1), weights[1, 2], atol=1e-5)
+True
+"""
 
 from __future__ import annotations
 
@@ -13,15 +38,15 @@ from .products import Product, product_of
 from .softmax import Softmax, softmax_of
 
 _FAR = 60
-"""Steps after which a walk gives up: attention is never that long."""
+"""Steps after which a walk gives up. Every attention is shorter."""
 _INDICES = ("int64", "int32")
-"""Tensors of these are read by, and hold no numbers of what they were made of."""
+"""Dtypes of indices: an index has no numbers of the tensors that it was computed from."""
 _LINEAR = ("neg", "add", "sub", "rsub", "positive", "conj")
-"""Pointwise operations of one tensor that bend nothing."""
+"""Pointwise operations of one tensor that are linear."""
 
 
 class Step(NamedTuple):
-    """A tensor that a walk came to, and the operations that it passed, nearest to the start first."""
+    """A tensor that a walk visited, and the operations on the way to it, the nearest to the start first."""
 
     tensor: TensorRef
     path: tuple[Op, ...] = ()
@@ -37,7 +62,7 @@ class Graph:
 
     @cached_property
     def _weights(self) -> frozenset[int]:
-        """Ids of parameters, of matrices among the buffers, and of what was made of them alone, element by element."""
+        """Ids of parameters, of buffers that are matrices, and of tensors computed from these alone by element."""
         buffers = (named.tensor for named in self.recording.buffers)
         ids = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
         for op in self.recording.ops:
@@ -49,7 +74,7 @@ class Graph:
 
     @cached_property
     def _from_inputs(self) -> set[int]:
-        """Ids of tensors that depend on what came from outside, parameters and buffers aside."""
+        """Ids of tensors that depend on an input of the run; parameters and buffers are no inputs."""
         named = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
         read = {tensor.id for op in self.recording.ops for tensor in op.inputs}
         outside = read - self.recording.producers.keys() - named
@@ -57,46 +82,46 @@ class Graph:
 
     @cached_property
     def given_or_learned(self) -> set[int]:
-        """Ids of tensors that depend on what came from outside, or on a parameter."""
+        """Ids of tensors that depend on an input of the run or on a parameter."""
         return self._from_inputs | made_of(self.recording.parameter_names, self.recording.ops)
 
     @cached_property
     def _from_each_input(self) -> dict[int, set[int]]:
-        """Id of an input of the forward to those of the tensors that it has a part in."""
+        """Id of an input of the forward to the ids of all tensors that depend on it."""
         return {input_id: made_of({input_id}, self.recording.ops) for input_id in self.recording.input_ids}
 
     @cached_property
     def _reread(self) -> dict[int, list[TensorRef]]:
-        """Index of a writing operation to the tensors that look at what it wrote, other than those it returned."""
+        """Index of a writing operation to the tensors that view the written memory, other than its own outputs."""
         tensors: dict[int, dict[int, TensorRef]] = {}
         producers, returned = self.recording.producers, {tensor.id for tensor in self.recording.tensors()}
         for op in self.recording.ops:
             for tensor in op.inputs:
                 if tensor.id not in returned and tensor.id in producers:
                     tensors.setdefault(producers[tensor.id], {})[tensor.id] = tensor
-        return {index: list(found.values()) for index, found in tensors.items()}
+        return {index: list(by_id.values()) for index, by_id in tensors.items()}
 
     # -- what a tensor is ---------------------------------------------------------------------------------------------
 
     def is_weight(self, tensor: TensorRef) -> bool:
-        """Return whether this is a parameter, moved, cast or scaled at most."""
+        """Return whether this is a parameter, at most viewed, copied, cast or scaled."""
         return tensor.id in self._weights
 
     def comes_from_inputs(self, *tensors: TensorRef) -> bool:
-        """Return whether these depend on what the forward was given."""
+        """Return whether all of these depend on an input of the run."""
         return all(tensor.id in self._from_inputs for tensor in tensors)
 
     def inputs_of(self, tensor: TensorRef) -> set[int]:
-        """Return the ids of the forward's inputs that have a part in a tensor."""
+        """Return the ids of the forward's inputs that a tensor depends on."""
         return {input_id for input_id, made in self._from_each_input.items() if tensor.id in made}
 
     def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
-        """Return whether one tensor has a part in another, by whatever operations."""
+        """Return whether `end` depends on `start`, by any operations."""
         return end.id in made_of({start.id}, self.recording.ops)
 
     @cached_property
     def features(self) -> set[Axis]:
-        """The axes of the matrices that project something: what they take in, and what they give."""
+        """The axes of the weights of all projections: the input features and the output features."""
         projections = filter(self.is_projection, self.recording.ops)
         weights = (tensor for op in projections for tensor in op.inputs if self.is_weight(tensor))
         return {atom for tensor in weights for dim in self.dimensions.of(tensor) for atom in dim}
@@ -104,14 +129,14 @@ class Graph:
     # -- what an operation is -----------------------------------------------------------------------------------------
 
     def is_projection(self, op: Op) -> bool:
-        """Return whether this is a product, or a convolution, with a parameter; what it projects may be one too."""
+        """Return whether this is a product or a convolution with a parameter; the projected tensor may be one too."""
         if not op.does("product", "convolution") or len(op.inputs) < 2:
             return False
         factors = op.inputs[-2:] if op.does("product") else op.inputs[1:2]
         return any(factor.id in self._weights for factor in factors)
 
     def projected(self, op: Op) -> TensorRef:
-        """Return what a projection projects."""
+        """Return the tensor that a projection is applied to."""
         if op.base_name == "convolution":
             return op.inputs[0]
         left, right = op.inputs[-2:]
@@ -119,13 +144,13 @@ class Graph:
 
     @cached_property
     def products(self) -> dict[int, Product]:
-        """Index of the operation that gives it, to each product of two tensors neither of which is a parameter."""
+        """Index of an operation to the product that it completes, for products without a parameter."""
         products: dict[int, Product] = {}
         for op in self.recording.ops:
             product = product_of(self.recording, op)
             if product is None or self.is_weight(product.left) or self.is_weight(product.right):
                 continue
-            # A multiplication whose result serves something else too, or with a table, is no product written out.
+            # A multiplication with another reader, or with a table, is not a product written as mul and sum.
             alone = len(self.recording.consumers.get(product.multiply.output.id, ())) == 1
             if product.multiply is op or (alone and self.comes_from_inputs(product.left, product.right)):
                 products[op.index] = product
@@ -133,20 +158,20 @@ class Graph:
 
     @cached_property
     def products_by_multiplication(self) -> dict[int, Product]:
-        """Index of the operation that reads its factors, to each product; another operation may sum."""
+        """Index of the operation that reads the factors to its product; the sum may be a later operation."""
         return {product.multiply.index: product for product in self.products.values()}
 
     def product(self, op: Op) -> Product | None:
-        """Return the product of two tensors, neither of which is a parameter, that an operation gives."""
+        """Return the product without a parameter that an operation completes; None if it completes no such product."""
         return self.products.get(op.index)
 
     @cached_property
     def calls_of_products(self) -> frozenset[int]:
-        """The calls that multiply matrices: what moves a factor for one belongs to it."""
+        """The calls that multiply matrices: operations that rearrange a factor in such a call belong to the product."""
         return frozenset(op.call for op in self.recording.ops if op.does("product"))
 
     def scale_of(self, op: Op) -> float | None:
-        """Return the number that an operation multiplies by; None where it does something else."""
+        """Return the number that an operation multiplies by; None if it is unknown or the operation is no scaling."""
         if not op.does("scales"):
             return None
         divides = op.base_name.rstrip("_") == "div"
@@ -158,23 +183,23 @@ class Graph:
         return 1 / float(numbers[0]) if divides else float(numbers[0])
 
     def _number(self, tensor: TensorRef) -> float | None:
-        """Return the number that a tensor of one element holds, where it is known: torch's own, or made of ones."""
+        """Return the value of a tensor of one element; None if it is unknown."""
         op = self.recording.producer(tensor) if tensor.numel == 1 else None
         while op is not None and op.base_name == "pow":
             op = self.recording.producer(op.inputs[0])
-        made = 1.0 if op is not None and op.base_name in ("ones", "ones_like") else None
-        return self.recording.scalars.get(tensor.id, made)
+        ones = 1.0 if op is not None and op.base_name in ("ones", "ones_like") else None
+        return self.recording.scalars.get(tensor.id, ones)
 
     def is_scale(self, op: Op) -> bool:
-        """Return whether this multiplies everything by one number."""
+        """Return whether this multiplies every element by one number."""
         return op.does("scales") and sum(tensor.numel > 1 for tensor in op.inputs) <= 1 and op.output.numel > 0
 
     def reduces(self, op: Op) -> bool:
-        """Return whether this makes scores of features: a product with a parameter, a sum, a mean, a length."""
+        """Return whether this reduces features to scores: a projection, a sum, a mean, a norm or a distance."""
         return self.is_projection(op) or op.does("distances") or op.base_name in ("sum", "mean", "linalg_vector_norm")
 
     def bends(self, op: Op) -> bool:
-        """Return whether this is a function of one tensor, element by element, that is no multiple of it."""
+        """Return whether this is a nonlinear function of one tensor, element by element."""
         name = op.base_name.rstrip("_")
         if name == "linalg_vector_norm":
             return True
@@ -186,32 +211,32 @@ class Graph:
 
     @cached_property
     def softmaxes(self) -> dict[int, Softmax]:
-        """Index of the operation that gives the weights, or exponentials that are divided later, to each softmax."""
+        """Index of the operation that gives the weights (or exponentials that are divided later) to its softmax."""
         softmaxes = (softmax_of(self.recording, op) for op in self.recording.ops)
         return {softmax.op.index: softmax for softmax in softmaxes if softmax is not None}
 
     def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
-        """Return what a softmax was taken of, and over which dimension; also of one written out as exp over sum."""
+        """Return the input and the dimension of a softmax, torch's own or exp over sum; None for other operations."""
         softmax = self.softmaxes.get(op.index)
         return None if softmax is None else (softmax.masked, softmax.dim)
 
     def is_softmax(self, op: Op) -> bool:
-        """Return whether `softmax` finds one here."""
+        """Return whether `softmax` finds a softmax in this operation."""
         return op.index in self.softmaxes
 
     def moves(self, op: Op) -> bool:
-        """Return whether this only moves elements about."""
+        """Return whether this only views or copies elements."""
         return op.kind in ("view", "copy") and not op.does("joins") and bool(op.inputs)
 
-    def carries(self, op: Op) -> bool:
-        """Return whether scores and weights pass through this unharmed: moved, masked, scaled, dropped, cast."""
-        passes = op.kind != "compute" or op.pointwise or op.does("gathers", "passes_on", "fills_where")
-        return passes and op.index not in self.softmaxes
+    def passes_on(self, op: Op) -> bool:
+        """Return whether scores pass through this as scores: viewed, masked, scaled, dropped or cast."""
+        keeps_scores = op.kind != "compute" or op.pointwise or op.does("gathers", "passes_on", "fills_where")
+        return keeps_scores and op.index not in self.softmaxes
 
     # -- walks --------------------------------------------------------------------------------------------------------
 
     def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
-        """Yield tensors from which `start` was made, nearest first, passing operations that `through` lets pass."""
+        """Yield the tensors that `start` was computed from, nearest first, through operations accepted by `through`."""
         queue, seen = deque([Step(start)]), {start.id}
         while queue:
             step = queue.popleft()
@@ -225,7 +250,7 @@ class Graph:
                     queue.append(Step(tensor, (*step.path, op)))
 
     def forward(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
-        """Yield operations that read what was made from `start`, nearest first, with the tensor that they read."""
+        """Yield the operations that read results of `start`, nearest first, with the step to the tensor they read."""
         writer = self.recording.producers.get(start.id, -1)
         queue = deque(Step(tensor) for tensor in (start, *self._reread.get(writer, ())))
         seen = {step.tensor.id for step in queue}
@@ -240,21 +265,21 @@ class Graph:
                             queue.append(Step(tensor, (*step.path, op)))
 
     def before(self, tensor: TensorRef, passes: Callable[[Op], bool]) -> TensorRef:
-        """Return what operations that pass made a tensor from, each from its first operand."""
+        """Return the tensor behind successive operations that `passes` accepts, always from the first operand."""
         while (op := self.recording.producer(tensor)) is not None and passes(op):
             tensor = op.inputs[0]
         return tensor
 
     def before_call(self, op: Op, tensor: TensorRef) -> TensorRef:
-        """Return what was handed to the call of an operation: the operand before the call moved it."""
+        """Return the operand as it was given to the call of an operation, before the call rearranged it."""
         return self.before(tensor, lambda behind: behind.call == op.call and self.moves(behind))
 
     def before_moves(self, tensor: TensorRef) -> TensorRef:
-        """Return where elements come from that were only moved."""
+        """Return the tensor before all views and copies."""
         return self.before(tensor, self.moves)
 
     def before_repeats(self, tensor: TensorRef) -> TensorRef:
-        """Return what a tensor was repeated from, along whatever dimensions; itself where it was moved alone."""
+        """Return the tensor before it was repeated along any dimension; the tensor itself if it was not repeated."""
         once = tensor
         while (op := self.recording.producer(tensor)) is not None and self.moves(op):
             source = op.inputs[0]
@@ -264,11 +289,11 @@ class Graph:
         return once
 
     def before_flattening(self, tensor: TensorRef, module: str) -> TensorRef:
-        """Return the same features before their rows were put into one dimension, inside the module."""
+        """Return the tensor before the module flattened its rows, with the features unchanged."""
         return self.before(tensor, lambda op: op.module == module and _keeps_features(op))
 
     def after(self, tensor: TensorRef, counts: Callable[[Op], bool], passes: Callable[[Op], bool]) -> TensorRef:
-        """Return what a tensor becomes, as long as a single operation reads it, of those that count, and passes."""
+        """Follow a tensor while exactly one counted operation reads it and passes; return the last result."""
         while True:
             readers = self.recording.consumers.get(tensor.id, ())
             counted = [op for op in readers if op.outputs and op.output.id != tensor.id and counts(op)]
@@ -277,7 +302,7 @@ class Graph:
             tensor = counted[0].output
 
     def after_call(self, op: Op) -> TensorRef:
-        """Return what the call in Python returned that this operation is the heart of: its result, moved and biased."""
+        """Return the result of the Python call around this operation: after views, copies and the bias."""
         if op.index not in self._after_calls:
             self._after_calls[op.index] = self.after(
                 op.output,
@@ -287,7 +312,7 @@ class Graph:
         return self._after_calls[op.index]
 
     def after_projection(self, op: Op) -> TensorRef:
-        """Return what a projection gives, with its bias, and as it is before the features are cut up."""
+        """Return the result of a projection with its bias, before its features are split."""
 
         def passes(reader: Op) -> bool:
             return reader.module == op.module and (self._adds_bias(reader) or _keeps_features(reader))
@@ -295,7 +320,7 @@ class Graph:
         return self.after(self.after_call(op), lambda reader: True, passes)
 
     def has_bias(self, op: Op) -> bool:
-        """Return whether a projection adds a bias, in itself or at the end of its call."""
+        """Return whether a projection adds a bias, itself or at the end of its call."""
         called = self.after_call(op)
         readers = [reader for end in (op.output, called) for reader in self.recording.consumers.get(end.id, ())]
         ends = [self.recording.producer(end) for end in (called, self.after_projection(op))]
@@ -307,13 +332,13 @@ class Graph:
 
 
 def _keeps_features(op: Op) -> bool:
-    """Return whether this only changes how the dimensions before the last are counted."""
+    """Return whether this only regroups the dimensions before the last."""
     before, after = op.inputs[0].shape if op.inputs else (), op.outputs[0].shape if op.outputs else ()
     return op.does("reshapes") and min(len(before), len(after)) > 1 and before[-1] == after[-1]
 
 
 def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:
-    """Return these ids of tensors, and those of all that operations, in their order, make of them."""
+    """Return these tensor ids, and the ids of all tensors that the operations, in order, compute from them."""
     made = set(ids)
     for op in ops:
         for tensor in op.inputs:
@@ -324,5 +349,5 @@ def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:
 
 
 def inside(path: str, module: str) -> bool:
-    """Return whether a module is the given one or below it."""
+    """Return whether a module is the given module or inside it."""
     return not module or path == module or path.startswith(module + ".")

@@ -1,9 +1,9 @@
-"""Follow every dimension through a recording: which parts of which tensors are the same axis.
+"""Follow every dimension through a recording, and find which dimensions of which tensors are the same axis.
 
-A dimension is a sequence of atoms, indivisible axes in row-major order. A view that splits a dimension splits its atom,
-wherever that atom is used; a view that merges dimensions puts their atoms side by side; a product makes the atoms that
-it contracts one. What comes out holds for one run at its real sizes, also where sizes coincide. Only dimensions of size
-one leave no trace in a view; who can, looks at a run without them.
+A dimension is a sequence of atoms: indivisible axes in row-major order. A view that splits a dimension splits its atom
+wherever that atom is used. A view that merges dimensions puts their atoms side by side. A product unifies the atoms
+that it contracts. The result is valid for one run at its real sizes, also if two axes have the same size. Only
+dimensions of size one leave no trace in a view, so a caller may record a second run without them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Dimensions:
             self._known(named.tensor)
 
     def of(self, tensor: TensorRef) -> tuple[Dim, ...]:
-        """Return the dimensions of a tensor, each as the atoms that it is known to consist of."""
+        """Return the dimensions of a tensor, each as its atoms."""
         dims = self._known(tensor)
         for dim in dims:
             for atom in dim:
@@ -43,17 +43,17 @@ class Dimensions:
         return dims
 
     def along(self, tensor: TensorRef, place: int) -> set[Axis]:
-        """Return the axes of one dimension of a tensor that have more than one element."""
+        """Return the axes of one dimension of a tensor that have more than one element; empty for a scalar."""
         return set(wide(self.of(tensor)[place])) if tensor.shape else set()
 
     @property
     def given_whole(self) -> set[Axis]:
-        """The axes that are a whole dimension of what the forward was given."""
+        """The axes that are a whole dimension of an input of the forward."""
         dims = [dim for tensor in self._inputs for dim in self.of(tensor)]
         return {dim[0] for dim in dims if len(dim) == 1}
 
     def beside(self, atoms: set[Axis], *, apart_from: set[Axis]) -> set[Axis]:
-        """Return what stands in one dimension with some of these atoms, in any tensor, but for where others do too."""
+        """Return the axes that share a dimension with these atoms in any tensor, except beside axes of `apart_from`."""
         beside: set[Axis] = set()
         for dim in {dim for dims in self._dims.values() for dim in dims}:
             known = set(resolve(dim))
@@ -62,13 +62,13 @@ class Dimensions:
         return beside
 
     def same(self, left: Dim, right: Dim) -> None:
-        """Make two axes one, where they can be."""
+        """Make two dimensions the same axis, if their sizes fit."""
         unify(left, right)
 
     def _known(self, tensor: TensorRef) -> tuple[Dim, ...]:
         dims = self._dims.get(tensor.id)
         if dims is None:
-            # The same place in memory, written since: other content, the same axes.
+            # The same memory after a write has new content and the same axes.
             dims = self._places.get(_place(tensor)) or tuple([fresh(size) for size in tensor.shape])
             self._dims[tensor.id] = self._places[_place(tensor)] = dims
         return dims
@@ -80,7 +80,7 @@ class Dimensions:
         rule = _slice_unevenly if op.index in self._uneven else rule_of(op.name, op.kind, op.pointwise)
         try:
             results = rule(op, inputs)
-        except IndexError:  # rows of different lengths are one buffer, without the dimensions that arguments speak of
+        except IndexError:  # nested rows are one buffer, without the dimensions of the arguments
             results = ()
         for place, tensor in enumerate(op.outputs):
             dims = results[place] if place < len(results) else ()
@@ -94,7 +94,7 @@ _slice_unevenly = partial(slice_piece, is_even=False)
 
 
 def _uneven_slices(ops: Iterable[Op]) -> set[int]:
-    """Return the indices of slices of tensors out of which pieces of unlike sizes are cut: they are no equal pieces."""
+    """Return the indices of slices that cut one tensor into pieces of different sizes."""
     cut: dict[tuple[int, int], dict[int, int]] = {}
     for op in ops:
         if op.name == "aten.slice.Tensor" and op.outputs and setting(op, 4, "step", 1) == 1:

@@ -1,8 +1,8 @@
-"""Find every attention in a recording by its dataflow: no class name and no source text is looked at.
+"""Find every attention in a recording by its dataflow, without any class name or source text.
 
-From each softmax the walk goes back through mask and scale to what made the scores, and forward to the product with the
-values. Weights that are no softmax are found from that product backward. From the operands the walk goes on to the
-projections, and from the product with the values forward to the output. Turns of a loop over heads are put together.
+From each softmax a walk goes back through masks and scale to the scores product, and forward to the values product.
+Weights without a softmax are found backward from the values product. From the operands the walk continues to the
+projections, and from the values product to the output. The iterations of a loop over heads are merged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import setting, wide
 from .dataflow import Graph, inside
-from .products import Meeting, Product
+from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product
 from .softmax import Softmax
@@ -22,29 +22,29 @@ from .values import find_weighings, softmaxed_side, value_product
 
 
 def attentions_of(graph: Graph) -> list[Attention]:
-    """Return every attention of a recording, in the order in which they were computed."""
+    """Return every attention of a recording, in the order of computation; empty if there is no attention."""
     attentions: list[Attention] = []
     for softmax in graph.softmaxes.values():
-        values = softmax.late or value_product(graph, softmax.op.output, softmax.dim)
+        values = softmax.values_product or value_product(graph, softmax.op.output, softmax.dim)
         scores = None if values is None else score_product(graph, softmax.masked, softmax.dim)
-        attention = None if values is None or scores is None else _around(graph, softmax, scores, values)
+        attention = None if values is None or scores is None else _attention_around(graph, softmax, scores, values)
         attentions += [] if attention is None else [attention]
     taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
     for softmax, scores, values in find_weighings(graph, taken):
-        attention = _around(graph, softmax, scores, values)
+        attention = _attention_around(graph, softmax, scores, values)
         attentions += [] if attention is None else [attention]
     attentions.sort(key=lambda attention: attention.softmax.index)
-    kept = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
-    # What is another's queries, keys or values is not projected by W_o.
-    taken = {op.index for attention in kept for op in attention.projections.values()}
-    return _with_turns_merged(graph, [_with_output(graph, attention, taken) for attention in kept])
+    attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
+    # The projection of another attention's queries, keys or values is no W_o.
+    taken = {op.index for attention in attentions for op in attention.projections.values()}
+    return _with_turns_merged(graph, [_with_output(graph, attention, taken) for attention in attentions])
 
 
 def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]) -> bool:
-    """Return whether one product gives the weights of two averages, the one of what comes of the other.
+    """Return whether one scores product gives the weights of two averages, and one average depends on the other.
 
-    That is a soft mixture of experts: tokens are handed out to slots as they are, and what is made of them is handed
-    back. Where values are projected, two sides attend to each other.
+    This is a soft mixture of experts: tokens are averaged into slots, and the results are averaged back into tokens.
+    With projected values it is an attention of two sides to each other.
     """
     scores = attention.score_product.op
     return any(
@@ -55,16 +55,18 @@ def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]
     )
 
 
-def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) -> Attention | None:
-    """Return the attention around a softmax, or around what else makes weights; None where that is no attention's."""
+def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, values: ProductPath) -> Attention | None:
+    """Return the attention around a softmax or around other weights; None if this is no attention."""
     product, averaged = scores.product, values.product
     side = softmaxed_side(graph, product, values, softmax.masked, softmax.dim)
-    if side is None or any(step.tensor.id == softmax.op.output.id for step in graph.back(values.values, graph.carries)):
-        return None  # weights that meet themselves, as where a matrix of them is inverted, are none
+    if side is None or any(
+        step.tensor.id == softmax.op.output.id for step in graph.back(values.values, graph.passes_on)
+    ):
+        return None  # weights multiplied by themselves, e.g. to invert a matrix
     key_first, over_queries = side
     query, key = (product.right, product.left) if key_first else (product.left, product.right)
     if graph.comes_from_inputs(key) and values.values.id not in graph.given_or_learned:
-        return None  # the mean of numbers that nobody gave or learned, such as places: it says where, and not what
+        return None  # an average of numbers that are no input and not learned, e.g. positions: it says where
     q_heads, q_scale = _heads(graph, product, query, transposed=key_first)
     k_heads, k_scale = _heads(graph, product, key, transposed=not key_first)
     v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first)
@@ -118,7 +120,7 @@ def _around(graph: Graph, softmax: Softmax, scores: Meeting, values: Meeting) ->
 
 
 def _heads(graph: Graph, product: Product, operand: TensorRef, *, transposed: bool) -> tuple[TensorRef, float | None]:
-    """Return an operand as it was before it was scaled, or transposed for the product alone, and its scale."""
+    """Return an operand before its scaling and before its transposition for the product, and its scale."""
     scales: list[float | None] = []
     swapped = False
     tensor = operand
@@ -137,7 +139,7 @@ def _heads(graph: Graph, product: Product, operand: TensorRef, *, transposed: bo
 
 
 def _scales(graph: Graph, op: Op) -> bool:
-    """Return whether this multiplies everything by one number, and is not the second half of a mean."""
+    """Return whether this multiplies every element by one number, except as the second half of a mean."""
     if not graph.is_scale(op):
         return False
     behind = graph.recording.producer(max(op.inputs, key=lambda read: read.numel))
@@ -148,25 +150,25 @@ def _scales(graph: Graph, op: Op) -> bool:
 
 
 def _early_scale(graph: Graph, end: Projection) -> float | None:
-    """Return what was multiplied in between a projection and its heads, after the last norm."""
+    """Return the scale between a projection and its heads, after the last norm; None if unknown."""
     after = max((place for place, op in enumerate(end.path) if _norms(graph, op)), default=-1)
     return multiply(graph.scale_of(op) for op in end.path[after + 1 :] if _scales(graph, op))
 
 
 def _norms(graph: Graph, op: Op) -> bool:
-    """Return whether this is a norm, or the last step of one that was written out: by a length, or by a gain."""
+    """Return whether this is a norm, or the last step of a norm in several operations: by a length, or by a gain."""
     if op.does("norms"):
-        return op.base_name not in ("sum", "mean")  # by themselves they pool positions
+        return op.base_name not in ("sum", "mean")  # alone they pool positions
     if not op.does("scales") or len(op.inputs) != 2 or graph.is_scale(op):
         return False
     return any(graph.is_weight(read) or read.shape[-1:] == (1,) or read.stride[-1:] == (0,) for read in op.inputs)
 
 
 def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> TensorRef:
-    """Return the weights without those of the sinks, which are cut off before the values are averaged."""
+    """Return the weights without those of the sinks, which are cut off before the values product."""
     for op in path:
-        kept = len(op.output.shape) == len(weights.shape) and op.output.shape[dim] == weights.shape[dim]
-        if op.does("cuts") and op.output.numel < weights.numel and not kept:
+        same_keys = len(op.output.shape) == len(weights.shape) and op.output.shape[dim] == weights.shape[dim]
+        if op.does("cuts") and op.output.numel < weights.numel and not same_keys:
             return next((tensor for tensor in op.outputs if tensor.numel < weights.numel), op.output)
     return weights
 
@@ -175,21 +177,21 @@ def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> Tensor
 
 
 def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attention:
-    """Return an attention with its heads side by side and its output, where something that is not taken projects it."""
+    """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows."""
     context, module = attention.stages["context"], attention.module
     apart = len(context.shape) > 2 and context.shape != attention.stages.get("query", context).shape
-    # What a context is put beside its own query for, as in a decoder, is made of both.
+    # A context concatenated with its own query, as in a decoder, is no output.
     given = [attention.stages[name] for name in ("query", "q_heads") if name in attention.stages]
     queries = {graph.before_moves(tensor).id for tensor in given}
 
     def through(op: Op) -> bool:
-        # What is added while heads are still apart belongs to the attention.
+        # An addition while heads are still separate belongs to the attention.
         adds = op.base_name.rstrip("_") == "add" and sum(read.numel == op.output.numel for read in op.inputs) > 1
         residual = adds and not (op.module == module and apart and op.output.shape == context.shape)
         norms = op.does("norms") and inside(op.module, module)
-        carries = op.kind != "compute" or op.pointwise or op.does("passes_on") or norms
+        keeps_context = op.kind != "compute" or op.pointwise or op.does("passes_on") or norms
         beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}
-        return carries and not residual and not beside and not op.does("product")
+        return keeps_context and not residual and not beside and not op.does("product")
 
     concat = _onward(graph, context, module)
     stages = {"concat": concat} if concat.id != context.id else {}
@@ -198,10 +200,10 @@ def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attenti
         if graph.is_projection(op):
             if op.index in taken:
                 break
-            # In the attention's own code the reshape that puts heads side by side may flatten rows as well.
+            # In the attention's own code the reshape that concatenates heads may flatten rows too.
             concat = graph.before_call(op, step.tensor)
             concat = concat if op.module == module else graph.before_flattening(concat, op.module)
-            # What moves the features away from the last dimension belongs to what comes after.
+            # An operation that moves the features to another dimension belongs to the next module.
             features_last = op.base_name != "convolution"
             output = _onward(graph, graph.after_projection(op), module, features_last=features_last)
             stages, projections = {"concat": concat, "output": output}, {**projections, "output": op}
@@ -210,9 +212,9 @@ def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attenti
 
 
 def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
-    """Return the end of the chain of moves that begins here and stays in the module.
+    """Return the end of the chain of views and copies that starts here and stays in the module.
 
-    With `features_last` it is one of moves that leave the last dimension where it is.
+    With `features_last` the chain ends before the last dimension changes.
     """
     features = graph.dimensions.of(tensor)[-1:]
 
@@ -230,10 +232,10 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
 
 
 def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attention]:
-    """Put together those that come from the same line and module and meet where heads are joined.
+    """Merge attentions of the same source line and module whose contexts are joined head by head.
 
-    A head may be a module of its own. Turns of a loop over pieces of a sequence come from one line too, and are joined
-    along it: they stay apart.
+    A head may be a module. The iterations of a loop over pieces of a sequence are of one line too, and are joined along
+    the sequence: they stay separate.
     """
     groups: dict[tuple[object, ...], list[tuple[Attention, Op | None]]] = {}
     for place, attention in enumerate(attentions):
@@ -247,9 +249,9 @@ def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attent
             rows = set(wide(axes.columns if attention.key_first else axes.rows))
             if outside is None or rows <= outside <= {*axes.batch, *axes.rows, *axes.columns}:
                 joined = joint.output.storage if joint.base_name == "copy_" else -1 - joint.index
-                # The queries of one softmax: of other pieces of an image they are others.
+                # The queries of one softmax: another piece of an image has other queries.
                 queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))
-                # Where a head is a module of its own, turns have in common what they are made of.
+                # If each head is a module, the iterations share the query before its projections.
                 apart = joint.module != attention.module and "query" in attention.projections
                 is_head = apart and set(wide(axes.batch)) <= (outside or set())
                 owner = graph.before_moves(attention.stages["query"]).id if is_head else attention.module
@@ -260,7 +262,7 @@ def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attent
 
 
 def _joining(graph: Graph, attention: Attention) -> Op | None:
-    """Return the operation that puts this context beside others, head by head; None where there is none."""
+    """Return the operation that joins this context with others, head by head; None if there is no such operation."""
     axes = attention.value_product.axes(graph.dimensions)
     features = set(axes.rows if attention.value_first else axes.columns)
 
@@ -272,7 +274,7 @@ def _joining(graph: Graph, attention: Attention) -> Op | None:
             continue
         cut = op
         if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
-            # What is written to was cut out of a larger tensor.
+            # The written tensor is a slice of a larger one.
             cut = graph.recording.producer(op.inputs[0]) or op
         if op.base_name == "stack" or cut.base_name == "select":
             return op
@@ -284,14 +286,14 @@ def _joining(graph: Graph, attention: Attention) -> Op | None:
 
 
 def _merged(group: list[tuple[Attention, Op | None]]) -> list[Attention]:
-    """Return one attention of all its turns; each for itself where two have the same scores."""
+    """Return one attention for all iterations of a loop; the iterations unchanged if two have the same scores."""
     turns = [attention for attention, _ in group]
     (first, joint), last = group[0], turns[-1]
     scores = {(turn.stages["q_heads"].id, turn.stages["k_heads"].id) for turn in turns}
     if len(turns) == 1 or len(scores) < len(turns):
         return turns
     apart = len({turn.module for turn in turns}) > 1
-    # The last turn is the one whose walk reaches what comes after the loop, also where a buffer is filled.
+    # Only the walk from the last iteration reaches the operations after the loop, also if a buffer is filled.
     after = {name: last.stages[name] for name in ("concat", "output") if name in last.stages}
     output = {"output": last.projections["output"]} if "output" in last.projections else {}
     return [

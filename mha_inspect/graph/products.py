@@ -1,4 +1,4 @@
-"""Products of two tensors: of matrices, written out as a broadcasting multiplication and a sum, or joined otherwise."""
+"""Recognise products of two tensors: matrix products, a broadcast multiplication and a sum, and other joins."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from .rules import reduced_places
 
 @dataclass(frozen=True)
 class Product:
-    """`batch rows inner, batch inner columns -> batch rows columns`, each of them any number of dimensions."""
+    """`batch rows inner, batch inner columns -> batch rows columns`, each of any number of dimensions."""
 
     op: Op
     """The operation that gives the result."""
     multiply: Op
-    """The operation that reads the factors: another one where a sum is written out."""
+    """The operation that reads the factors; different from `op` if the sum is a separate operation."""
     left: TensorRef
     right: TensorRef
 
     is_dot: ClassVar[bool] = True
-    """Whether it sums up what features multiply to."""
+    """Whether the products of features are summed."""
 
     @property
     def name(self) -> str:
-        """The operations that it is: `bmm`, `mul and sum`."""
+        """The names of its operations: `bmm`, `mul and sum`."""
         return " and ".join(dict.fromkeys((self.multiply.base_name, self.op.base_name)))
 
     @property
     def flops(self) -> int:
-        """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; without a sum half, of Joint 0."""
+        """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; half without a sum; Joint: 0."""
         if self.multiply.does("product"):
             return 2 * self.op.output.numel * self.left.shape[-1]
         return self.is_dot * (1 + (self.op is not self.multiply)) * self.multiply.output.numel
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
-        """Return what the dimensions of the factors and of the result are to the product."""
+        """Return the role of each dimension of the factors and of the result."""
         result = dimensions.of(self.op.output)
         if self.multiply.does("product"):
             left, right = dimensions.of(self.left), dimensions.of(self.right)
@@ -49,7 +49,7 @@ class Product:
                 return ProductAxes((), rows, (), rows, left[-1], right[-1], ())
             batch = tuple([atom for dim in result[:-2] for atom in dim])
             return ProductAxes(batch, result[-2], result[-1], left[-2], left[-1], right[-2], right[-1])
-        kept = [atom for dim in result for atom in dim]
+        result_atoms = [atom for dim in result for atom in dim]
         sides = [*sides_of(dimensions, self.multiply)]
         axes: dict[str, Dim] = defaultdict(tuple)
         for whole, first, second in sides:
@@ -59,20 +59,20 @@ class Product:
             elif not first:
                 axes["columns"] += whole
                 axes["right_columns"] += second
-            elif whole and set(whole) <= set(kept):
+            elif whole and set(whole) <= set(result_atoms):
                 axes["batch"] += whole
             else:
                 axes["left_inner"] += first
                 axes["right_inner"] += second
-        # What reduces the features may give several scores, one for each head.
+        # The reduction of the features may give several scores, one for each head.
         known = {atom for whole, _, _ in sides for atom in whole}
-        axes["batch"] += tuple(atom for atom in wide(kept) if atom not in known)
+        axes["batch"] += tuple(atom for atom in wide(result_atoms) if atom not in known)
         return ProductAxes(**axes)
 
 
 @dataclass(frozen=True)
 class ProductAxes:
-    """The axes of a product by what they are to it. Those of the factors are seen as before, and after, they met."""
+    """The axes of a product by role. The axes of a factor may differ from the axes of the result."""
 
     batch: Dim = ()
     rows: Dim = ()
@@ -85,39 +85,39 @@ class ProductAxes:
 
 @dataclass(frozen=True)
 class Joint(Product):
-    """What scores two factors that are broadcast against each other and added, subtracted or put side by side.
+    """Scores of two factors that are broadcast and added, subtracted or concatenated.
 
-    `multiply` is the operation that does that, `op` the one that reduces what comes of it to scores.
+    `multiply` is the operation that joins the factors, `op` the operation that reduces the result to scores.
     """
 
     between: tuple[Op, ...] = ()
-    """The operations from the one to the other, in order; that to the scores is the last."""
+    """The operations from `multiply` to `op`, in order; `op` is the last."""
 
     is_dot: ClassVar[bool] = False
 
     @property
     def meeting(self) -> str:
-        """What queries and keys meet in."""
+        """The name of the join of queries and keys."""
         name = self.multiply.base_name.rstrip("_")
-        return {"add": "a sum", "cat": "one row of features"}.get(name, "a difference")
+        return {"add": "a sum", "cat": "concatenated features"}.get(name, "a difference")
 
 
-class Meeting(NamedTuple):
-    """A product, and the operations between it and the softmax, in the order in which they ran."""
+class ProductPath(NamedTuple):
+    """A product, and the operations between it and the softmax in the order of the run."""
 
     product: Product
     path: tuple[Op, ...]
-    carried: TensorRef
-    """On the side of the scores what the product gives; on the side of the values the factor that is the weights."""
+    tensor: TensorRef
+    """For the scores the result of the product; for the values the factor that is the weights."""
 
     @property
     def values_first(self) -> bool:
         """Whether the values are the left factor of the product with the weights."""
-        return self.product.right.id == self.carried.id
+        return self.product.right.id == self.tensor.id
 
     @property
     def values(self) -> TensorRef:
-        """The factor that the weights meet."""
+        """The factor that is not the weights."""
         return self.product.left if self.values_first else self.product.right
 
     def averaged(self, dimensions: Dimensions) -> Dim:
@@ -127,7 +127,7 @@ class Meeting(NamedTuple):
 
 
 def product_of(recording: Recording, op: Op) -> Product | None:
-    """Return the product that this operation gives: a matrix product, or the sum over a broadcasting multiplication."""
+    """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None."""
     if op.does("product"):
         return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
     multiply = recording.producer(op.inputs[0]) if op.base_name == "sum" and op.outputs else None
@@ -137,15 +137,16 @@ def product_of(recording: Recording, op: Op) -> Product | None:
     rank = len(multiply.output.shape)
     summed = reduced_places(op)
     wide_places = [tuple(is_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
-    # Each has all that is summed over, and one has what the other has not: else it is no product but a norm, say.
+    # Both factors have every summed dimension, and their other dimensions differ: otherwise it is e.g. a norm.
     whole = all(places[place] for place in summed for places in wide_places)
     return Product(op, multiply, left, right) if summed and whole and wide_places[0] != wide_places[1] else None
 
 
 def sides_of(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
-    """Yield each axis of what two factors are joined in, and what it is in the left and in the right factor.
+    """Yield each axis of the result of a join, with its axis in the left and in the right factor.
 
-    A factor has no axis where it is broadcast or repeated. Features that stand side by side are no axis of the whole.
+    An axis is empty in a factor that is broadcast or repeated along it. Concatenated features are no axis of the
+    result.
     """
     left, right = (dimensions.of(factor) for factor in op.inputs)
     whole = dimensions.of(op.output)
@@ -175,6 +176,6 @@ def sides_of(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
 
 
 def is_wide(tensor: TensorRef, rank: int, place: int) -> bool:
-    """Return whether a factor has more than one element along a dimension of what it is broadcast or expanded to."""
+    """Return whether a factor has more than one element along a dimension of the broadcast or expanded result."""
     at = place - (rank - len(tensor.shape))
     return at >= 0 and tensor.shape[at] > 1 and tensor.stride[at] != 0

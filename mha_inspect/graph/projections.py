@@ -1,4 +1,4 @@
-"""The projections behind heads: the products with parameters that made queries, keys and values."""
+"""Find the projections behind heads: the products with parameters that give queries, keys and values."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from .scores import mixing_of
 
 @dataclass(frozen=True)
 class Projection:
-    """A product with a parameter that made heads, and the operations from it to them, in order."""
+    """A product with a parameter that gives heads, and the operations from it to the heads, in order."""
 
     op: Op
     path: tuple[Op, ...]
     earlier: tuple[Op, ...] = ()
-    """Projections down to something narrower that came before, in order."""
+    """The low-rank projections before it, in order."""
 
 
 def projections_behind(
     graph: Graph, heads: Mapping[str, TensorRef], module: str, positions: Mapping[str, set[Axis]]
 ) -> dict[str, Projection]:
-    """Return the projections of query, key and value, those that there are.
+    """Return the projections of query, key and value; a side without a projection is absent.
 
     Args:
         graph: the dataflow.
-        heads: the heads of queries, keys and values by the names of their stages.
+        heads: the heads of queries, keys and values by stage name.
         module: path of the module that computes the scores.
-        positions: the axes that each of the three is counted along.
+        positions: the position axes of each side.
     """
     query = _projection(graph, heads["q_heads"], module, set()) if "q_heads" in heads else None
     like = None if query is None else _origin(graph, query.op)
@@ -46,7 +46,7 @@ def projections_behind(
 def with_projections(
     graph: Graph, heads: Mapping[str, TensorRef], ends: Mapping[str, Projection]
 ) -> dict[str, TensorRef]:
-    """Return the stages up to the heads: what is projected, what comes of it, and the heads."""
+    """Return the stages up to the heads: the inputs of the projections, their results, and the heads."""
     given: dict[str, TensorRef] = {}
     for name, end in ends.items():
         op = end.earlier[0] if end.earlier else end.op
@@ -57,13 +57,13 @@ def with_projections(
 
 
 def _passes(op: Op) -> bool:
-    """Return whether this may stand between a projection and heads."""
+    """Return whether this operation may come between a projection and its heads."""
     passes = op.kind != "compute" or op.pointwise or op.does("norms", "passes_on", "gathers", "pools")
     return passes and not op.does("product")
 
 
 def _origin(graph: Graph, op: Op) -> int:
-    """Return the id of what a projection projects, before it was moved about."""
+    """Return the id of a projection's input before views and copies."""
     return graph.before_moves(graph.projected(op)).id
 
 
@@ -76,10 +76,10 @@ def _projection(
     *,
     outside: bool = True,
 ) -> Projection | None:
-    """Return the nearest projection behind a tensor of heads; where several are added up, that of what `like` is.
+    """Return the nearest projection behind a tensor of heads; of added projections, the one with the input `like`.
 
-    One that gives `positions` makes fewer keys of many, and is passed where the features come from another. With
-    `outside` it may stand outside the module.
+    A projection that gives `positions` reduces the number of keys: it is passed if another one gives the features. With
+    `outside` the projection may be outside the module. None if there is no projection.
     """
     nearest: Projection | None = None
     of_positions: Projection | None = None
@@ -103,7 +103,7 @@ def _projection(
 
 
 def _is_a_step(graph: Graph, end: Projection, positions: set[Axis]) -> bool:
-    """Return whether this makes one position of many that are put side by side, as each step of a recurrence does."""
+    """Return whether this projection gives one of several concatenated positions, as each step of a recurrence does."""
     for op in end.path:
         if op.base_name in ("cat", "stack") and len(op.inputs) > 2:
             joined = graph.dimensions.of(op.output)[setting(op, 1, "dim", 0) % len(op.output.shape)]
@@ -113,20 +113,20 @@ def _is_a_step(graph: Graph, end: Projection, positions: set[Axis]) -> bool:
 
 
 def _gives(graph: Graph, op: Op, positions: set[Axis]) -> bool:
-    """Return whether a projection makes positions, and no features."""
+    """Return whether a projection gives positions instead of features."""
     mixing = mixing_of(graph, op) if positions else None
     given = set() if mixing is None else set(wide(graph.dimensions.of(op.output)[mixing.place]))
     return bool(given) and given <= positions
 
 
 def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
-    """Return whether two tensors that come from what is given are added up on the way."""
+    """Return whether two tensors that depend on the inputs are added on this path."""
     added = (op for op in path if op.base_name.rstrip("_") == "add")
     return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in added)
 
 
 def _earlier(graph: Graph, op: Op, module: str) -> tuple[Op, ...]:
-    """Return the projections before one, down to something narrower, in the same module."""
+    """Return the low-rank projections before a projection, in the same module, in order."""
     earlier: list[Op] = []
     while True:
         latent = graph.projected(op)
@@ -139,9 +139,9 @@ def _earlier(graph: Graph, op: Op, module: str) -> tuple[Op, ...]:
 
 
 def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> TensorRef:
-    """Return what a projection gives: the end of its call, or where it is shared, what is unpacked for this one alone.
+    """Return the result of a projection; if several sides share the projection, the slice of this side.
 
-    In `q, k, v = linear(x).chunk(3, -1)` that is the piece of each of them.
+    E.g. one of the three chunks in `q, k, v = linear(x).chunk(3, -1)`.
     """
     path = ends[name].path
     whole = graph.after_projection(ends[name].op)
@@ -151,10 +151,10 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> Tenso
     if not others or last + 1 == len(path):
         return whole
     after = path[last + 1]
-    # A split hands a piece to each of them, and is shared; what comes next reads its piece. Slices are not.
+    # A split gives each side a piece, and is shared: the next operation reads the piece. Slices are not shared.
     if last >= 0 and len(path[last].outputs) > 1:
         part = next((tensor for tensor in after.inputs if tensor in path[last].outputs), whole)
     else:
         part = after.output if graph.moves(after) else whole
-    # Where heads are already apart from their features it is not the projection any more.
+    # If heads are already split from their features, it is no longer the projection.
     return part if len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1] else whole

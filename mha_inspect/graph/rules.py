@@ -1,4 +1,4 @@
-"""What each operation does to dimensions: one rule for each family of operations."""
+"""Define what each operation does to dimensions: one rule for each family of operations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..record.ops import Op
 from .axis import Axis, Dim, Dims, fresh, join, piece, reshape, resolve, setting, size_of, twin, unify, wide
 
 Rule = Callable[[Op, tuple[Dims, ...]], Sequence[Dims]]
-"""An operation and the dimensions of what went in, to the dimensions of what came out."""
+"""A function of an operation and its inputs' dimensions that returns the dimensions of each output."""
 
 
 @cache
 def rule_of(name: str, kind: str, pointwise: bool) -> Rule:
-    """Return the rule for an operation: that of `record.catalog`, or what goes for all of its kind."""
+    """Return the rule for an operation: the rule in `record.catalog`, or the default of its kind."""
     rule = RULES.get(axes_rule(name.split(".")[1]))
     return rule or (_pointwise if pointwise else _strided if kind == "view" else _same_sizes)
 
@@ -30,7 +30,7 @@ def reduced_places(op: Op) -> tuple[int, ...]:
 
 
 def _place(op: Op, argument: int, rank: int) -> int:
-    """Return the one dimension that an operation works on."""
+    """Return the dimension argument of an operation, counted from 0."""
     return int(setting(op, argument, "dim", 0)) % max(rank, 1)
 
 
@@ -51,35 +51,35 @@ def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
-    """Return the dimensions of operands that are broadcast, or were repeated, to one shape; make one what they share.
+    """Return the dimensions of operands broadcast or repeated to one shape; unify the dimensions that they share.
 
-    An axis that two bring each to a place where the other is repeated, as in `x[:, None] * x[None]`, is two axes.
+    In `x[:, None] * x[None]` each operand has the axis of x where the other is repeated: these are two axes.
     """
-    met: list[list[tuple[Axis, int | None]]] = []  # atoms, and the operand that alone brings it
+    out: list[list[tuple[Axis, int | None]]] = []  # each atom, and the only operand that has it; None if both do
     for back, size in zip(range(len(shape), 0, -1), shape, strict=True):
         there = [at for at, dims in enumerate(operands) if len(dims) >= back and size_of(dims[-back]) == size]
         pairs = _repeated_pairs(*(operands[at][-back] for at in there)) if len(there) == 2 else ()
         if pairs:
-            met.append([])
+            out.append([])
             for x, y in pairs:
                 if x.repeats == y.repeats:
                     unify((x,), (y,))
-                met[-1].append(
+                out[-1].append(
                     (y, there[1]) if x.repeats > y.repeats else (x, None if x.repeats == y.repeats else there[0])
                 )
             continue
         for at in there[1:]:
             unify(operands[there[0]][-back], operands[at][-back])
         alone = there[0] if len(there) == 1 and size > 1 else None
-        met.append([(atom, alone) for atom in (operands[there[0]][-back] if there else fresh(size))])
-    first = {leaf for dim in met for atom, alone in dim if alone == 0 for leaf in resolve((atom,))}
+        out.append([(atom, alone) for atom in (operands[there[0]][-back] if there else fresh(size))])
+    first = {leaf for dim in out for atom, alone in dim if alone == 0 for leaf in resolve((atom,))}
     return tuple(
-        tuple(leaf for atom, alone in dim for leaf in (twin((atom,), first) if alone == 1 else (atom,))) for dim in met
+        tuple(leaf for atom, alone in dim for leaf in (twin((atom,), first) if alone == 1 else (atom,))) for dim in out
     )
 
 
 def _repeated_pairs(left: Dim, right: Dim) -> Sequence[tuple[Axis, Axis]]:
-    """Return the atoms of two dimensions side by side, where some are repeated on one side alone; else nothing."""
+    """Return the atoms of two dimensions in pairs, if an atom is repeated in one of them only; otherwise empty."""
     left, right = wide(resolve(left)), wide(resolve(right))
     if not any(atom.repeats for atom in (*left, *right)) or [a.size for a in left] != [a.size for a in right]:
         return ()
@@ -102,7 +102,7 @@ def _permute(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Expand and repeat: how often something is repeated stands before it."""
+    """Expand or repeat: the axis of copies comes before the repeated axis."""
     shape = op.output.shape
     dims = ((),) * (len(shape) - len(inputs[0])) + inputs[0]
     times = [size // max(size_of(dim), 1) for dim, size in zip(dims, shape, strict=True)]
@@ -114,7 +114,7 @@ def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _reduce(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Sum, mean, select, squeeze: dimensions go, or become one."""
+    """Sum, mean, select or squeeze: dimensions are removed, or become 1."""
     places, keep = set(reduced_places(op)), len(op.output.shape) == len(inputs[0])
     if op.does("reshapes"):
         places = {place for place in places if op.inputs[0].shape[place] == 1}
@@ -135,9 +135,9 @@ def _split(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
-    """Return the dimensions of a slice: one of equal pieces of the features, or every n-th of them, is as if split.
+    """Return the dimensions of a slice; an equal piece of the features, or every n-th feature, is as after a split.
 
-    Not so where pieces of other sizes are cut out of the same tensor: then it is not `is_even`.
+    With `is_even` False other slices of the same tensor have other sizes, so no slice is an equal piece.
     """
     dims, shape = inputs[0], op.inputs[0].shape
     place = _place(op, 1, len(dims))
@@ -154,7 +154,7 @@ def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Se
 
 
 def _cut(op: Op, dims: Dims, place: int, start: int, size: int, *, is_even: bool) -> Dims:
-    """Cut a piece out of a dimension: one of equal pieces is an axis of its own, after the axis that counts them."""
+    """Cut a slice out of a dimension; an equal piece is an axis of its own, after the axis that counts the pieces."""
     shape = op.inputs[0].shape
     if is_even and size and shape[place] % size == start % size == 0:
         parts = reshape(dims, (*shape[:place], shape[place] // size, size, *shape[place + 1 :]))
@@ -163,7 +163,7 @@ def _cut(op: Op, dims: Dims, place: int, start: int, size: int, *, is_even: bool
 
 
 def _without_counter(dims: Dims, piece_place: int, counter_place: int) -> Dims:
-    """Take away the dimension that counts pieces, which the piece remembers."""
+    """Remove the dimension that counts equal pieces, and remember it in the piece."""
     atoms = resolve(dims[piece_place])
     if atoms:
         atoms[0].counters.setdefault(size_of(atoms), dims[counter_place])
@@ -171,19 +171,19 @@ def _without_counter(dims: Dims, piece_place: int, counter_place: int) -> Dims:
 
 
 def _counter(dim: Dim) -> Dim:
-    """Return the axis that counts equal pieces like this one; empty where it is no such piece."""
+    """Return the axis that counts equal pieces like this one; empty if this is no equal piece."""
     atoms = resolve(dim)
     return atoms[0].counters.get(size_of(atoms), ()) if atoms else ()
 
 
 def _counter_of(dim: Dim, count: int) -> Dim:
-    """Return the axis that counts equal pieces like this one, where as many are put together again, or a new one."""
+    """Return the axis that counts equal pieces like this one, if it counts as many; otherwise a new axis."""
     known = _counter(dim)
     return known if known and size_of(known) == count else fresh(count)
 
 
 def _join(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Cat and stack: equal pieces of the features come after the axis that counts them."""
+    """Concatenate or stack: equal pieces of the features come after the axis that counts them."""
     rank = len(op.output.shape)
     place = _place(op, 1, rank)
     if op.base_name == "stack":
@@ -203,14 +203,14 @@ def _join(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
             unify(parts[0], part)
         joined = (*_counter_of(parts[0], len(parts)), *parts[0])
     elif size_of(_counter(first[-1])) == len(parts) and len({tuple(map(resolve, dims)) for dims in operands}) == 1:
-        joined = (*_counter(first[-1]), *parts[0])  # equal pieces of the features along another dimension: heads first
+        joined = (*_counter(first[-1]), *parts[0])  # equal pieces of the features in another dimension: heads first
     else:
         joined = join(parts)
     return [(*first[:place], joined, *first[place:])]
 
 
 def _pad(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """What is padded is joined with what it is padded with."""
+    """Join a padded dimension with its padding."""
     dims = list(inputs[0])
     pads = setting(op, 1, "pad")
     for back, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True), 1):
@@ -220,15 +220,15 @@ def _pad(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """`batch n k, batch k m -> batch n m`, with what is added; the second factor of cdist is `batch m k`."""
+    """`batch n k, batch k m -> batch n m`, with an added term; the second factor of cdist is `batch m k`."""
     *added, a, b = inputs
     if op.does("distances"):
         b = (*b[:-2], b[-1], b[-2])
     unify(a[-1], b[-2])
     for left, right in zip(a[:-2], b[:-2], strict=False):
         unify(left, right)
-    kept, columns = {atom for dim in a[:-1] for atom in resolve(dim)}, set(resolve(b[-1]))
-    dims = (*a[:-1], twin(b[-1], columns) if kept & columns else b[-1])
+    left_atoms, columns = {atom for dim in a[:-1] for atom in resolve(dim)}, set(resolve(b[-1]))
+    dims = (*a[:-1], twin(b[-1], columns) if left_atoms & columns else b[-1])
     for back, dim in enumerate(reversed(added[0]), 1) if added else ():
         if op.inputs[0].shape[-back] == op.output.shape[-back]:
             unify(dims[-back], dim)
@@ -236,7 +236,7 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """`batch in *space, out in/groups *kernel -> batch out *space`: a size that is unchanged is the same axis."""
+    """`batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis."""
     (source, weight), (before, after) = inputs[:2], (op.inputs[0].shape, op.output.shape)
     channels = source[1] if setting(op, 8, "groups", 1) == after[1] == before[1] else weight[0]
     space = zip(source[2:], before[2:], after[2:], strict=True)
@@ -244,7 +244,7 @@ def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _index(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """`table[..., indices, ...]` with one tensor of indices, whose axes stand where the table is read by them."""
+    """`table[..., indices, ...]` with one tensor of indices, whose axes replace the indexed dimension."""
     table, place = inputs[0], _place(op, 1, len(inputs[0])) if op.base_name == "index_select" else 0
     if op.base_name == "index":
         given = [place for place, index in enumerate(op.args[1]) if index is not None]
@@ -255,7 +255,7 @@ def _index(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _gather(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """The axes of the source, and of the indices where the source is read by them."""
+    """Keep the axes of the source, except in the gathered dimension, which has the axis of the indices."""
     source, indices = inputs[0], inputs[-1]
     place = _place(op, 1, len(source))
     dims = [
@@ -266,7 +266,7 @@ def _gather(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _strided(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Views by strides: one that only splits and moves dimensions is that; of another some are as they were."""
+    """Follow a view by strides: a split or permutation exactly, otherwise the dimensions with an unchanged stride."""
     source, out = op.inputs[0], op.output
     if all(
         1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) == t.numel for t in (source, out)
@@ -279,7 +279,7 @@ def _strided(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     known = {(n, step): dim for n, step, dim in zip(source.shape, source.stride, inputs[0], strict=True) if n > 1}
     places = [*zip(out.shape, out.stride, strict=True)]
     others = [step for n, step in places if n > 1 and (n, step) not in known]
-    apart = [not any(step < other < n * step for other in others) for n, step in places]  # no windows that overlap
+    apart = [not any(step < other < n * step for other in others) for n, step in places]  # no overlapping windows
     return [tuple((is_apart and known.get(at)) or fresh(at[0]) for at, is_apart in zip(places, apart, strict=True))]
 
 
@@ -291,7 +291,7 @@ def _columns(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _complex(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """A complex number is an equal piece of two features, and the other way round."""
+    """View complex numbers as pairs of features, or pairs as complex numbers: a pair is an equal piece."""
     dims = inputs[0]
     if op.base_name == "view_as_real":
         return [(*dims, _counter_of(dims[-1], 2) if dims else fresh(2))]
@@ -316,4 +316,4 @@ RULES: dict[str, Rule] = {
     "columns": _columns,
     "complex": _complex,
 }
-"""The rules by the names that `record.catalog` gives them."""
+"""The rules by their names in `record.catalog`."""

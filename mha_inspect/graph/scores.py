@@ -1,8 +1,9 @@
-"""What made scores, and what stands between that and the softmax: scale, mask, soft cap, sinks, and in which order.
+"""Find the operation that gives the scores, and the steps to the softmax in order: scale, mask, soft cap, sinks.
 
-Scores are a product of queries and keys. Without one they are added, subtracted or put side by side, bent, and reduced:
-so are the attention of Bahdanau, its relatives on graphs, and scores by distance. The bend is what makes it attention:
-without one, what comes of the queries is the same number for every key, and no weight hangs on it.
+Scores are a product of queries and keys. Without a product, queries and keys are added, subtracted or concatenated,
+passed through a nonlinear function and reduced: e.g. the attention of Bahdanau, graph attention, and scores by
+distance. The nonlinear function is needed: without it a query adds the same number to every score and changes no
+weight.
 """
 
 from __future__ import annotations
@@ -15,26 +16,26 @@ from ..record.ops import Op, TensorRef
 from .attention import Mixing
 from .axis import Axis, setting, wide
 from .dataflow import Graph
-from .products import Joint, Meeting, Product, sides_of
+from .products import Joint, Product, ProductPath, sides_of
 from .rules import reduced_places
 from .softmax import is_shift
 
 _LAYERS = {"add": 1, "sub": 1, "cat": 2, "distance": 0}
-"""What queries and keys meet in, and how many reductions there may be from there to the scores: features that stand
-side by side are mixed before they are bent, and a distance is a score."""
+"""How queries and keys are joined, and the maximal number of reductions from the join to the scores. Concatenated
+features are mixed before the nonlinear function. A distance is a score."""
 
 _ORDERS = {"sort": 1, "topk": 2}
-"""What puts numbers in order, and which of its arguments says along which dimension."""
+"""Operations that sort numbers, and the position of their dimension argument."""
 
 
-def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
-    """Return what made the scores that a softmax is taken of: a product, or where there is none what has them else.
+def score_product(graph: Graph, masked: TensorRef, dim: int) -> ProductPath | None:
+    """Return the product that gives the input of a softmax, or another join of queries and keys; None if there is none.
 
-    Relative positions are products too: they are gathered on the way, or do not depend on the input.
+    A relative-position term is a product too, but it is gathered on the way or does not depend on the input.
     """
     over = graph.dimensions.along(masked, dim)
-    best: tuple[tuple[bool, bool, bool], Meeting] | None = None
-    for step in graph.back(masked, lambda op: graph.carries(op) or mixes(graph, op, over)):
+    best: tuple[tuple[bool, bool, bool], ProductPath] | None = None
+    for step in graph.back(masked, lambda op: graph.passes_on(op) or mixes(graph, op, over)):
         op = graph.recording.producer(step.tensor)
         product = None if op is None else graph.product(op) or _of_learned_query(graph, op, over)
         if product is not None and _mixes_heads(graph, step.path, product):
@@ -42,10 +43,10 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
             gathered = any(passed.does("gathers") for passed in step.path)
             rank = (product.op.index not in graph.products, gathered, not given)
             if best is None or rank < best[0]:
-                best = rank, Meeting(product, step.path[::-1], product.op.output)
+                best = rank, ProductPath(product, step.path[::-1], product.op.output)
             if not any(rank):
                 break
-    for step in graph.back(masked, lambda op: graph.carries(op) or graph.reduces(op)) if over else ():
+    for step in graph.back(masked, lambda op: graph.passes_on(op) or graph.reduces(op)) if over else ():
         op = graph.recording.producer(step.tensor) if best is None or best[0][0] else None
         joint = None if op is None else _joined(graph, op, step.path[::-1], over)
         if joint is not None:
@@ -54,9 +55,9 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> Meeting | None:
 
 
 def _of_learned_query(graph: Graph, op: Op, over: set[Axis]) -> Product | None:
-    """Return a product of keys with a parameter that stands for the queries, batch by batch.
+    """Return a batched product of keys with a parameter in place of the queries; None for other operations.
 
-    A projection has no batch; and where a router's weights stand, the softmax runs over what they give.
+    A projection has no batch. A router's weights are excluded: its softmax runs over the output features.
     """
     factors = op.inputs[-2:] if op.base_name in ("bmm", "baddbmm") else ()
     keys = [tensor for tensor in factors if not graph.is_weight(tensor)]
@@ -65,7 +66,7 @@ def _of_learned_query(graph: Graph, op: Op, over: set[Axis]) -> Product | None:
 
 
 def mixing_of(graph: Graph, op: Op) -> Mixing | None:
-    """Return a projection, as far as it could be one from heads to heads; None for any other operation."""
+    """Return a projection as a possible mixing of heads; None for any other operation."""
     if not graph.is_projection(op):
         return None
     source, place = graph.projected(op), -1
@@ -77,7 +78,7 @@ def mixing_of(graph: Graph, op: Op) -> Mixing | None:
 
 
 def mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
-    """Return whether a projection leaves alone what the softmax runs over: it may mix scores or weights by head."""
+    """Return whether a projection may mix scores or weights by head: it sums over no axis of the softmax."""
     mixing = mixing_of(graph, op) if over else None
     if mixing is None:
         return False
@@ -86,7 +87,7 @@ def mixes(graph: Graph, op: Op, over: set[Axis]) -> bool:
 
 
 def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
-    """Return whether projections on the way to the softmax mix what the product of scores runs over, the heads."""
+    """Return whether every projection on the way to the softmax sums over heads: batch axes of the scores product."""
     mixings = [mixing for op in path if (mixing := mixing_of(graph, op)) is not None]
     heads = set(wide(product.axes(graph.dimensions).batch)) if mixings else set()
     return all(graph.dimensions.along(mixing.source, mixing.place) <= heads for mixing in mixings)
@@ -95,8 +96,8 @@ def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
 # -- scores without a dot product -------------------------------------------------------------------------------------
 
 
-def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> Meeting | None:
-    """Return the scores that an operation joins queries and keys for, and what is between them and the softmax."""
+def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> ProductPath | None:
+    """Return the scores of queries and keys that this operation joins, and the path to the softmax; else None."""
     name = "distance" if op.does("distances") else op.base_name.rstrip("_")
     if name not in _LAYERS or len(op.inputs) != 2 or not graph.comes_from_inputs(*op.inputs):
         return None
@@ -106,7 +107,7 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> Meet
         return None
     count = ends[-1] + 1 if ends else 0
     while 0 < count < len(path) and path[count].call == path[ends[-1]].call:
-        count += 1  # a bias
+        count += 1  # the bias
     keys = [(left, right) for out, left, right in sides_of(graph.dimensions, op) if set(out) & over]
     if {(bool(left), bool(right)) for left, right in keys} not in ({(True, False)}, {(False, True)}):
         return None
@@ -117,11 +118,11 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> Meet
         for factor in op.inputs
     )
     joint = Joint(path[count - 1] if count else op, op, left, right, path[:count])
-    return Meeting(joint, path[count:], joint.op.output)
+    return ProductPath(joint, path[count:], joint.op.output)
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
-    """Return whether this is a mean of the keys, another number of a norm over them, or the keys put in order."""
+    """Return whether this is a statistic of the keys, e.g. the mean in a norm, or the sorted keys."""
     op = graph.recording.producer(graph.before_moves(query))
     if op is None or not op.inputs:
         return False
@@ -133,7 +134,7 @@ def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
 
 
 def _keeps_sizes(op: Op) -> bool:
-    """Return whether what comes out has the sizes of what went in, those of one aside."""
+    """Return whether input and output have the same sizes, apart from sizes of 1."""
     return [size for size in op.inputs[0].shape if size != 1] == [size for size in op.output.shape if size != 1]
 
 
@@ -141,7 +142,7 @@ def _keeps_sizes(op: Op) -> bool:
 
 
 def moved_for(graph: Graph, op: Op, product: Product) -> bool:
-    """Return whether this only moves a factor about for the product: within its call, or to broadcast it."""
+    """Return whether this only rearranges a factor for the product: in the same call, or to broadcast it."""
     if not graph.moves(op):
         return False
     broadcast = product.multiply is not product.op and op.does("broadcasts")
@@ -149,7 +150,7 @@ def moved_for(graph: Graph, op: Op, product: Product) -> bool:
 
 
 def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:
-    """Return a factor before it was moved for the product."""
+    """Return a factor before it was rearranged for the product."""
     return graph.before(factor, lambda op: moved_for(graph, op, product))
 
 
@@ -157,26 +158,26 @@ def as_written(graph: Graph, product: Product, factor: TensorRef) -> TensorRef:
 
 
 class Scoring(NamedTuple):
-    """The way from the product of queries and keys to the softmax, in the order in which it ran."""
+    """The steps from the product of queries and keys to the softmax, in the order of the run."""
 
     scores: TensorRef
-    """Scaled, before any mask, bias or bend."""
+    """Scaled scores, before any mask, bias or nonlinear function."""
     masked: TensorRef
-    """What the softmax is taken of, without sinks."""
+    """The input of the softmax, without sinks."""
     scale: float | None
-    """What the scores were multiplied by up to there."""
+    """The factor of the scores at that stage; None if unknown."""
     late_scale: float | None
-    """What they were multiplied by afterwards, together with the masks."""
+    """The factor of the scores after that stage, together with the masks; None if unknown."""
     masks: list[Op]
     mixed: list[Mixing]
     steps: list[tuple[str, float | None]]
-    """What was done to the scores, in order: `add`, `fill` or `times` for a mask, `scale` and its number, `mixed` for
-    a projection from heads to heads, or the name of a function."""
+    """The steps from the scores to the softmax, in order: `add`, `fill` or `times` for a mask, `scale` and its number,
+    `mixed` for a projection of heads, or the name of a function."""
     sinks: Op | None = None
 
 
 def multiply(numbers: Iterable[float | None]) -> float | None:
-    """Return the product; None where one of them is not known."""
+    """Return the product of the numbers; None if one is unknown."""
     product = 1.0
     for number in numbers:
         if number is None:
@@ -186,24 +187,24 @@ def multiply(numbers: Iterable[float | None]) -> float | None:
 
 
 def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_input: TensorRef, dim: int) -> Scoring:
-    """Follow `path`, the operations from the product to the softmax over `dim` in the order in which they ran.
+    """Read the steps of `path`, the operations from the product to the softmax over `dim`, in the order of the run.
 
-    In `softmax(c · tanh(q·kᵀ · s / c) + mask)` the scores are `q·kᵀ · s`, and the steps are a `scale` of 1 / c,
-    `tanh`, a `scale` of c, and `add`.
+    In `softmax(c · tanh(q·kᵀ · s / c) + mask)` the scores are `q·kᵀ · s`, and the steps are a `scale` of 1 / c, `tanh`,
+    a `scale` of c, and `add`.
     """
     product = scored.op
     scores = tensor = before_scale = product.output
     scale: float | None = float(product.kwargs.get("alpha", 1))
     last_scale = scale
-    late: list[float | None] = []
+    late_scales: list[float | None] = []
     masks = [product] if scored.is_dot and adds_mask(product) else []
     mixed: list[Mixing] = []
     steps: list[tuple[str, float | None]] = []
-    # Some of the scores, cut out to be masked and written back, are not the scores.
+    # A slice of the scores that is masked and written back is not the scores.
     smallest = min(product.output.numel, softmax_input.numel)
 
     def result(masked: TensorRef, sinks: Op | None = None) -> Scoring:
-        return Scoring(scores, masked, scale, multiply(late), masks, mixed, steps, sinks)
+        return Scoring(scores, masked, scale, multiply(late_scales), masks, mixed, steps, sinks)
 
     for op in path:
         name = op.base_name.rstrip("_")
@@ -212,7 +213,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             return result(scores if is_plain else tensor, op)
         mixing = mixing_of(graph, op)
         if mixing is not None:
-            # What turns the heads to the end for the projection is no part of the scores.
+            # The permutation of heads for the mixing projection is no part of the scores.
             plain = graph.before_moves(scores)
             scores = scores if not is_plain else graph.after_call(product) if plain.id == product.output.id else plain
             mixed.append(mixing)
@@ -222,26 +223,27 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             scale, scores = multiply((scale, last_scale)), op.output
         elif graph.is_scale(op) or name == "neg":
             number = -1.0 if name == "neg" else graph.scale_of(op)
-            late.append(number)
+            late_scales.append(number)
             steps.append(("scale", number))
         elif is_shift(graph.recording, op):
-            # What is taken off every score of a row changes no weight; along another axis the scores are normalised.
+            # A number subtracted from every score of a row changes no weight. Along another axis it normalises the
+            # scores.
             shifted = {atom for dims in graph.dimensions.of(op.inputs[1]) for atom in dims}
             if graph.dimensions.along(softmax_input, dim) & shifted:
                 steps.append(("log_softmax", None))
         elif adds_mask(op) and not (op.base_name == "copy_" and op.inputs[-1].id == tensor.id):
             if name == "sub" and op.inputs[1].id == tensor.id != op.inputs[0].id:
-                late.append(-1.0)
+                late_scales.append(-1.0)
                 steps.append(("scale", -1.0))
             masks.append(op)
             steps.append(("fill" if op.does("fills") else "add", None))
         elif op.does("bends"):
             if name == "tanh" and is_plain and last_scale and scale is not None and scores.id == tensor.id:
                 scale, scores = scale / last_scale, before_scale
-                late.append(last_scale)
+                late_scales.append(last_scale)
                 steps.append(("scale", last_scale))
             steps.append((name, None))
-        elif op.does("scales"):  # by a number for each head, or by a mask
+        elif op.does("scales"):  # a number for each head, or a mask
             factor = min(op.inputs, key=lambda read: read.numel)
             if any(size > 1 for size in factor.shape[-2:]):
                 masks.append(op)
@@ -249,7 +251,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             elif is_plain:
                 scale, scores = None, op.output
             else:
-                late.append(None)
+                late_scales.append(None)
                 steps.append(("scale", None))
         elif is_plain and name != "_to_copy" and op.output.numel >= smallest:
             scores = op.output
@@ -258,7 +260,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
 
 
 def adds_mask(op: Op) -> bool:
-    """Return whether this adds, or fills in, something that scores do not come from."""
+    """Return whether this adds or fills in something that the scores do not depend on."""
     name = op.base_name.rstrip("_")
     if name in ("baddbmm", "addmm"):
         return bool(op.kwargs.get("beta", 1) != 0)

@@ -1,4 +1,4 @@
-"""Recognise a softmax: torch's own, and one that was written by hand with exp and sum."""
+"""Recognise a softmax: torch's own, and a softmax written as exp and sum."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
-from .products import Meeting, product_of
+from .products import ProductPath, product_of
 
 _SMALL = 0.01
-"""The most that a guard may add: with more, as in `exp(x) / (1 + sum)`, weights are no softmax."""
+"""The largest guard against a zero sum. With more, as in `exp(x) / (1 + sum)`, the weights are no softmax."""
 _MANY = 6
-"""Operations, masks above all, that may stand between exponentials and their sum."""
+"""The most operations, mainly masks, between exponentials and their sum."""
 
 
 class Softmax(NamedTuple):
-    """A softmax of scores, or what else makes weights of them."""
+    """A softmax of scores, or other operations that compute weights from scores."""
 
     op: Op
-    """What gives the weights; or the exponentials, where they meet the values before their sum divides."""
+    """The operation that gives the weights; or the exponentials, if the values product comes before the division."""
     masked: TensorRef
-    """What it is taken of."""
+    """The input of the softmax."""
     dim: int
     masks: tuple[Op, ...] = ()
-    """What sets exponentials to zero before they are summed."""
+    """The operations that set exponentials to zero before the sum."""
     divided: Op | None = None
-    """Where the weights are never formed: the operation that divides what comes of the values by the sum."""
-    late: Meeting | None = None
-    """The product of such exponentials with the values."""
+    """The operation that divides the values product by the sum, if the weights are never computed; otherwise None."""
+    values_product: ProductPath | None = None
+    """The product of such exponentials with the values; None if the weights are computed."""
     ops: tuple[Op, ...] = ()
-    """What makes weights of the scores where that is no softmax, in order; `op` is the last of them."""
+    """The operations that compute weights without a softmax, in order; `op` is the last."""
 
 
 def softmax_of(recording: Recording, op: Op) -> Softmax | None:
-    """Return the softmax that this operation completes; None where it completes none.
+    """Return the softmax that this operation completes; None if it completes no softmax.
 
-    Written by hand it is the last operation that counts: `exp(x - max) / sum`, `exp(x) * (1 / sum)`,
-    `exp(x - logsumexp(x))`, `exp(log_softmax(x))`, `(exp(x) · v) / sum`, with a mask on the exponentials or without.
+    A softmax of several operations is found by its last: `exp(x - max) / sum`, `exp(x) * (1 / sum)`,
+    `exp(x - logsumexp(x))`, `exp(log_softmax(x))`, `(exp(x) · v) / sum`, with or without a mask on the exponentials.
     """
     if op.does("softmax"):
         return Softmax(op, op.inputs[0], int(op.args[1]) % max(len(op.output.shape), 1))
@@ -51,11 +51,11 @@ def softmax_of(recording: Recording, op: Op) -> Softmax | None:
         if above.numel >= total.output.numel and _exponential(recording, above)[0] is exponential:
             return Softmax(op, masked, dim, masks)
         behind = _maker(recording, above)
-        late = None if behind is None else product_of(recording, behind)
-        if late is not None:
-            for factor in (late.left, late.right):
+        values_product = None if behind is None else product_of(recording, behind)
+        if values_product is not None:
+            for factor in (values_product.left, values_product.right):
                 if _exponential(recording, factor)[0] is exponential:
-                    return Softmax(exponential, masked, dim, masks, op, Meeting(late, (), factor))
+                    return Softmax(exponential, masked, dim, masks, op, ProductPath(values_product, (), factor))
     return None
 
 
@@ -64,7 +64,7 @@ def _moves(op: Op) -> bool:
 
 
 def _maker(recording: Recording, tensor: TensorRef, passes: Callable[[Op], bool] = _moves) -> Op | None:
-    """Return the operation that made a tensor, before those that pass; None where it came from outside."""
+    """Return the operation behind a tensor, before the operations that pass; None for an input or a parameter."""
     op = recording.producer(tensor)
     while op is not None and op.inputs and passes(op):
         op = recording.producer(op.inputs[0])
@@ -72,9 +72,9 @@ def _maker(recording: Recording, tensor: TensorRef, passes: Callable[[Op], bool]
 
 
 def _divisions(recording: Recording, op: Op) -> Iterator[tuple[TensorRef, Op, int]]:
-    """Yield what an operation divides by a sum, the sum and the one dimension that it runs over.
+    """Yield the tensor that an operation divides by a sum, the sum, and the one dimension of the sum.
 
-    So does a product with one over the sum; and the sum may be kept from zero before.
+    A product with the reciprocal of the sum counts too. The sum may be guarded against zero.
     """
     name = op.base_name.rstrip("_")
     for above, below in (op.inputs, op.inputs[::-1])[: 1 + (name == "mul")] if len(op.inputs) == 2 else ():
@@ -89,7 +89,7 @@ def _divisions(recording: Recording, op: Op) -> Iterator[tuple[TensorRef, Op, in
 
 
 def _keeps_sum(op: Op) -> bool:
-    """Return whether this moves a sum, keeps it from being zero, or multiplies by one, as torch does in `1 / x`."""
+    """Return whether this only moves a sum, guards it against zero, or multiplies by 1, as torch does in `1 / x`."""
     if not op.does("guards"):
         return _moves(op) or (op.base_name == "mul" and len(op.inputs) == 1 and op.args[1] == 1)
     number = op.args[1] if len(op.args) > 1 else 0
@@ -97,7 +97,7 @@ def _keeps_sum(op: Op) -> bool:
 
 
 def _exponential(recording: Recording, tensor: TensorRef) -> tuple[Op | None, tuple[Op, ...]]:
-    """Return the `exp` behind a tensor, and the masks after it, in order; None where there is none."""
+    """Return the `exp` behind a tensor, and the masks after it in order; None and no masks if there is no `exp`."""
     masks: tuple[Op, ...] = ()
     op = recording.producer(tensor)
     for _ in range(_MANY):
@@ -107,22 +107,22 @@ def _exponential(recording: Recording, tensor: TensorRef) -> tuple[Op | None, tu
             break
         if op.does("fills_where") or len(op.inputs) == 2:
             masks = (op, *masks)
-        # Of the operands of a mask, the exponentials are those that were made by an `exp` next.
+        # The operand of a mask that an `exp` computed directly has the exponentials.
         behind = [maker for t in op.inputs if t.dtype != "bool" and (maker := recording.producer(t)) is not None]
         op = next((maker for maker in behind if maker.base_name.rstrip("_") == "exp"), behind[0] if behind else None)
     return None, ()
 
 
 def is_shift(recording: Recording, op: Op) -> bool:
-    """Return whether this takes the largest score off all: it is there for rounding alone."""
+    """Return whether this subtracts the largest score from all scores, to avoid overflow."""
     if op.base_name.rstrip("_") != "sub" or len(op.inputs) != 2 or not op.outputs:
         return False
-    taken = _maker(recording, op.inputs[1]) if op.inputs[1].numel < op.output.numel else None
-    return taken is not None and taken.base_name in ("amax", "max", "logsumexp")
+    subtracted = _maker(recording, op.inputs[1]) if op.inputs[1].numel < op.output.numel else None
+    return subtracted is not None and subtracted.base_name in ("amax", "max", "logsumexp")
 
 
 def _of_logarithm(recording: Recording, op: Op) -> Softmax | None:
-    """Return the softmax in `exp(log_softmax(x))` and `exp(x - logsumexp(x))`."""
+    """Return the softmax in `exp(log_softmax(x))` and `exp(x - logsumexp(x))`; None for any other `exp`."""
     behind = recording.producer(op.inputs[0])
     total = behind
     if behind is not None and behind.base_name.rstrip("_") == "sub":

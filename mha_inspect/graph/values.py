@@ -1,8 +1,8 @@
-"""What weights meet: the product with the values, and whether what they make of these is an attention.
+"""Find the values product of the weights, and decide whether softmax, scores and values are an attention.
 
-Weights need no softmax: `sigmoid(scores)`, `relu(scores) / n`, `exp(scores) / (1 + Σ)`, sparsemax. They are made by
-element, and by numbers of a query over all of its keys. What bends nothing is linear attention, whose products can be
-taken in another order: it has no weights.
+Weights need no softmax: `sigmoid(scores)`, `relu(scores) / n`, `exp(scores) / (1 + Σ)`, sparsemax. They are computed
+element by element, and with sums over the keys of each query. Without a nonlinear function it is linear attention: its
+products can be reordered, so it has no weights.
 """
 
 from __future__ import annotations
@@ -12,61 +12,60 @@ from collections.abc import Iterator
 from ..record.ops import Op, TensorRef
 from .axis import Axis, size_of, wide
 from .dataflow import Graph, made_of
-from .products import Meeting, Product, is_wide
+from .products import Product, ProductPath, is_wide
 from .scores import mixes, score_product
 from .softmax import Softmax
 
 
-def value_product(graph: Graph, weights: TensorRef, dim: int) -> Meeting | None:
-    """Return the product of weights and values; None where there is none."""
+def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | None:
+    """Return the product of weights and values; None if there is none."""
     over = graph.dimensions.along(weights, dim)
-    single: Meeting | None = None
+    single: ProductPath | None = None
 
     def through(op: Op) -> bool:
-        # Where one weight of each query is left, keys are chosen, and not averaged.
+        # If one weight of each query remains, keys are chosen instead of averaged.
         picks = op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1
-        return graph.carries(op) or picks or mixes(graph, op, over) or _norms_heads(graph, op, over)
+        return graph.passes_on(op) or picks or mixes(graph, op, over) or _norms_heads(graph, op, over)
 
     for op, step in graph.forward(weights, through) if weights.shape else ():
         product = graph.products.get(op.index) or graph.products_by_multiplication.get(op.index)
         if product is not None:
-            # Mixed by head, or laid out along what else there is, as where they say what is written into which slot,
-            # they are weights still if they are summed over the keys.
+            # Weights that are mixed by head, or multiplied out along other axes, are weights if they are summed over
+            # the keys.
             changed = any(graph.is_projection(passed) or _is_outer(passed) for passed in step.path)
             axes = product.axes(graph.dimensions)
             if not changed or not over or over & {*axes.left_inner, *axes.right_inner}:
-                return Meeting(product, step.path, step.tensor)
+                return ProductPath(product, step.path, step.tensor)
         if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
             # The average over a single key needs no sum: einsum multiplies.
             values = op.inputs[op.inputs[0].id == step.tensor.id]
             wider = values.numel > step.tensor.numel and graph.comes_from_inputs(values)
-            single = Meeting(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
+            single = ProductPath(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
     return single
 
 
 def _is_outer(op: Op) -> bool:
-    """Return whether this is a multiplication in which each factor is repeated along what the other has."""
+    """Return whether this is a multiplication in which each factor is repeated along an axis of the other."""
     rank = len(op.output.shape)
     sides = [{place for place in range(rank) if is_wide(tensor, rank, place)} for tensor in op.inputs]
     return op.base_name == "mul" and len(sides) == 2 and bool(sides[0] - sides[1]) and bool(sides[1] - sides[0])
 
 
 def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
-    """Return whether this is a norm over another dimension than the one that the softmax runs over: over the heads."""
+    """Return whether this is a norm over a dimension other than that of the softmax: over the heads."""
     dims = graph.dimensions.of(op.inputs[0]) if over and op.does("norms") else ()
     return len(dims) > 1 and not over & set(dims[1 if "batch_norm" in op.base_name else -1])
 
 
 def softmaxed_side(
-    graph: Graph, product: Product, values: Meeting, masked: TensorRef, dim: int
+    graph: Graph, product: Product, values: ProductPath, masked: TensorRef, dim: int
 ) -> tuple[bool, bool] | None:
-    """Return whether the left side of the scores holds the keys, and whether the softmax runs over the queries.
+    """Return whether the left side of the scores is the keys, and whether the softmax runs over the queries.
 
-    Keys are what the values are averaged over. None where this softmax is no attention's.
-
-    None are softmaxes that assign: over an axis along which every score has a product of its own, where there are no
-    queries beside the keys (capsules), over the features that a projection gives (clusters of nodes), over clusters
-    that average what was compared with them (k-means), and of learned queries that average the keys as they are.
+    The keys are the axis that the values are averaged over. Return None for softmaxes that are not attention: capsule
+    routing (over an axis that every score has a product of its own for, without queries beside the keys), clusters of
+    nodes (over the features of a projection), k-means (over clusters that average the tensors compared with them), and
+    pooling by learned queries that average the keys themselves.
     """
     if len(product.op.output.shape) < 2 or not masked.shape:
         return False, False
@@ -80,14 +79,14 @@ def softmaxed_side(
         keys = product.right if over_rows else product.left
         alike = _unmoved(graph, keys) == _unmoved(graph, values.values)
         return None if alike or _is_width(graph, product, over) else (not over_rows, True)
-    # A parameter's scores of some features weigh the very same features: pooling, and no attention.
+    # Scores of features by a parameter that weigh the same features are pooling.
     given = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
     pools = len(given) == 1 and _unmoved(graph, given[0]) == _unmoved(graph, values.values)
     return None if pools else (over_rows, False)
 
 
 def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
-    """Return whether an axis of the scores is all the features that a projection gives one factor of their product."""
+    """Return whether an axis of the scores is all output features of a projection of one factor."""
     for factor in (product.left, product.right):
         for step in graph.back(factor, lambda op: graph.moves(op) or op.pointwise):
             op = graph.recording.producer(step.tensor)
@@ -97,34 +96,34 @@ def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
 
 
 def _unmoved(graph: Graph, tensor: TensorRef) -> int:
-    """Return the id of what a tensor was before all of its elements were moved."""
+    """Return the id of a tensor before all of its elements were viewed or copied."""
     return graph.before(tensor, lambda op: graph.moves(op) and op.inputs[0].numel <= op.output.numel).id
 
 
 # -- weights without a softmax ----------------------------------------------------------------------------------------
 
 
-Weighing = tuple[Softmax, Meeting, Meeting]
-"""What makes weights of scores, what made the scores, and where the weights meet the values."""
+Weighing = tuple[Softmax, ProductPath, ProductPath]
+"""The operations that compute weights from scores, the scores product, and the values product."""
 
 
 def find_weighings(graph: Graph, taken: set[int]) -> Iterator[Weighing]:
-    """Yield every way from scores to values without a softmax, but for products that are taken already."""
+    """Yield every path from scores to values without a softmax, except for products that are taken."""
     for product in graph.products.values():
         if product.op.index not in taken and _is_of_activations(graph, product):
-            for carried in (product.left, product.right):
-                weighing = _weighing(graph, Meeting(product, (), carried), taken)
+            for tensor in (product.left, product.right):
+                weighing = _weighing(graph, ProductPath(product, (), tensor), taken)
                 if weighing is not None:
                     yield weighing
 
 
-def _weighing(graph: Graph, values: Meeting, taken: set[int]) -> Weighing | None:
-    """Return how one factor of a product was made of scores; None where it was not."""
+def _weighing(graph: Graph, values: ProductPath, taken: set[int]) -> Weighing | None:
+    """Return how one factor of a product was computed from scores; None if it was not."""
     over = set(wide(values.averaged(graph.dimensions)))
     maker = graph.recording.producer(graph.before_moves(values.values))
     if not over or (maker is not None and graph.is_softmax(maker)):
-        return None  # classes are voted for, or clusters counted: what a softmax gives is no value, but what weighs one
-    for step in graph.back(values.carried, graph.carries):
+        return None  # values given by a softmax: votes for classes, or counts of clusters
+    for step in graph.back(values.tensor, graph.passes_on):
         op = graph.recording.producer(step.tensor)
         if op is None or op.index in taken or op is values.product.multiply:
             continue
@@ -141,12 +140,12 @@ def _weighing(graph: Graph, values: Meeting, taken: set[int]) -> Weighing | None
         if dim is None or scores is None or scores.product.op.index in taken or not _compares(graph, scores.product):
             return None
         made = Softmax(path[stop - 1], masked, dim, ops=path[start:stop])
-        return made, scores, Meeting(values.product, path[stop:], values.carried)
+        return made, scores, ProductPath(values.product, path[stop:], values.tensor)
     return None
 
 
 def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> tuple[int, int] | None:
-    """Return where the part of a path that makes weights of scores begins and ends; None where nothing is bent."""
+    """Return the start and end of the steps that compute weights from scores; None without a nonlinear function."""
     since = graph.recording.producers[scores.id] + 1
     made = made_of({scores.id}, graph.recording.ops[since : path[-1].index] if path else ())
     parts = []
@@ -154,33 +153,33 @@ def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: 
         came_by = path[place - 1].outputs if place else op.inputs[:1]
         others = [tensor for tensor in op.inputs if tensor.id in made and tensor not in came_by]
         if any(other.numel > 1 and not _repeated(graph, other, op.output) <= over for other in others):
-            return None  # weights that are set against those of other queries
+            return None  # weights compared with those of other queries
         if others or graph.bends(op):
             parts.append(place)
     if not any(graph.bends(path[place]) for place in parts) or path[parts[-1]].base_name.rstrip("_") == "exp":
-        return None  # exponentials are divided later, piece by piece
+        return None  # exponentials are divided later, one piece at a time
     start, stop = parts[0], parts[-1] + 1
     while start and path[start - 1].base_name in ("add", "sub") and len(path[start - 1].inputs) == 1:
-        start -= 1  # a number beside the scores
+        start -= 1  # an added number
     while stop < len(path) and graph.is_scale(path[stop]):
         stop += 1
     return start, stop
 
 
 def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:
-    """Return the axes that a tensor is broadcast along: by their places, as it may have one of them at another."""
+    """Return the axes that a tensor is broadcast along, by position: it may have the same axis in another position."""
     dims = enumerate(graph.dimensions.of(whole))
     return {axis for place, dim in dims if not is_wide(factor, len(whole.shape), place) for axis in wide(dim)}
 
 
 def _place_of(graph: Graph, tensor: TensorRef, over: set[Axis]) -> int | None:
-    """Return the one dimension that has these axes; None where it is not one."""
+    """Return the one dimension that has these axes; None if several or no dimensions do."""
     places = [place for place, dim in enumerate(graph.dimensions.of(tensor)) if over & set(dim)]
     return places[0] if len(places) == 1 else None
 
 
 def _is_of_activations(graph: Graph, product: Product) -> bool:
-    """Return whether both factors come from what was given, and are no matrices picked out of a stack of them."""
+    """Return whether both factors depend on inputs and are no matrices picked from a stack of parameters."""
     for factor in (product.left, product.right):
         source = graph.recording.producer(graph.before_moves(factor))
         picked = source is not None and source.does("gathers") and len(source.inputs[0].shape) > 2
@@ -190,7 +189,7 @@ def _is_of_activations(graph: Graph, product: Product) -> bool:
 
 
 def _compares(graph: Graph, product: Product) -> bool:
-    """Return whether features are summed up, and what is left are positions: queries are compared with keys."""
+    """Return whether features are summed and positions remain: queries are compared with keys."""
     axes = product.axes(graph.dimensions)
     summed, left = set(wide(axes.left_inner)), set(wide(axes.rows, axes.columns))
     sums_features = bool(summed & graph.features) and not left & graph.features

@@ -137,7 +137,7 @@ class StageFacts:
         """Whether what stands beside the scores are scores of other keys, by a product of their own, and no sinks."""
         joined, graph = self._attention.sinks, self._graph
         for tensor in joined.inputs if joined is not None else ():
-            makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.carries)]
+            makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.passes_on)]
             products = [op.index for op in makers if op is not None and graph.product(op) is not None]
             if products and self._attention.score_product.op.index not in products:
                 return True

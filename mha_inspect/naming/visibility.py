@@ -179,7 +179,7 @@ def _masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
 
     def through(op: Op) -> bool:
-        return (graph.carries(op) and not op.base_name.endswith("_like")) or op.index in mixing
+        return (graph.passes_on(op) and not op.base_name.endswith("_like")) or op.index in mixing
 
     def is_scores(tensor: TensorRef) -> bool:
         return any(step.tensor.id == product.output.id for step in graph.back(tensor, through))

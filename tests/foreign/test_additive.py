@@ -111,7 +111,7 @@ class ByTorch(Distance):
 
 
 STYLES = [ByTorch, Additive, Causal, Einsum, Repeated, KeyFirst, SideBySide, Distance]
-MEETING = {SideBySide: "one row of features", Distance: "a difference", ByTorch: "a difference"}
+MEETING = {SideBySide: "concatenated features", Distance: "a difference", ByTorch: "a difference"}
 
 
 def projected(layer: nn.Linear, x: Tensor) -> Tensor:

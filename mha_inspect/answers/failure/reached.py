@@ -100,7 +100,7 @@ class Reached:
     def is_of_scores(self, tensor: TensorRef) -> bool:
         """Whether this is the scores, scaled or masked at most: not the context, which is a product as well."""
         scores = self.stages.get("scores")
-        steps = self.graph.back(tensor, self.graph.carries)
+        steps = self.graph.back(tensor, self.graph.passes_on)
         return scores is not None and any(step.tensor.id == scores.id for step in steps)
 
     def is_of_parameters(self, tensor: TensorRef) -> bool:
@@ -192,7 +192,7 @@ def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Prod
     products = [product for op in tail if (product := graph.product(op)) is not None]
     last = products[-1] if products else None
     factors = () if last is None else (last.left, last.right)
-    sources = {step.tensor.id for factor in factors for step in graph.back(factor, graph.carries)}
+    sources = {step.tensor.id for factor in factors for step in graph.back(factor, graph.passes_on)}
     # What another product goes into is no scores: a softmax was left out, or there is none to come.
     return None if any(product.op.output.id in sources for product in products) else last
 

@@ -1,0 +1,16 @@
+"""The examples in docstrings are real: they run against torch."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+
+from mha_inspect.graph import axis, dataflow
+
+
+@pytest.mark.parametrize("module", [axis, dataflow])
+def test_an_example_gives_what_its_docstring_shows(module) -> None:
+    failed, tried = doctest.testmod(module)
+    assert tried
+    assert not failed
