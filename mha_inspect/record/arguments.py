@@ -1,4 +1,4 @@
-"""What goes into a forward and comes out of it: the tensors in it by name, and copies of it and of the module."""
+"""Find, convert and copy the tensors in the arguments and results of a forward, and copy modules."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments under the names that `forward` gives them, in its order."""
+    """Return the arguments by the parameter names of `forward`, in its order; by position if they do not fit it."""
     function = module.forward if isinstance(module, nn.Module) else module
     try:
         return dict(inspect.signature(function).bind(*args, **kwargs).arguments)
@@ -28,9 +28,9 @@ def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 def tensors_in(value: Any, name: str = "", within: tuple[int, ...] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor in nested tuples, lists, mappings and dataclasses, with its place: `1.attentions.0`.
+    """Yield every tensor in nested tuples, lists, mappings and dataclasses, with its path: `1.attentions.0`.
 
-    `within` has the ids of what the value lies in: what holds itself is gone through once.
+    `within` is the ids of the enclosing containers, so that a container which contains itself is visited once.
     """
     if isinstance(value, Tensor):
         yield name, value
@@ -42,7 +42,7 @@ def tensors_in(value: Any, name: str = "", within: tuple[int, ...] = ()) -> Iter
 
 
 def parts_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return what a tuple, list, mapping or dataclass holds, by key, place or name; empty for anything else."""
+    """Return the parts of a tuple, list, mapping or dataclass by index, key or field; empty for any other value."""
     if isinstance(value, Mapping):
         return list(value.items())
     if isinstance(value, (tuple, list)):
@@ -53,7 +53,7 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
 
 
 def with_parts(value: Any, parts: list[Any]) -> Any:
-    """Return a tuple, list, dict or dataclass with other parts, in their order; anything else as it is."""
+    """Return a tuple, list, dict or dataclass with its parts replaced in order; any other value unchanged."""
     if type(value) in (tuple, list):
         return type(value)(parts)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -65,25 +65,25 @@ def with_parts(value: Any, parts: list[Any]) -> Any:
         if isinstance(other, dict):
             other[key] = part
         else:
-            object.__setattr__(other, key, part)  # also of a frozen one
+            object.__setattr__(other, key, part)  # works on frozen dataclasses too
     return other
 
 
 def first_tensor(result: Any) -> Tensor:
-    """Return the tensor that a module's result is, or begins with: `output` of `(output, weights)`, as `dense` has it.
+    """Return the first tensor in a module's result, made dense: `output` of `(output, weights)`.
 
-    Raises `InputError` when there is none.
+    Raises `InputError` if there is no tensor.
     """
     for _, tensor in tensors_in(result):
         return dense(tensor)
     raise InputError(
-        f"the forward returned {'None' if result is None else a_kind(result)}, with no tensor in it to "
-        "compare. Let it return its output."
+        f"the forward returned {'None' if result is None else a_kind(result)}, which contains no tensor. "
+        "Return the output tensor."
     )
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return a tensor with a number at every place: one that is nested, sparse or quantized is written out."""
+    """Return a tensor as a dense one: a nested tensor is padded, a sparse or quantized tensor is converted."""
     if tensor.is_nested:
         return cast(Tensor, torch.nested.to_padded_tensor(tensor, 0.0))
     if tensor.is_quantized:
@@ -92,7 +92,7 @@ def dense(tensor: Tensor) -> Tensor:
 
 
 def described(values: Mapping[str, Any]) -> str:
-    """Return arguments by name as text, a tensor as its dtype and shape: `x float32 [2, 10, 512]`."""
+    """Return arguments by name as text, each tensor as its dtype and shape: `x float32 [2, 10, 512]`."""
     return ", ".join(f"{name} {_described(value)}" for name, value in values.items())
 
 
@@ -109,13 +109,13 @@ def _described(value: Any) -> str:
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return what holds things with something made of each of them; one that is given twice stays one."""
+    """Return a nested value with `change` applied to each leaf; a leaf that occurs twice is changed once."""
     seen: dict[int, Any] = {}
 
     def walk(part: Any, within: tuple[int, ...] = ()) -> Any:
-        own = parts_of(part) if id(part) not in within else []  # what holds itself is gone through once
-        if own:
-            return with_parts(part, [walk(child, (*within, id(part))) for _, child in own])
+        parts = parts_of(part) if id(part) not in within else []  # a container may contain itself
+        if parts:
+            return with_parts(part, [walk(child, (*within, id(part))) for _, child in parts])
         if id(part) not in seen:
             seen[id(part)] = change(part)
         return seen[id(part)]
@@ -124,31 +124,31 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def cast_tensors(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
-    """Return what holds tensors with those detached, and those of floating-point numbers in `dtype`, if one is given.
+    """Return a nested value with its tensors detached, on `device` and, if floating-point, in `dtype`.
 
-    With `device` they are there.
+    None keeps the device or the dtype.
     """
 
-    def own(part: Any) -> Any:
+    def cast_one(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
         return part.detach().to(device=device, dtype=dtype if part.is_floating_point() else None)
 
-    return changed(value, own)
+    return changed(value, cast_one)
 
 
 def with_copies(value: T) -> T:
-    """Return what holds tensors with copies of those, which may be written to; one that is given twice stays one."""
+    """Return a nested value with its tensors copied, safe to write to; a repeated tensor is copied once."""
     return cast(T, changed(value, lambda part: part.detach().clone() if isinstance(part, Tensor) else part))
 
 
 def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:
-    """Return a deep copy; `instead` has what stands in it for objects of the module, by their ids.
+    """Return a deep copy of a module; `instead` maps ids of its objects to their replacements in the copy.
 
-    Many modules hold on to the weights of their last run, with the graph that they came of. Such a tensor cannot be
-    copied: its content is.
+    Many modules keep the attention weights of their last run together with the autograd graph. torch cannot deep-copy
+    such a tensor, so its content is copied.
 
-    Raises `InputError` where an object of the module refuses to be copied.
+    Raises `InputError` if an object of the module cannot be copied.
     """
     memo = dict(instead or {})
     for part in module.modules():
@@ -157,10 +157,10 @@ def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:
                 memo.setdefault(id(tensor), tensor.detach().clone())
     try:
         return copy.deepcopy(module, memo)
-    except Exception as error:  # whatever the copying of somebody's objects may raise
+    except Exception as error:  # copying a user's object may raise anything
         if is_out_of_memory(error):
             raise
         raise InputError(
-            f"{type(module).__name__} cannot be copied, and it is measured and changed in a copy: {first_line(error)}. "
-            "Let what it holds be copied by copy.deepcopy."
+            f"{type(module).__name__} cannot be copied by copy.deepcopy: {first_line(error)}. "
+            "It is measured and changed in a copy. Make each attribute copyable."
         ) from error

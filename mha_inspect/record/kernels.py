@@ -1,4 +1,4 @@
-"""What an attention kernel was asked for, and its steps: the one computation that stands for every such kernel."""
+"""Read the call of a fused attention kernel, and compute it step by step: one computation for all such kernels."""
 
 from __future__ import annotations
 
@@ -17,39 +17,39 @@ from .catalog import about
 
 _A = torch.ops.aten
 Do = Callable[..., Any]
-"""Runs one operation of torch, and has it recorded."""
+"""Runs one torch operation, and records it."""
 
 
 FEW = 4
-"""Rows that a kernel is compared in with its steps."""
+"""Number of rows in which a kernel is compared with its steps."""
 
 
 class NotOpenedError(Exception):
-    """A kernel does something that no steps here follow; the message is the reason."""
+    """A kernel does something that the steps here do not compute; the message is the reason."""
 
 
 class AttentionCall(NamedTuple):
-    """What an attention kernel was asked for: `... heads query head_dim`, `... heads key head_dim`."""
+    """The call of an attention kernel, on `... heads query head_dim` and `... heads key head_dim`."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     bias: Tensor | None = None
     starts: Tensor | None = None
-    """Where each sequence begins among packed queries, and where the last one ends."""
+    """Start of each sequence among packed queries, then the end of the last sequence; None if nothing is packed."""
     key_starts: Tensor | None = None
-    """The same among packed keys."""
+    """The same for packed keys; None if they start where the queries do."""
     causal: bool = False
     from_end: bool = False
-    """Whether the last query looks at the last key, and not the first at the first."""
+    """Whether the last query is aligned with the last key, rather than the first query with the first key."""
     window: tuple[int, int] = (-1, -1)
-    """How many keys before and after a query's own place it may look at; -1 is all of them."""
+    """How many keys before and after its position a query may attend to; -1 for no limit."""
     scale: float = 1.0
     dropout: float = 0.0
     rows_first: bool = False
-    """Whether heads stand after rows, in all three and in what comes out."""
+    """Whether query, key, value and result are laid out `... row heads head_dim`."""
     few: tuple[range, int] | None = None
-    """Which queries these are, and of how many, where others were left out."""
+    """The selected queries, and the number of all queries; None if no query is omitted."""
 
     @property
     def scores_shape(self) -> tuple[int, ...]:
@@ -58,22 +58,22 @@ class AttentionCall(NamedTuple):
 
     @property
     def is_plainly_causal(self) -> bool:
-        """Whether a lower triangle says who looks at whom."""
+        """Whether the mask is a lower triangle that starts at the first query and key."""
         aligned = self.from_end or self.starts is not None or max(self.window) >= 0
         return self.causal and not aligned and self.few is None
 
     def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
-        """Compute it step by step; with `dtype` in that one, which stays."""
+        """Compute the attention step by step; with `dtype`, both the steps and the result are in that dtype."""
         product = attention(do, self.heads_first(do), dtype, described=described)
         product = _in_dtype(do, product, dtype or self.query.dtype)
         return (do(_A.transpose.int, product, -3, -2) if self.rows_first else product,)
 
     def size(self, results: Sequence[Tensor]) -> int:
-        """Return the bytes of its largest step."""
+        """Return the bytes of the largest step, the scores."""
         return 4 * math.prod(self.scores_shape)
 
     def heads_first(self, do: Do) -> AttentionCall:
-        """Return the same with heads before rows, where they come after them."""
+        """Return the same call with the heads dimension before the rows."""
         if not self.rows_first:
             return self
         query, key, value = (do(_A.transpose.int, tensor, -3, -2) for tensor in (self.query, self.key, self.value))
@@ -82,9 +82,9 @@ class AttentionCall(NamedTuple):
     def of_few(
         self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
     ) -> tuple[AttentionCall, tuple[Tensor, ...]]:
-        """Return the same of a few queries of one head, and what the kernel gave for these.
+        """Return the call for a few queries of one head, and the kernel's result for them.
 
-        They are of another head at each `turn`; with what the `steps` gave, those where that is farthest apart.
+        `turn` selects the head; with the results of the `steps`, the largest difference selects head and queries.
         """
         asked, *given = self.heads_first(run), results[0], *(steps or ())
         given = [tensor.transpose(-3, -2) for tensor in given] if self.rows_first else given
@@ -109,7 +109,7 @@ class AttentionCall(NamedTuple):
         return few, (_of_head(given[0], head, rows),)
 
     def allowed(self, rows: Tensor) -> Tensor | None:
-        """Return which keys these queries may look at, biases aside: `query key`; None where it is all of them."""
+        """Return which keys these queries may attend to, ignoring the bias: `query key`; None if every key."""
         if not self.causal and self.starts is None and max(self.window) < 0:
             return None
         distance, allowed = self._distances(rows)
@@ -119,7 +119,7 @@ class AttentionCall(NamedTuple):
         return allowed & (distance >= -after) if after >= 0 else allowed
 
     def _distances(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return how far each key lies behind these queries' own places, and whether both are of one sequence."""
+        """Return how many positions each key is before each query, and whether both are in the same sequence."""
         count = self.query.shape[-2] if self.few is None else self.few[1]
         keys = torch.arange(self.key.shape[-2], device=rows.device)
         if self.starts is None:
@@ -128,7 +128,7 @@ class AttentionCall(NamedTuple):
         other_starts = self.starts if self.key_starts is None else self.key_starts
         first, second = (start.to(rows.device).long() for start in (self.starts, other_starts))
         row, other = (torch.searchsorted(s[1:], at, right=True) for s, at in ((first, rows), (second, keys)))
-        # Aligned at the end, the last query of a sequence has the place of its last key.
+        # Aligned at the end, the last query of a sequence has the position of its last key.
         shift = second.diff() - first.diff() if self.from_end else torch.zeros_like(first[1:])
         places = rows - first[row] + shift[row]
         return places[:, None] - (keys - second[other]), row[:, None] == other
@@ -138,23 +138,23 @@ OPERANDS = AttentionCall._fields[:6]
 
 
 class _Arguments(NamedTuple):
-    """Under which names an attention kernel takes what an `AttentionCall` has."""
+    """The argument names of a kernel for the fields of an `AttentionCall`; None for a missing argument."""
 
     defaults: dict[str, Any]
-    """Of all that it takes, in order."""
+    """Argument name to default, in order; None if it has no default."""
     operands: tuple[str, str, str]
     bias: str | None
     starts: str | None
     key_starts: str | None
     refused: tuple[str, ...]
-    """What no steps follow, where it is given."""
+    """Arguments that the steps do not support."""
     is_flat: bool
-    """Whether heads stand after rows, unless it is cuDNN's and has no packed rows."""
+    """Whether heads come after rows, except for cuDNN's kernel without packed rows."""
 
 
 @cache
 def _arguments(func: Any) -> _Arguments:
-    """Read the names off a kernel's schema."""
+    """Return the argument names of a kernel, from its schema."""
     defaults = {a.name: a.default_value if a.has_default_value() else None for a in func._schema.arguments}
 
     def first(*names: str) -> str | None:
@@ -175,30 +175,30 @@ def _arguments(func: Any) -> _Arguments:
 
 
 def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by their names in its schema, in order, defaults included."""
+    """Return the arguments of an operation by schema name, in order, with defaults."""
     names = _arguments(func).defaults
     return {**names, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> AttentionCall:
-    """Return what an attention kernel was asked for, its operands as given.
+    """Return the call of an attention kernel, with its operands unchanged.
 
-    Every kernel is read by the names in its schema. Raises `NotOpenedError` for what the steps do not follow.
+    Arguments are found by their schema names. Raises `NotOpenedError` for an argument that the steps do not support.
     """
     names, given = _arguments(func), bound(func, args, kwargs)
     if func._overloadname == "quantized":
-        raise NotOpenedError("its operands are quantized")
+        raise NotOpenedError("quantized operands are not supported")
     for name in names.refused:
         if given[name] is not None:
-            raise NotOpenedError(f"it is given {name}")
+            raise NotOpenedError(f"{name} is not supported")
     query, key, value = (given[name] for name in names.operands)
     if query.is_nested or key.is_nested or value.is_nested:
-        raise NotOpenedError("its rows have different lengths (nested tensors)")
+        raise NotOpenedError("nested tensors (rows of different lengths) are not supported")
     starts = given[names.starts] if names.starts else None
     bias = given[names.bias] if names.bias else None
     kind, window = given.get("custom_mask_type", 0), given.get("window_size")
     if isinstance(window, int) and window > 0:
-        raise NotOpenedError("it is given window_size")
+        raise NotOpenedError("window_size is not supported")
     if not isinstance(window, (list, tuple)):
         window = given.get("window_size_left"), given.get("window_size_right")
     before, after = (-1 if end is None else int(end) for end in window)
@@ -228,9 +228,9 @@ def run(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def attention(do: Do, asked: AttentionCall, dtype: torch.dtype | None = None, *, described: bool = False) -> Tensor:
-    """Return softmax(q·kᵀ·scale + bias)·v, step by step; half precision is added up in float32, as kernels do.
+    """Return softmax(q·kᵀ·scale + bias)·v, step by step; half precision is summed in float32, as in kernels.
 
-    With `dtype` it is computed in that one; `described` steps have shapes alone.
+    With `dtype`, compute in that dtype. With `described`, the steps have shapes and no numbers.
     """
     query, key, value = asked.query, asked.key, asked.value
     dtype = dtype or query.dtype
@@ -240,12 +240,12 @@ def attention(do: Do, asked: AttentionCall, dtype: torch.dtype | None = None, *,
     query = do(_A.mul.Scalar, _in_dtype(do, query, dtype), asked.scale)
     key = _repeated(do, _in_dtype(do, key, dtype), heads // kv_heads)
     scores = _product(do, query, do(_A.transpose.int, key, -2, -1))
-    del query, key  # a long sequence's keys in float64 are freed before its values are there
+    del query, key  # free a long sequence's keys in float64 before converting its values
     if bias is None:
         weights = do(_A._softmax.default, scores, -1, False)
     else:
         scores = do(_A.add.Tensor, scores, bias)
-        # Where a lower triangle is all there is, each query has a key to look at.
+        # With only a lower triangle, each query can attend to at least one key.
         whole = asked.is_plainly_causal and asked.bias is None
         weights = do(_A._softmax.default, scores, -1, False) if whole else do(_A._safe_softmax.default, scores, -1)
     del scores, bias
@@ -258,7 +258,7 @@ def _in_dtype(do: Do, tensor: Tensor, dtype: torch.dtype) -> Any:
 
 
 def _bias(do: Do, asked: AttentionCall, dtype: torch.dtype, described: bool) -> Any:
-    """Return what is added to the scores, the lower triangle of a causal mask made in steps of its own."""
+    """Return the bias added to the scores, None if there is none; a plain causal mask is built in recorded steps."""
     bias = None if asked.bias is None else _filled(do, asked.bias, dtype)
     shape, device = asked.scores_shape[-2:], asked.query.device
     if asked.is_plainly_causal:
@@ -275,15 +275,15 @@ def _bias(do: Do, asked: AttentionCall, dtype: torch.dtype, described: bool) -> 
 
 
 def _filled(do: Do, mask: Any, dtype: torch.dtype) -> Any:
-    """Return a mask to be added: of booleans zero where a query may look, and minus infinity elsewhere."""
+    """Return an additive mask: a boolean mask becomes 0 where a query may attend and -inf elsewhere."""
     if mask.dtype != torch.bool:
         return _in_dtype(do, mask, dtype)
-    zero, barred = (do(_A.scalar_tensor.default, n, dtype=dtype, device=mask.device) for n in (0.0, -torch.inf))
-    return do(_A.where.self, mask, zero, barred)
+    zero, masked = (do(_A.scalar_tensor.default, n, dtype=dtype, device=mask.device) for n in (0.0, -torch.inf))
+    return do(_A.where.self, mask, zero, masked)
 
 
 def _repeated(do: Do, tensor: Tensor, times: int) -> Any:
-    """`... kv_heads key head_dim -> ... (kv_heads group) key head_dim`."""
+    """Repeat each key or value head: `... kv_heads key head_dim -> ... (kv_heads group) key head_dim`."""
     if times == 1:
         return tensor
     shape = tensor.shape
@@ -293,7 +293,7 @@ def _repeated(do: Do, tensor: Tensor, times: int) -> Any:
 
 
 def _product(do: Do, left: Tensor, right: Tensor) -> Any:
-    """Return a product of matrices as torch makes it: one `bmm` over all that stands before them."""
+    """Return a matrix product as torch computes it: one `bmm` over the flattened leading dimensions."""
     lead = max(tuple(left.shape[:-2]), tuple(right.shape[:-2]))
     product = do(_A.bmm.default, _as_one(do, left, lead), _as_one(do, right, lead))
     shape = [*lead, left.shape[-2], right.shape[-1]]
@@ -301,20 +301,20 @@ def _product(do: Do, left: Tensor, right: Tensor) -> Any:
 
 
 def _as_one(do: Do, tensor: Tensor, lead: tuple[int, ...]) -> Any:
-    """Return it with everything before the matrices in one dimension, copied where strides do not allow that view."""
+    """Return a tensor with its leading dimensions flattened into one, copied if the strides do not allow a view."""
     if tuple(tensor.shape[:-2]) != lead:
         tensor = do(_A.expand.default, tensor, [*lead, *tensor.shape[-2:]])
     if len(lead) == 1:
         return tensor
     shape = [math.prod(lead), *tensor.shape[-2:]]
     places = [(n, s) for n, s in zip(lead, tensor.stride(), strict=False) if n != 1]
-    if all(outer == n * inner for (_, outer), (n, inner) in pairwise(places)):  # they run over memory as one
+    if all(outer == n * inner for (_, outer), (n, inner) in pairwise(places)):  # contiguous with each other
         return do(_A.view.default, tensor, shape)
     return do(_A._unsafe_view.default, do(_A.clone.default, tensor, memory_format=torch.contiguous_format), shape)
 
 
 def _split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, ...]:
-    """`batch query (qkv heads head_dim)` to three of `batch heads query head_dim`, the queries scaled."""
+    """Split `batch query (qkv heads head_dim)` into three of `batch heads query head_dim`, with scaled queries."""
     batch, rows, width = qkv.shape
     head_dim = width // 3 // heads
     parts = do(_A.split.Tensor, do(_A.add.Tensor, qkv, bias), width // 3, -1)
@@ -326,7 +326,7 @@ def _split_qkv(do: Do, qkv: Tensor, bias: Tensor, heads: int) -> tuple[Tensor, .
 def _masked_softmax(
     do: Do, scores: Tensor, mask: Tensor, dim: int | None = None, mask_type: int | None = None
 ) -> tuple[Tensor, ...]:
-    """The softmax of `batch heads query key`; `mask` is `query key` (type 0), `batch key` (1), or as the scores (2)."""
+    """Return the masked softmax of scores; the mask is `query key` (type 0), `batch key` (1) or as the scores (2)."""
     if mask_type == 1:
         mask = do(_A.unsqueeze.default, do(_A.unsqueeze.default, mask, 1), 1)
     masked = do(_A.masked_fill.Scalar, scores, mask, -torch.inf)
@@ -336,7 +336,7 @@ def _masked_softmax(
 def _adding_product(
     do: Do, added: Tensor, left: Tensor, right: Tensor, beta: float = 1, alpha: float = 1
 ) -> tuple[Tensor, ...]:
-    """`baddbmm` and `addmm`: beta · added + alpha · left · right."""
+    """Return beta · added + alpha · left · right, as `baddbmm` and `addmm` do."""
     product = do(_A.bmm.default if left.dim() == 3 else _A.mm.default, left, right)
     product = product if alpha == 1 else do(_A.mul.Scalar, product, alpha)
     added = added if beta == 1 else do(_A.mul.Scalar, added, beta)
@@ -344,7 +344,7 @@ def _adding_product(
 
 
 def _few(tensor: Tensor, rank: int) -> Tensor:
-    """Return the first of what a tensor of this rank counts first; all of it where it is broadcast along that."""
+    """Return the first `FEW` items of a tensor of this rank; the whole tensor if it is broadcast along them."""
     return tensor[:FEW] if tensor.dim() == rank else tensor
 
 
@@ -363,11 +363,11 @@ _PARTS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[..., tuple[A
         lambda added, left, right, *rest: (_few(added, 2), left[:FEW], right, *rest),
     ),
 }
-"""A leaf that is a part of an attention: its steps; and from its arguments to those of the first few of its result."""
+"""Kernel that computes part of an attention, to its steps and to the selection of arguments for its first results."""
 
 
 class PartCall(NamedTuple):
-    """What a kernel was asked for that is a part of an attention."""
+    """The call of a kernel that computes part of an attention."""
 
     name: str
     args: tuple[Any, ...]
@@ -375,18 +375,18 @@ class PartCall(NamedTuple):
     dropout: float = 0.0
 
     def size(self, results: Sequence[Tensor]) -> int:
-        """Return the bytes of its largest step."""
+        """Return the bytes of the largest step."""
         return 4 * results[0].numel()
 
     def steps(self, do: Do, dtype: torch.dtype | None = None, *, described: bool = False) -> tuple[Tensor, ...]:
-        """Compute it step by step; with `dtype` in that one."""
+        """Compute the kernel step by step; with `dtype`, in that dtype."""
         args = self.args if dtype is None else cast_tensors(self.args, dtype)
         return _PARTS[self.name][0](do, *args, **self.settings)
 
     def of_few(
         self, results: Sequence[Tensor], turn: int, steps: Sequence[Tensor] | None = None
     ) -> tuple[PartCall, tuple[Tensor, ...]]:
-        """Return the same of the first few of what it counts first, and what the kernel gave for these."""
+        """Return the call for the first few items of the first dimension, and the kernel's results for them."""
         return self._replace(args=_PARTS[self.name][1](*self.args)), tuple(result[:FEW] for result in results)
 
 
@@ -394,14 +394,14 @@ KernelCall = AttentionCall | PartCall
 
 
 def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> KernelCall:
-    """Return what a kernel was asked for. Raises `NotOpenedError` for what no steps follow."""
+    """Return the call of a kernel. Raises `NotOpenedError` if its steps are not known or not supported."""
     known = about(func)
     if known.fused is not None and known.fused.way == "attention":
         return read_attention(func, args, kwargs)
     if known.name not in _PARTS:
-        raise NotOpenedError("no steps are known of it")
+        raise NotOpenedError("its steps are not known")
     if any(tensor.is_nested for _, tensor in tensors_in(args)):
-        raise NotOpenedError("its rows have different lengths (nested tensors)")
+        raise NotOpenedError("nested tensors (rows of different lengths) are not supported")
     return PartCall(known.name, tuple(args), dict(kwargs))
 
 
@@ -422,9 +422,9 @@ _IN_ORDER = frozenset({_A._softmax.default, _A._safe_softmax.default, _A.clone.d
 
 
 def described(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return what a step would give: views as they are, and of what would be computed a tensor on meta.
+    """Return the result of a step without its numbers: a real view for a view, else an empty tensor on meta.
 
-    torch's own operations on meta import symbolic shapes first, a second; views, and what is empty, do not.
+    torch's own computations on meta tensors import its symbolic shapes, which takes a second; this does not.
     """
     if func in _VIEWS:
         return _VIEWS[func](*args, **kwargs)
@@ -439,14 +439,14 @@ def described(func: Any, *args: Any, **kwargs: Any) -> Any:
     dtype = kwargs.get("dtype") or next((t.dtype for t in (first, *others) if t.dtype != torch.bool), first.dtype)
     if func in _IN_ORDER or shape != first.shape or 0 in first.stride():
         return torch.empty(shape, dtype=dtype, device="meta")
-    # Element by element: the dimensions keep the order that they have in memory.
+    # Pointwise: the dimensions keep their order in memory.
     order = sorted(range(rank), key=lambda place: (first.stride(place), first.shape[place]), reverse=True)
     empty = torch.empty([shape[place] for place in order], dtype=dtype, device="meta")
     return empty.permute([order.index(place) for place in range(rank)])
 
 
 def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the indices of an element by its number."""
+    """Return the indices of the element at a flat index."""
     place = []
     for size in reversed(shape):
         number, at = divmod(number, size)
@@ -455,7 +455,7 @@ def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _of_head(tensor: Tensor, head: tuple[int, ...], rows: range) -> Tensor:
-    """Return some rows of one head of `... heads row width`, with as many dimensions: a view."""
+    """Return a view of some rows of one head of `... heads row width`, with the same number of dimensions."""
     *outer, step, inner = tensor.stride()
     start = sum(map(mul, head, outer)) + rows.start * step
     shape = (*[1] * len(head), len(rows), tensor.shape[-1])

@@ -274,7 +274,7 @@ def test_what_returns_no_tensor_is_not_compared(invoke, tmp_path, monkeypatch):
     for line in ("compare-heads silent.py:Silent --heads 1,2", "diff silent.py:Silent torch"):
         code, out, err = invoke(*line.split())
         assert (code, out) == (2, ""), err
-        assert "returned None, with no tensor in it" in err
+        assert "returned None, which contains no tensor" in err
     data = data_of(
         invoke(*["diff", "silent.py:Wrapped", "torch", "--batch", "3", "--seq-len", "5", "--format", "json"])
     )
