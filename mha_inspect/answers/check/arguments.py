@@ -1,4 +1,4 @@
-"""The arguments of a forward by name: those that hold tokens, which dimensions are the batch and the positions."""
+"""The arguments of a forward by name: which of them are tokens, with their batch and position dimensions."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ...text import did_you_mean, shown
 from .intent import Intent
 
 _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
-"""Arguments of these names hold no tokens."""
+"""Arguments of these names are not tokens."""
 
 
 class Arguments:
-    """What a forward was given, by name; those of **kwargs stand among the others."""
+    """The arguments of a forward by name, including those in **kwargs."""
 
     def __init__(self, subject: Subject) -> None:
         self._forward = f"{type(subject.module).__name__}.forward"
@@ -35,15 +35,15 @@ class Arguments:
         self.values |= self.values.pop(self._others, {})
 
     def require(self, name: str) -> None:
-        """Raise `InputError`, with those that there are, for what is no argument of the forward."""
+        """Raise `InputError`, listing the arguments of the forward, if the name is not one of them."""
         if name not in self.parameters and not self._others:
             raise InputError(
-                f"{shown(name)} is no argument of {self._forward}, which takes {', '.join(self.parameters) or 'none'}."
+                f"{self._forward} has no argument {shown(name)}. It takes {', '.join(self.parameters) or 'none'}."
                 f"{did_you_mean(name, self.parameters)}"
             )
 
     def of_call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of a call with changes by name, every tensor a copy that may be written into."""
+        """Return the arguments of a call with changes by name; every tensor is a copy that may be overwritten."""
         values = {**self.values, **changes}
         given = {name: value for name, value in values.items() if name in self.parameters}
         if self._others:
@@ -53,7 +53,7 @@ class Arguments:
 
 
 def _bound(subject: Subject) -> BoundArguments:
-    """Return the arguments by name, or by place where the forward does not tell its own names."""
+    """Return the arguments by name, or by position if the signature has no names for them."""
     args, kwargs = subject.args, subject.kwargs
     try:
         bound = inspect.signature(subject.module.forward).bind(*args, **kwargs)
@@ -66,9 +66,9 @@ def _bound(subject: Subject) -> BoundArguments:
 
 
 class Source:
-    """Arguments that hold the same tokens: their names, and where the batch and the positions are.
+    """Arguments with the same tokens: their names, and their batch and position dimensions.
 
-    A dimension is None where there is no batch, and no position of an image.
+    `batch` is None without a batch; `positions` is None for an image.
     """
 
     def __init__(self, names: tuple[str, ...], value: Tensor, batch: int | None, positions: int | None) -> None:
@@ -78,14 +78,14 @@ class Source:
         self.axes = [axis for axis in (batch, positions) if axis is not None]
 
     def at(self, row: int | slice, position: int | slice) -> tuple[Any, ...]:
-        """Return the index of one token, or of some."""
+        """Return the index of one token or a slice of tokens."""
         index = {self.batch: row, self.positions: position}
         return tuple(index.get(axis, slice(None)) for axis in range(self.value.dim()))
 
     def others(self, position: int | slice, *, by: float = 2.0) -> dict[str, Tensor]:
-        """Return the arguments with other tokens in the first row: other numbers of the same kind, or ids that occur.
+        """Return the arguments with other tokens in the first batch item: random numbers of equal spread, or other ids.
 
-        Of an image a corner is another.
+        An image gets another corner.
         """
         value, draw = self.value.detach(), torch.Generator().manual_seed(1729)
         index = (0, slice(None), slice(0, 2), slice(0, 2))[: value.dim()]
@@ -106,9 +106,9 @@ class Source:
 def sources_of(
     module: nn.Module, values: Mapping[str, Any], intent: Intent, rank_of_output: Callable[[], int]
 ) -> tuple[Source, ...]:
-    """Return the arguments with tokens, those that hold the same ones together, the one that the output follows first.
+    """Return the arguments with tokens, equal ones grouped; the group that the output follows comes first.
 
-    The output's dimensions tell whether features of tokens come with a batch: they are asked for where that is open.
+    `rank_of_output` is called only for a matrix of numbers: its result decides whether the matrix has a batch.
     """
     groups: list[tuple[list[str], Tensor]] = []
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -126,7 +126,7 @@ def sources_of(
         if value.dim() > 3:
             return 0, None
         if value.dim() == 2 and value.is_floating_point() and intent.batch_axis is None:
-            # Features of tokens without a batch; or sequences of samples, of which something with features is made.
+            # A matrix out means tokens by features without a batch; otherwise these are batched sequences of samples.
             return (None, 0) if rank_of_output() == 2 else (0, 1)
         batch, _ = batch_axis_of(module, values, intent)
         return batch, 1 - batch
@@ -144,7 +144,7 @@ def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool) -> bool:
 
 
 def batch_axis_of(module: nn.Module, values: Mapping[str, Any], intent: Intent) -> tuple[int, bool]:
-    """Return which dimension of the tokens counts sequences, and whether anything says so."""
+    """Return the batch dimension of the tokens, and whether it is known rather than assumed."""
     if intent.batch_axis is not None:
         return intent.batch_axis, True
     batch_first = getattr(module, "batch_first", None)

@@ -1,4 +1,4 @@
-"""Check a module: every check in turn, what each finds, and what could not be checked."""
+"""Check a module: run every check in turn, and report findings, passed checks and skipped checks."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from .tokens import grouped, heads
 
 
 class Check(NamedTuple):
-    """What is asked of the evidence; `CHECKS` says what holds where nothing is found."""
+    """A function that searches the evidence for faults; `CHECKS` says what is true if it finds none."""
 
     find: Callable[[Evidence], Iterator[Finding | SkippedCheck] | Iterator[Finding]]
-    """Yields what is wrong, or raises `NotPossibleError` with the reason where that cannot be told."""
+    """Yields findings; raises `NotPossibleError` with the reason if the check cannot be decided."""
     runs: bool = False
-    """Whether the module is run again."""
+    """Whether the check runs the module again."""
     on_meta: str = ""
-    """What holds where a run without numbers shows nothing; empty where it shows nothing at all."""
+    """What is true if the check passes on meta; empty if the check needs numbers."""
     follows: tuple[str, ...] = ()
-    """Checks of whose findings those of this one are a consequence."""
+    """Checks whose findings explain the findings of this check."""
 
 
 _CHECKS = {
@@ -52,7 +52,7 @@ _CHECKS = {
     "rotary": Check(rotary),
     "batch": Check(batch, runs=True),
     "mixing": Check(mixing, runs=True, follows=("heads", "batch", "finite")),
-    "parameters": Check(parameters, runs=True, on_meta="every projection is read, once"),
+    "parameters": Check(parameters, runs=True, on_meta="every projection is used once"),
     "repeat": Check(repeat, runs=True, follows=("finite",)),
     "training": Check(training, runs=True),
     "causal": Check(causal),
@@ -74,13 +74,13 @@ def check(
     evidence_only: bool = False,
     tick: Callable[[str], None] = lambda _: None,
 ) -> CheckReport:
-    """Run a subject again and again with one thing changed, and report what is wrong with its attention.
+    """Run a subject repeatedly with one thing changed each time, and report what is wrong with its attention.
 
-    The module is run in eval, from one state, and left as it was. With `evidence_only` it is run once.
+    Every run is in eval and starts from the same state, which is restored at the end. `evidence_only` allows one run.
 
     Raises:
-        InputError: there is no attention in it, or the intent names no argument of its forward.
-        SpecError: there is no check of a name.
+        InputError: the module has no attention, or the intent names an argument that the forward lacks.
+        SpecError: a check name is unknown.
     """
     intent = intent or Intent()
     names = chosen_checks(only, skip)
@@ -93,12 +93,12 @@ def check(
         if not evidence.run.attentions:
             results += lone_softmaxes(evidence)
             if not results:
-                raise InputError(_nothing(evidence))
-            results += [SkippedCheck(name, "no attention is found around this softmax") for name in names]
+                raise InputError(_no_attention(evidence))
+            results += [SkippedCheck(name, "no attention found around this softmax") for name in names]
         for name in names if evidence.run.attentions else ():
             failed = _failed(results)
             results += [r for r in _results(evidence, name) if r.check == name or r.check not in failed]
-        facts, hanging = tuple(_facts(evidence)), tuple(heads_of(evidence))
+        facts, head_effects = tuple(_facts(evidence)), tuple(heads_of(evidence))
     failed, order = _failed(results), list(CHECKS)
     findings = [r for r in results if isinstance(r, Finding) and not failed.intersection(_CHECKS[r.check].follows)]
     return CheckReport(
@@ -107,7 +107,7 @@ def check(
         intent=intent.declared(),
         findings=tuple(sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))),
         facts=facts,
-        heads=hanging,
+        heads=head_effects,
         held=tuple(result for result in results if isinstance(result, PassedCheck)),
         left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
         runs=runner.runs,
@@ -116,60 +116,61 @@ def check(
 
 
 def _failed(results: Iterable[object]) -> set[str]:
-    """Return the checks that found something for sure."""
+    """Return the names of the checks with a sure finding."""
     return {result.check for result in results if isinstance(result, Finding) and result.sure}
 
 
 def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | SkippedCheck]:
-    """Make one check: yield what it finds; else that it holds, or why it is left out."""
-    asked = _CHECKS[name]
-    if evidence.on_meta and not asked.on_meta:
-        yield SkippedCheck(name, "the module is on meta, and this needs numbers: use --device cpu")
+    """Run one check: yield its findings, or that it passed, or why it was skipped."""
+    entry = _CHECKS[name]
+    if evidence.on_meta and not entry.on_meta:
+        yield SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
         return
-    if evidence.once and asked.runs:
-        yield SkippedCheck(name, "needs more runs than one")
+    if evidence.once and entry.runs:
+        yield SkippedCheck(name, "needs more than one run")
         return
     evidence.runner.tick(name)
-    holds = True
+    passed = True
     try:
-        for result in asked.find(evidence):
-            holds = holds and not isinstance(result, Finding)
+        for result in entry.find(evidence):
+            passed = passed and not isinstance(result, Finding)
             yield result
     except NotPossibleError as error:
-        raised = "the forward raises under a changed input: " if isinstance(error, RaisedError) else ""
+        raised = "the forward raises when an input is changed: " if isinstance(error, RaisedError) else ""
         yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief)
         return
-    if holds:
-        yield PassedCheck(name, asked.on_meta if evidence.on_meta else CHECKS[name])
+    if passed:
+        yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])
 
 
-def _nothing(evidence: Evidence) -> str:
+def _no_attention(evidence: Evidence) -> str:
     ops, name = evidence.run.recording.ops, type(evidence.subject.module).__name__
     products = [op for op in ops if op.does("product")]
     softmaxes = sum(op.does("softmax") for op in ops)
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
-        f"{name} has no attention to check: looked for a product, a softmax of it, and a "
-        f"product of that with values, and saw {plural(len(products), 'product')}"
+        f"{name} has no attention to check: no softmax(QKᵀ)V was found. "
+        f"It computes {plural(len(products), 'product')}"
         + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
-        + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. `mha-inspect trace` shows what it does."
+        + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. Run `mha-inspect trace` to see what it computes."
     )
 
 
 def _facts(evidence: Evidence) -> Iterator[Fact]:
-    """Yield what is so of each attention, and may well be meant, once: its scale, who sees whom, what masks do."""
-    every = evidence.run.attentions
+    """Yield the properties of each attention that may be intended, each once: scale, who sees whom, mask values."""
+    attentions = evidence.run.attentions
     facts = [
-        (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module) for each, names in every
+        (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module)
+        for each, names in attentions
     ]
-    facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in every]
+    facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in attentions]
     facts += [(Fact("who sees whom", sight.words(), sight.picture), sight.module) for sight in evidence.sights]
     modules: dict[Fact, list[str]] = {}
     for fact, module in facts:
         modules.setdefault(fact, []).append(module)
-    several = Counter(fact.name for fact in modules)
+    counts = Counter(fact.name for fact in modules)
     for fact, paths in modules.items():
-        where = f" in {first_few(paths, 1)}" if several[fact.name] > 1 and any(paths) else ""
+        where = f" in {first_few(paths, 1)}" if counts[fact.name] > 1 and any(paths) else ""
         if fact.sentence:
             yield replace(fact, sentence=fact.sentence + where)
     if not evidence.once and not evidence.on_meta:
@@ -177,7 +178,7 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
 
 
 def _over(attention: Attention, names: AxisNames) -> str:
-    """Return what is attended over, where it is not the keys; else empty."""
+    """Return what is attended over if it is not the keys; else empty."""
     if attention.over_queries:
-        return "the queries, which compete for each key"
-    return "the features of a head, not positions" if names.over_features else ""
+        return "the queries: they compete for each key"
+    return "the features of a head, instead of positions" if names.over_features else ""

@@ -1,6 +1,6 @@
-"""What checks go by: a module's recorded run, who sees whom in it, and how far the outputs of other runs are from its.
+"""The evidence of checks: a recorded run, who sees whom in it, and how much the outputs of other runs differ.
 
-An `Evidence` stays as it is made. Every run begins from the same state of the module, unless it is asked to go on.
+An `Evidence` is immutable. Every run starts from the same state of the module, except with `go_on`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .intent import Intent
 from .sight import SeenKeys, sights_of
 
 OTHER_SIZES = 100.0
-"""Results at other sizes are rounded otherwise: so many times what counts at the same sizes."""
+"""Runs of other sizes round differently: their tolerance is this many times larger."""
 
 T = TypeVar("T")
 
 
 class NotPossibleError(Exception):
-    """A check cannot be made here; the message says why, and `brief` in two words."""
+    """A check cannot be decided; the message says why, and `brief` says it in two words."""
 
     def __init__(self, reason: str, brief: str = "") -> None:
         super().__init__(reason)
@@ -38,27 +38,27 @@ class NotPossibleError(Exception):
 
 
 class UndeclaredError(NotPossibleError):
-    """A check needs to know what is meant; `flag` is the option that says so."""
+    """A check needs a declared intent; `flag` is the option that declares it."""
 
     def __init__(self, flag: str) -> None:
         super().__init__(f"add {flag} to check this", "declare them")
 
 
 class RaisedError(NotPossibleError):
-    """The forward raised under a changed input."""
+    """The forward raised on a changed input."""
 
 
 class Runner:
-    """Runs a module, counts how often, and begins each run from the same state."""
+    """Runs a module from the same state each time, and counts the runs."""
 
     def __init__(self, subject: Subject, tick: Callable[[str], None]) -> None:
         self.subject = replace(subject, seed=subject.seed or 0, grad=False)
         self.runs, self.tick, self._state = 0, tick, subject.state()
 
     def prepared(self, arguments: tuple[Any, ...], *, go_on: bool = False, more_seed: int = 0) -> Subject:
-        """Return the subject with these arguments, about to run: the run is counted.
+        """Return the subject with these arguments, ready to run, and count the run.
 
-        The module is as it was at the start; or, to `go_on`, as the last run has left it.
+        The module is restored to its first state; with `go_on` it keeps the state of the last run.
         """
         if not go_on:
             self._state.restore()
@@ -69,7 +69,7 @@ class Runner:
 
     @contextmanager
     def changed_by(self, change: Callable[[nn.Module], object]) -> Iterator[None]:
-        """Have runs begin with the module changed inside, and with it as it was afterwards."""
+        """Start runs inside the context from a changed module; restore the module afterwards."""
         before = self._state
         before.restore()
         try:
@@ -83,24 +83,24 @@ class Runner:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """A module's recorded run, and what it is meant to do."""
+    """A recorded run of a module, and its declared intent."""
 
     runner: Runner
     subject: Subject
     intent: Intent
     arguments: Arguments
     run: Run
-    """Recorded with its tensors."""
+    """The recording, including tensors."""
     arguments_after: tuple[Any, ...]
-    """The arguments, as the run has left them."""
+    """The arguments after the run."""
     on_meta: bool
-    """Whether there are shapes alone, and no numbers."""
+    """Whether tensors have shapes but no numbers."""
     once: bool
-    """Whether it is run once alone."""
+    """Whether only one run is allowed."""
     again: Any
-    """What a second run returned, which went on from this one with another seed; None where there is none."""
+    """The result of a second run, continued from this one with another seed; None without a second run."""
     memory: dict[object, Any] = field(default_factory=dict)
-    """What `remembered` functions made of this."""
+    """Results of `remembered` functions."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Evidence:
 
     @cached_property
     def sights(self) -> tuple[SeenKeys, ...]:
-        """What the queries of each attention see."""
+        """The visible keys of each attention."""
         return sights_of(self.run)
 
     @cached_property
@@ -117,17 +117,17 @@ class Evidence:
         return self.subject.leaves(self.run.recording)
 
     def content(self, tensor: TensorRef) -> Tensor | None:
-        """Return the content of a recorded tensor, argument, parameter or buffer; None where it was not kept."""
+        """Return the value of a recorded tensor, argument, parameter or buffer; None if it was not kept."""
         value: Tensor | None = self.run.recording.values.get(tensor.id, self._leaves.get(tensor.id))
         return None if value is None else value.detach()
 
     @property
     def writes(self) -> list[Op]:
-        """The operations that wrote into a tensor."""
+        """The in-place operations."""
         return [op for op in self.run.recording.ops if op.kind == "write" and op.inputs]
 
     def line_of(self, tensor: TensorRef) -> str:
-        """Return the line that made a recorded tensor; empty for what came from outside."""
+        """Return the line that made a recorded tensor; empty for arguments, parameters and buffers."""
         op = self.run.recording.producer(tensor)
         return "" if op is None else op.source
 
@@ -138,26 +138,26 @@ class Evidence:
 
     @property
     def mask_line(self) -> str:
-        """The line of the first mask, or where there is none, of the first scores."""
+        """The line of the first mask; without a mask, of the first scores."""
         return next((each.masks[0].source for each, _ in self.run.attentions if each.masks), self.scores_line)
 
     # -- other runs ---------------------------------------------------------------------------------------------------
 
     def returned(self, changes: Mapping[str, Any] | None = None, *, go_on: bool = False, more_seed: int = 0) -> Any:
-        """Return what a run with changed arguments returns, prepared as `Runner.prepared` says.
+        """Run with changed arguments and return the result; `go_on` and `more_seed` are those of `Runner.prepared`.
 
-        Raises `RaisedError` where the forward raises.
+        Raises `RaisedError` if the forward raises.
         """
-        with _raised_is_told():
+        with _errors_of_forward():
             arguments = self.arguments.of_call(changes or {})
             return self.runner.prepared(arguments, go_on=go_on, more_seed=more_seed).plain()
 
     def output_with(self, changes: Mapping[str, Any]) -> Tensor:
-        """Return the output of a run with changed arguments; raises as `returned` does."""
+        """Return the output of a run with changed arguments. Raise `RaisedError` if the forward raises."""
         return self.output_of(self.returned(changes))
 
     def first_row(self) -> dict[str, Tensor]:
-        """Return the arguments of the first row of the batch alone; empty where there is one row, or none is known."""
+        """Return the arguments of the first batch item alone; empty if the batch has one item or is unknown."""
         changes: dict[str, Tensor] = {}
         source = next(iter(self.sources), None)
         if source is None or source.batch is None or source.rows < 2:
@@ -171,9 +171,9 @@ class Evidence:
         return changes
 
     def with_arguments(self, changes: Mapping[str, Any]) -> Evidence:
-        """Return the same of another recorded run, with other arguments. Raises `RaisedError` where that raises."""
+        """Return the evidence of another recorded run with changed arguments. Raise `RaisedError` if it raises."""
         args, kwargs = self.arguments.of_call(changes)
-        with _raised_is_told():
+        with _errors_of_forward():
             subject = replace(self.subject, args=args, kwargs=kwargs, without_ones=None)
             return evidence_of(self.runner, subject, self.intent, once=True, wider=self.run.wider)
 
@@ -185,10 +185,10 @@ class Evidence:
         return self.output_of(self.run.returned)
 
     def output_of(self, returned: Any) -> Tensor:
-        """Return the output to look at: the first without a number for each pair of rows, as of texts and images.
+        """Return the first output, but skip a matrix of all pairs of batch items (e.g. texts by images).
 
-        Where batch and positions come out in the other order it is laid out as the input. Raises `NotPossibleError`
-        where a forward returned no tensor of numbers.
+        If batch and positions come out swapped, they are swapped back to the order of the input. Raises
+        `NotPossibleError` if the forward returned no tensor of numbers.
         """
         outputs = _outputs(returned)
         given = [value for value in self.values.values() if isinstance(value, Tensor) and value.dim() > 1]
@@ -199,19 +199,19 @@ class Evidence:
 
     @cached_property
     def sources(self) -> tuple[Source, ...]:
-        """The arguments with tokens, the one that the output follows first."""
+        """The arguments with tokens; the one that the output follows comes first."""
         return sources_of(self.subject.module, self.values, self.intent, lambda: self.output.dim())
 
     @property
     def source(self) -> Source:
-        """The first of them. Raises `NotPossibleError` where there is none."""
+        """The first argument with tokens. Raises `NotPossibleError` without one."""
         if not self.sources:
-            raise NotPossibleError("no argument holds tokens that could be changed")
+            raise NotPossibleError("no argument with tokens was found")
         return self.sources[0]
 
     @cached_property
     def follows(self) -> bool:
-        """Whether the output has a place for every token of the first source, in its layout."""
+        """Whether the output has an entry for every token of the first source, in the same layout."""
         if not self.sources or self.source.positions is None:
             return False
         axes, given, out = self.source.axes, self.source.value.shape, self.output.shape
@@ -219,20 +219,20 @@ class Evidence:
 
     @cached_property
     def _rounding(self) -> float:
-        """The largest difference that may be rounding."""
+        """The largest difference that rounding can explain."""
         finite = self.output[self.output.isfinite()]
         largest = float(finite.abs().max()) if finite.numel() else 1.0
         return 16 * torch.finfo(self.output.dtype).eps * max(largest, 1e-6)
 
     def moved(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
-        """Return how far each output token is from that of another run, `batch position`; 0 for what may be rounding.
+        """Return the difference of each output token from another run, `batch position`; 0 within rounding.
 
-        `times` is how often more than within the recorded run may be rounded; 0 has every bit count. NaN beside NaN
-        is no difference, nor an infinity beside the same one. Raises `RaisedError` where the shapes are not the same.
+        `times` multiplies the tolerance for rounding; 0 compares bit for bit. Two NaNs are equal, and so are two
+        infinities of the same sign. Raises `RaisedError` if the shapes differ.
         """
         base = self.output if base is None else base
         if output.shape != base.shape:
-            raise RaisedError(f"the output has another shape then: {list(output.shape)}, not {list(base.shape)}")
+            raise RaisedError(f"expected output shape {list(base.shape)}, got {list(output.shape)}")
         left, right = (side.float() if side.itemsize < 4 else side for side in (output, base))
         equal, infinite = (left == right) | (left.isnan() & right.isnan()), float("inf")
         apart = (left - right).abs_().nan_to_num_(nan=infinite, posinf=infinite).masked_fill_(equal, 0.0)
@@ -243,17 +243,16 @@ class Evidence:
         return apart[:, None] if not self.follows else apart if len(axes) == 2 else apart[None]
 
     def apart(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> float:
-        """Return how far outputs are from each other at the most, as `moved` does."""
+        """Return the largest difference between two outputs, as `moved` measures it."""
         return float(self.moved(output, base, times=times).max())
 
-    # -- what tokens move ---------------------------------------------------------------------------------------------
+    # -- effects of tokens --------------------------------------------------------------------------------------------
 
     @cached_property
     def reach_in_bits(self) -> dict[int, Tensor]:
-        """Position of a token of the first row to what moves when it is another, `batch position`, be it by one bit.
+        """Position of a token in the first batch item to the outputs that it changes, bit for bit, `batch position`.
 
-        Raises `NotPossibleError` where no token can be changed, or the forward raises then. Empty where the module is
-        run once alone.
+        Empty if only one run is allowed. Raises `NotPossibleError` if no token can be changed, or the forward raises.
         """
         source, places = self.source, {self.source.length // 2, self.source.length - 1}
         outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
@@ -261,12 +260,12 @@ class Evidence:
 
     @property
     def reach(self) -> dict[int, Tensor]:
-        """The same, without what may be rounding."""
+        """The same, without differences that rounding can explain."""
         return {place: moved.masked_fill(moved <= self._rounding, 0) for place, moved in self.reach_in_bits.items()}
 
     @cached_property
     def reach_of_others(self) -> dict[int, Tensor]:
-        """Place of a further source to what moves when its middle token is another, in the first row."""
+        """Index of a further source to the outputs that its middle token in the first batch item changes."""
         further = {place: source for place, source in enumerate(self.sources) if place and len(source.axes) == 2}
         return {p: self.moved(self.output_with(source.others(source.length // 2))) for p, source in further.items()}
 
@@ -274,9 +273,9 @@ class Evidence:
 def evidence_of(
     runner: Runner, subject: Subject, intent: Intent, *, once: bool, wider: NamedRun | None = None
 ) -> Evidence:
-    """Run a subject and record it; unless that is to be all, a second run tells whether it does the same twice.
+    """Run and record a subject; unless `once` is set, run it a second time to compare the results.
 
-    `wider` is a run of the same forward in which no size is one.
+    `wider` is a run of the same forward without sizes of 1.
     """
     arguments = Arguments(subject)
     tensors = (tensor for _, tensor in tensors_in((subject.args, subject.kwargs)))
@@ -285,22 +284,22 @@ def evidence_of(
     run = prepared.recorded(keep=not meta)
     run = run.beside(wider or subject.wider_run(run))
     again = None
-    with suppress(Exception):  # whatever somebody's code may raise in a second run
+    with suppress(Exception):  # user code may raise anything in a second run
         if not once and not meta and run.attentions:
             again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
     return Evidence(runner, subject, intent, arguments, run, (prepared.args, prepared.kwargs), meta, once, again)
 
 
 @contextmanager
-def _raised_is_told() -> Iterator[None]:
+def _errors_of_forward() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # whatever somebody's code may raise under an input that nobody asked for
+    except Exception as error:  # user code may raise anything on an input that we made up
         raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
 
 
 def remembered(make: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
-    """Have a function of evidence called once for each; what it raises is not remembered."""
+    """Cache a function of evidence in `Evidence.memory`; exceptions are not cached."""
 
     @wraps(make)
     def once(evidence: Evidence) -> T:
@@ -313,7 +312,7 @@ def remembered(make: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
 
 
 def _outputs(returned: Any) -> list[Tensor]:
-    """Return the tensors of numbers that a forward returned, a loss and other single numbers last, as `[1]`."""
+    """Return the floating-point tensors that a forward returned; scalars (e.g. a loss) come last, as `[1]`."""
     tensors = [dense(tensor.detach()) for _, tensor in tensors_in(returned)]
     tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors if tensor.numel()]
     tensors = sorted((t for t in tensors if t.is_floating_point()), key=lambda tensor: not tensor.dim())
@@ -321,5 +320,5 @@ def _outputs(returned: Any) -> list[Tensor]:
         return _outputs(returned.to_tuple())
     if not tensors:
         raise NotPossibleError("the forward returns no tensor of numbers")
-    # Of a byte there is next to nothing that can be computed.
+    # Few operations accept one-byte floats.
     return [(t.float() if t.itemsize == 1 else t).reshape(t.shape or (1,)) for t in tensors]

@@ -1,4 +1,4 @@
-"""What a module is meant to do, as far as somebody says, and the names of the checks."""
+"""The declared intent of a module, and the names of the checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHECKS = {
     "softmax": "the weights sum to 1 over the axis that the values are averaged over",
     "masking": "masked keys get weight 0, and the mask is applied before the softmax",
     "finite": "every stage is finite",
-    "grouped": "query head h reads key head h // group",
+    "grouped": "query head h uses key head h // group",
     "rotary": "queries and keys are rotated by the same rule",
     "batch": "changing one batch item does not affect the others",
     "mixing": "changing a token changes every output that may attend to it",
@@ -32,7 +32,7 @@ CHECKS = {
     "scale": "the scores are scaled as declared",
     "reference": "the output equals the reference's",
 }
-"""Each check with what is true where it passes, causes before their consequences."""
+"""Check name to what is true when the check passes; causes come before their consequences."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
     "padding_true": ("keep", "ignore"),
     "padding_side": ("left", "right"),
@@ -42,24 +42,26 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 
 
 def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of the checks to make. Raises `SpecError` for a name that is none, and where none is left."""
+    """Return the names of the checks to run. Raise `SpecError` for an unknown name, or if no check is left."""
     for name in (*only, *skip):
         if name not in CHECKS:
-            raise SpecError(f"{shown(name)} is no check: there are {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
+            raise SpecError(
+                f"There is no check {shown(name)}. Checks: {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}"
+            )
     chosen = tuple(name for name in CHECKS if (not only or name in only) and name not in skip)
     if not chosen:
-        raise SpecError("only and skip leave no check to make. Drop one of the two.")
+        raise SpecError("only and skip exclude every check. Drop one of the two.")
     return chosen
 
 
 @dataclass(frozen=True)
 class Intent:
-    """What a module is meant to do. Each field that is given switches on a check; None leaves it out."""
+    """The declared behaviour of a module. Each given field enables a check; None skips it."""
 
     causal: bool | None = None
     """True: every position attends to itself and to all positions before it, and to no other."""
     window: int | None = None
-    """How many positions each position attends to, its own included: 4 means itself and the 3 before it."""
+    """How many positions each position attends to, including its own: 4 means itself and the 3 before it."""
     padding: str | None = None
     """Name of the forward's argument that takes the padding mask."""
     padding_true: Literal["keep", "ignore"] | None = None
@@ -69,23 +71,23 @@ class Intent:
     cache: str | None = None
     """Name of the forward's argument that takes the cache, which the forward returns as its second value."""
     batch_axis: Literal[0, 1] | None = None
-    """The axis of the inputs that is the batch; None: it is found from the run."""
+    """The batch axis of the inputs; None: it is found from the run."""
     scale: Literal["sqrt_head_dim"] | None = None
     """`sqrt_head_dim`: the scores are q·k / √head_dim."""
     reference: nn.Module | None = None
     """A trusted module that takes the same arguments and must return the same output."""
 
     def __post_init__(self) -> None:
-        """Raise `SpecError` for what no module can be meant to do."""
+        """Raise `SpecError` for an impossible intent."""
         if self.window is not None and self.window < 1:
-            raise SpecError(f"window {self.window} is too small: a position sees its own, 1, and more. Try window 4.")
+            raise SpecError(f"window {self.window} is too small; it includes the position itself. Use window 4, say.")
         for name, known in _KNOWN.items():
             said = getattr(self, name)
             if said is not None and said not in known:
-                raise SpecError(f"{name} {shown(said)} is not known: {', '.join(map(str, known))}.")
+                raise SpecError(f"{name} {shown(said)} is unknown. Use {' or '.join(map(str, known))}.")
 
     def declared(self) -> dict[str, Any]:
-        """Return what was said, by name, as plain data."""
+        """Return the declared fields by name, as plain data."""
         said = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.reference is not None:
             said["reference"] = type(self.reference).__name__

@@ -1,6 +1,6 @@
-"""What masks among the arguments do: which keys they mask for whom, and whether padding moves real outputs.
+"""The effect of mask arguments: which keys they mask out, and whether padding changes real outputs.
 
-Each mask is changed at some keys, and what the scores show then is compared with what they showed.
+Each mask is changed at some keys, and the visible keys before and after are compared.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from .scores import masks_everything, softmax, weak_masks
 from .sight import SeenKeys
 
 _MOST = 2
-"""Mask arguments that are looked at."""
-_KEYS_FIX = "the mask belongs to the keys: mask[:, None, None, :] beside batch heads query key."
+"""The largest number of mask arguments to examine."""
+_KEYS_FIX = "Apply the mask to the keys: mask[:, None, None, :] for scores of batch heads query key."
 
 
 @dataclass(frozen=True)
 class Masked:
-    """A run in which a mask argument has another value at some keys."""
+    """A run with a mask argument changed at some keys."""
 
     name: str
     value: Tensor
-    """What it has elsewhere."""
+    """The original value at the changed keys."""
     other: Tensor
-    """What it has there."""
+    """The new value at the changed keys."""
     keys: Tensor
-    """`batch key`: True where it is the other value."""
+    """`batch key`: True at the changed keys."""
     source: Source
-    """The tokens that are the keys."""
+    """The tokens of the keys."""
     pairs: tuple[tuple[SeenKeys, SeenKeys], ...]
-    """What each attention whose keys these are sees with the mask as it was given, and with this one."""
+    """For each attention with these keys: the visible keys before and after the change."""
     hides: bool
-    """Whether any attention sees less."""
+    """Whether the change masks out a key anywhere."""
     opens: bool
-    """Whether any attention sees more."""
+    """Whether the change unmasks a key anywhere."""
     output: Tensor
     faults: list[Finding]
-    """What is wrong with its weights."""
+    """Faults of the weights in this run."""
     meaning: tuple[Tensor, Tensor]
-    """The value that keeps a key, and the one that ignores it."""
+    """The values that keep and ignore a key."""
     places: str
-    """The keys of the first row at which it is the other value."""
+    """The changed keys of the first batch item, in words."""
     line: str
-    """The line of the mask; empty where no attention has these keys."""
+    """The line of the mask; empty if no attention has these keys."""
 
 
 @remembered
 def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
-    """Return a run for each mask argument, or a fact where the forward does not take another value.
+    """Return a run for each mask argument, or a fact if the forward rejects another value.
 
-    The declared padding mask is among them where it was not given: it is run for that, and keeps all.
+    A declared padding mask that was not given is included: its base run keeps every key.
     """
     values, name = evidence.values, evidence.intent.padding
     masks = {n: v for n, v in values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
@@ -74,14 +74,14 @@ def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
 
 
 def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact | None:
-    """Return a run with another value in a mask; None where its keys are not known, or it has several values there."""
+    """Return a run with a mask changed; None if its keys are unknown, or have several values in the mask."""
     source = next((s for s in evidence.sources if s.positions is not None and s.length == given.shape[-1]), None)
     if source is None or source.length < 4 or name in source.names:
         return None
     keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
     count = max(2, source.length // 4)
     causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in evidence.sights)
-    # Behind a causal mask nobody sees the last keys; the first one is left, so that each query has a key.
+    # Few queries see the last keys under a causal mask. The first key stays, so that every query has a key.
     keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
     by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
     if by_row:
@@ -97,7 +97,7 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
         masked = evidence.with_arguments({name: changed})
         output, faults = masked.output, [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
     except NotPossibleError as error:
-        return Fact("mask", f"{name}: the forward does not take another value ({error})")
+        return Fact("mask", f"{name}: the forward rejects another value ({error})")
     with suppress(NotPossibleError):
         faults += softmax(masked)
     pairs = tuple(
@@ -108,7 +108,7 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     hides = any(bool((before.seen & ~after.seen).any()) for before, after in pairs)
     opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
     meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
-    places = f"keys {_places(keys[0])} of row 0"
+    places = f"keys {_places(keys[0])} of batch item 0"
     return Masked(name, value, other, keys, source, pairs, hides, opens, output, faults, meaning, places, line)
 
 
@@ -122,7 +122,7 @@ def _padded_source(evidence: Evidence, name: str) -> Source:
 
 
 def mask_facts(evidence: Evidence) -> Iterator[Fact]:
-    """Yield which value of each mask argument keeps a key."""
+    """Yield a fact for each mask argument: which value keeps a key."""
     for run in masked_runs(evidence):
         if isinstance(run, Fact):
             yield run
@@ -131,7 +131,7 @@ def mask_facts(evidence: Evidence) -> Iterator[Fact]:
             yield Fact("mask", f"{run.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
         elif run.pairs and not run.hides:
             place = int(run.keys[0].nonzero()[0])
-            yield Fact("mask", f"{run.name} bars nothing here: key {place} is seen alike with either value")
+            yield Fact("mask", f"{run.name} has no effect on key {place}: it is equally visible with either value")
 
 
 def _word(value: Tensor) -> str:
@@ -143,7 +143,7 @@ def _places(marks: Tensor) -> str:
 
 
 def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
-    """Yield where padding moves real outputs, or its mask means the opposite of what was declared."""
+    """Yield a fault if padding changes real outputs, or its mask means the opposite of the declaration."""
     name, findings = evidence.intent.padding, list[Finding]()
     for run in masked_runs(evidence):
         if isinstance(run, Masked):
@@ -160,41 +160,40 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     if name is None or any(finding.sure for finding in findings):
         return
     if not evidence.follows or evidence.source.batch is None:
-        raise NotPossibleError("the output has no place for each token of each row")
+        raise NotPossibleError("the output has no entry for each token of each batch item")
     source = _padded_source(evidence, name)
     if source.length < 3:
-        raise NotPossibleError("there are fewer than 3 tokens: give more")
+        raise NotPossibleError("there are fewer than 3 tokens; give at least 3")
     for result in _of_padding(evidence, name, source):
         yield replace(result, source=evidence.mask_line) if isinstance(result, Finding) else result
 
 
 def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
-    """Yield the first attention that masks queries for keys, or keys of another row of the batch."""
+    """Yield the first attention that masks queries, or the wrong keys, or keys of another batch item."""
     kept, ignored = run.meaning
     keys, rows = run.keys, run.keys.any(1)
     for before, after in run.pairs if run.hides != run.opens else ():
         changed = before.seen != after.seen
-        # What padding's own queries see is of no account.
+        # Queries of padding do not matter.
         real = changed & ~keys[:, :, None] if before.queries == before.keys else changed
         by_key, sure, fix = real.any(1), True, ""
         proof = f"With {run.name} {_word(run.other)} at {run.places}"
         if bool(changed[~rows].any()):
-            sentence = "The mask of one row bars keys of another row."
+            sentence = "The mask of one batch item masks out keys of another item."
             other = int((~rows).nonzero()[0])
-            proof += f" and {_word(run.value)} in row {other}, the scores of that row are masked otherwise as well."
-            fix = (
-                "repeat the mask in the order in which batch and heads are folded: repeat_interleave(heads, 0) for "
-                "(batch heads)."
-            )
+            proof += f" and {_word(run.value)} in batch item {other}, the masked scores of that item change too."
+            fix = "Repeat the mask in the order of the joined dimension: repeat_interleave(heads, 0) for (batch heads)."
         elif run.hides and bool(changed.any()) and not bool(real.any()):
             if bool(after.seen[0, keys[0]].any()):
                 continue
-            sentence = "The mask bars queries, not keys: what it marks is seen by all others."
-            proof += ", these queries see nothing, and the others see what they saw."
+            sentence = (
+                "The mask is applied to queries instead of keys: the other queries still attend to the masked tokens."
+            )
+            proof += ", these queries see no key, and the other queries see the same keys as before."
             fix = _KEYS_FIX
         elif bool((by_key & ~keys).any()):
-            sentence = f"The mask bars other keys than those where {run.name} is {_word(ignored)}."
-            proof += f", the scores of keys {_places(by_key[0])} are masked otherwise; {_word(kept)} keeps."
+            sentence = f"The mask masks out the wrong keys: not the keys where {run.name} is {_word(ignored)}."
+            proof += f", the masking of keys {_places(by_key[0])} changes. {_word(kept)} keeps a key."
             sure = declared
         else:
             continue
@@ -203,24 +202,26 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
 
 
 def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
-    """Yield a declared mask that moves nothing, or means the opposite of what was declared."""
+    """Yield a fault if a declared mask has no effect, or means the opposite of the declaration."""
     name, means, (kept, ignored) = run.name, evidence.intent.padding_true, run.meaning
     if not run.hides and not run.opens and torch.equal(run.output, evidence.output):
-        sentence = f"{name} changes nothing: no score and no output hangs on it."
-        proof = f"With {_word(run.other)} at {run.places} the output is the same to the bit."
-        yield Finding("padding", sentence, proof, source=run.line, fix="apply it to the scores before the softmax.")
-    if run.hides != run.opens and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
-        sentence = f"The mask works the other way round: what {name} keeps is barred."
-        proof = (
-            f"With {_word(ignored)} at {run.places} they are not seen, and {name} was said to {means} where it is True "
-            "or 1."
+        sentence = f"{name} has no effect on any score or output."
+        proof = f"With {_word(run.other)} at {run.places}, the output is the same bit for bit."
+        yield Finding(
+            "padding", sentence, proof, source=run.line, fix="Apply the mask to the scores before the softmax."
         )
-        fix = f"turn the mask round where it is applied (~{name}), or say what it means otherwise."
+    if run.hides != run.opens and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
+        sentence = f"The mask is inverted: the keys that {name} keeps are masked out."
+        proof = (
+            f"With {_word(ignored)} at {run.places}, no query sees these keys. "
+            f"Declared: True or 1 in {name} means {means}."
+        )
+        fix = f"Invert the mask where it is applied (~{name}), or declare the other meaning."
         yield Finding("padding", sentence, proof, source=run.line, fix=fix)
 
 
 def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
-    """Yield a mask under which a query is left no key, and becomes NaN."""
+    """Yield a fault if a mask leaves a query without keys, so that its output is NaN."""
     nan = run.output.isnan()
     if not evidence.follows or bool(evidence.output.isnan().any()) or not bool(nan.any()):
         return
@@ -229,54 +230,52 @@ def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     real = marked.shape != rows.shape or bool((rows & ~marked).any())
     yield Finding(
         "finite",
-        f"With {run.name} some queries are left no key, and give NaN"
-        + ("." if real else ": padding's own rows, which a next layer may spread."),
-        f"{run.name} was {_word(run.other)} at {run.places}, and the output is NaN at {int(rows.sum())} tokens"
+        f"{run.name} leaves some queries without keys, so their outputs are NaN."
+        + ("" if real else " They are padding, but the next layer may spread the NaN."),
+        f"With {run.name} {_word(run.other)} at {run.places}, the output is NaN at {int(rows.sum())} tokens"
         + ("." if real else ", all of them padding."),
         sure=real,
         source=run.line,
-        fix="bar with a large negative number instead of -inf, or leave each query itself.",
+        fix="Mask with a large negative number instead of -inf, or let each query attend to itself.",
     )
 
 
 def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Finding | SkippedCheck]:
-    """Yield what is wrong where every other row of the batch, the first among them, has padding at one end."""
+    """Yield the faults of a run in which every second batch item, from the first on, has padding at one end."""
     side, means = evidence.intent.padding_side or "right", evidence.intent.padding_true
     count = max(min(2, source.length - 2), source.length // 4)
     start, stop = (0, source.length - count) if side == "right" else (count, source.length)
     real, pads = slice(start, stop), slice(stop, None) if side == "right" else slice(0, start)
     mask = {name: _padding_mask(evidence, name, source, pads)}
-    ends = f"he {'last' if side == 'right' else 'first'} {count} tokens of row 0 were padded"
+    ends = f"the {'last' if side == 'right' else 'first'} {count} tokens of batch item 0 padded"
     base = evidence.output_with(mask)
-    # Keys of another source leave every output real.
+    # Padding in another source makes no output padding.
     places = real if source is evidence.source else slice(None)
     row = evidence.source.at(slice(0, 1), places)[: base.dim()]
     if bool(base[row].isnan().any()):
-        yield Finding("padding", "Padding gives NaN at real tokens.", f"T{ends} with {name}.")
+        yield Finding("padding", "Padding makes the outputs of real tokens NaN.", f"With {ends} by {name}.")
         return
     padded = evidence.output_with({**mask, **source.others(pads, by=6.0)})
     leaks = float(evidence.moved(padded, base)[0, places].max())
     if leaks:
-        sentence = "The content of padding moves real outputs"
-        proof = (
-            f"With {name} True or 1 for {means or 'keep'}, t{ends} and changed, and a real output moved by {leaks:.3g}"
-        )
-        more = "." if means else ", whichever value of the mask ignores."
-        yield Finding("padding", sentence + more, f"{proof}.", fix=_KEYS_FIX)
+        sentence = "The content of padding changes real outputs"
+        proof = f"With {ends} ({name}: True or 1 means {means or 'keep'}), changing them changes a real output by "
+        more = "." if means else ", whichever value of the mask means ignore."
+        yield Finding("padding", sentence + more, f"{proof}{leaks:.3g}.", fix=_KEYS_FIX)
         return
     try:
         short = evidence.output_with(_first_row_without(evidence, mask, source, real))
         apart = evidence.apart(short, base[row], times=OTHER_SIZES)
     except NotPossibleError as error:
-        yield SkippedCheck("padding", f"its length: the forward does not take the row without it ({error})")
+        yield SkippedCheck("padding", f"length of the padding: the forward rejects an unpadded item ({error})")
         return
     if apart:
         yield Finding(
             "padding",
-            f"The {'side' if side == 'left' else 'length'} of the padding moves real outputs, by {apart:.3g}.",
-            f"Row 0 with {count} tokens of padding on the {side} gives something else at tokens {start}–{stop - 1} "
-            "than without it; the padding's content moves nothing.",
-            fix="count positions from the first real token: position_ids = mask.cumsum(-1) - 1." * (side == "left"),
+            f"The {'side' if side == 'left' else 'length'} of the padding changes real outputs by {apart:.3g}.",
+            f"With {count} padding tokens on the {side}, batch item 0 has other outputs at tokens {start}–{stop - 1} "
+            "than without padding. The content of the padding has no effect.",
+            fix="Count positions from the first real token: position_ids = mask.cumsum(-1) - 1." * (side == "left"),
         )
 
 
@@ -299,7 +298,7 @@ def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) ->
 
 
 def _first_row_without(evidence: Evidence, mask: dict[str, Tensor], source: Source, real: slice) -> dict[str, Tensor]:
-    """Return the arguments of row 0 alone, without the padding of a source."""
+    """Return the arguments of the first batch item alone, without its padding in a source."""
     length, changes = source.length, dict[str, Tensor]()
     given = {name: value for name, value in evidence.values.items() if isinstance(value, Tensor)}
     for name, value in {**given, **mask}.items():

@@ -1,6 +1,6 @@
-"""Faults of parameters: a projection of which nothing is made, that serves twice, or that gets no gradient.
+"""Faults of parameters: unused projections, projections used twice, missing gradients.
 
-With the gradients also what hangs on each head.
+The gradients also give the effect of removing each head.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .scores import masks_everything
 from .tokens import SIDES, LostError, again, content_of, kinds, of_each_kind
 
 _EXACT = (torch.float32, torch.float64)
-"""What is small does not come out as zero in these."""
+"""Dtypes in which small gradients do not underflow to zero."""
 _LARGEST = 1 << 24
-"""Elements of what a projection gives up to which it is looked at which of them are read."""
+"""The largest output of a projection, in elements, whose unread features are searched."""
 _MOST_HEADS = 64
-"""Heads of which it is said what hangs on them."""
+"""The largest number of heads to measure."""
 
 Gradients = dict[str, Tensor | None]
 
 
 class Readers:
-    """What reads a parameter, among the operations that a recording's outputs hang on."""
+    """The operations that read each parameter, limited to those that an output depends on."""
 
     def __init__(self, evidence: Evidence) -> None:
         recording = evidence.run.recording
@@ -58,17 +58,17 @@ class Readers:
                     calls[tensor.storage].setdefault(op.call, op)
         self.shapes = {named.name: named.tensor.shape for named in recording.parameters}
         self.ops = {named.name: [*calls[named.tensor.storage].values()] for named in recording.parameters}
-        """Parameter to the operations that compute with it, each call once."""
+        """Parameter to the operations that use it, one per call."""
         self.mentioned: set[str] = set()
-        """Parameters, and modules of such, of which something has been said."""
+        """Parameters and modules that a finding already names."""
 
     def unread(self) -> list[str]:
-        """Return parameters that nothing computes with, and of which nothing has been said."""
+        """Return unused parameters that no finding names yet."""
         names = (name for name, ops in self.ops.items() if not ops)
         return [name for name in names if not any(f"{name}.".startswith(f"{path}.") for path in self.mentioned)]
 
     def unread_features(self, projection: Op) -> set[int]:
-        """Return the features that a projection gives, its bias added, and that no operation reads."""
+        """Return the output features of a projection, after its bias, that no operation reads."""
         result = self._graph.after_projection(projection)
         if result.numel > _LARGEST or result.stride != torch.empty(result.shape, device="meta").stride():
             return set()
@@ -81,9 +81,9 @@ class Readers:
 
 
 def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
-    """Yield projections that serve twice, of which nothing is made, or that get no gradient."""
+    """Yield projections that are used twice, are unused, or get no gradient."""
     if not evidence.run.recording.outputs:
-        raise NotPossibleError("the forward returns no tensor, and nothing is known to hang on its parameters")
+        raise NotPossibleError("the forward returns no tensor, so the effect of its parameters is unknown")
     readers = Readers(evidence)
     yield from _twice(evidence, readers)
     yield from _copied_heads(evidence)
@@ -91,13 +91,13 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)
     if evidence.on_meta:
-        yield SkippedCheck("parameters", "on meta nothing tells whether each gets a gradient: use --device cpu")
+        yield SkippedCheck("parameters", "gradients cannot be computed on meta; use --device cpu")
     elif not any(map(masks_everything, evidence.sights)):
         yield from _without_gradient(evidence, readers)
 
 
 def _twice(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
-    """Yield parameters that serve twice beside one of the same shape and place that serves nowhere."""
+    """Yield parameters that are used twice while a sibling of the same shape is unused."""
     sides: dict[str, dict[str, Op]] = defaultdict(dict)
     turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
     for turn in turns:
@@ -113,20 +113,20 @@ def _twice(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
             continue
         readers.mentioned.update(spare[other] for other in names)
         served = sides.get(name, {})
-        uses = f"projects the {' and the '.join(served)}" if len(served) > 1 else f"serves {len(ops)} times"
+        uses = f"projects the {' and the '.join(served)}" if len(served) > 1 else f"is used {len(ops)} times"
         others = f"{', '.join(names[:2])}{' and more' if len(names) > 2 else ''}"
         yield Finding(
             "parameters",
-            f"{name} {uses}, and {others} {'is' if len(names) == 1 else 'are'} read by nothing.",
-            "What has the same shape and stands beside it gets no gradient.",
+            f"{name} {uses}, and {others} {'is' if len(names) == 1 else 'are'} unused.",
+            "The unused parameter has the same shape and gets no gradient.",
             source=[*ops, *served.values()][-1].source,
             module=ops[-1].module if ops else "",
-            fix=f"use {names[0]} where it belongs.",
+            fix=f"Use {names[0]} where it belongs.",
         )
 
 
 def _beside(name: str, other: str) -> str:
-    """Return the module that one parameter is of and that stands beside the other's; empty where none does.
+    """Return the module of a parameter if the other parameter is in a sibling module; else empty.
 
     `k_norm` for `k_norm.weight` beside `q_norm.weight`, `heads.1` for `heads.1.key.weight` beside `heads.0.key.weight`.
     """
@@ -138,7 +138,7 @@ def _beside(name: str, other: str) -> str:
 
 
 def _weight_of(evidence: Evidence, op: Op | None, *, whole: bool = False) -> str:
-    """Return the name of the parameter that a projection multiplies by, or a piece of; empty where it is none."""
+    """Return the name of the weight of a projection, whole or a slice; empty if it is not a parameter."""
     graph, storages = evidence.run.graph, evidence.run.recording.parameter_storages
     for tensor in reversed(op.inputs if op else ()):
         if tensor.storage in storages and len(tensor.shape) > 1 and graph.is_weight(tensor):
@@ -163,16 +163,16 @@ def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[
         if len(sign) >= 2 * len(SIDES) and first != place and anew:
             yield Finding(
                 "parameters",
-                f"Heads {first} and {place} are one: they have the same weights, and give the same.",
-                "W_q, W_k and W_v of both turns of the loop lie in the same memory.",
+                f"Heads {first} and {place} are the same head: they share their weights.",
+                "W_q, W_k and W_v of both heads are in the same memory.",
                 source=turn.score_product.op.source,
-                fix="make each head anew: [Head() for _ in range(heads)], not [Head()] * heads.",
+                fix="Create each head separately: [Head() for _ in range(heads)] instead of [Head()] * heads.",
             )
             return
 
 
 def _unused(readers: Readers, attention: Attention) -> Iterator[Finding]:
-    # `self_attn` holds the projection of `self_attn.q_proj.weight`.
+    # `self_attn.q_proj.weight` belongs to the module `self_attn`.
     matrices = [name for name in readers.unread() if len(readers.shapes[name]) > 1]
     spare = [name for name in matrices if ".".join(name.split(".")[:-2]) == attention.module]
     readers.mentioned.update(spare)
@@ -183,16 +183,16 @@ def _unused(readers: Readers, attention: Attention) -> Iterator[Finding]:
             yield Finding(
                 "parameters",
                 f"{', '.join(names[:3])}{' and more' if len(names) > 3 else ''} "
-                f"{'is' if len(names) == 1 else 'are'} read by nothing"
-                + (": the heads are never projected back." if sure else "."),
-                "The output hangs on no operation that reads it.",
+                f"{'is' if len(names) == 1 else 'are'} unused"
+                + (": the concatenated heads are never projected." if sure else "."),
+                "The output does not depend on any operation that reads it.",
                 sure=sure,
                 module=attention.module,
             )
 
 
 def _unread_features(evidence: Evidence, readers: Readers, attention: Attention) -> Iterator[Finding]:
-    """Yield projections of whose output a part is read by nothing: one of q, k and v is made of another's part."""
+    """Yield packed projections with unread features: one of q, k and v uses the part of another."""
     packed = Counter(op.index for side, op in attention.projections.items() if side in SIDES)
     for side in SIDES:
         op = attention.projections.get(side)
@@ -204,19 +204,19 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
             readers.mentioned.add(name)
             yield Finding(
                 "parameters",
-                f"{len(unread)} of the {features} features that {name or 'the projection'} gives are read by nothing: "
-                "query, key and value are not three parts of it.",
-                f"No operation that the output hangs on reads features {shortened(spans(unread), 60)}.",
+                f"{len(unread)} of the {features} output features of {name or 'the projection'} are unused: query, key "
+                "and value do not use three separate parts.",
+                f"The output does not depend on features {shortened(spans(unread), 60)}.",
                 source=op.source,
                 module=attention.module,
-                fix="take query, key and value from their own parts.",
+                fix="Take query, key and value from separate parts.",
             )
 
 
 def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
-    """Yield projections that the output hangs on and that get no gradient, in whole or for the parts of some heads."""
+    """Yield projections that the output depends on without a gradient, for the whole weight or for some heads."""
     gradients = gradients_of(evidence)
-    # Where tokens are few or far apart in an image, what a softmax hangs on may be nothing, and not cut off.
+    # With few tokens, or distant ones in an image, a softmax may have zero gradient although nothing cuts it.
     saturated = not evidence.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in evidence.sights)
     for attention, _, _ in kinds(evidence.run):
         for side, op in attention.projections.items():
@@ -227,7 +227,7 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
             if gradient is None:
                 part = "gets no gradient" if _weight_of(evidence, op, whole=True) else ""
             elif side in SIDES and not saturated and gradient.dim() == 2 and gradient.dtype in _EXACT:
-                # A square matrix is taken for nn.Linear's, which has the features that come out first.
+                # A square matrix is read as nn.Linear stores it: out_features first.
                 out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
                 dead = (gradient == 0).all(1 - out)
                 dead[sorted(readers.unread_features(op))] = False
@@ -238,20 +238,20 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
                 readers.mentioned.add(name)
                 yield Finding(
                     "parameters",
-                    f"{name} projects the {side}, and {part}: the graph is cut behind it.",
-                    "A sum of the output was taken back through the module.",
+                    f"{name} projects the {side} and {part}: the autograd graph is cut after it.",
+                    "The gradients are of a random weighted sum of the output.",
                     source=op.source,
                     module=attention.module,
-                    fix="take detach(), no_grad() or .data out of the way.",
+                    fix="Remove detach(), no_grad() or .data.",
                 )
 
 
 @remembered
 def gradients_of(evidence: Evidence) -> Gradients:
-    """Return the gradient of each projection's parameter that wants one; None where it gets none.
+    """Return the gradient of each projection weight that requires one; None if no gradient arrives.
 
-    There are those of each kind of attention, and of the first 64 heads. Raises `NotPossibleError` where none can be
-    taken.
+    Covered are each kind of attention, and the attentions of the first 64 heads. Raises `NotPossibleError` if no
+    gradient can be computed.
     """
     runner, arguments = evidence.runner, evidence.arguments
     attentions = [attention for attention, _ in _first_heads(evidence)]
@@ -259,10 +259,10 @@ def gradients_of(evidence: Evidence) -> Gradients:
     names = {_weight_of(evidence, op) for attention in attentions for op in attention.projections.values()}
     wanted = {n: p for n, p in evidence.subject.module.named_parameters() if n in names and p.requires_grad}
     if not wanted:
-        raise NotPossibleError("no projection wants a gradient")
+        raise NotPossibleError("no projection requires a gradient")
     without_cache = {"use_cache": False} if "use_cache" in arguments.parameters else {}
     row, gradients = evidence.first_row(), tuple[Tensor | None, ...]()
-    for changes in (row, {}) if row else ({},):  # one row is enough, and takes less
+    for changes in (row, {}) if row else ({},):  # one batch item is enough, and cheaper
         subject = replace(runner.prepared(arguments.of_call({**changes, **without_cache})), grad=True)
         try:
             with subject.settings():
@@ -271,37 +271,37 @@ def gradients_of(evidence: Evidence) -> Gradients:
                 if outputs:
                     loss = torch.stack([_mixed(output).to(outputs[0].dtype) for output in outputs]).sum()
                     gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
-        except Exception as error:  # whatever somebody's code may raise under gradients
+        except Exception as error:  # user code may raise anything under autograd
             if not changes:
-                raise NotPossibleError(f"no gradient can be taken: {type(error).__name__}") from error
-        if gradients and not any(map(_lacks, gradients)):  # else rows may attend to others
+                raise NotPossibleError(f"no gradient can be computed: {type(error).__name__}") from error
+        if gradients and not any(map(_lacks, gradients)):  # else batch items may attend to others
             break
     if not gradients:
-        raise NotPossibleError("the output hangs on no projection that wants a gradient")
+        raise NotPossibleError("the output depends on no projection that requires a gradient")
     return dict(zip(wanted, gradients, strict=True))
 
 
 def _mixed(output: Tensor) -> Tensor:
-    """Return a sum in which every position and feature of an output counts otherwise."""
+    """Return a weighted sum with a random weight for every position and feature of an output."""
     draw, rows = torch.Generator().manual_seed(2), output.reshape(-1, output.shape[-1])
     left, right = (torch.randn(size, generator=draw).to(output) for size in rows.shape)
     return (rows @ right) @ left
 
 
 def _lacks(gradient: Tensor | None) -> bool:
-    """Whether there is none, or none for a whole row or column."""
+    """Return whether the gradient is missing, or zero in a whole row or column."""
     return gradient is None or any(bool((gradient == 0).all(axis).any()) for axis in range(min(gradient.dim(), 2)))
 
 
 def _first_heads(evidence: Evidence) -> list[tuple[Attention, AxisNames]]:
-    """Return as many attentions as have `_MOST_HEADS` heads together."""
+    """Return the first attentions with at most `_MOST_HEADS` heads together."""
     attentions = evidence.run.attentions
     heads = accumulate(names.num_heads for _, names in attentions)
     return [attention for attention, number in zip(attentions, heads, strict=True) if number <= _MOST_HEADS]
 
 
 def heads_of(evidence: Evidence) -> Iterator[Head]:
-    """Yield what hangs on each head: the output of its attention without it, and its share of the gradient."""
+    """Yield the effect of removing each head: the output change, and its share of the gradient."""
     gradients: Gradients = {}
     with suppress(NotPossibleError):
         gradients = {} if evidence.once or evidence.on_meta else gradients_of(evidence)
@@ -314,7 +314,7 @@ def heads_of(evidence: Evidence) -> Iterator[Head]:
 
 
 def _without_each(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
-    """Return how much the output of an attention changes when a head's context is zero, beside the output."""
+    """Return the relative change of the output of an attention when the context of each head is zeroed."""
     target, context = attention.stages.get("output") or attention.stages.get("concat"), attention.stages["context"]
     if target is None:
         raise LostError
@@ -325,7 +325,7 @@ def _without_each(evidence: Evidence, attention: Attention, names: AxisNames) ->
 
 
 def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
-    """Yield for each head the context that has it, and its numbers with zeros for that head."""
+    """Yield for each head its context tensor, and the values with zeros for that head."""
     if attention.branches:
         contexts = [branch.stages["context"] for branch in attention.branches]
         if len({context.id for context in contexts}) < names.num_heads:
@@ -352,7 +352,7 @@ def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Ite
 def _shares(
     evidence: Evidence, attention: Attention, names: AxisNames, gradients: Gradients
 ) -> list[float | None] | None:
-    """Return each head's share of what the output's gradient says of zeroing heads: |W_o ∘ dW_o| over its columns."""
+    """Return the share of each head in |W_o ∘ dW_o|, summed over its columns; None if W_o cannot be split."""
     name, width = _weight_of(evidence, attention.projections.get("output")), names.num_heads * names.head_dim
     gradient, parameter = gradients.get(name), dict(evidence.subject.module.named_parameters()).get(name)
     if gradient is None or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
@@ -360,7 +360,7 @@ def _shares(
     if "concat" not in attention.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
         return None
     taylor = (parameter.detach() * gradient).double()
-    # A square matrix is taken for nn.Linear's, which has the features that come in last.
+    # A square matrix is read as nn.Linear stores it: in_features last.
     taylor = taylor if parameter.shape[1] == width else taylor.T
     each = taylor.reshape(taylor.shape[0], names.num_heads, names.head_dim).sum((0, 2)).abs()
     return [round(float(share) / float(each.sum()), 6) for share in each] if float(each.sum()) else None

@@ -1,4 +1,4 @@
-"""Whether queries and keys are turned by their positions, and alike."""
+"""Check that queries and keys are rotated by their positions, and in the same way."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .evidence import Evidence
 from .tokens import SIDES, Factor, LostError, again, between, content_of, of_each_kind
 
 _NEAR = 1e-3
-"""What differs by less, beside the largest, does not differ."""
+"""Relative differences below this count as equal."""
 
 
-@partial(of_each_kind, "nothing turns queries and keys by their positions")
+@partial(of_each_kind, "no rotary embedding was found")
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
-    """Yield where queries and keys of one position are not turned alike, and where values are turned."""
+    """Yield a fault if queries and keys of one position are rotated differently, or values are rotated."""
     factors = {side: Factor(evidence, attention, names, side) for side in SIDES}
     turns = {side: _turning(evidence, {factor.source.id}, factor.target) for side, factor in factors.items()}
     if not any(turns.values()):
@@ -36,10 +36,9 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     if end is None or _turning(evidence, {context.id}, end) is None:
         yield _finding(
             by_value,
-            "The values are turned by their positions as well: what comes out depends on the absolute position, though "
-            "the scores depend on distances.",
-            "Equal tokens at all positions give turned values, and nothing turns the context back.",
-            "rotate the query and the key alone.",
+            "The values are rotated too, so the output depends on absolute positions. The scores depend on distances.",
+            "Equal tokens at all positions give rotated values, and the context is not rotated back.",
+            "Rotate only the query and the key.",
         )
 
 
@@ -50,7 +49,7 @@ def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
 def _of_scores(
     attention: Attention, factors: dict[str, Factor], rows: dict[str, Tensor], turns: dict[str, Op | None]
 ) -> Iterator[Finding]:
-    """Yield the first thing that is wrong with what turns queries and keys."""
+    """Yield the first fault in the rotation of queries and keys."""
     q, k = rows["query"], rows["key"]
     by_query, by_key = turns["query"], turns["key"]
     turned = [side for side in ("query", "key") if _vary(rows[side])]
@@ -60,10 +59,9 @@ def _of_scores(
         if op is not None:
             yield _finding(
                 op,
-                f"The {rotated} is turned by its position and the {other} is not: scores depend on the absolute "
-                "position.",
-                f"Equal tokens at all positions give equal {other} heads and turned {rotated} heads.",
-                f"rotate the {other} as well.",
+                f"The {rotated} is rotated and the {other} is not, so the scores depend on absolute positions.",
+                f"Equal tokens at all positions give equal {other} heads and rotated {rotated} heads.",
+                f"Rotate the {other} too.",
             )
         return
     if by_query is None or by_key is None:
@@ -71,10 +69,9 @@ def _of_scores(
     if not turned and _vary(q.transpose(0, 1)) and _vary(k.transpose(0, 1)):
         yield _finding(
             by_query,
-            "The rotation goes by head, not by position: the heads of one token are turned differently, its positions "
-            "alike.",
-            "Equal tokens at all positions give equal queries there, and turned ones in other heads.",
-            "rotate along the axis of positions.",
+            "The rotation depends on the head instead of the position.",
+            "Equal tokens give equal queries at all positions, and rotated queries in other heads.",
+            "Rotate along the position axis.",
         )
     if not turned or q.shape[1:] != k.shape[1:]:
         return
@@ -83,15 +80,15 @@ def _of_scores(
     near = max(_NEAR, 8 * torch.finfo(getattr(torch, factors["query"].target.dtype)).eps)
     products, size = (q * other_key).sum(-1), q.norm(dim=-1) * other_key.norm(dim=-1)
     angle = products / size.clamp(min=1e-12)
-    # Scores that a position scales, as for long sequences, keep their angle.
+    # Scores that are scaled by position (e.g. for long sequences) keep their angle.
     if _spread(products) > near * float(size.max()) and _spread(angle) > near:
         yield _finding(
             by_query,
-            "Queries and keys are turned differently, or by no rotation: two tokens do not score alike wherever they "
-            "stand, as with the halves of one layout and the pairs of another, or with a sign turned round.",
-            "With one query and one key at all positions, the score of a position with itself varies by "
-            f"{_spread(products):.3g} over positions, of at most {float(size.max()):.3g}.",
-            "rotate both by the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
+            "Queries and keys are not rotated in the same way, so scores depend on absolute positions. Typical causes: "
+            "one rotates halves and the other pairs, or a sign is flipped.",
+            "With the same query and key at all positions, the score of a position with itself varies by "
+            f"{_spread(products):.3g}; the largest possible score is {float(size.max()):.3g}.",
+            "Rotate both with the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
         )
         return
     cosine = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
@@ -100,15 +97,15 @@ def _of_scores(
     if plain and is_self and float((cosine - 1).abs().max()) > near:
         yield _finding(
             by_key,
-            "A query and a key of one position are turned by different positions: their distance is not 0.",
-            f"With the same content everywhere they are parallel unturned, and at an angle of cosine "
-            f"{float(cosine.min()):.3g} turned.",
-            "rotate both by the same positions.",
+            "The query and key of one token are rotated by different positions: their distance is not 0.",
+            f"With equal tokens everywhere, they are parallel before the rotation; after it, their cosine is "
+            f"{float(cosine.min()):.3g}.",
+            "Rotate both by the same positions.",
         )
 
 
 def _spread(rows: Tensor) -> float:
-    """Return how far rows are from the first: `group row ...`."""
+    """Return the largest difference of rows from the first row: `group row ...`."""
     return float((rows - rows[:, :1]).abs().max())
 
 
@@ -117,20 +114,20 @@ def _vary(rows: Tensor) -> bool:
 
 
 def _keeps_norm(factor: Factor, rows: Tensor, near: float) -> bool:
-    """Whether nothing but turning is done on the way to these rows of equal tokens."""
+    """Return whether these rows of equal tokens keep the norm of the token, as a pure rotation does."""
     norm = _one_token(factor, seed=1)[: factor.width].double().norm()
     return bool(((rows.norm(dim=-1) - norm).abs() <= near * norm).all())
 
 
 def _one_token(factor: Factor, *, seed: int) -> Tensor:
-    """Return the features of one token, drawn; its heads are alike, where they are side by side."""
+    """Return random features of one token, repeated for each head if the heads are side by side."""
     features, drawn = factor.source.shape[-1], torch.Generator().manual_seed(seed)
     width = features if features % factor.width else factor.width
     return torch.randn(width, generator=drawn).repeat(features // width)
 
 
 def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
-    """Return the rows that a factor has where all of its tokens are one: `group row feature`, in float64."""
+    """Return the rows of a factor when all of its tokens are equal: `group row feature`, in float64."""
     value = content_of(factor.evidence, factor.source)
     tokens = _one_token(factor, seed=seed).to(value).expand(value.shape).clone()
     rows = again(factor.evidence, factor.source, tokens, factor.target).double()
@@ -139,9 +136,9 @@ def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
 
 
 def _turning(evidence: Evidence, sources: set[int], target: TensorRef) -> Op | None:
-    """Return the operation that turns what comes from sources by cosines and sines; None where none does.
+    """Return the operation that rotates a tensor on its way from sources by cosines and sines; None without one.
 
-    Raises `LostError` where other tokens come in on the way.
+    Raises `LostError` if other tokens are joined on the way.
     """
     path = between(evidence.run.recording, sources, target)
     reached = sources | {tensor.id for op in path for tensor in op.outputs}
@@ -150,7 +147,7 @@ def _turning(evidence: Evidence, sources: set[int], target: TensorRef) -> Op | N
         for tensor in op.inputs:
             if tensor.id in reached:
                 continue
-            if op.base_name == "cat" and _hangs_on_weights(evidence, tensor):
+            if op.base_name == "cat" and _depends_on_weights(evidence, tensor):
                 raise LostError
             value = evidence.content(tensor)
             if op.base_name.rstrip("_") in ("mul", "addcmul") and value is not None and value.numel() > 1:
@@ -169,7 +166,7 @@ def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:
     return bool(((cos**2 + sin**2 - 1).abs() < near).all()) and float(cos.max() - cos.min()) > _NEAR
 
 
-def _hangs_on_weights(evidence: Evidence, tensor: TensorRef) -> bool:
+def _depends_on_weights(evidence: Evidence, tensor: TensorRef) -> bool:
     storages = evidence.run.recording.parameter_storages
     behind = islice(evidence.run.graph.back(tensor, lambda _: True), 1, None)
     return any(step.tensor.storage in storages and len(step.tensor.shape) > 1 for step in behind)

@@ -1,4 +1,4 @@
-"""Faults that show where the same is to come out: run again, in train, from a cache, by a reference."""
+"""Faults found by comparing outputs that should be equal: repeated runs, train, a cache, a reference."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .arguments import Source
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
 
 _OTHER_KERNELS = 20.0
-"""Train may take other kernels than eval, which round otherwise: so many times what counts within one."""
+"""Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
 _CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
-"""Names of arguments that take what the forward returned second."""
+"""Names of cache arguments; a cache is the second output of the forward."""
 _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
 def repeat(evidence: Evidence) -> Iterator[Finding]:
-    """Yield where two runs give something else."""
+    """Yield a fault if two runs give different outputs."""
     again = evidence.returned(more_seed=1) if evidence.again is None else evidence.again
     if not evidence.apart(evidence.output_of(again)):
         return
@@ -37,8 +37,8 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
         buffers = {named.tensor.storage for named in recording.buffers}
         yield Finding(
             "repeat",
-            "A run changes what the next one gives: the module keeps something between calls.",
-            f"Two runs in a row on the same input, with the same seed, are {by_state:.3g} apart.",
+            "A run changes the output of the next run: the module keeps state between calls.",
+            f"Two runs in a row on the same input, with the same seed, differ by {by_state:.3g}.",
             sure=not any(op.inputs[0].storage in buffers for op in evidence.writes),
         )
     elif by_seed:
@@ -46,14 +46,14 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
         drawn = [op for op in recording.ops if op.does("draws") and (op.base_name, op.args[2:3]) != no_dropout]
         dropout = [op for op in drawn if "dropout" in op.base_name or "bernoulli" in op.base_name]
         where = next(iter(dropout or drawn), None)
-        cause, fix = "Random numbers are drawn in eval, and two runs give different outputs.", ""
+        cause, fix = "The forward draws random numbers in eval: two runs give different outputs.", ""
         if dropout:
             cause = "Dropout is on in eval: two runs give different outputs."
-            fix = "pass training=self.training to F.dropout (dropout_p=self.p if self.training else 0.0)."
+            fix = "Pass training=self.training to F.dropout (dropout_p=self.p if self.training else 0.0)."
         yield Finding(
             "repeat",
             cause,
-            f"Two runs on the same input with other seeds are {by_seed:.3g} apart.",
+            f"Two runs on the same input, with different seeds, differ by {by_seed:.3g}.",
             sure=bool(dropout),
             source=where.source if where else "",
             module=where.module if where else "",
@@ -62,24 +62,24 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
 
 
 def training(evidence: Evidence) -> Iterator[Finding]:
-    """Yield where train gives something else than eval, with every dropout set to 0."""
+    """Yield a fault if train and eval give different outputs with every dropout set to 0."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in evidence.subject.module.modules()):
-        raise NotPossibleError("batch norm takes other statistics in train")
+        raise NotPossibleError("batch norm uses different statistics in train")
     with evidence.runner.changed_by(_train_without_dropout):
         with suppress(NotPossibleError):
             row = evidence.first_row()
             if row and not evidence.apart(evidence.output_with(row), _first_row_of(evidence), times=_OTHER_KERNELS):
                 return
-        output = evidence.output_with({})  # where rows move each other, one alone gives something else
+        output = evidence.output_with({})  # if batch items affect each other, one alone gives another output
         apart = evidence.apart(output, times=_OTHER_KERNELS)
         if not apart:
             return
         if evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
-            raise NotPossibleError("dropout that cannot be set to 0 is drawn in train")
+            raise NotPossibleError("train draws a dropout that cannot be set to 0")
     yield Finding(
         "training",
-        f"Train gives something else than eval, and no dropout is on: {apart:.3g} apart.",
-        "The same input with the same seed in both modes, every dropout set to 0.",
+        f"With dropout off, train and eval differ by {apart:.3g}.",
+        "Both modes had the same input and seed, and every dropout was 0.",
     )
 
 
@@ -97,20 +97,20 @@ def _train_without_dropout(module: nn.Module) -> None:
 
 
 def cache(evidence: Evidence) -> Iterator[Finding]:
-    """Yield where going on from a cache gives something else than going in one go."""
+    """Yield a fault if calls that continue from a cache give other outputs than one call."""
     declared = evidence.intent.cache
     name = declared or _cache_name(evidence)
     if name is None:
         raise UndeclaredError("--cache NAME")
     evidence.arguments.require(name)
     if not evidence.follows or evidence.source.length < 3:
-        raise NotPossibleError("the output has no place for each of 3 tokens or more")
+        raise NotPossibleError("the output has no entry for each token, or there are fewer than 3 tokens")
     length = evidence.source.length
     half, single = length // 2, length - 3 if length > 16 else 1
     ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(single, length + 1)]}
     row: dict[str, Tensor] = {}
     if declared is None:
-        del ways[_SINGLES]  # where nobody declared the cache it costs little to look
+        del ways[_SINGLES]  # an undeclared cache gets the cheaper test only
         row = evidence.first_row()
     base = _first_row_of(evidence) if row else evidence.output
     moved: dict[str, Tensor] = {}
@@ -122,18 +122,20 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
                 raise UndeclaredError("--cache NAME") from error
             yield Finding(
                 "cache",
-                f"The forward raises when it goes on from its cache, {way}: {error}.",
-                f"It was given what it returned second as {name}, and the tokens that follow.",
+                f"The forward raises when it continues from its cache ({way}): {error}.",
+                f"It was called with its second output as {name}, and the next tokens.",
             )
             return
     wrong = {way: places.nonzero().flatten().tolist() for way, places in moved.items()}
-    proofs = (f"{way}: {f'{len(at)} of {length} positions differ' if at else 'the same'}" for way, at in wrong.items())
+    proofs = (
+        f"{way}: {f'{len(at)} of {length} positions differ' if at else 'no difference'}" for way, at in wrong.items()
+    )
     for first in [way for way, places in wrong.items() if places][:1]:
         cause, fix = _cause(wrong)
         yield Finding(
             "cache",
-            f"Going on from the cache ({', '.join(way for way in wrong if wrong[way])}) gives something else than one "
-            f"go, from position {wrong[first][0]} on, by {float(moved[first].max()):.3g}. {cause}",
+            f"Calls with the cache ({', '.join(way for way in wrong if wrong[way])}) differ from one call by "
+            f"{float(moved[first].max()):.3g}, from position {wrong[first][0]} on. {cause}",
             f"{'; '.join(proofs)}.",
             source=evidence.mask_line,
             fix=fix,
@@ -141,30 +143,28 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
-    """Return why going on gives something else, and the fix, from where it does in chunks and token by token."""
+    """Return the cause of a difference and its fix, from the positions that differ in chunks and token by token."""
     if _SINGLES not in wrong:
         return (
-            "The mask of a chunk may be aligned top left, positions may begin at 0 in each call, or keys be put in "
-            "another order.",
-            "offset positions by the length of the cache, and align the mask bottom right: triu(diagonal=1 + past).",
+            "Possible causes: the mask of a chunk is aligned top left, positions restart at 0, keys are out of order.",
+            "Offset positions by the length of the cache, and align the mask bottom right: triu(diagonal=1 + past).",
         )
     if not wrong[_SINGLES]:
         return (
-            "The mask of a chunk is aligned top left: its queries do not see the keys in front of them, or see too "
-            "few.",
-            "align it bottom right: triu(diagonal=1 + past), past = keys - queries.",
+            "The mask of a chunk is aligned top left: its queries do not see all of the earlier keys.",
+            "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries.",
         )
     if 0 in (*wrong[_CHUNKS][:1], *wrong[_SINGLES][:1]):
-        return "In one go sees what is not there yet token by token: the future.", ""
+        return "One call attends to future tokens, which do not exist yet token by token.", ""
     return (
-        "What was cached is not what one go computes: positions that begin at 0 in each call do this, keys that are "
-        "cached before they are rotated, and new keys that are not put behind the earlier ones.",
-        "offset positions by the length of the cache.",
+        "The cached keys differ from those of one call. Possible causes: positions restart at 0 in each call, keys are "
+        "cached before rotation, or new keys are not appended after the cached keys.",
+        "Offset positions by the length of the cache.",
     )
 
 
 def _cache_name(evidence: Evidence) -> str | None:
-    """Return the argument that takes a cache by its name, of a causal module that returns something second."""
+    """Return the cache argument of a causal module by its usual names; None if there is no second output."""
     takes, sights = evidence.arguments.parameters, evidence.sights
     name = next((name for name in _CACHES if name in takes and evidence.values.get(name) is None), None)
     if not sights or not all(sight.is_causal and sight.queries == sight.keys for sight in sights):
@@ -173,7 +173,7 @@ def _cache_name(evidence: Evidence) -> str | None:
 
 
 def _stepwise(evidence: Evidence, name: str, places: list[int], row: dict[str, Tensor]) -> Tensor:
-    """Return the outputs of calls that follow each other, side by side; each begins at one of these places."""
+    """Return the concatenated outputs of successive calls, each from one of these places to the next."""
     source = evidence.source
     outputs, past = [], None
     for start, stop in pairwise(places):
@@ -185,12 +185,12 @@ def _stepwise(evidence: Evidence, name: str, places: list[int], row: dict[str, T
         outputs.append(evidence.output_of(returned))
         past = _second(returned)
         if past is None:
-            raise NotPossibleError("the forward returns no second thing that could be its cache")
+            raise NotPossibleError("the forward has no second output that could be its cache")
     return torch.cat(outputs, dim=source.positions or 0)
 
 
 def _piece(name: str, value: Tensor, source: Source, start: int, stop: int) -> Tensor:
-    """Return the part of an argument that belongs to some positions; of a mask, to those before them as well."""
+    """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys before them too."""
     length = source.length
     if name in source.names:
         return value[source.at(slice(None), slice(start, stop))]
@@ -204,7 +204,7 @@ def _piece(name: str, value: Tensor, source: Source, start: int, stop: int) -> T
 
 
 def _second(returned: Any) -> Any:
-    """Return what a forward returned second, its cache; None where there is none."""
+    """Return the second output of a forward, its cache; None without one."""
     for name in ("past_key_values", "past_key_value", "cache"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name)
@@ -215,9 +215,9 @@ def _second(returned: Any) -> Any:
 
 
 def reference(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first stage at which a trusted module computes something else, each with the weights that it has.
+    """Yield the first stage that differs from a trusted module; each side keeps its own weights.
 
-    Weights are not copied by their part in the attention: that would hide a query that was taken for a key.
+    Weights are not copied by their role in the attention: that would hide a swapped query and key.
     """
     trusted = evidence.intent.reference
     if trusted is None:
@@ -233,19 +233,21 @@ def reference(evidence: Evidence) -> Iterator[Finding]:
 def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     try:
         returned = other.plain()
-    except Exception as error:  # whatever somebody's code may raise
+    except Exception as error:  # user code may raise anything
         raise NotPossibleError(f"the reference raises on these arguments: {type(error).__name__}") from error
     theirs = evidence.output_of(returned)
     if theirs.shape != evidence.output.shape:
-        said = f"The output is {list(evidence.output.shape)}, and the reference's is {list(theirs.shape)}."
-        yield Finding("reference", said, "Both were run on the same arguments.")
+        sentence = (
+            f"Expected output shape {list(theirs.shape)}, as the reference has; got {list(evidence.output.shape)}."
+        )
+        yield Finding("reference", sentence, "Both ran on the same arguments.")
         return
     apart = evidence.apart(theirs, times=OTHER_SIZES)
     if not apart:
         return
     left, right = Side("left", evidence.subject), Side("right", other)
     where, line, module = "the output", "", ""
-    with suppress(MhaInspectError):  # one cannot be copied, or not run in float64
+    with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
         rows = diff(left, right, carry=False).stages if len(left.attentions) == len(right.attentions) else ()
         for row in [row for row in rows if row.verdict == "differs"][:1]:
             attention, _ = evidence.run.attentions[(row.attention or 1) - 1]
@@ -253,8 +255,8 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
             line = evidence.line_of(attention.stages[row.name])
     yield Finding(
         "reference",
-        f"The reference gives something else, by {apart:.3g}: the first that differs is {where}.",
-        "Both were run on the same arguments, and their stages compared in canonical axes.",
+        f"The output differs from the reference by {apart:.3g}; the first difference is in {where}.",
+        "Both ran on the same arguments. Their stages were compared in canonical axes.",
         source=line,
         module=module,
     )

@@ -1,6 +1,6 @@
-"""Faults on the way from scores to weights: their scale, what masks them, the softmax, and numbers that are not finite.
+"""Faults between scores and weights: the scale, masks, the softmax, and numbers that are not finite.
 
-A softmax may run over another axis or be taken twice, and a mask may leave weight where it masks.
+A softmax may run over the wrong axis or be applied twice, and a masked key may keep weight.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ from .sight import SeenKeys
 from .tokens import LostError, between, content_of, of_each_kind
 
 _WEAK = 1.0
-"""A constant of this size or less, put where a mask is True, masks nothing."""
-_SMALLER_SCORES = "scale the queries before the product, or compute the scores in float32."
+"""A mask that fills in a constant of at most this size has no effect."""
+_SMALLER_SCORES = "Scale the queries before the product, or compute the scores in float32."
 
 
 def scale(evidence: Evidence) -> Iterator[Finding]:
-    """Yield scales that are not 1/√head_dim, where that was declared."""
+    """Yield a fault if the declared scale is 1/√head_dim and the scores have another."""
     if evidence.intent.scale is None:
         raise UndeclaredError("--scale sqrt_head_dim")
     for attention, names in evidence.run.attentions:
         if not attention.is_dot:
-            raise NotPossibleError("the scores are additive: there is no dot product that a scale is for")
+            raise NotPossibleError("the scores are additive, so there is no dot product to scale")
         wanted = max(names.head_dim, 1) ** -0.5
         if attention.scale is None:
-            raise NotPossibleError("the scale is no number that can be read off the run")
+            raise NotPossibleError("the scale could not be determined")
         if abs(attention.scale / wanted - 1) > 0.01:
+            scaled = "not scaled" if _is_one(attention.scale) else f"scaled by {scale_words(attention, names)}"
             yield Finding(
                 "scale",
-                f"The scores are scaled by {scale_words(attention, names)}, and 1/√head_dim is {wanted:.4g}.",
-                f"head_dim is {names.head_dim}; what q·kᵀ is multiplied by on the way to the softmax was read off the "
-                "run.",
+                f"The scores are {scaled}; expected 1/√{names.head_dim} = {wanted:.4g}.",
+                f"head_dim is {names.head_dim}. The scale is the recorded factor between q·kᵀ and the softmax.",
                 source=attention.score_product.op.source,
                 module=attention.module,
-                fix="divide by math.sqrt(head_dim), once.",
+                fix="Divide by math.sqrt(head_dim) once.",
             )
             return
 
 
 def scale_words(attention: Attention, names: AxisNames) -> str:
-    """Return a scale and what it is of head_dim: `0.125 = 1/√head_dim`."""
+    """Return a scale and its formula: `0.125 = 1/√head_dim`."""
     if not attention.is_dot:
-        return "none is due: the scores are additive"
+        return "not needed: the scores are additive"
     if attention.scale is None:
-        return "no single number"
+        return "not a single number"
     head_dim = max(names.head_dim, 1)
     width = attention.stages["query"].shape[-1] if "query" in attention.stages else 0
-    if math.isclose(attention.scale, 1, rel_tol=1e-3):
-        return "1: none"
+    if _is_one(attention.scale):
+        return "not scaled"
     known = {
         " = 1/√head_dim": head_dim**-0.5,
         " = 1/head_dim": 1 / head_dim,
@@ -74,15 +74,17 @@ def scale_words(attention: Attention, names: AxisNames) -> str:
     return f"{attention.scale:.4g}{next(like, otherwise)}"
 
 
+def _is_one(scale: float) -> bool:
+    return math.isclose(scale, 1, rel_tol=1e-3)
+
+
 def softmax(evidence: Evidence) -> Iterator[Finding]:
-    """Yield where what the values are averaged with does not sum to one over them."""
+    """Yield a fault if the weights of a query do not sum to one over its keys."""
     yield from lone_softmaxes(evidence)
     yield from _softmax(evidence)
 
 
-@partial(
-    of_each_kind, "the weights are no softmax, meet sinks, a mixing matrix or dropout, or the values without a product"
-)
+@partial(of_each_kind, "the weights are not a plain softmax times the values (e.g. sinks, mixed heads, dropout)")
 def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     product = attention.value_product
     drops = any(op.does("draws") for op in attention.weights_path)
@@ -96,38 +98,38 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
         return
     lowest, highest = float(sums.min()), float(sums.max())
     through = [op for op in attention.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
-    proof = f"What meets the values sums to {lowest:.3g} at the least and {highest:.3g} at the most, row by row."
-    sure, at, fix = True, attention.softmax, "softmax over the keys: dim=-1 of scores that are query by key."
+    proof = f"The weights of a query sum to between {lowest:.3g} and {highest:.3g}; expected 1."
+    sure, at, fix = True, attention.softmax, "Apply softmax over the keys: dim=-1 of scores with axes query key."
     if by_query and (attention.over_queries or not attention.weights_changed):
-        sentence = "The softmax runs over the queries: the weights of a query do not sum to one over its keys."
-        proof += " Over the queries they sum to 1."
+        sentence = "The softmax runs over the queries instead of the keys: the weights of a query do not sum to one."
+        proof += " Over the queries, they sum to 1."
     elif through and highest < 1.02 and _is_masked(evidence, attention, through):
         sentence = (
-            "The mask comes after the softmax: what it bars has taken its part of the weight, and the rest does not "
-            "sum to one."
+            "The mask is applied after the softmax: masked keys take a share of the weight, and the rest does not sum "
+            "to one."
         )
-        at, fix = through[-1], "mask the scores with -inf before the softmax."
+        at, fix = through[-1], "Mask the scores with -inf before the softmax."
     elif biased := _biased(evidence, attention):
-        sentence = "A bias is added to the weights, after the softmax: those of a query do not sum to one."
-        at, fix = biased, "add it to the scores, before the softmax."
+        sentence = "A bias is added after the softmax: the weights of a query do not sum to one."
+        at, fix = biased, "Add the bias to the scores before the softmax."
     elif not through and not attention.weights_changed and evidence.content(attention.softmax.output) is not None:
-        axis = "heads or sequences" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
-        sentence = f"The softmax runs over {axis}, not over the keys: the weights of a query do not sum to one."
+        axis = "heads or batch items" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
+        sentence = f"The softmax runs over {axis} instead of the keys: the weights of a query do not sum to one."
     else:
-        sentence = "The weights of a query may be meant not to sum to one: they are changed after the softmax."
+        sentence = "The weights are changed after the softmax and do not sum to one. This may be intended."
         sure, at, fix = False, (through or [attention.softmax])[-1], ""
     yield Finding("softmax", sentence, proof, sure, at.source, fix=fix)
 
 
 def _biased(evidence: Evidence, attention: Attention) -> Op | None:
-    """Return what adds to the weights something that hangs on nothing that was given, as biases of positions do."""
+    """Return the operation that adds to the weights a term independent of the inputs (e.g. a position bias)."""
     graph = evidence.run.graph
     adding = (op for op in attention.weights_path if op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1)
     return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
 
 
 def _sums(weights: Tensor, over: int) -> Tensor:
-    """Return the sums of rows that have keys, those that are finite."""
+    """Return the finite sums of rows that have keys."""
     sums = weights.double().sum(over)
     return sums[sums.isfinite() & (weights != 0).any(over)]
 
@@ -137,7 +139,7 @@ def _are_one(sums: Tensor) -> bool:
 
 
 def _is_masked(evidence: Evidence, attention: Attention, through: list[Op]) -> bool:
-    """Whether one of these operations multiplies by zeros and ones, or fills in zeros, whatever the weights are."""
+    """Return whether an operation multiplies by zeros and ones, or fills in zeros, independently of the weights."""
     recording, weights = evidence.run.recording, attention.softmax.output.id
     masks = [tensor for op in through for tensor in op.inputs if _is_zero_one(evidence.content(tensor))]
     return any(not between(recording, {weights}, mask) for mask in masks)
@@ -148,7 +150,7 @@ def _is_zero_one(value: Tensor | None) -> bool:
 
 
 def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield softmaxes of another softmax: they make no attention."""
+    """Yield softmaxes of the result of another softmax; these form no attention."""
     graph, recording = evidence.run.graph, evidence.run.recording
     turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
     known, lines = {turn.softmax.index for turn in turns}, set[str]()
@@ -158,11 +160,11 @@ def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
             lines.add(op.source)
             yield Finding(
                 "softmax",
-                "The softmax is taken twice: the weights are next to equal, whatever the scores are.",
-                f"What the softmax at {op.source} is taken of was made by another one, at {first.source}.",
+                "The softmax is applied twice: the weights are almost equal, whatever the scores are.",
+                f"The input of the softmax at {op.source} comes from the softmax at {first.source}.",
                 source=op.source,
                 module=op.module,
-                fix="take one of them out.",
+                fix="Remove one of them.",
             )
 
 
@@ -171,27 +173,27 @@ def _passes(op: Op) -> bool:
 
 
 def masking(evidence: Evidence) -> Iterator[Finding]:
-    """Yield masks that leave weight where they mask: scores multiplied by a mask, or filled with a small number."""
+    """Yield masks that leave weight on masked keys: scores multiplied by a mask, or filled with a small number."""
     sight = next(filter(masks_everything, evidence.sights), None)
     if sight is None:
         yield from weak_masks(evidence)
         return
     yield sight.finding(
         "masking",
-        "The mask bars every key to every query: the weights are what they are without scores, or NaN.",
-        f"Of {sight.seen.numel()} pairs of a query and a key not one is left, with the mask that was given.",
-        "turn the mask round, or give it the other way round.",
+        "The mask masks out every key for every query: the weights ignore the scores, or are NaN.",
+        f"With the given mask, all {sight.seen.numel()} pairs of a query and a key are masked out.",
+        "Invert the mask where it is applied, or pass the inverted mask.",
     )
 
 
 def masks_everything(sight: SeenKeys) -> bool:
-    """Return whether a mask leaves no query a key."""
+    """Return whether a mask masks out every key for every query."""
     return sight.masked and not bool(sight.seen.any())
 
 
 @partial(of_each_kind, "")
 def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
-    """Yield masks that leave weight where they mask."""
+    """Yield masks that leave weight on masked keys."""
     weights = evidence.content(attention.softmax.output)
     for op in attention.masks:
         values = [evidence.content(tensor) for tensor in op.inputs]
@@ -202,7 +204,7 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
 
 
 def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> tuple[str, str, str] | None:
-    """Return sentence, evidence and fix of a mask that leaves weight where it masks; None where it does not."""
+    """Return sentence, evidence and fix if a mask leaves weight on masked keys; else None."""
     name = op.base_name.rstrip("_")
     if op.does("fills_where"):
         number = _filled(op, values)
@@ -211,50 +213,50 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
         if number is None or not 0 < abs(number) <= _WEAK or not _weighs(weights, masked):
             return None
         return (
-            f"The mask fills in {number:.3g}, which bars nothing: a barred key keeps a weight like any other.",
-            f"exp({number:.3g}) is {torch.tensor(number).exp():.3g}; a bar is -inf, or -1e9.",
-            "masked_fill(mask, float('-inf')).",
+            f"The mask fills in {number:.3g}, which has no effect: a masked key gets weight like any other.",
+            f"exp({number:.3g}) is {torch.tensor(number).exp():.3g}. A mask needs -inf or -1e9.",
+            "Use masked_fill(mask, float('-inf')).",
         )
     if name == "mul":
         mask = next((v for v in values if v is not None and _is_zero_one(v)), None)
         if mask is None or bool((mask == 1).all()) or not _weighs(weights, mask == 0):
             return None
         return (
-            "The scores are multiplied by the mask: a barred key gets the score 0, not -inf, and keeps its weight.",
+            "The scores are multiplied by the mask: a masked key has score 0 instead of -inf, so it gets weight.",
             f"{int((mask == 0).sum())} of {mask.numel()} factors are 0 before the softmax.",
-            "masked_fill(mask == 0, float('-inf')).",
+            "Use masked_fill(mask == 0, float('-inf')).",
         )
     for value in values if name in ("add", "sub", "baddbmm") else ():
         known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 3 else []
         number = sum(known) if len(known) == 2 and 0.0 in known else 0.0
         if 0 < abs(number) < 1e-3 or number == 1:
-            sentence = f"The mask adds {number:.3g} where it bars, which changes no weight."
+            sentence = f"The mask adds {number:.3g}, which has no effect on the weights."
             if number == 1:
-                sentence = "The mask is added as zeros and ones: it bars nothing, and what it marks gains weight."
-            return sentence, "It is added before the softmax.", ""
+                sentence = "The mask is added as zeros and ones: it masks out no key, and keys with 1 gain weight."
+            return sentence, "The mask is added before the softmax.", ""
     return None
 
 
 def _weighs(weights: Tensor | None, masked: Tensor | None) -> bool:
     if masked is None or weights is None:
         return True
-    with suppress(RuntimeError):  # laid out otherwise
+    with suppress(RuntimeError):  # shapes do not match
         return bool((weights * masked).amax() > 1e-6)
     return True
 
 
 def _filled(op: Op, values: list[Tensor | None]) -> float | None:
-    """Return the number that is put where a mask says; None where it is none."""
+    """Return the constant that a mask fills in; None if it is not a constant."""
     single = [v for v in values if v is not None and v.numel() == 1 and v.dtype != torch.bool]
     numbers = [float(a) for a in op.args[1:] if isinstance(a, (int, float)) and not isinstance(a, bool)]
     return float(single[-1]) if single else numbers[-1] if numbers else None
 
 
 def finite(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first stage that is not finite, or the scores that would not be in float16, or the output."""
+    """Yield the first stage with NaN or infinity, scores that would overflow in float16, or such an output."""
     for name, tensor in tensors_in(evidence.values):
         if tensor.is_floating_point() and "mask" not in name and bool(tensor.isnan().any()):
-            raise NotPossibleError(f"the argument {name} has NaN in it")
+            raise NotPossibleError(f"the argument {name} contains NaN")
     for attention, names in evidence.run.attentions:
         for stage, stage_tensor in attention.stages.items():
             finding = _unfinite(evidence, attention, names, stage, stage_tensor)
@@ -264,8 +266,8 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
     yield from _too_large_for_half(evidence)
     unfinite = int((~evidence.output.isfinite()).sum())
     if unfinite:
-        proof = f"{unfinite} of {evidence.output.numel()} numbers."
-        yield Finding("finite", "The output is not finite, and every stage of attention is.", proof)
+        proof = f"{unfinite} of {evidence.output.numel()} numbers are NaN or infinite."
+        yield Finding("finite", "The output is not finite, although every stage of the attention is.", proof)
 
 
 def _unfinite(
@@ -281,16 +283,16 @@ def _unfinite(
     known = visibility(evidence.run.graph, attention, names) if nan else None
     if known is not None and known.blind:
         row, query = known.blind[0]
-        sentence = f"A query to which no key is left gives NaN, first in {stage}."
-        more = f", and to {len(known.blind) - 1} more" if len(known.blind) > 1 else ""
-        proof = f"Every key is barred to query {query} of row {row}{more}; {nan} of {tensor.numel} numbers are NaN."
-        fix = "leave each query a key, or set the weights of such rows to zero."
+        sentence = f"A query with every key masked out gives NaN, first in {stage}."
+        more = f" (and {len(known.blind) - 1} more)" if len(known.blind) > 1 else ""
+        proof = f"Query {query} of item {row}{more} has every key masked out; {nan} of {tensor.numel} numbers are NaN."
+        fix = "Leave each query a key, or set the weights of fully masked queries to zero."
     elif infinite and tensor.dtype in ("float16", "bfloat16") and stage == "scores":
         sentence = f"The {stage} overflow in {tensor.dtype}: {infinite} of {tensor.numel} are infinite."
         proof, fix = f"The largest number of this dtype is {torch.finfo(value.dtype).max:.3g}.", _SMALLER_SCORES
     else:
         sentence = (
-            f"{stage} is the first stage that is not finite: {nan} NaN and {infinite} infinite of {tensor.numel}."
+            f"{stage} is the first stage that is not finite: {nan} of {tensor.numel} are NaN, {infinite} infinite."
         )
         proof, fix = "Every argument is finite.", ""
     return Finding("finite", sentence, proof, source=evidence.line_of(tensor), module=attention.module, fix=fix)
@@ -298,7 +300,7 @@ def _unfinite(
 
 @partial(of_each_kind, "")
 def _too_large_for_half(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
-    """Yield products of queries and keys that float16 has no number for."""
+    """Yield products of queries and keys that are too large for float16."""
     op, largest = attention.score_product.op, torch.finfo(torch.float16).max
     value = evidence.content(op.output)
     if value is None or value.dtype not in (torch.float32, torch.float64) or not value.numel():

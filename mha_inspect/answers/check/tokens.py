@@ -1,7 +1,7 @@
-"""Follow one token through the steps of a recorded attention: change it in a stage, and compute what comes of it again.
+"""Follow one token through a recorded attention: change it in one stage, and recompute a later stage.
 
-Nothing is run but the few operations between two stages, on the numbers that the recording kept. So it is known which
-token each row of a product holds, whatever moves, norms and rotations stand in between.
+Only the operations between two stages run, on recorded tensors. The result shows which token each row of a product
+contains, whatever reshapes, norms and rotations are in between.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from ...text import listed
 from .evidence import Evidence, NotPossibleError
 
 Row = tuple[int, int]
-"""Group (what the product counts as batch: sequences and heads) and row in it."""
+"""Index in the batch dimensions of a product (batch items and heads), and row in that batch."""
 Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
-"""Yields what is wrong with one attention."""
+"""Yields the faults of one attention."""
 SIDES = ("query", "key", "value")
 _MOST = 64
-"""Pieces of a projection that are followed."""
+"""The largest number of slices of a projection to follow."""
 
 
 class LostError(Exception):
-    """What is asked of an attention cannot be told: a tensor cannot be computed again, say."""
+    """A property of an attention cannot be determined, e.g. because a tensor cannot be recomputed."""
 
 
 def kinds(run: Run) -> list[tuple[Attention, AxisNames, int]]:
-    """Return each kind of attention once, by its lines and shapes, with how many there are."""
+    """Return one attention for each combination of lines and shapes, with the number of equal ones."""
     groups: dict[tuple[object, ...], list[tuple[Attention, AxisNames]]] = defaultdict(list)
     for attention, names in run.attentions:
         ops = (attention.score_product.op, attention.value_product.op)
@@ -52,10 +52,10 @@ def kinds(run: Run) -> list[tuple[Attention, AxisNames, int]]:
 
 
 def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Finding]]:
-    """Make a check of a function that judges one attention, and raises `LostError` where it cannot be told.
+    """Build a check from a function that judges one attention and raises `LostError` if it cannot.
 
-    The check yields what it finds in each kind of attention, with its module, and how many attentions have it. Raises
-    `NotPossibleError`, saying what is `without`, where it can be told of none; unless nothing is said of that.
+    The check yields the findings of each kind of attention, with its module and the number of equal attentions. If no
+    attention could be judged, it raises `NotPossibleError` with the reason `without`, or passes if that is empty.
     """
 
     @wraps(judge)
@@ -65,7 +65,7 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
             with suppress(LostError):
                 findings = list(judge(evidence, attention, names))
                 is_known = True
-                more = f" The same in {count} attentions." if count > 1 else ""
+                more = f" {count} attentions share this code." if count > 1 else ""
                 for finding in findings:
                     yield replace(finding, module=attention.module, evidence=finding.evidence + more)
         if not is_known:
@@ -75,7 +75,7 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
 
 
 def content_of(evidence: Evidence, tensor: TensorRef) -> Tensor:
-    """Return the content of a recorded tensor. Raises `LostError` where it was not kept."""
+    """Return the value of a recorded tensor. Raise `LostError` if it was not kept."""
     value = evidence.content(tensor)
     if value is None:
         raise LostError
@@ -83,19 +83,19 @@ def content_of(evidence: Evidence, tensor: TensorRef) -> Tensor:
 
 
 def again(evidence: Evidence, source: TensorRef, value: Tensor, target: TensorRef) -> Tensor:
-    """Return the content of a tensor where another is as given. Raises `LostError` where it cannot be computed."""
+    """Return the value of `target` if `source` had this value. Raise `LostError` if it cannot be computed."""
     known = {source.id: value}
     for op in between(evidence.run.recording, {source.id}, target):
 
         def content(tensor: TensorRef, op: Op = op) -> Tensor:
             value = known[tensor.id] if tensor.id in known else content_of(evidence, tensor)
-            return value.clone() if op.kind == "write" else value  # written into once, in the run
+            return value.clone() if op.kind == "write" else value  # the recorded tensor must not be overwritten
 
         try:
             with torch.no_grad():
                 results = zip(op.outputs, _results(op, content), strict=False)
                 known.update({tensor.id: result for tensor, result in results if tensor.id != source.id})
-        except Exception as error:  # whatever an operation that is called from outside may raise
+        except Exception as error:  # an operation may raise anything when called directly
             raise LostError from error
     if target.id not in known:
         raise LostError
@@ -103,9 +103,9 @@ def again(evidence: Evidence, source: TensorRef, value: Tensor, target: TensorRe
 
 
 def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
-    """Run an operation once more; return what came out. Raises `LostError` where its shape is another."""
+    """Run an operation again and return its outputs. Raise `LostError` if their shapes differ."""
     if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
-        # What was changed may lie otherwise in memory than what ran.
+        # The changed tensor may have another memory layout than the recorded one.
         return [content(op.inputs[0]).reshape(op.output.shape)]
 
     def argument(value: Any) -> Any:
@@ -126,7 +126,7 @@ def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
 
 
 def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
-    """Return the operations that a tensor hangs on and that hang on one of the sources, in order."""
+    """Return the operations on the paths from sources to a tensor, in order."""
     needed: dict[int, Op] = {}
     queue = [target]
     while queue:
@@ -140,8 +140,8 @@ def between(recording: Recording, sources: set[int], target: TensorRef) -> list[
     return [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)] if target.id in reached else []
 
 
-def _moved_by(evidence: Evidence, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
-    """Return which numbers of a tensor are others where those that are marked in another tensor are."""
+def _changed_by(evidence: Evidence, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
+    """Return which elements of `target` change when the marked elements of `source` change."""
     value = content_of(evidence, source)
     base = again(evidence, source, value, target)
     other = again(evidence, source, torch.where(marks, value + 1 + value.abs(), value), target)
@@ -149,10 +149,10 @@ def _moved_by(evidence: Evidence, source: TensorRef, marks: Tensor, target: Tens
 
 
 class Factor:
-    """The query, key or value of an attention from its projection to the product: which token is which row there."""
+    """The query, key or value of an attention, from its projection to the product: maps tokens to rows."""
 
     def __init__(self, evidence: Evidence, attention: Attention, names: AxisNames, side: str) -> None:
-        """Take a side. Raises `LostError` without a projection of tokens, or a product of matrices."""
+        """Take one side. Raise `LostError` without a projection of tokens or a matrix product."""
         product = attention.value_product if side == "value" else attention.score_product
         source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
         projection = attention.projections.get(side)
@@ -161,29 +161,29 @@ class Factor:
             raise LostError
         left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[side]
         self.evidence, self.source, self.target = evidence, source, product.left if left else product.right
-        # The contracted dimension is the last of the left factor: of keys that are averaged over it is the positions.
+        # The contracted dimension is the last of the left factor; in the value product it counts positions.
         self.rows = -2 if left != (side == "value") else -1
-        """The dimension of the target that counts positions."""
+        """The position dimension of the target."""
         self.width = max(names.head_dim, 1)
-        """Features of a head."""
+        """The number of features per head."""
         self.tokens = source.shape[:-1]
 
     def token(self, number: int) -> tuple[int, ...]:
-        """Return the index of a token by its number."""
+        """Return the index of a token from its flat number."""
         return tuple(int(place) for place in np.unravel_index(number, self.tokens))
 
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
-        """Return the rows that move where features of a token are others."""
+        """Return the rows that change when features of a token change."""
         marks = torch.zeros(self.source.shape, dtype=torch.bool)
         marks[token][start:stop] = True
         marks = marks.to(content_of(self.evidence, self.source).device)
-        by_row = _moved_by(self.evidence, self.source, marks, self.target).any(dim=-1 if self.rows == -2 else -2)
+        by_row = _changed_by(self.evidence, self.source, marks, self.target).any(dim=-1 if self.rows == -2 else -2)
         return {(group, row) for group, row in by_row.reshape(-1, by_row.shape[-1]).nonzero().tolist()}
 
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
-        """Return where each piece of a token's features begins that reaches the target, and the rows that it is in.
+        """Return the first feature of each slice of a token that reaches the target, with the rows that contain it.
 
-        A piece is as wide as a head, were those side by side; those of several projections are among them.
+        A slice is as wide as a head; a packed projection gives the slices of query, key and value.
         """
         features = self.source.shape[-1]
         starts = range(0, features, self.width) if features <= _MOST * self.width else ()
@@ -191,36 +191,37 @@ class Factor:
         return {start: rows for start, rows in reached.items() if rows}
 
 
-@partial(of_each_kind, "no projection leads to the products by steps that can be computed again")
+@partial(of_each_kind, "the steps from a projection to the products could not be recomputed")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
-    """Yield where heads are split or merged so that tokens are mixed."""
+    """Yield a fault if splitting or merging heads mixes tokens."""
     split: dict[str, dict[str, str]] = defaultdict(dict)
     shared: dict[str, int] = {}
     for side in ("key", "value", "query"):
         try:
             factor = Factor(evidence, attention, names, side)
-            pieces = factor.by_piece(factor.token(1 if prod(factor.tokens) > 1 else 0))
+            token = factor.token(1 if prod(factor.tokens) > 1 else 0)
+            pieces = factor.by_piece(token)
         except LostError:
             continue
         shared[side] = len(pieces)
         apart = _apart(pieces)
         if apart is None or (side == "query" and 0 < (shared.get("key") or shared.get("value", 0)) < len(pieces)):
-            continue  # beside a key head that they share, query heads may stand in the rows of one product
+            continue  # query heads that share a key head may be rows of one product
         start, other, group, row, other_row = apart
         end = factor.width - 1
         split[_splitting(evidence, factor) or attention.score_product.op.source][side] = (
-            f"Changed in one token of {side[0]}_proj: features {start}–{start + end} are position {row} of head "
-            f"{group}, features {other}–{other + end} position {other_row} of the same head."
+            f"{side[0]}_proj features {start}–{start + end} of token {list(token)} end up at position {row} of head "
+            f"{group}, features {other}–{other + end} at position {other_row}."
         )
     for source, proofs in split.items():
         sides = [side for side in SIDES if side in proofs]
         yield Finding(
             "heads",
-            f"The heads of the {listed(sides)} are split without transposing: pieces of one token stand where "
-            "positions of one head belong, so a head attends within a few tokens alone.",
+            f"The heads of the {listed(sides)} are split without transpose. view() puts parts of one token into "
+            "different positions of a head, so each head sees only a few tokens.",
             proofs[sides[0]],
             source=source,
-            fix="view(batch, positions, heads, head_dim), then transpose(1, 2).",
+            fix="Use view(batch, positions, heads, head_dim), then transpose(1, 2).",
         )
     if not split:
         try:
@@ -231,11 +232,11 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
 
 
 def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None:
-    """Return two pieces of one token that are two rows of one group; None where there are none."""
+    """Return two slices of one token that are different rows of one group; None if there are none."""
     first: dict[int, tuple[int, int]] = {}
     for start, rows in pieces.items():
         if len({row for _, row in rows}) > 1:
-            return None  # neighbours are mixed on purpose, as by a convolution
+            return None  # neighbours are mixed on purpose, e.g. by a convolution
         for group, row in rows:
             begin, known = first.setdefault(group, (start, row))
             if known != row:
@@ -244,7 +245,7 @@ def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None
 
 
 def _splitting(evidence: Evidence, factor: Factor) -> str:
-    """Return the line of the view that splits the heads; empty where there is none."""
+    """Return the line of the view that splits the heads; empty if none was found."""
     tensor, source = factor.target, ""
     while (op := evidence.run.recording.producer(tensor)) is not None and tensor.id != factor.source.id and op.inputs:
         if op.kind == "view" and len(op.output.shape) > len(op.inputs[0].shape):
@@ -254,9 +255,9 @@ def _splitting(evidence: Evidence, factor: Factor) -> str:
 
 
 def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
-    """Yield what is wrong with the rows of concat, each of which should have the numbers of one token.
+    """Yield a fault if a row of concat mixes tokens, or belongs to another token.
 
-    Raises `LostError` where that cannot be told.
+    Raises `LostError` if that cannot be determined.
     """
     factor = Factor(evidence, attention, names, "query")
     concat = attention.stages.get("concat")
@@ -267,43 +268,43 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     for token in map(factor.token, sorted({0, 1, total // 2, total - 1} & set(range(total)))):
         rows = factor.changed(token)
         if len(rows) > names.num_heads:
-            raise LostError  # a token is in several rows of a head on purpose, as with windows that overlap
+            raise LostError  # a token is in several rows of a head on purpose, e.g. in overlapping windows
         spread = _tokens_of_concat(evidence, attention, rows)
-        proof = f"The context of the query at {list(token)} was changed"
+        proof = f"Changing the context of query {list(token)}"
         if len(spread) > 1:
             sentence = (
-                f"The heads are merged without transposing: the context of one query is spread over {len(spread)} "
-                "tokens of concat, each of which holds numbers of several queries."
+                f"The heads are merged without transpose: the context of one query is spread over {len(spread)} tokens "
+                "of concat, and each of them mixes several queries."
             )
             more = ", …" if len(spread) > 4 else ""
-            proof += f" in all heads, and concat moved at {', '.join(map(str, spread[:4]))}{more}."
+            proof += f" in all heads changes concat at {', '.join(map(str, spread[:4]))}{more}."
         elif comparable and spread and tuple(spread[0]) != token:
-            sentence = "The context comes out at another token than the one that asked: queries change places."
-            proof += f", and concat moved at {spread[0]}."
+            sentence = "The context of a query ends up at another token."
+            proof += f" changes concat at {spread[0]}."
         else:
             continue
-        fix = "transpose(1, 2) before the heads are put side by side."
+        fix = "Use transpose(1, 2) before merging the heads."
         yield Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
         return
 
 
 def _tokens_of_concat(evidence: Evidence, attention: Attention, rows: Iterable[Row]) -> list[list[int]]:
-    """Return the tokens of concat that move where these rows of the context are others, in order."""
+    """Return the tokens of concat that change when these rows of the context change, in order."""
     context, scores = attention.value_product.op.output, attention.score_product.op.output.shape
     *batch, left, right = context.shape
     queries = right if attention.value_first else left
     if prod(scores[:-2]) != prod(batch) or scores[-1 if attention.key_first else -2] != queries:
-        raise LostError  # chunks that overlap: a row of the one product is none of the other
+        raise LostError  # overlapping chunks: rows of the two products do not match
     marks = torch.zeros(prod(batch), queries, dtype=torch.bool, device=content_of(evidence, context).device)
     for row in rows:
         marks[row] = True
     marks = marks.view(*batch, queries).unsqueeze(-2 if attention.value_first else -1)
-    return _moved_by(evidence, context, marks, attention.stages["concat"]).any(-1).nonzero().tolist()
+    return _changed_by(evidence, context, marks, attention.stages["concat"]).any(-1).nonzero().tolist()
 
 
-@partial(of_each_kind, "no key heads are shared, or it cannot be told which")
+@partial(of_each_kind, "no shared key heads were found")
 def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
-    """Yield where shared key heads are given to other query heads than those of their group."""
+    """Yield a fault if query heads use a shared key head of another group."""
     if names.num_kv_heads == 1 and names.num_heads == 1:
         raise LostError
     query, key, value = (_heads_read(Factor(evidence, attention, names, side)) for side in SIDES)
@@ -314,31 +315,31 @@ def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     order = sorted(query, key=query.__getitem__)
     reads, each = [key[group] for group in order], heads // kv
     means, tiled = [place // each for place in range(heads)], [place % kv for place in range(heads)]
-    reading = f"Query heads 0–{heads - 1} read key heads {', '.join(map(str, reads))}"
+    reading = f"Query heads 0–{heads - 1} use key heads {', '.join(map(str, reads))}"
     if [value[group] for group in order] != reads:
         yield Finding(
             "grouped",
-            "A query head takes its values from another head than its keys.",
+            "A query head uses different heads for its keys and its values.",
             f"{reading}, and value heads {', '.join(str(value[group]) for group in order)}.",
             source=attention.value_product.op.source,
         )
     elif reads != means:
         yield Finding(
             "grouped",
-            "The shared key heads are repeated in the wrong order: "
-            + ("one after the other (repeat, expand in front)" if reads == tiled else "in an order of its own")
-            + f", so query head 1 reads key head {reads[1]}, and a group of {each} neighbours should share one. "
-            "Weights that were trained as Llama's or torch's are met by the wrong heads.",
-            f"{reading}; in groups it is {', '.join(map(str, means))}.",
+            "The shared key heads are repeated in the wrong order"
+            + (" (repeat, or expand before the heads)" if reads == tiled else "")
+            + f": query head 1 uses key head {reads[1]}, but {each} neighbours should share one. "
+            "Weights trained as in Llama or torch meet the wrong heads.",
+            f"{reading}; expected {', '.join(map(str, means))}.",
             source=attention.score_product.op.source,
-            fix="repeat_interleave(group, dim=1), or expand behind the heads.",
+            fix="Use repeat_interleave(group, dim=1), or expand after the heads.",
         )
 
 
 def _heads_read(factor: Factor) -> dict[int, int]:
-    """Return for each group of the product the head of a projection that it reads, by one token.
+    """Return the projection head that each group of the product uses, found with one token.
 
-    Raises `LostError` where that is not one each.
+    Raises `LostError` if a group uses several heads.
     """
     rows = [(group, place) for place, rows in enumerate(factor.by_piece(factor.token(0)).values()) for group, _ in rows]
     if len(dict(rows)) < len(rows):

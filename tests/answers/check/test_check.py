@@ -152,7 +152,7 @@ def test_the_facts_say_scale_sight_and_masks() -> None:
         "■■■■······",
         "·■■■■·····",
     )
-    assert "1: none" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
+    assert "not scaled" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
 
 
 def test_a_head_counts_as_its_context_does() -> None:
@@ -262,11 +262,11 @@ def test_one_recording_is_enough_for_what_it_shows() -> None:
 
 def test_bad_input_says_what_there_is() -> None:
     x = torch.randn(B, N, E)
-    with pytest.raises(InputError, match=r"no attention to check: .* saw 2 products \(addmm"):
+    with pytest.raises(InputError, match=r"no attention to check: .* computes 2 products \(addmm"):
         mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
-    with pytest.raises(InputError, match=r"msk is no argument of Padded.forward, which takes x, mask"):
+    with pytest.raises(InputError, match=r"Padded\.forward has no argument msk\. It takes x, mask"):
         mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
-    with pytest.raises(SpecError, match="headz is no check"):
+    with pytest.raises(SpecError, match="no check headz"):
         mha_inspect.check(Right(), x, only=["headz"])
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         mha_inspect.check(len, x)
@@ -277,8 +277,8 @@ def test_on_meta_what_needs_numbers_is_left_out() -> None:
         Right().to("meta"), torch.randn(B, N, E, device="meta"), intent=Intent(scale="sqrt_head_dim")
     )
     reasons = {out.check: out.reason for out in report.left_out}
-    assert "gets a gradient" in reasons["parameters"]
-    assert "every projection is read, once" in [one.sentence for one in report.held]
+    assert "gradients cannot be computed" in reasons["parameters"]
+    assert "every projection is used once" in [one.sentence for one in report.held]
     assert "meta" in reasons["heads"]
     assert {held.check for held in report.held} == {"scale", "parameters"}
     assert report.runs == 1
@@ -297,7 +297,7 @@ def test_a_forward_that_raises_under_another_input_is_told() -> None:
     report = mha_inspect.check(Refuses(), x)
     assert report.ok
     reasons = {out.check: out.reason for out in report.left_out}
-    assert reasons["batch"] == "the forward raises under a changed input: ValueError: not this one"
+    assert reasons["batch"] == "the forward raises when an input is changed: ValueError: not this one"
 
 
 def test_the_assertion_tells_the_fix() -> None:
@@ -341,25 +341,25 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--causal")
     assert code == 1
     assert "model.py:15" in out
-    assert "by one: the mask begins a diagonal too late" in out
+    assert "one future token: the causal mask starts one diagonal too late" in out
     code, out, _ = invoke("check", target, *sizes, "--mask", "mask=ignore", "--only", "padding", "--format", "json")
     assert code == 1
     assert [finding["check"] for finding in json.loads(out)["findings"]] == ["padding"]
     trusted = f"{tmp_path / 'model.py'}:Trusted"
     assert invoke("check", target, *sizes, "--reference", trusted)[0] == 0
     code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--reference", trusted, "--only", "reference")
-    assert (code, "the first that differs is masked_scores of attention 1" in out) == (1, True)
+    assert (code, "the first difference is in masked_scores of attention 1" in out) == (1, True)
     code, _, err = invoke("check", target, *sizes, "--mask", "maks=keep")
-    assert (code, "maks is no argument of Model.forward, which takes x, mask" in err) == (2, True)
+    assert (code, "Model.forward has no argument maks. It takes x, mask" in err) == (2, True)
 
 
 @pytest.mark.parametrize(
     ("line", "told"),
     [
         ("--window 0", "window 0 is too small"),
-        ("--batch-axis 7", "batch_axis 7 is not known: 0, 1"),
-        ("--only heads --skip heads", "leave no check to make"),
-        ("--only head", "head is no check"),
+        ("--batch-axis 7", "batch_axis 7 is unknown. Use 0 or 1."),
+        ("--only heads --skip heads", "exclude every check"),
+        ("--only head", "no check head."),
         ("--mask mask=yes", "NAME=keep or NAME=ignore"),
     ],
 )
@@ -370,7 +370,7 @@ def test_what_cannot_be_meant_is_refused(line: str, told: str, invoke: Callable[
 
 @pytest.mark.parametrize("said", [{"padding_side": "middle"}, {"padding_true": "kept"}, {"scale": "1/8"}])
 def test_words_that_are_not_known_cannot_be_meant(said: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=f"{next(iter(said))} .* is not known"):
+    with pytest.raises(SpecError, match=f"{next(iter(said))} .* is unknown"):
         Intent(**said)
 
 
@@ -410,6 +410,6 @@ def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: i
     assert {held.check for held in report.held} >= {"parameters", "training"}
 
 
-def test_a_key_behind_its_query_is_said_to_be_behind() -> None:
+def test_a_future_key_is_said_to_be_ahead() -> None:
     (finding,) = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(window=2)).findings
-    assert finding.evidence == "Query 0 gives weight to key 2, 2 behind it."
+    assert finding.evidence == "Query 0 gives weight to key 2, 2 positions ahead."
