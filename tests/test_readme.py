@@ -73,7 +73,7 @@ def test_transcript(command: str, invoke, request: pytest.FixtureRequest) -> Non
 def test_command_without_a_transcript(command: str, invoke) -> None:
     if " hf:" in command:
         pytest.importorskip("transformers")
-    code, out, err = invoke(*shlex.split(command)[1:])
+    code, out, err = invoke(*shlex.split(command, comments=True)[1:])
     assert code == 0, err
     assert out
 

@@ -86,8 +86,8 @@ def _lines(block: Block) -> Iterator[str]:
     if isinstance(block, Table):
         lines = [[c.title for c in block.columns], *([cell.full or "-" for cell in row] for row in block.rows)]
         yield from _aligned(lines, [column.align == "right" for column in block.columns])
-        if block.legend:
-            yield block.legend
+        if legend := block.explained():
+            yield legend
     elif isinstance(block, Facts):
         yield from _aligned(block.items, (False, False))
     elif isinstance(block, Paragraph):

@@ -78,8 +78,8 @@ def _table(table: Table) -> Iterator[str]:
     yield f'<div class="scroll"><table>\n<thead><tr>{"".join(heads)}</tr></thead>'
     yield "\n".join(["<tbody>", *body, "</tbody>"] + (["<tfoot>", *foot, "</tfoot>"] if foot else []))
     yield "</table></div>"
-    if table.legend:
-        yield _element("p", escape(table.legend), "muted")
+    if legend := table.explained():
+        yield _element("p", escape(legend), "muted")
 
 
 def _field(cell: Cell, usual: Tone, names: str) -> str:

@@ -61,6 +61,8 @@ class Column:
     """Title of the column under whose text this one is put, as a second line, before anything is dropped."""
     optional: bool = False
     """True: the column is dropped if every field is empty."""
+    legend: str = ""
+    """Explains its words under the table."""
     after: str | None = None
     """If given, a field is shown only where it differs from the row above; the first row is compared with this."""
 
@@ -75,6 +77,11 @@ class Table:
     """The meaning of the marks after its fields."""
     total: bool = False
     """Whether the last row sums up the others."""
+
+    def explained(self, places: Iterable[int] | None = None) -> str:
+        """Return the legend and the explanations of the columns at these places, by default of all; may be empty."""
+        columns = self.columns if places is None else [self.columns[place] for place in places]
+        return "; ".join(filter(None, (self.legend, *(column.legend for column in columns))))
 
 
 @dataclass(frozen=True)

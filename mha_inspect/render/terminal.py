@@ -115,7 +115,7 @@ def _block(block: Block, width: int, *, airy: bool) -> Iterator[RenderableType]:
         fit = _fitted(_brief(block) if width < FULL_WIDTH else block, width)
         yield _rows(fit, ruled=airy)
         dropped = f"Not shown at this width: {', '.join(fit.dropped)}." if fit.dropped else ""
-        if under := ". ".join(filter(None, (block.legend, dropped))):
+        if under := ". ".join(filter(None, (block.explained(fit.widths), dropped))):
             yield Text(under, STYLES["muted"])
     elif isinstance(block, Facts):
         # Sentences wrap beside their labels.

@@ -16,6 +16,7 @@ LEGENDS = {
     "°": "too large to compute: only its shape is known",
 }
 """The meaning of the signs after the name of a stage."""
+MEMORY = "view: shares memory with the stage before; copy: moved to new memory, as PyTorch's code does there"
 
 
 def trace_page(trace: Trace) -> Page:
@@ -182,7 +183,7 @@ def _stages(stages: tuple[Stage, ...], dtype: str) -> Table:
         dtypes(dtype),
         Column("bytes", lambda stage: text.byte_size(stage.nbytes), "right", "muted", wide=True, drop=2),
         Column("FLOPs", lambda stage: text.flops(stage.flops), "right", "muted", wide=True, drop=3),
-        Column("memory", _moved, tone="muted", wide=True, drop=1, optional=True),
+        Column("memory", _moved, tone="muted", wide=True, drop=1, optional=True, legend=MEMORY),
     ]
     marks = set("".join(map(mark, stages)))
     return table(stages, columns, legend="; ".join(f"{sign} {said}" for sign, said in LEGENDS.items() if sign in marks))
