@@ -1,4 +1,4 @@
-"""Which tensors of a checkpoint belong to which attention, by their names, and where in them each head lies."""
+"""Find which tensors of a checkpoint belong to which attention, by their names, and the rows of each head."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LETTERS = {
 _WORDS = {word: letters for letters, words in _LETTERS.items() for word in words.split()}
 _NAME = re.compile(r"(?:(?P<owner>.*)\.)?(?P<word>(?:to_out\.0|[^.]+?))[._](?P<kind>weight|bias)")
 _LATENT = "kv_a_proj_with_mqa"
-"""What makes the keys and values narrower, with a key of positions that all heads share."""
+"""The projection to latent keys and values, with one position key that all heads share."""
 _NO_HEAD = ": it belongs to no head"
 _NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "scales the queries after their projection"),
@@ -39,36 +39,36 @@ _BESIDE = {
     _LATENT: f"a projection to something narrower, on the way to the keys and values{_NO_HEAD}",
     "kv_a_layernorm": f"scales what is on the way to the keys and values, before they are projected{_NO_HEAD}",
 }
-"""What a tensor does beside the projections, by its name."""
+"""Tensor name to its purpose, for tensors other than the projections."""
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     *("encoder_attention_heads", "decoder_attention_heads"),
 )
 _WIDTH = ("hidden_size", "n_embd", "d_model", "embed_dim", "dim")
 _GROUPED = frozenset({"gpt_neox", "gpt_neox_japanese", "bloom", "persimmon", "falcon", "internlm2", "deberta"})
-"""Types of config whose packed projection lies group by group: the queries of a key, that key, its value."""
+"""Config types whose packed projection is group by group: a key's queries, the key, its value."""
 _SIDE_BY_SIDE = frozenset({"gpt2", "phi3", "mpt", "dbrx", "modernbert", "qwen", "baichuan", "nomic_bert", "glm"})
-"""Types of config whose packed projection lies part by part."""
+"""Config types whose packed projection is part by part."""
 _UNCERTAIN = frozenset({"query_key_value", "wqkv"})
-"""Words under which some pack head by head, and others not."""
+"""Words that name a tensor packed head by head in some models, and part by part in others."""
 _WAYS = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}
 
 
 @dataclass(frozen=True)
 class Role:
-    """What a tensor is for."""
+    """The purpose of a tensor."""
 
     axes: str
     text: str
     heads: tuple[HeadSlice, ...] = ()
-    """Which rows and columns belong to each head; empty where their number or the packing is not known."""
+    """The rows and columns of each head; empty if the number of heads or the packing is unknown."""
     axis: int = 0
-    """The dimension of the features of heads."""
+    """The dimension that has the features of the heads."""
 
 
 @dataclass(frozen=True)
 class NamedAttention:
-    """An attention, and what each of its tensors is for."""
+    """An attention, and the purpose of each of its tensors."""
 
     stored: StoredAttention
     roles: dict[str, Role]
@@ -77,23 +77,23 @@ class NamedAttention:
 class _Tensor(NamedTuple):
     name: str
     word: str
-    """What it is called in its module."""
+    """The name of the tensor in its module."""
     shape: tuple[int, ...]
 
 
 @dataclass
 class _Owner:
-    """What lies in one module: an attention, where its names are those of projections."""
+    """The tensors of one module: an attention, if their names are those of projections."""
 
     path: str
     parts: dict[str, _Tensor] = field(default_factory=dict)
-    """By `W_q`, `b_qkv`."""
+    """Tensors by part, e.g. `W_q`, `b_qkv`."""
     beside: dict[str, str] = field(default_factory=dict)
-    """Names of other tensors, to what they do."""
+    """Name to purpose, for the other tensors."""
     head_dim: int | None = None
-    """Where a norm of a head's features tells it."""
+    """Features of a head, if a norm of a head's features gives them; otherwise None."""
     latent: int | None = None
-    """Features of latent keys and values, with a key of positions that all heads share."""
+    """Features of latent keys and values, with the shared position key; None without latents."""
 
     @property
     def is_whole(self) -> bool:
@@ -102,22 +102,22 @@ class _Owner:
         return "W_qkv" in self.parts or ("W_q" in self.parts and has_keys)
 
     def axis(self, part: str) -> int:
-        """Return the dimension of the features of all heads. Weights of GPT-2's Conv1D are `in out`."""
+        """Return the dimension that has the features of all heads. Weights of GPT-2's Conv1D are `in out`."""
         packed = self.parts.get("W_qkv")
         across = packed is not None and packed.word == "c_attn" and packed.shape[1] > packed.shape[0]
         return int(part[0] == "W" and (part == "W_o") != across)
 
     def width(self, part: str) -> int:
-        """Return the features of all heads together; 0 for a part that it has not."""
+        """Return the features of all heads together; 0 for a missing part."""
         return self.parts[part].shape[self.axis(part)] if part in self.parts else 0
 
 
 def find_attentions(
     tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], asked: int | None
 ) -> list[NamedAttention]:
-    """Return the attentions in the order of their layers.
+    """Return the attentions in the order of their layers; empty if there are none.
 
-    Head counts are those that config.json names, or the one that somebody has `asked` for, where it fits.
+    The number of heads is `asked` if it fits, otherwise the number in config.json if that fits.
     """
     owners: dict[str, _Owner] = {}
     for name, match in ((name, _NAME.fullmatch(name)) for name in tensors):
@@ -126,7 +126,7 @@ def find_attentions(
             _add(owner, _Tensor(name, match["word"], tensors[name].shape), "W" if match["kind"] == "weight" else "b")
     for path, owner in owners.items():
         around, _, last = path.rpartition(".")
-        if last in ("self", "attention") and owner.is_whole and "W_o" not in owner.parts:  # as BERT has it
+        if last in ("self", "attention") and owner.is_whole and "W_o" not in owner.parts:  # as in BERT
             output = owners.get(f"{around}.output", owner).parts
             owner.parts |= {part: output[part] for part in ("W_o", "b_o") if part in output}
     widths = [(owner, _widths(owner)) for owner in owners.values() if owner.is_whole]
@@ -134,7 +134,7 @@ def find_attentions(
 
 
 def _add(owner: _Owner, tensor: _Tensor, kind: str) -> None:
-    """Add a tensor of which the name tells what it is."""
+    """Add a tensor to its owner, if its name is known."""
     word = tensor.word.casefold()
     if word in _BESIDE:
         owner.beside[tensor.name] = _BESIDE[word]
@@ -147,14 +147,14 @@ def _add(owner: _Owner, tensor: _Tensor, kind: str) -> None:
 
 
 def _widths(owner: _Owner) -> dict[str, int]:
-    """Return the features of all heads together: of q, k and v, and those that W_o takes in; 0 where nothing tells."""
+    """Return the features of all heads together, for q, k, v and the input of W_o; 0 if unknown."""
     query, out, packed = owner.width("W_q"), owner.width("W_o"), owner.width("W_kv")
     key, value = owner.width("W_k"), owner.width("W_v")
     if "W_qkv" in owner.parts:
         query = out or owner.width("W_qkv") // 3
         packed = owner.width("W_qkv") - query
     if packed:
-        # Latent keys are wider than values, by what they have of positions.
+        # Latent keys are wider than values by their position features.
         value = out if owner.latent is not None else packed // 2 if packed % 2 == 0 else 0
         key = packed - value
     return {"q": query, "k": key, "v": value, "o": out or query}
@@ -163,12 +163,12 @@ def _widths(owner: _Owner) -> dict[str, int]:
 def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any], asked: int | None) -> NamedAttention:
     fits = fitting_counts(*widths.values(), owner.head_dim)
     if owner.latent is not None and "W_kv" in owner.parts:
-        # A query is as wide as its key: the head's own part, and the part for positions, which all heads share.
+        # A query is as wide as its key: the head's own part, and the position part that all heads share.
         shared = owner.latent - owner.parts["W_kv"].shape[1]
         count, rest = divmod(widths["q"] - widths["k"], shared) if shared > 0 else (0, 0)
         fits = (count,) if count > 0 and not (rest or any(widths[letter] % count for letter in "qkv")) else ()
-    known = (asked, *_of_config(config, owner, widths["q"]))
-    heads = next((n for n in known if n in fits), fits[0] if len(fits) == 1 else None)
+    candidates = (asked, *_of_config(config, owner, widths["q"]))
+    heads = next((n for n in candidates if n in fits), fits[0] if len(fits) == 1 else None)
     head_dim = None if heads is None else widths["q"] // heads
     kv_heads = heads if owner.latent is not None or head_dim is None else widths["k"] // head_dim
     roles = {}
@@ -185,7 +185,7 @@ def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any],
 
 
 def _of_config(config: Mapping[str, Any], owner: _Owner, width: int) -> list[int]:
-    """Return the numbers of heads in a config, and in the configs in it, for an attention of this width and name."""
+    """Return the numbers of heads in a config and its inner configs, for an attention of this width and name."""
     configs = {key: inner for key, inner in config.items() if key.endswith("_config") and isinstance(inner, dict)}
     query = owner.parts["W_q" if "W_q" in owner.parts else "W_qkv"].shape
     counts: list[tuple[bool, int]] = []
@@ -201,7 +201,7 @@ def _of_config(config: Mapping[str, Any], owner: _Owner, width: int) -> list[int
 
 
 def _is_by_group(word: str, config: Mapping[str, Any]) -> bool | None:
-    """Return whether several parts lie head by head, or group by group, in one tensor; None where nothing tells."""
+    """Return whether the parts of one tensor are interleaved by head or group; None if it could not be determined."""
     kind = str(config.get("model_type", ""))
     if kind in _SIDE_BY_SIDE:
         return False
@@ -213,7 +213,7 @@ def _is_by_group(word: str, config: Mapping[str, Any]) -> bool | None:
 
 
 class _Layout(NamedTuple):
-    """How the heads of one part, or of several, lie in a tensor."""
+    """The order of heads in a tensor of one part or several."""
 
     owner: _Owner
     part: str
@@ -223,17 +223,17 @@ class _Layout(NamedTuple):
     by_group: bool | None
 
     def _each(self) -> dict[str, tuple[int, int]]:
-        """Return of each letter the number of heads and the features of one; one head where nothing tells."""
+        """Return each letter's number of heads and features of one head; one head if the number is unknown."""
         counts = {letter: (self.kv_heads if letter in "kv" else self.heads) or 1 for letter in self.part[2:]}
         return {letter: (count, self.widths[letter] // count) for letter, count in counts.items()}
 
     @property
     def _is_shared(self) -> bool:
-        """Whether heads share keys and values."""
+        """Whether query heads share keys and values."""
         return self.widths["k"] < self.widths["q"] and self.owner.latent is None
 
     def pattern(self) -> str:
-        """Return what each dimension is."""
+        """Return the dimensions as an einops pattern."""
         letters, tensor, axis = self.part[2:], self.owner.parts[self.part], self.owner.axis(self.part)
         is_latent, inner = self.owner.latent is not None, "embed"
         heads = "kv_heads" if self._is_shared and letters in ("k", "v", "kv") else "heads"
@@ -253,7 +253,7 @@ class _Layout(NamedTuple):
         return " ".join(side if dim == axis else inner for dim in range(len(tensor.shape)))
 
     def text(self) -> str:
-        """Return which parts it holds, and how its heads lie."""
+        """Return the parts in the tensor and the order of their heads, as a phrase."""
         kind, letters, each, heads, kv_heads = self.part[0], self.part[2:], self._each(), self.heads, self.kv_heads
         unit = "elements" if kind == "b" else ("rows", "columns")[self.owner.axis(self.part)]
         listed = ", ".join(f"{kind}_{letter}" for letter in letters)
@@ -264,7 +264,7 @@ class _Layout(NamedTuple):
             width = f", {each[letters][1]} each" if heads else ""
             return f"{listed}{'' if kind == 'b' else f': its {unit} are the heads {_WAYS[unit]}{width}'}{shared}"
         if self.by_group is None:
-            return f"{listed} in one: neither its name nor its shape tells whether head by head"
+            return f"{listed} in one tensor: could not determine whether head by head"
         if self.by_group and (kv_heads != 1 or heads == 1):
             way = "group by group" if self._is_shared and "q" in letters else "head by head"
             if not kv_heads:
@@ -277,12 +277,12 @@ class _Layout(NamedTuple):
         return f"{listed} {_WAYS[unit]}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
 
     def slices(self) -> tuple[HeadSlice, ...]:
-        """Return the rows and columns of each head of each part; none where number or packing is not known."""
+        """Return the rows and columns of each head of each part; empty if the heads or the packing are unknown."""
         if self.heads is None or self.by_group is None:
             return ()
         shape, axis = self.owner.parts[self.part].shape, self.owner.axis(self.part)
         each, groups = self._each(), (self.kv_heads or 1) if self.by_group else 1
-        # In each group, so many heads of each.
+        # Each group has this many heads of each part.
         order = [letter for letter, (count, _) in each.items() for _ in range(count // groups)] * groups
         starts: dict[str, list[int]] = {letter: [] for letter in each}
         for letter, start in zip(order, accumulate((each[letter][1] for letter in order), initial=0), strict=False):
@@ -297,9 +297,9 @@ class _Layout(NamedTuple):
 
 @cache
 def fitting_counts(query: int, key: int, value: int, output: int, head_dim: int | None = None) -> tuple[int, ...]:
-    """Return the numbers of heads that leave whole heads, and as many query heads to each key head.
+    """Return the numbers of heads with whole heads, and with the same number of query heads for each key head.
 
-    Sizes are the features of all heads together; `head_dim` is that of a norm of a head's features, where there is one.
+    Sizes are the features of all heads together. `head_dim` is the size of a norm of a head's features, or None.
     """
 
     def fits(count: int) -> bool:

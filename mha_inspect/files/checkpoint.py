@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint, in one file or in many, and what the config.json beside them says."""
+"""Read the tensors of a checkpoint, in one file or several, and the config.json beside them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .tensors import READERS, StoredTensor, Unknown, content_of, kind_of, made_b
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _INDEX = ".index.json"
 _PLACES = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pth", "*.pt")
-"""What is looked for in a folder: the first of these that is there."""
+"""File patterns in a folder, by priority: the first pattern with a match is read."""
 _STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net", "params", "ema", "weights")
-"""Under what training scripts save the state dict of a model, beside that of its optimizer."""
+"""Keys under which training scripts save a model's state dict, beside the optimizer's."""
 _WRAPPERS = ("module.", "_orig_mod.", "_fsdp_wrapped_module.")
-"""What stands before every name where a model was wrapped."""
+"""Prefixes of every name if the model was wrapped."""
 _LONGEST_JSON = 2**25
 _DEEPEST = 16
 
@@ -35,19 +35,19 @@ class Checkpoint:
     path: Path
     tensors: dict[str, StoredTensor]
     config: Mapping[str, Any]
-    """What config.json says; empty where there is none."""
+    """The content of config.json; empty if there is no such file."""
     notes: tuple[str, ...]
 
 
 def is_checkpoint(text: str) -> bool:
-    """Return whether a text is the path of a file of tensors by its form, or a folder."""
+    """Return whether a text has the form of a path to a file of tensors, or is the path of a folder."""
     return text.casefold().endswith((*READERS, _INDEX)) or (":" not in text and os.path.isdir(text))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Return the tensors of a file, of the files that an index names, or of those in a folder.
+    """Return the tensors of a file, of the files in an index, or of the files in a folder.
 
-    Raises as `content_of`, and `InputError` where there are none.
+    Raise the errors of `content_of`, and `InputError` if there are no tensors.
     """
     files, notes = _files(path), []
     tensors: dict[str, StoredTensor] = {}
@@ -55,23 +55,23 @@ def read_checkpoint(path: Path) -> Checkpoint:
         inner, key = _state_dict(content_of(file, SUFFIXES), file)
         twice = next((name for name in inner if name in tensors), None)
         if twice is not None:
-            raise InputError(f"{shown(twice)} is in two files of {path_name(path)}. Name one of the files.")
+            raise InputError(f"{shown(twice)} is in two files of {path_name(path)}. Give one of the files.")
         tensors |= inner
-        notes += [f"The tensors are those under {key!r} of the file."] if key else []
+        notes += [f"The tensors come from the key {key!r} of the file."] if key else []
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
-            notes.append(f"{wrapper} stands before every name in the file, and is left out.")
+            notes.append(f"Every name in the file begins with {wrapper}, which is omitted here.")
     if len(files) > 1:
-        notes.append(f"The tensors lie in {plural(len(files), 'file')}.")
+        notes.append(f"The tensors are in {plural(len(files), 'file')}.")
     config: Mapping[str, Any] = {}
-    with suppress(InputError):  # it only adds to what the tensors say
+    with suppress(InputError):  # a config is optional
         config = read_json((path if os.path.isdir(path) else path.parent) / "config.json")
     return Checkpoint(path, {name: tensors[name] for name in sorted(tensors, key=_natural)}, config, tuple(notes))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """Return what sorts layer 2 before layer 10."""
+    """Return a sort key that puts layer 2 before layer 10."""
     return [(int(part), "") if part.isdecimal() and len(part) < 19 else (0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -83,33 +83,33 @@ def _files(path: Path) -> list[Path]:
     places = ([path / name for name in fnmatch.filter(names or [], place)] for place in _PLACES)
     files = [path] if names is None else next(filter(None, places), [])
     if not files:
-        raise InputError(f"{path_name(path)} has no file of tensors in it: {', '.join(SUFFIXES)}. Name another folder.")
+        raise InputError(f"{path_name(path)} has no file of tensors ({', '.join(SUFFIXES)}). Give another folder.")
     if not files[0].name.casefold().endswith(_INDEX):
         return files
     weights = read_json(files[0]).get("weight_map")
     if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
-        raise InputError(f"{path_name(files[0])} is no index of shards: it has no weight_map. Name the files' folder.")
+        raise InputError(f"{path_name(files[0])} is not an index of shards: weight_map is missing. Give their folder.")
     shards = sorted(set(weights.values()))
     outside = next((name for name in shards if Path(name).name != name), None)
     if outside is not None:
-        raise UnsafeFileError(f"{path_name(files[0])} names {shown(outside)}: shards lie beside their index alone.")
+        raise UnsafeFileError(f"{path_name(files[0])} names {shown(outside)}, but shards must be beside their index.")
     return [files[0].parent / name for name in shards]
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a file; an empty one where it has none. Raises `InputError` where it cannot be read."""
+    """Return the object in a JSON file; empty for any other value. Raise `InputError` if it cannot be read."""
     with opened(path, ".json") as (file, size):
         try:
             if size > _LONGEST_JSON:
                 raise ValueError
             data = json.loads(file.read(size))
         except (ValueError, RecursionError):
-            raise InputError(f"{path_name(path)} is not JSON that can be read. Save it again.") from None
+            raise InputError(f"{path_name(path)} is not valid JSON. Save it again.") from None
     return data if isinstance(data, dict) else {}
 
 
 def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]:
-    """Return the tensors in a file by name, and under what they lie in it."""
+    """Return the tensors of a file by name, and the key of the file that they are under; empty if there is none."""
     if isinstance(content, StoredTensor):
         return {path.stem: content}, ""
     if isinstance(content, Unknown):
@@ -121,11 +121,11 @@ def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]
             if tensors:
                 return tensors, name
     kind = "a dict without tensors" if isinstance(content, dict) else kind_of(content)
-    raise InputError(f"{path_name(path)} is {kind}, and not a state dict. Save model.state_dict().")
+    raise InputError(f"{path_name(path)} is {kind}, expected a state dict. Save model.state_dict().")
 
 
 def _flat(content: object, depth: int = 0) -> dict[str, StoredTensor]:
-    """Return the tensors in dicts within dicts, with points between the names."""
+    """Return the tensors of nested dicts, with dots between the names."""
     tensors: dict[str, StoredTensor] = {}
     for key, value in content.items() if isinstance(content, dict) and depth < _DEEPEST else ():
         if isinstance(value, StoredTensor):

@@ -1,4 +1,4 @@
-"""How much memory is free, and refusing what does not fit before it is tried."""
+"""Find how many bytes of memory are free, and refuse a command that needs more before it starts."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ if TYPE_CHECKING:
     import torch
 
 _TO_LOAD = 768 * 2**20
-"""Address space that torch takes while it is loaded, before it computes anything."""
+"""Bytes of address space that `import torch` needs, before any computation."""
 _SMALL = 1 << 24
-"""Bytes for which nobody asks how much is free: that takes as long as to fill them."""
+"""Bytes below which free memory is not checked: the check takes as long as filling them."""
 _SHARE = 0.97
-"""Of what is free, how much a command may take: the kernel needs pages of its own to map them."""
+"""Share of the free memory that a command may use: the kernel needs pages of its own for the mapping."""
 _STATUS = Path("/proc/self/status")
 
 
 def require_loadable() -> None:
-    """Let it pass where torch can be loaded: it ends the process in C where it cannot, and no error can be caught.
+    """Check that torch can be imported. Without enough memory its C code ends the process with no Python error.
 
-    Raises `DoesNotFitError` where a limit (ulimit -v) leaves too little, `InputError` where the working folder is gone.
+    Raise `DoesNotFitError` if a limit (ulimit -v) leaves too little address space, and `InputError` if the working
+    folder no longer exists.
     """
     try:
         os.getcwd()
     except OSError:
         raise InputError(
-            "the working folder is gone, and torch cannot be loaded without one. Go to another one: cd ~"
+            "the working folder no longer exists, and torch cannot be imported without one. Use another: cd ~"
         ) from None
     if "torch" in sys.modules or sys.platform != "linux":
         return
@@ -43,17 +44,17 @@ def require_loadable() -> None:
     used = _field(_STATUS, "VmSize:")
     if limit != RLIM_INFINITY and used is not None and limit - used * 1024 < _TO_LOAD:
         raise DoesNotFitError(
-            f"torch takes {byte_size(_TO_LOAD)} of address space to load, and a limit leaves "
-            f"{byte_size(max(0, limit - used * 1024))}. Raise it: ulimit -v unlimited"
+            f"importing torch needs {byte_size(_TO_LOAD)} of address space, but a limit leaves "
+            f"{byte_size(max(0, limit - used * 1024))}. Raise the limit: ulimit -v unlimited"
         )
 
 
 @contextmanager
 def limited_to_what_is_free(device: str = "cpu") -> Iterator[int | None]:
-    """Let this process take what memory is free now inside, so that more is an error, and nothing that is killed.
+    """Limit this process to the memory that is free now, so that a larger allocation raises instead of being killed.
 
-    Yields the bytes that are free; None where the system sets no such limit, and for CUDA, which maps far more than it
-    uses. A limit that is there and lower stays.
+    Yield the free bytes; None if the system has no such limit, and for CUDA, which maps far more than it uses. A lower
+    existing limit stays.
     """
     free = linux_free_memory() if sys.platform == "linux" and not device.startswith("cuda") else None
     used = _field(_STATUS, "VmData:")
@@ -75,35 +76,36 @@ def limited_to_what_is_free(device: str = "cpu") -> Iterator[int | None]:
 
 
 def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:
-    """Raise `DoesNotFitError` where `need` bytes do not fit on the device; let it pass where that cannot be known.
+    """Raise `DoesNotFitError` if `need` bytes do not fit on the device. Return if the free memory is unknown.
 
-    `asked` is what was asked for, with its numbers: `seq_len 131072 with 128 heads`; `way_out` what would fit.
+    `asked` is the request with its numbers, e.g. `seq_len 131072 with 128 heads`; `way_out` is a request that would
+    fit.
     """
     free = free_memory(device) if need > _SMALL else None
     if free is not None and need > free:
         raise DoesNotFitError(
-            f"{asked} needs about {byte_size(need)} and {byte_size(free)} are free on {device}. {way_out}"
+            f"{asked} needs about {byte_size(need)}, but only {byte_size(free)} is free on {device}. {way_out}"
         )
 
 
 def free_memory(device: torch.device | str) -> int | None:
-    """Bytes that can still be allocated on the device; None where it cannot be known or nothing is allocated (meta)."""
+    """Return the bytes that can be allocated on the device; None if unknown, or on meta, which allocates no memory."""
     kind = str(device).partition(":")[0]
     if kind == "cuda":
         import torch
 
-        # What the caching allocator holds without using it is free to us, though not to the driver.
+        # The caching allocator can reuse its own free blocks, which the driver counts as used.
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + cached
     if kind == "cpu" and sys.platform == "linux":
         return linux_free_memory()
-    with suppress(ValueError, OSError, AttributeError):  # macOS tells its physical memory: an upper bound, for mps too
+    with suppress(ValueError, OSError, AttributeError):  # macOS gives its physical memory: an upper bound, for mps too
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if kind != "meta" else None
     return None
 
 
 def linux_free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """The least of what the kernel calls available and what each control group above this process has left.
+    """Return the free bytes: the minimum of MemAvailable and the rest of each control group; None if unknown.
 
     A container sees the whole machine's /proc/meminfo; its limit is in its control group (version 1 or 2).
     """
@@ -120,15 +122,15 @@ def linux_free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/
         group = root / path.lstrip("/")
         # Every ancestor may set a limit. Inside a container only the mounted root may be visible.
         for place in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
-            with suppress(OSError, ValueError):  # no such file, or it says `max`
+            with suppress(OSError, ValueError):  # the file is missing, or contains `max`
                 most, now = (int((place / name).read_text()) for name in (limit, used))
-                # Pages of files that nobody uses are counted as used, and given up on demand.
+                # Unused pages of files count as used, but are freed on demand.
                 bounds.append(max(0, most - now + (_field(place / "memory.stat", cache) or 0)))
     return min(bounds, default=None)
 
 
 def _field(path: Path, name: str) -> int | None:
-    """The number after `name` in a file of names and numbers."""
+    """Return the number after `name` in a file of names and numbers; None if the file or the name is missing."""
     with suppress(OSError, ValueError):
         for line in path.read_text().splitlines():
             words = line.split()

@@ -1,6 +1,6 @@
-"""The tensors of a .pt, .npy or .safetensors file: shapes and dtypes first, and their numbers once they are asked for.
+"""Read the tensors of a .pt, .npy or .safetensors file: shapes and dtypes first, the numbers on request.
 
-Nothing in a file is run, its sizes are checked before anything is copied, and no file stays mapped.
+No code in a file is run, its sizes are checked before any copy, and no file stays memory-mapped.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
-"""Of files of inputs and masks."""
+"""Suffixes of files with inputs and masks."""
 _LONGEST_PATH = 200
 _UNUSUAL = "a sparse, nested or quantized tensor"
-"""One whose elements are not laid out with strides."""
+"""Tensors whose elements have no strides."""
 _SAFETENSORS_DTYPES = {
     **{"BOOL": ("bool", 8), "BF16": ("bfloat16", 16), "C64": ("complex64", 64)},
     **{f"I{bits}": (f"int{bits}", bits) for bits in (8, 16, 32, 64)},
@@ -39,24 +39,24 @@ _SAFETENSORS_DTYPES = {
     **{"F8_E4M3FNUZ": ("float8_e4m3fnuz", 8), "F8_E5M2FNUZ": ("float8_e5m2fnuz", 8)},
     **{"F4": ("float4_e2m1", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)},
 }
-"""A format's name of a dtype, to torch's name and the bits of an element."""
+"""The format's dtype name to torch's name and the bits of an element."""
 _LONGEST_SAFETENSORS_HEADER = 25_000_000
-"""Bytes: some 200,000 tensors."""
+"""Bytes; enough for about 200,000 tensors."""
 _MOST_DIMENSIONS = 64
-"""More than any tensor that torch or numpy computes with has."""
+"""The maximal number of dimensions in torch and numpy."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file, whose numbers have not been read."""
+    """A tensor in a file, before its numbers are read."""
 
     shape: tuple[int, ...]
     dtype: str
-    """torch's name of it."""
+    """torch's name of the dtype."""
     nbytes: int
-    """Bytes of the whole tensor, with every element that a stride of 0 repeats."""
+    """Bytes of the whole tensor, counting every element that a stride of 0 repeats."""
     read: Callable[[], Tensor] | None
-    """Returns a contiguous copy on the CPU; None where the file has no numbers for it (meta)."""
+    """Returns a contiguous copy on the CPU; None if the file has no numbers for the tensor (meta)."""
 
     @property
     def numel(self) -> int:
@@ -65,12 +65,12 @@ class StoredTensor:
 
     @property
     def has_numbers(self) -> bool:
-        """Whether it has real numbers in the file."""
+        """Whether the file has real numbers for the tensor: False if it is empty, complex or on meta."""
         return self.numel > 0 and self.read is not None and not self.dtype.startswith("complex")
 
 
 class Unknown:
-    """Stands for an object whose class torch.load does not know: it has the name of the class, and nothing is run."""
+    """Placeholder for an object of a class that torch.load does not know: its class name only; no code is run."""
 
     name = ""
 
@@ -82,107 +82,109 @@ class Unknown:
 def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
     """Return the tensor in the file, or its tensors by name, on the CPU and without gradients.
 
-    Where meta is the default device they are made there, of the file's shapes and dtypes: no number is read.
+    If meta is the default device, the tensors are made there with the shapes and dtypes of the file, without numbers.
 
-    Raises as `content_of`, `InputError` for what is no tensor, `DoesNotFitError` for one larger than the free memory.
+    Raise the errors of `content_of`, `InputError` for any other object, and `DoesNotFitError` for a tensor larger than
+    the free memory.
     """
     name, content = path_name(path), content_of(path, SUFFIXES)
     if not isinstance(content, dict):
         return _read(content, name)
     strange = next((key for key in content if not isinstance(key, str)), None)
     if strange is not None:
-        raise InputError(f"{name} holds a mapping with the key {shown(repr(strange))}: names of tensors are meant.")
+        raise InputError(f"{name} has the key {shown(repr(strange))}, expected tensor names. Use strings as keys.")
     return {key: _read(value, f"{shown(repr(key))} in {name}") for key, value in content.items()}
 
 
 def read_tensor(path: Path) -> Tensor:
-    """Return the mask that is the one tensor in the file, named or not.
+    """Return the mask in the file, which has one tensor, named or not.
 
-    Raises as `read_tensors`, and `InputError` when there are several.
+    Raise the errors of `read_tensors`, and `InputError` for any other number of tensors.
     """
     import torch
 
-    with torch.device("cpu"):  # of a mask the numbers are needed, whatever runs where
+    with torch.device("cpu"):  # a mask needs its numbers, whatever the default device
         content = read_tensors(path)
     if isinstance(content, dict) and len(content) != 1:
         names = shortened(", ".join(map(repr, content)) or "none", MESSAGE // 2)
-        raise InputError(
-            f"{path_name(path)} holds {len(content)} tensors ({names}) where one is meant. Save that one alone."
-        )
+        raise InputError(f"{path_name(path)} has {len(content)} tensors ({names}), expected 1. Save only the mask.")
     return next(iter(content.values())) if isinstance(content, dict) else content
 
 
 def _read(value: Any, name: str) -> Tensor:
-    """Return the tensor, when it is a plain one with elements that fit in memory."""
+    """Return a `StoredTensor` as a tensor. Raise `InputError` for any other object and for an empty tensor."""
     if isinstance(value, Unknown):
         raise made_by_code(name, value.name)
     if not isinstance(value, StoredTensor):
         kind = kind_of(value)
         if kind == _UNUSUAL:
-            raise InputError(f"{name} is {kind}. Save to_dense() or dequantize() of it.")
-        raise InputError(f"{name} is {kind} and not a tensor. Save a tensor, or a dict of tensors by name.")
+            raise InputError(f"{name} is {kind}. Save tensor.to_dense() or tensor.dequantize().")
+        raise InputError(f"{name} is {kind}, expected a tensor. Save a tensor, or a dict of tensors by name.")
     if value.numel == 0:
         raise InputError(f"{name} is empty: its shape is {list(value.shape)}. Every size must be 1 or more.")
     return read_stored(value, name)
 
 
 def read_stored(stored: StoredTensor, name: str) -> Tensor:
-    """Return a copy of a stored tensor that has elements, on the CPU; a shape alone where meta is the default device.
+    """Return a copy of a stored tensor on the CPU; without numbers if meta is the default device.
 
-    Raises `InputError` where there are no numbers or no such dtype in torch, `DoesNotFitError` where it is too large.
+    Raise `InputError` if it has no numbers or torch lacks its dtype, and `DoesNotFitError` if it needs more bytes than
+    the free memory.
     """
     import torch
 
     dtype = getattr(torch, stored.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise InputError(
-            f"{name} holds {stored.dtype}, which torch {torch.__version__} has no dtype for. Cast it first."
+            f"{name} has dtype {stored.dtype}, which torch {torch.__version__} does not support. Cast it first."
         )
     if torch.get_default_device().type == "meta":
         return torch.empty(stored.shape, dtype=dtype)
     if stored.read is None:
         shape = list(stored.shape)
-        raise InputError(f"{name} is on meta: it has the shape {shape} and no numbers. Save one that has some.")
+        raise InputError(f"{name} is on device meta: it has shape {shape} and no numbers. Save it from another device.")
     try:
         return stored.read()
     except (RuntimeError, MemoryError) as error:  # a stride of 0 lets a file of a few bytes claim any size
         if not is_out_of_memory(error):
             raise
         raise DoesNotFitError(
-            f"{name} with shape {shown([*stored.shape])} takes {byte_size(stored.nbytes)}, more than is free. "
-            "Save a smaller one."
+            f"{name} with shape {shown([*stored.shape])} needs {byte_size(stored.nbytes)}, more than the free memory. "
+            "Save a smaller tensor."
         ) from None
 
 
 def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
-    """Return the tensors of a file as `StoredTensor`, in the dicts that they lie in.
+    """Return the content of a file, with each tensor as a `StoredTensor`, in the dicts of the file.
 
-    Anything else is as it is, or is `Unknown`. The file has one of the suffixes, which are of `READERS`.
+    Any other object is returned unchanged, or as `Unknown`. The suffix of the file is one of `suffixes`, keys of
+    `READERS`.
 
-    Raises `InputError` where it is absent or damaged, `UnsafeFileError` where it is compressed or made by code alone.
+    Raise `InputError` if the file is missing or damaged, and `UnsafeFileError` if it is compressed or needs code to
+    load.
     """
     kinds = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
     with opened(path, kinds) as (file, size):
         suffix = path.suffix.lower()
         if suffix not in suffixes:
-            raise InputError(f"{path_name(path)} is not a {kinds} file by its suffix. Give one of those.")
+            raise InputError(f"{path_name(path)} does not end in {kinds}. Give such a file.")
         return READERS[suffix](file, size, path)
 
 
 @contextmanager
 def opened(path: Path, kinds: str) -> Iterator[tuple[BinaryIO, int]]:
-    """Open a plain file, and give its size in bytes too. Nothing else is opened: a pipe would wait, a device act.
+    """Open a regular file, and yield it with its size in bytes. Refuse pipes, which would block, and devices.
 
-    Raises `InputError` where it is not there, is something else or empty, or cannot be read; `kinds` are the suffixes
-    that the message offers.
+    Raise `InputError` if the file is missing, empty, unreadable or no regular file. `kinds` is a list of suffixes for
+    the message.
     """
     name = path_name(path)
     if "\0" in str(path):
-        raise InputError(f"{name} cannot be the name of a file. Give the path of a {kinds} file.")
+        raise InputError(f"{name} is not a valid path. Give the path of a {kinds} file.")
     try:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise InputError(f"{name} is not a file. Give the path of a {kinds} file.")
-        # What is put in its place meanwhile is not waited for.
+        # O_NONBLOCK: do not wait for a pipe that replaces the file between the check and this call.
         flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
         with open(os.open(path, flags), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -191,30 +193,30 @@ def opened(path: Path, kinds: str) -> Iterator[tuple[BinaryIO, int]]:
             yield file, size
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
-            raise InputError(f"{name} is not there. Give the path of a {kinds} file.") from None
-        raise InputError(f"{name} cannot be read: {error.strerror or 'it is cut short or damaged'}.") from None
+            raise InputError(f"{name} was not found. Give the path of a {kinds} file.") from None
+        raise InputError(f"{name} cannot be read: {error.strerror or 'the file is truncated or damaged'}.") from None
 
 
 def path_name(path: Path) -> str:
-    """Return a path as a message repeats it."""
+    """Return a path as messages show it: printable, and at most 200 characters long."""
     return printable(path, _LONGEST_PATH)
 
 
 def kind_of(value: object) -> str:
-    """Return what an object is that is no `StoredTensor`: `a list`."""
+    """Return the kind of an object that is no `StoredTensor`, e.g. `a list`."""
     return _UNUSUAL if hasattr(value, "layout") else a_kind(value)
 
 
 def made_by_code(name: str, kind: str) -> UnsafeFileError:
-    """Return the error for an object that only running its class could make."""
+    """Return the error for an object that only its own class can load."""
     return UnsafeFileError(
-        f"{name} is an object that only runs as code ({shown(kind)}), and opening it would run that code. "
+        f"{name} is a pickled object ({shown(kind)}). Opening it would run its code. "
         "Save plain tensors: torch.save(tensor, file), or a dict of tensors."
     )
 
 
 def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, StoredTensor]:
-    """Read the header by ourselves: it needs neither torch nor a library that a checkpoint is shown without."""
+    """Read the header without torch and without safetensors: a checkpoint is shown without either."""
     try:
         length = int.from_bytes(file.read(8), "little")
         if length > min(size - 8, _LONGEST_SAFETENSORS_HEADER):
@@ -230,13 +232,13 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
             read = partial(_read_bytes, path, start + first, last - first, shape, dtype)
             tensors[key] = StoredTensor(shape, dtype, last - first, read)
         return tensors
-    # RecursionError: nested as deep as no header is.
+    # RecursionError: nested deeper than any real header.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise InputError(f"{path_name(path)} is not a .safetensors file, or it is cut short. Save it again.") from None
+        raise InputError(f"{path_name(path)} is not a .safetensors file, or it is truncated. Save it again.") from None
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    """Return a shape or offsets out of a header. Raises `ValueError` for what cannot be one."""
+    """Return a shape or offsets of a header as a tuple. Raise `ValueError` for an invalid value."""
     is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_DIMENSIONS
     if not is_short or not all(type(size) is int and 0 <= size < 2**63 for size in value):
         raise ValueError
@@ -252,17 +254,17 @@ def _read_bytes(path: Path, offset: int, nbytes: int, shape: tuple[int, ...], dt
         if file.readinto(data) != nbytes:  # type: ignore[attr-defined]  # a buffered reader has it
             raise _shorter(path)
     kind: torch.dtype = getattr(torch, dtype)
-    if kind == torch.bool:  # a byte that is neither 0 nor 1 may be anything to torch's kernels
+    if kind == torch.bool:  # torch's kernels misread bytes other than 0 and 1
         return torch.frombuffer(data, dtype=torch.uint8).ne(0).reshape(shape)
     return torch.frombuffer(data, dtype=kind).reshape(shape)
 
 
 def _shorter(path: Path) -> InputError:
-    return InputError(f"{path_name(path)} has become shorter meanwhile. Try it again.")
+    return InputError(f"{path_name(path)} became shorter while it was read. Try again.")
 
 
 def _read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
-    """Check the header by ourselves before numpy reads the array: what it claims, numpy allocates."""
+    """Check the header before numpy reads the array: numpy allocates the size that the header claims."""
     from numpy.lib import format
 
     name = path_name(path)
@@ -275,18 +277,16 @@ def _read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
             warnings.simplefilter("ignore")
             shape, _, dtype = (format.read_array_header_1_0 if old else format.read_array_header_2_0)(file)
         shape = _sizes(shape)
-    except Exception:  # numpy's reading of a header raises what its tokenizer and its parser do
-        raise InputError(f"{name} is cut short or damaged: its header cannot be read. Save it again.") from None
+    except Exception:  # numpy's header parser raises many kinds of errors
+        raise InputError(f"{name} is truncated or damaged: its header cannot be read. Save it again.") from None
     if dtype.hasobject:
-        end = "and opening it would run their code. Save an array of numbers."
-        raise UnsafeFileError(f"{name} holds Python objects, {end}")
+        end = "Opening it would run their code. Save an array of numbers."
+        raise UnsafeFileError(f"{name} contains Python objects. {end}")
     if dtype.kind not in "biufc" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
-        raise InputError(
-            f"{name} holds {shown(dtype.name)}, and tensors hold numbers or booleans. Save an array of those."
-        )
+        raise InputError(f"{name} has dtype {shown(dtype.name)}, expected numbers or booleans. Save an array of these.")
     nbytes = prod(shape) * dtype.itemsize
     if file.tell() + nbytes > size:
-        raise InputError(f"{name} is cut short: its header says shape {shown([*shape])}, and the file is smaller.")
+        raise InputError(f"{name} is truncated: its header gives shape {shown([*shape])}, but the file is smaller.")
 
     def read() -> Tensor:
         import torch
@@ -303,7 +303,7 @@ def _read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
 
 
 def _read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
-    """Read what torch.save wrote, without a class that torch does not know. Numbers of an archive stay in the file."""
+    """Read a file of torch.save without loading unknown classes. The numbers of a zip archive stay in the file."""
     import torch
     from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
@@ -316,8 +316,8 @@ def _read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
                 compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
             if compressed:
                 raise UnsafeFileError(
-                    f"{name} is compressed, and may unpack to any size; torch.save does not compress. "
-                    "Save the tensor again with torch.save."
+                    f"{name} is compressed, so its unpacked size is unlimited. "
+                    "Save the tensor again with torch.save, which does not compress."
                 )
             classes = get_unsafe_globals_in_checkpoint(path)
         stand_ins = [(type("Unknown", (Unknown,), {"name": name}), name) for name in classes]
@@ -326,16 +326,16 @@ def _read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
             return _with_stored(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped))
     except (InputError, UnsafeFileError, OSError):
         raise
-    except Exception as error:  # zipfile and torch raise a dozen kinds for damaged files
+    except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
         if is_out_of_memory(error):
             raise
         if classes:
             raise made_by_code(name, classes[0]) from None
-        raise InputError(f"{name} is not a file that torch.save wrote, or it is cut short. Save it again.") from None
+        raise InputError(f"{name} was not written by torch.save, or it is truncated. Save it again.") from None
 
 
 def _with_stored(content: Any) -> Any:
-    """Return the content with a `StoredTensor` for each tensor in its dicts."""
+    """Return the content with each tensor in its dicts as a `StoredTensor`."""
     import torch
 
     if isinstance(content, torch.Tensor):

@@ -100,7 +100,7 @@ def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
         ("torch --right-set dtype=fp16", ["dtype=fp16 cannot be read", "bfloat16"]),
         ("torch --right-set dtype", ["has no value", "KEY=VALUE"]),
         ("torch --left-set num_heads=3", ["left side", "embed_dim 22", "1, 2, 11, 22"]),
-        ("torch --left-set attn_mask=absent.pt", ["absent.pt is not there"]),
+        ("torch --left-set attn_mask=absent.pt", ["absent.pt was not found"]),
         ("torch --device meta", ["device meta has shapes and no numbers", "trace --device meta"]),
         ("torch --left-set device=cdua", ["cdua", "cpu"]),
         ("grouped-query --num-kv-heads 1 --left-set num_heads=11", ["num_kv_heads 1 is below num_heads"]),

@@ -154,13 +154,13 @@ LINES: list[tuple[str, ...]] = [
     (f"{LAYER} --attn-mask flat_mask.npy", "[5]", "`query key` [5, 5]"),
     (f"{LAYER} --attn-mask text.pt", "text.pt", "torch.save"),
     (f"{LAYER} --attn-mask empty.npy", "empty.npy", "empty"),
-    (f"{LAYER} --attn-mask absent.pt", "absent.pt is not there"),
-    (f"{LAYER} --input absent.npy", "absent.npy is not there"),
+    (f"{LAYER} --attn-mask absent.pt", "absent.pt was not found"),
+    (f"{LAYER} --input absent.npy", "absent.npy was not found"),
     *(
         (f"{line} --input {file}", *said)
         for line in (LAYER, f"compare-heads {SIZES} --heads 1,2")
         for file, *said in (
-            ("list.pt", "list.pt is a list and not a tensor"),
+            ("list.pt", "list.pt is a list, expected a tensor"),
             ("wide.pt", "[3, 5, 13]", "embed_dim 14", "--embed-dim 13"),
             ("flat.npy", "[5, 14]", "`batch query embed`", "--unbatched"),
             ("number.npy", "[]", "`batch query embed`", "3 dimensions"),

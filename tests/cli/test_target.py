@@ -224,7 +224,7 @@ def test_constructors_that_cannot_be_called_so(invoke, line, said):
         ("STYLES:Matrices --key-len 3", ["takes one sequence"]),
         ("STYLES:Matrices --input-shape y=3x3", ["names y", "data"]),
         ("STYLES:Matrices --input-shape data=3z3", ["NAME=SIZExSIZE:DTYPE"]),
-        ("STYLES:Matrices --input absent.pt", ["absent.pt is not there"]),
+        ("STYLES:Matrices --input absent.pt", ["absent.pt was not found"]),
         ("STYLES:Matrices --padding 2", ["takes no mask: its arguments are data. Drop --padding"]),
         ("STYLES:Matrices --causal", ["takes no mask: its arguments are data. Drop --causal"]),
         (f"{MASKED}:Deaf --padding 2", ["does not show what mask means", "--input FILE"]),

@@ -61,7 +61,7 @@ def test_what_does_not_fit_is_refused_with_need_free_and_way_out(monkeypatch: py
     require_memory(30 * MIB, "cpu", "seq_len 7", "Try less.")
     with pytest.raises(DoesNotFitError) as caught:
         require_memory(30 * MIB + 1, "cpu", "seq_len 7", "Try 5.")
-    assert str(caught.value) == "seq_len 7 needs about 30.0 MiB and 30.0 MiB are free on cpu. Try 5."
+    assert str(caught.value) == "seq_len 7 needs about 30.0 MiB, but only 30.0 MiB is free on cpu. Try 5."
     assert caught.value.exit_code == ExitCode.REFUSED
 
 
