@@ -220,7 +220,7 @@ def test_the_trace_of_a_forward_that_raised_prints_itself_and_accuses_no_weight(
     with pytest.raises(ForwardError, match=r"must be Tensor, not numpy\.ndarray$") as failed:
         mha_inspect.trace(module, torch.randn(2, 6).numpy())
     assert "No cause found" in str(failed.value.trace)
-    with pytest.raises(ForwardError, match=r"\(2x5 and 6x18\)\. input has 5 features, 0\.weight takes 6\.$"):
+    with pytest.raises(ForwardError, match=r"\(2x5 and 6x18\)\. input has 5 features; 0\.weight expects 6\.$"):
         mha_inspect.trace(module, torch.randn(2, 5))
 
 

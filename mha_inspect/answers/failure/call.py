@@ -1,7 +1,7 @@
-"""Where a forward failed, and the call of torch that raised, with the tensors that it was given.
+"""Find where a forward failed, and the torch call that raised, with its tensor arguments.
 
-A function mode sees the call while the module is run once more. The body of a `with` block is not run again: there the
-frames of the traceback tell the operation that had been dispatched.
+A function mode sees the call while the module runs once more. The body of a `with` block is not run again: the frames
+of the traceback show the dispatched operation instead.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ _ROLES: dict[str, tuple[str, ...]] = {
     "embedding": ("input", "weight"),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
 }
-"""Names of the arguments by place, for functions of torch that have no signature to ask."""
+"""Argument names by position, for torch functions without a signature."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """The line that failed. It holds tensors: it must not outlive the error that it was read from."""
+    """The line that failed. It references tensors, so it must not outlive the error."""
 
     source: str
     line: str
     variables: Mapping[str, torch.Tensor]
-    """The tensors among the variables of the user's frame."""
+    """The tensor variables of the user's frame."""
     module: object
-    """The innermost module whose forward was running; None without one."""
+    """The innermost module whose forward was running; None outside of a module."""
     by_user: bool
-    """Whether the user's own code was the last to run."""
+    """Whether the innermost frame is user code."""
     raises: bool
-    """Whether the user's own code raised by a `raise` or an `assert`."""
+    """Whether user code raised with `raise` or `assert`."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a function of torch. It holds tensors: it must not outlive the error."""
+    """One call of a torch function. It references tensors, so it must not outlive the error."""
 
     name: str = ""
-    """`torch.matmul`, `Tensor.view`, `F.linear`; `aten.view.default` where only the operation is known."""
+    """`torch.matmul`, `Tensor.view`, `F.linear`; `aten.view.default` if only the operation is known."""
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     layer: nn.Module | None = None
-    """torch's own multi-head attention, or transformer, where the call is one of it."""
+    """The called nn.MultiheadAttention or nn.Transformer; None for other calls."""
 
     @property
     def base(self) -> str:
@@ -76,7 +76,7 @@ class Call:
 
     @property
     def batch_first(self) -> bool:
-        """Whether it takes the batch first."""
+        """Whether the layer takes the batch first."""
         return bool(getattr(self.layer, "batch_first", True))
 
 
@@ -90,14 +90,14 @@ def _entries(error: BaseException) -> list[tuple[FrameType, TracebackType]]:
 
 
 def _entries_inside(error: BaseException, in_block: bool) -> list[tuple[FrameType, TracebackType]]:
-    """Return the frames from the first call of a module on; all of them where that was a block."""
+    """Return the frames from the first module call on; for a block, return all frames."""
     entries = _entries(error)
     calls = [place for place, (frame, _) in enumerate(entries) if frame.f_code is _MODULE_CALL]
     return entries if in_block else entries[calls[0] :] if calls else []
 
 
 def _file(frame: FrameType) -> tuple[str, bool]:
-    """Return the file of a frame as sources show it, empty for code that passes calls on; and whether a library's."""
+    """Return the file of a frame as sources show it (empty for forwarding code), and whether it is a library's."""
     path, place = frame.f_code.co_filename, place_of(frame.f_code)
     passes_on = place.file.startswith(_PASSES_ON) or frame.f_code is _MODULE_CALL
     if passes_on or (path.startswith(_STDLIB) and "-packages" not in path):
@@ -106,9 +106,9 @@ def _file(frame: FrameType) -> tuple[str, bool]:
 
 
 def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
-    """Read the traceback of an error that came out of a forward, or of the body of a `with` block.
+    """Read the traceback of an error from a forward, or from the body of a `with` block.
 
-    Returns None where the forward was not entered: the call itself did not fit its signature.
+    Returns None if the forward was not entered because the arguments did not fit its signature.
     """
     entries = _entries_inside(error, in_block)
     bodies = [entry for entry in entries if _file(entry[0])[0]]
@@ -130,14 +130,14 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
 
 
 class CallWatch(TorchFunctionMode):
-    """Notes the call of torch that raised last, and its error."""
+    """Remembers the last torch call that raised, and its error."""
 
     def __init__(self) -> None:
         super().__init__()
         self._raised: tuple[Exception, Call] | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Make the call; note it where it raises."""
+        """Run the call, and remember it if it raises."""
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
@@ -145,13 +145,13 @@ class CallWatch(TorchFunctionMode):
             raise
 
     def take(self, error: BaseException) -> Call | None:
-        """Return the call that raised an error, and forget it; None where no call of torch did."""
+        """Return the call that raised an error, and forget it; None if no torch call raised it."""
         raised, self._raised = self._raised, None
         return raised[1] if raised is not None and raised[0] is error else None
 
 
 def _name_of(function: Any) -> str:
-    """Return what people call a function of torch: `torch.matmul`, `Tensor.view`, `F.linear`."""
+    """Return the usual name of a torch function: `torch.matmul`, `Tensor.view`, `F.linear`."""
     name = str(resolve_name(function) or getattr(function, "__qualname__", None) or function)
     for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor."), ("torch.functional.", "torch.")):
         name = short + name[len(long) :] if name.startswith(long) else name
@@ -159,16 +159,16 @@ def _name_of(function: Any) -> str:
 
 
 def dispatched(error: BaseException) -> Call | None:
-    """Return the innermost operation that was dispatched when a recorded run raised; None where none was."""
+    """Return the innermost operation that was dispatched when a recorded run raised; None without one."""
     code = Recorder.__torch_dispatch__.__code__
     frames = [frame.f_locals for frame, _ in _entries(error) if frame.f_code is code]
     return Call(str(frames[-1]["func"]), tuple(frames[-1]["args"]), frames[-1]["kwargs"] or {}) if frames else None
 
 
 def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
-    """Return the call of torch's own multi-head attention, or transformer, that an error came out of, the inmost one.
+    """Return the innermost call of nn.MultiheadAttention or nn.Transformer in a traceback; None without one.
 
-    Its weight is among the arguments, where that is on another device, or of another dtype. None without such a layer.
+    The arguments include the weight of the layer if its device or dtype differs from theirs.
     """
     frames = [frame for frame, _ in _entries_inside(error, in_block)]
     for before, frame in zip(reversed(frames[:-1]), reversed(frames[1:]), strict=True):
@@ -185,9 +185,9 @@ def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
 
 
 def tensors_of(call: Call | None, site: Site) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors among the arguments of a call, each with the argument's name, if it has one.
+    """Yield the tensor arguments of a call, each with the name of its argument (empty if unknown).
 
-    Without a call those are yielded that the failing line names, where it is the user's.
+    Without a call, yield the tensors that the failing line of user code names.
     """
     if call is None:
         words = dict.fromkeys(re.findall(r"\w+", site.line)) if site.by_user else ()
@@ -200,10 +200,10 @@ def tensors_of(call: Call | None, site: Site) -> Iterator[tuple[str, torch.Tenso
 
 
 def written(recording: Recording, tensor: TensorRef, names: Mapping[int, str], path: str) -> str:
-    """Return how a line may write a tensor: `k`, `k.transpose(-2, -1)`, `q_proj(...)`; empty if that is not known.
+    """Return source code for a tensor: `k`, `k.transpose(-2, -1)`, `q_proj(...)`; empty if unknown.
 
-    `names` are those of tensors by their ids. `path` is that of the module whose line it is: what another module gave
-    is a call of that one.
+    `names` maps tensor ids to names. `path` is the module of the line; the output of another module is written as a
+    call of that module.
     """
     op = recording.producer(tensor)
     if tensor.id in names or op is None:

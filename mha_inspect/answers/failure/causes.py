@@ -1,7 +1,7 @@
-"""The mistakes that people make, each told by evidence and never by a name or a guess.
+"""Common mistakes behind failing calls, found from the operands and never guessed from a name.
 
-To add one, name it in `CAUSES`, and let one of the functions below, which are asked in order, yield it where the facts
-show it: a `Cause` with what is wrong, in the real numbers, and what to write instead. The first is believed.
+To add one, name it in `CAUSES` and yield a `Cause` from one of the functions below: what is wrong, with the real
+numbers, and what to write instead. The functions run in order, and the first cause is reported.
 """
 
 from __future__ import annotations
@@ -24,59 +24,59 @@ CAUSES = (
     *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
     *("heads_not_repeated", "head_dim_differs", "not_contiguous", "heads_do_not_divide", "wrong_head_dim"),
 )
-"""Name of each cause."""
+"""The name of each cause."""
 Shape = tuple[int, ...]
 
-_SAME_EXAMPLES = "Both must have the same examples; one example for all needs .expand on the batch dimension."
+_SAME_EXAMPLES = "Both must have the same batch size; use .expand on the batch dimension to share one item."
 _SAME_SEQUENCE = "Keys and values must come from the same sequence."
 
 
 def find_cause(facts: Facts) -> Cause | None:
-    """Return the mistake that the evidence shows; None where it shows none."""
-    asked = (_kinds, _widths, _sequences, _masks, _products, _views, _einops)
-    return next(chain.from_iterable(of(facts) for of in asked), None)
+    """Return the first cause that the facts show; None if there is none."""
+    judges = (_kinds, _widths, _sequences, _masks, _products, _views, _einops)
+    return next(chain.from_iterable(judge(facts) for judge in judges), None)
 
 
 def _kinds(facts: Facts) -> Iterator[Cause]:
-    """Judge devices, then dtypes, those of masks first."""
+    """Judge devices, then the dtypes of masks, then other dtypes."""
     if facts.mixes_devices:
         odd, usual = _odd_one(facts, "device")
         yield Cause(
             "mixed_devices",
-            f"{odd.name} is on {odd.device}, the others are on {usual}.",
-            f"Move it: .to({usual!r}) on a tensor, or the module and its inputs to one device. A tensor that the "
-            "module makes for itself needs device=x.device, or register_buffer.",
+            f"{odd.name} is on {odd.device}; the other tensors are on {usual}.",
+            f"Use .to({usual!r}) on the tensor, or move the module and its inputs to one device. Create tensors inside "
+            "the module with device=x.device or register_buffer.",
         )
     mask, rule = facts.given("attn_mask"), ""
     if facts.base in LAYERS:
         masks = [o for o in (facts.given("key_padding_mask"), mask) if o is not None and _is_whole(o)]
         if masks:
             mask = masks[0]
-            rule = f"{mask.role} is boolean, True where a key is hidden, or floating, which is added."
+            rule = f"{mask.role} must be boolean (True masks a key out) or floating (added to the scores)."
     elif facts.base == "masked_fill" and "boolean mask" in facts.message and facts.mask_and_scores is not None:
-        mask, rule = facts.mask_and_scores[0], "masked_fill takes a boolean mask, True where a key is to be hidden."
+        mask, rule = facts.mask_and_scores[0], "masked_fill takes a boolean mask (True masks a key out)."
     if mask is not None and rule:
-        way = f"{mask.name} == 0 where 0 means hidden, {mask.name}.bool() where 1 does."
-        yield Cause("mask_dtype", f"{mask.name} is {mask.dtype}; {rule}", way)
+        way = f"{mask.name} == 0 if 0 means masked out, or {mask.name}.bool() if 1 does."
+        yield Cause("mask_dtype", f"{mask.name} is {mask.dtype}. {rule}", way)
     if not facts.mixes_dtypes:
         return
     odd, usual = _odd_one(facts, "dtype")
     if odd is mask:
         yield Cause(
             "mask_dtype",
-            f"{odd.name} is {odd.dtype}, the queries are {usual}; a mask is boolean, True where a key is seen, or of "
-            "their dtype, which is added.",
-            f"{odd.name}.bool(), or {odd.name}.to(torch.{usual}).",
+            f"{odd.name} is {odd.dtype} and the queries are {usual}. A mask must be boolean (True keeps a key) or have "
+            "the dtype of the queries (added to the scores).",
+            f"{odd.name}.bool() or {odd.name}.to(torch.{usual}).",
         )
     x = facts.given("input")
     if x is not None and _is_whole(x):
-        way = "Token ids go through an nn.Embedding first; numbers need .float()."
-        yield Cause("mixed_dtypes", f"{x.name} is {x.dtype}: whole numbers, as token ids are.", way)
+        way = "Pass token ids through nn.Embedding first; convert numbers with .float()."
+        yield Cause("mixed_dtypes", f"{x.name} is {x.dtype}: integers, as token ids are.", way)
     yield Cause(
         "mixed_dtypes",
-        f"{odd.name} is {odd.dtype}, the others are {usual}.",
-        f"Bring them to one: {odd.name}.to(torch.{usual}), or the module with .to(torch.{odd.dtype}); "
-        "under torch.autocast neither is needed.",
+        f"{odd.name} is {odd.dtype}; the other tensors are {usual}.",
+        f"Use {odd.name}.to(torch.{usual}), or convert the module with .to(torch.{odd.dtype}). "
+        "Alternatively, run under torch.autocast.",
     )
 
 
@@ -85,7 +85,7 @@ def _is_whole(operand: Operand) -> bool:
 
 
 def _odd_one(facts: Facts, what: str) -> tuple[Operand, str]:
-    """Return the operand that differs from most (a parameter is less likely the odd one), and what most are."""
+    """Return the operand that differs from the majority, and the value of the majority; parameters count twice."""
     votes = Counter[str]()
     for operand in facts.operands:
         votes[getattr(operand, what)] += 2 if operand.is_parameter else 1
@@ -94,8 +94,8 @@ def _odd_one(facts: Facts, what: str) -> tuple[Operand, str]:
 
 
 def _widths(facts: Facts) -> Iterator[Cause]:
-    """Judge an input that has other features than its layer takes."""
-    inputs: list[tuple[Operand | None, int, Operand | None]] = []  # each with what its layer takes, and the weight
+    """Judge an input whose number of features does not fit its layer."""
+    inputs: list[tuple[Operand | None, int, Operand | None]] = []  # input, features that its layer takes, weight
     if (layer := facts.attention) is not None:
         takes = {"query": layer.embed_dim, "key": layer.kdim, "value": layer.vdim}
         inputs = [(facts.given(role), width, None) for role, width in takes.items()]
@@ -116,47 +116,47 @@ def _width(facts: Facts, x: Operand, takes: int, weight: Operand | None) -> Iter
     if weight is not None and facts.pair is not None and weight.shape[-1] == has:
         yield Cause(
             "weight_not_transposed",
-            f"{weight.is_shape}, out_features in_features as nn.Linear keeps it, and {x.name} has {has} features.",
+            f"{weight.is_shape}, which is (out_features, in_features); {x.name} has {has} features.",
             f"{x.name} @ {weight.name}.T, or call the layer.",
         )
     places = [place for place, size in enumerate(x.shape[:-1]) if size == takes]
     if len(places) == 1 and len(x.shape) >= 3:
         yield Cause(
             "features_not_last",
-            f"{x.name} has the {takes} features in dimension {places[0]}; the layer takes them last.",
+            f"{x.name} has its {takes} features in dimension {places[0]}; the layer expects them last.",
             f"{x.name}.transpose({places[0]}, -1).",
         )
     if weight is None:
         setting = {"query": "embed_dim", "key": "kdim", "value": "vdim"}[x.role]
-        what, make = f"the layer takes {takes} as {x.role} ({setting})", f"with {setting}={has}"
+        what, make = f"the layer expects {takes} for {x.role} ({setting})", f"with {setting}={has}"
     else:
-        what = f"{weight.name} takes {takes}"
+        what = f"{weight.name} expects {takes}"
         make = f"with in_features {has}" if facts.base == "linear" else f"for {has}"
-    way = f"Make the layer {make}, or bring {x.name} to {takes}."
-    yield Cause("wrong_width", f"{x.name} has {has} features, {what}.", way)
+    way = f"Create the layer {make}, or give {x.name} {takes} features."
+    yield Cause("wrong_width", f"{x.name} has {has} features; {what}.", way)
 
 
 def _unjoined(x: Operand, takes: int) -> Iterator[Cause]:
-    """Judge an input of a layer whose heads, side by side, would be as wide as that takes."""
+    """Judge an input whose heads would fit the layer if they were concatenated."""
     heads, features = x.place(*HEADS), x.place("head_dim")
     if heads is None and len(x.shape) >= 4 and x.shape[-1] * x.shape[-2] == takes:
         yield Cause(
             "heads_not_joined",
-            f"{x.name} ends in two dimensions, {x.axis(-2)} and {x.axis(-1)}; the layer takes them as one, {takes}.",
-            "torch.cat(heads, dim=-1), or .flatten(-2) with the heads in front of their features.",
+            f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}; the layer expects one dimension of {takes}.",
+            "Use torch.cat(heads, dim=-1), or .flatten(-2) with the heads just before their features.",
         )
     if heads not in (None, features) and features is not None and x.shape[heads] * x.shape[features] == takes:
         swap = "" if heads == len(x.shape) - 2 else ".transpose(1, 2)"
         yield Cause(
             "heads_not_joined",
-            f"{x.name} still has {x.shape[heads]} heads of {x.shape[features]}; the layer takes them side by side, "
+            f"{x.name} still has {x.shape[heads]} heads of {x.shape[features]}; the layer expects them concatenated, "
             f"{x.shape[heads]}·{x.shape[features]} = {takes}.",
-            f"{x.name}{swap}.flatten(-2) first: heads behind the sequence, then one dimension with their features.",
+            f"{x.name}{swap}.flatten(-2): move heads after the sequence, then merge them with their features.",
         )
 
 
 def _lengths(facts: Facts, given: Operand) -> tuple[int, int]:
-    """Return batch and length as the layer reads them; a batch of 0 where the input has none."""
+    """Return batch and length as the layer reads them; batch 0 means that the input has no batch."""
     if len(given.shape) != 3:
         return 0, given.shape[0] if given.shape else 0
     first, second, _ = given.shape
@@ -164,34 +164,33 @@ def _lengths(facts: Facts, given: Operand) -> tuple[int, int]:
 
 
 def _sequences(facts: Facts) -> Iterator[Cause]:
-    """Judge batches and lengths; first the order of the two: what does not fit in this one, and fits in the other."""
+    """Judge batch sizes and lengths; first whether swapping the two would make them fit."""
     query, key, value = facts.given("query", "tgt"), facts.given("key", "src"), facts.given("value")
     if query is None or key is None or facts.base not in LAYERS:
         return
     (batch, length), (key_batch, key_length) = _lengths(facts, query), _lengths(facts, key)
     mask, padding, batch_first = facts.given("attn_mask"), facts.given("key_padding_mask"), facts.call.batch_first
-    reading = f"batch_first={batch_first} reads dimension 0 as the {'batch' if batch_first else 'sequence'}"
+    reading = f"batch_first={batch_first} takes dimension 0 as the {'batch' if batch_first else 'sequence'}"
     both, why = bool(batch and key_batch), ""
     if both and batch != key_batch and length == key_length:
         agree = f"{query.name} and {key.name} agree in the other dimension"
-        why = f"batch {batch} against batch {key_batch}, where {agree}."
+        why = f"batch {batch} does not match batch {key_batch}, but {agree}."
     elif both and mask is not None and length != batch == key_batch and mask.shape == (batch, batch):
         why = f"length {length}, batch {batch}; {mask.is_shape} and fits dimension {0 if batch_first else 1}."
     elif both and padding is not None and padding.shape == (key_length, key_batch) and key_length != key_batch:
         way = "x.transpose(0, 1)" if batch_first else "batch_first=True"
         yield Cause(
             "batch_and_sequence_swapped",
-            f"{reading}: batch {key_batch}, key {key_length}; {padding.is_shape}, and key_padding_mask is "
-            "batch key in either case.",
-            f"If {key.name} is right, {padding.name}.T; if the mask is, {key.name} is the other way round: {way}.",
+            f"{reading}: batch {key_batch}, key {key_length}. {padding.is_shape}; key_padding_mask must be batch key.",
+            f"If {key.name} is right, use {padding.name}.T. If the mask is right, use {way} for {key.name}.",
         )
     if why:
-        way = "Make the layer with batch_first=True if the batch is in dimension 0, or give it x.transpose(0, 1)."
+        way = "If the batch is dimension 0, create the layer with batch_first=True or pass x.transpose(0, 1)."
         if batch_first:
-            way = "Give the sequence in dimension 1: x.transpose(0, 1), or make the layer with batch_first=False."
+            way = "Pass x.transpose(0, 1) to make the sequence dimension 1, or create the layer with batch_first=False."
         yield Cause("batch_and_sequence_swapped", f"{reading}: {why}", way)
     if both and batch != key_batch:
-        what = f"{reading}: {query.name} has batch {batch}, {key.name} has batch {key_batch}."
+        what = f"{reading}: {query.name} has batch {batch} and {key.name} has batch {key_batch}."
         yield Cause("batch_differs", what, _SAME_EXAMPLES)
     whole = facts.base == ATTENTION and value is not None and len(key.shape) == len(value.shape) == 3
     if whole and value is not None and _lengths(facts, key) != _lengths(facts, value):
@@ -199,13 +198,13 @@ def _sequences(facts: Facts) -> Iterator[Cause]:
 
 
 def _masks(facts: Facts) -> Iterator[Cause]:
-    """Judge a mask that does not lie over the scores."""
+    """Judge a mask that does not fit the scores."""
     under = facts.mask_and_scores[1] if facts.mask_and_scores is not None else None
     if under is not None and len(under.shape) == 4 and all(dim[0] in HEADS for dim in under.dims[-2:]):
         yield Cause(
             "heads_not_transposed",
-            f"{under.text}: heads are compared with heads, so queries and keys were split but not transposed.",
-            "q.transpose(1, 2), and k and v alike, after the view that splits: heads must come before the sequence.",
+            f"{under.text}: heads are multiplied with heads; queries and keys were split but not transposed.",
+            "Use .transpose(1, 2) on q, k and v after the view that splits them: heads must come before the sequence.",
         )
     mask, scores, by_shape = _laid_mask(facts)
     padding, key_given = facts.given("key_padding_mask"), facts.given("key")
@@ -213,8 +212,8 @@ def _masks(facts: Facts) -> Iterator[Cause]:
         batch, length = _lengths(facts, key_given)
         expected = (batch, length) if batch else (length,)
         if padding.shape != expected:
-            what = f"{padding.is_shape}; key_padding_mask is batch key, {text.shape(expected)}."
-            yield Cause("mask_size", what, f"Make it for batch {batch} and key {length}.")
+            what = f"{padding.is_shape}; expected key_padding_mask batch key, {text.shape(expected)}."
+            yield Cause("mask_size", what, f"Build the mask for batch {batch} and key {length}.")
     fits = mask is None or (first_clash(mask.shape, scores) is None and len(mask.shape) <= len(scores))
     if mask is None or fits or not mask.shape or not 2 <= len(scores) <= 4:
         return
@@ -222,26 +221,26 @@ def _masks(facts: Facts) -> Iterator[Cause]:
     if mask.shape in by_shape:
         yield Cause("mask_rank", f"{mask.is_shape}{by_shape[mask.shape][0]}", by_shape[mask.shape][1])
     if mask.shape[-2:] == (key, query) and key != query:
-        what = f"{mask.is_shape}, key {key} before query {query}, {over}."
+        what = f"{mask.is_shape}, with key {key} before query {query}, {over}."
         yield Cause("mask_transposed", what, f"{mask.name}.transpose(-2, -1).")
     if len(scores) >= 3 and mask.shape == (scores[0], scores[0]) and scores[0] not in (query, key):
         yield Cause(
             "batch_and_sequence_swapped",
-            f"{mask.is_shape}, {over}: it fits dimension 0, which is read as the batch.",
-            "The input has its sequence first and the layer takes the batch first, or the other way round: "
-            "x.transpose(0, 1), or batch_first.",
+            f"{mask.is_shape}, {over}: it fits dimension 0, which is taken as the batch.",
+            "The input and the layer disagree on whether batch or sequence comes first. "
+            "Use x.transpose(0, 1), or change batch_first.",
         )
     rows, columns = (1, *mask.shape)[-2:]
     if rows not in (1, query) or columns not in (1, key):
         covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
-        way = f"Make it for query {query} and key {key}, or give no more positions than it covers."
+        way = f"Build the mask for query {query} and key {key}, or pass fewer positions."
         if (rows == 1 or rows >= query) and columns >= key:
-            way = f"Cut it to the lengths of this call: {mask.name}[..., :{query}, :{key}]."
+            way = f"Cut the mask to the lengths of this call: {mask.name}[..., :{query}, :{key}]."
         yield Cause("mask_size", f"{mask.name} covers {covers}, {over}: query {query}, key {key}.", way)
 
 
 def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[str, str]]]:
-    """Return a mask, the shape of the scores that it is laid over, and what masks of another rank are and need."""
+    """Return a mask, the shape of its scores, and for masks of a wrong rank their explanation and fix."""
     mask, query, key = facts.given("attn_mask"), facts.given("query"), facts.given("key")
     scores: Shape = ()
     if facts.attention is not None and query is not None and key is not None and mask is not None:
@@ -250,17 +249,17 @@ def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[s
         scores = (max(batch, 1) * heads, *pairs)
         wanted = f"{text.shape(pairs)} or {text.shape(scores)}, batch·heads first"
         expand = "" if mask.shape[1:2] == (heads,) else f".expand(-1, {heads}, -1, -1)"
-        apart = f"; the layer takes {wanted}.", f"{mask.name}{expand}.flatten(0, 1)."
+        split = f"; the layer expects {wanted}.", f"{mask.name}{expand}.flatten(0, 1)."
         repeated = f"{mask.name}.repeat_interleave({heads}, dim=0)."
-        of_keys = f", batch key; attn_mask is {wanted}.", f"Give it as key_padding_mask={mask.name}."
+        of_keys = f", batch key; expected attn_mask {wanted}.", f"Pass it as key_padding_mask={mask.name}."
         return (
             mask,
             scores,
             {
                 (batch, key_length): of_keys,
-                (batch, *pairs): (f", one for each example; the layer takes {wanted}.", repeated),
-                (batch, 1, *pairs): apart,
-                (batch, heads, *pairs): apart,
+                (batch, *pairs): (f", one for each batch item; the layer expects {wanted}.", repeated),
+                (batch, 1, *pairs): split,
+                (batch, heads, *pairs): split,
             },
         )
     if facts.base == SDPA and query is not None and key is not None:
@@ -270,22 +269,26 @@ def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[s
     rows: list[tuple[Shape, str, str]] = []
     if len(scores) == 4:
         batch, heads, length, key_length = scores
-        view = f".view({batch}, {heads}, {length}, {key_length}): heads in a dimension of their own."
+        view = f".view({batch}, {heads}, {length}, {key_length}): give the heads their own dimension."
         rows = [
-            ((key_length, batch), "key batch", ".T[:, None, None, :]: batch first, then heads and queries."),
-            ((batch, key_length), "batch key", "[:, None, None, :]: one dimension for the heads, one for the queries."),
-            ((batch, length, key_length), "batch query key", "[:, None]: one dimension for the heads."),
-            ((batch, 1, key_length), "batch 1 key", "[:, None]: one dimension for the heads."),
+            (
+                (key_length, batch),
+                "key batch",
+                ".T[:, None, None, :]: batch first, then dimensions for heads and queries.",
+            ),
+            ((batch, key_length), "batch key", "[:, None, None, :]: add dimensions for heads and queries."),
+            ((batch, length, key_length), "batch query key", "[:, None]: add a dimension for the heads."),
+            ((batch, 1, key_length), "batch 1 key", "[:, None]: add a dimension for the heads."),
             ((batch * heads, length, key_length), "(batch heads) query key", view),
         ]
     elif len(scores) == 3:
-        rows = [((scores[0], scores[2]), "batch key", "[:, None, :]: one dimension for the queries.")]
+        rows = [((scores[0], scores[2]), "batch key", "[:, None, :]: add a dimension for the queries.")]
     name, over = "" if mask is None else mask.name, f"and the scores are {text.shape(scores)}"
     return mask, scores, {shape: (f", {what}, {over}.", name + way) for shape, what, way in rows}
 
 
 def _products(facts: Facts) -> Iterator[Cause]:
-    """Judge the factors of a product of queries and keys, or of weights and values: first how each is laid out."""
+    """Judge the factors of a product of queries and keys, or of weights and values: first their layouts."""
     yield from _unsplit(facts)
     if not facts.sizes_clash:
         return
@@ -308,19 +311,19 @@ def _unsplit(facts: Facts) -> Iterator[Cause]:
     if heads and heads * head_dim in odd.shape[1:]:
         yield Cause(
             "heads_not_split",
-            f"{split.name} is divided into {heads} heads, {odd.name} is not.",
-            f"Divide it too: .view(batch, length, {heads}, {head_dim}).transpose(1, 2).",
+            f"{split.name} is split into {heads} heads; {odd.name} is not.",
+            f"Split {odd.name} too: .view(batch, length, {heads}, {head_dim}).transpose(1, 2).",
         )
 
 
 def _keys(facts: Facts, query: Operand, key: Operand) -> Iterator[Cause]:
-    """Judge keys whose features and positions are not swapped for the product."""
+    """Judge keys whose features and positions are not transposed for the product."""
     cause, name = "key_not_transposed", key.variable
     if min(len(query.shape), len(key.shape)) < 2:
         return
     if len(key.shape) > 2 and key.dims[-1] == ["batch"]:
-        what = f"{key.is_shape} {key.axes}: all dimensions are turned round, as .T does."
-        yield Cause(cause, what, f"Swap the last two alone: {name}.transpose(-2, -1), or {name}.mT.")
+        what = f"{key.is_shape} {key.axes}: all dimensions are reversed, as by .T."
+        yield Cause(cause, what, f"Swap only the last two: {name}.transpose(-2, -1) or {name}.mT.")
     if key.place("key", "sequence") == len(key.shape) - 2 and query.shape[-1] == key.shape[-1] != key.shape[-2]:
         what = f"{key.name} ends in {key.axis(-2)} {key.axis(-1)}; q·kᵀ sums over {key.axis(-1)}."
         yield Cause(cause, what, f"Multiply by {name}.transpose(-2, -1).")
@@ -330,25 +333,25 @@ def _keys(facts: Facts, query: Operand, key: Operand) -> Iterator[Cause]:
 
 
 def _heads_behind(facts: Facts, bad: list[Operand]) -> Cause:
-    """Tell of heads behind the sequence, where the product runs over what stands in front."""
+    """Return the cause of heads after the sequence, where the product expects them before."""
     names = list(dict.fromkeys(o.variable for o in bad))
     sequence = " and ".join(dict.fromkeys("query" if o.part == "query" else "key" for o in bad))
     steps = [op for _, op in facts.reached.steps_back(bad[0].given.tensor) if op is not None]
     if all(_was_right_before(facts, o.given.tensor) for o in bad):
-        did, origin = "transposed back", steps[0].source if steps else ""
-        way = "Leave that transpose out: the heads were in front already."
+        state, origin = "transposed back", steps[0].source if steps else ""
+        way = "Remove that transpose: the heads already came before the sequence."
     else:
         splits = [op for op in steps if op.base_name in ("view", "_unsafe_view")]
         origins = (op.source for op in splits if len(op.output.shape) > len(op.inputs[0].shape))
-        did, origin = "split but not transposed", next(origins, "")
-        way = f"{names[0]}.transpose(1, 2) after the view that splits."
+        state, origin = "split but not transposed", next(origins, "")
+        way = f"Use {names[0]}.transpose(1, 2) after the view that splits the heads."
     where = f" ({origin})" if origin else ""
     were = f"{' and '.join(names)} {'was' if len(bad) == 1 else 'were'}"
-    return Cause("heads_not_transposed", f"{were} {did}{where}. Heads must come before {sequence}.", way)
+    return Cause("heads_not_transposed", f"{were} {state}{where}. Heads must come before {sequence}.", way)
 
 
 def _was_right_before(facts: Facts, tensor: TensorRef) -> bool:
-    """Whether an earlier step had the heads in front of the sequence."""
+    """Return whether an earlier step had the heads before the sequence."""
     for earlier, _ in list(facts.reached.steps_back(tensor))[1:]:
         names = [name for name in re.findall(r"\w+", facts.reached.of(earlier)) if name in (*HEADS, *SEQUENCES)]
         if len(earlier.shape) >= 4 and names and names[0] in HEADS and not set(SEQUENCES).isdisjoint(names):
@@ -357,37 +360,37 @@ def _was_right_before(facts: Facts, tensor: TensorRef) -> bool:
 
 
 def _two_sizes(left: Operand, right: Operand) -> Iterator[Cause]:
-    """Judge two factors that are laid out alike, queries or weights and keys or values, where they do not fit."""
+    """Judge two factors of the same layout (queries or weights, keys or values) whose sizes differ."""
     heads, kv_heads = left.size("heads"), right.size(*HEADS)
     if heads != kv_heads and kv_heads and heads % kv_heads == 0 < heads and len(left.shape) == len(right.shape) == 4:
         each = heads // kv_heads
         yield Cause(
             "heads_not_repeated",
-            f"{left.name} has {heads} heads, {right.name} has {kv_heads}: each of these serves {each}.",
-            f"{right.variable}.repeat_interleave({each}, dim=1) before the product, for keys and values alike; "
-            "scaled_dot_product_attention takes enable_gqa=True.",
+            f"{left.name} has {heads} heads and {right.name} has {kv_heads}: each key head serves {each} query heads.",
+            f"Use {right.variable}.repeat_interleave({each}, dim=1) on keys and values before the product; "
+            "for scaled_dot_product_attention, enable_gqa=True.",
         )
-    same = "Queries and keys are compared feature by feature: divide both into heads of the same width."
+    same = "Split queries and keys into heads of the same width: the product sums over their features."
     for axis, name, way in (("batch", "batch_differs", _SAME_EXAMPLES), ("head_dim", "head_dim_differs", same)):
         sizes = left.size(axis), right.size(axis)
         if 0 not in sizes and sizes[0] != sizes[1] and (axis == "batch" or left.part == "query"):
-            yield Cause(name, f"{left.name} has {axis} {sizes[0]}, {right.name} has {axis} {sizes[1]}.", way)
+            yield Cause(name, f"{left.name} has {axis} {sizes[0]} and {right.name} has {axis} {sizes[1]}.", way)
     has = right.size("key", "sequence")
     if left.part == "weights" and has and left.shape[-1] != has:
-        what = f"{left.name} weighs {left.shape[-1]} keys, {right.name} has {has} values."
+        what = f"{left.name} has weights for {left.shape[-1]} keys and {right.name} has {has} values."
         yield Cause("lengths_differ", what, _SAME_SEQUENCE)
 
 
 def _views(facts: Facts) -> Iterator[Cause]:
-    """Judge a view that does not fit what it is of."""
+    """Judge a view that does not fit its tensor."""
     x, sizes = facts.operands[0] if facts.operands else None, facts.sizes_of_view
     if x is None or facts.base not in VIEWS:
         return
     if "stride" in facts.message and not x.given.value.is_contiguous():
         yield Cause(
             "not_contiguous",
-            f"{x.name} is a transpose: its elements are not in memory in the order in which the view would read them.",
-            ".contiguous() before .view(...), or .reshape(...) in its place.",
+            f"{x.name} is transposed: its elements in memory are not in the order that view() reads.",
+            "Use .contiguous() before .view(...), or .reshape(...) instead.",
         )
     width = x.shape[-1] if x.shape else 0
     if len(sizes) == len(x.shape) + 1 and sizes[:-2] == x.shape[:-1]:
@@ -398,31 +401,31 @@ def _views(facts: Facts) -> Iterator[Cause]:
         if min(heads, head_dim) > 0:
             yield Cause(
                 "wrong_head_dim",
-                f"{heads} heads of {head_dim} are {heads * head_dim} features, and {x.name} has {width}.",
-                f"{heads} heads of a width of {width} have head_dim {width // heads}; a projection for "
-                f"{heads} heads of {head_dim} needs out_features {heads * head_dim}.",
+                f"{heads} heads of {head_dim} need {heads * head_dim} features; {x.name} has {width}.",
+                f"Use head_dim {width // heads} ({heads} heads, width {width}), or a projection with "
+                f"out_features {heads * head_dim}.",
             )
     if len(sizes) == 4 and len(x.shape) == 3 and sizes[1] == -1 and prod(sizes[2:]) == width:
         yield Cause(
             "batch_differs",
-            f"{x.name} has {x.shape[0]} examples, and the view takes a batch of {sizes[0]}.",
-            "Queries, keys and values must have the same examples; one for all needs .expand on the batch dimension.",
+            f"{x.name} has batch {x.shape[0]}; the view expects batch {sizes[0]}.",
+            "Queries, keys and values need the same batch size; use .expand on the batch dimension to share one item.",
         )
 
 
 def _einops(facts: Facts) -> Iterator[Cause]:
-    """Judge a pattern of einops that divides a width evenly, where it cannot be."""
+    """Judge an einops pattern that cannot divide a width evenly."""
     said = re.search(r"can't divide axis of length (\d+) in chunks of (\d+)", facts.message)
     if facts.error == "EinopsError" and said is not None:
         yield _uneven(int(said[1]), int(said[2]))
 
 
 def _uneven(width: int, heads: int, asked: str = "") -> Cause:
-    """Tell of a width that so many heads do not divide; `asked` is what they would need in its place."""
+    """Return the cause of a width that is not divisible by the heads; `asked` is the width that the call asks for."""
     counts = ", ".join(str(n) for n in range(1, min(width, 64) + 1) if width % n == 0)
-    asked = asked or (f"{width} / {heads} = {width / heads:.4g}" if heads else "there is no head")
+    asked = asked or (f"{width} / {heads} = {width / heads:.4g}" if heads else "0 heads")
     return Cause(
         "heads_do_not_divide",
-        f"A width of {width} cannot be split over {heads} heads: {asked}.",
-        f"Head counts{' up to 64' if width > 64 else ''} that divide {width}: {counts}.",
+        f"Width {width} cannot be split into {heads} heads: {asked}.",
+        f"Use a head count that divides {width}{' (up to 64)' if width > 64 else ''}: {counts}.",
     )

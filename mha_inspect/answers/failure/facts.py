@@ -1,4 +1,4 @@
-"""The facts of a failing call that its cause is told by: its operands, what they are, and what does not fit."""
+"""The facts of a failing call from which its cause is found: operands, their roles, and sizes that clash."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, reach
 HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
-"""Calls that stretch their operands over one another, by their names without underscores."""
+"""Calls that broadcast their operands, by name without underscores."""
 VIEWS = ("view", "reshape", "unflatten")
-"""Calls that divide dimensions, or put them together."""
+"""Calls that split or merge dimensions."""
 
 
 @dataclass(frozen=True, eq=False)
 class Operand(FailedOperand):
-    """One tensor that the failing call was given, and what is known of it. It holds the tensor."""
+    """One tensor argument of the failing call, with its properties. It references the tensor."""
 
     variable: str
-    """The plain variable behind it: `k` behind `k.transpose(-2, -1)`; its name where there is none."""
+    """The variable it comes from: `k` for `k.transpose(-2, -1)`; its name if there is no variable."""
     given: Given
     part: str
-    """What it is to the attention: `query`, `key`, `value`, `weights`; empty where that is not known."""
+    """Its role in the attention: `query`, `key`, `value`, `weights`; empty if unknown."""
     from_scores: bool
-    """Whether it was made from the product of the scores."""
+    """Whether it is computed from the scores."""
 
     @property
     def is_parameter(self) -> bool:
@@ -44,7 +44,7 @@ class Operand(FailedOperand):
 
     @property
     def dims(self) -> list[list[str]]:
-        """The names in each dimension, and numbers where there is none."""
+        """The axis names of each dimension; a size stands for an unnamed axis."""
         return dims_of(self.axes)
 
     @property
@@ -54,35 +54,35 @@ class Operand(FailedOperand):
 
     @property
     def text(self) -> str:
-        """`q is [2, 8, 5, 64] batch heads query head_dim`; the axes where one at least has a name."""
+        """`q is [2, 8, 5, 64] batch heads query head_dim`; without axes if none has a name."""
         named = any(not name.isdigit() for names in self.dims for name in names)
         return f"{self.is_shape} {self.axes}" if named else self.is_shape
 
     def place(self, *names: str) -> int | None:
-        """Return the first dimension that is one of these axes, or has one in it; None where none is."""
+        """Return the first dimension that contains one of these axes; None if there is none."""
         return next((place for place, dim in enumerate(self.dims) if not set(names).isdisjoint(dim)), None)
 
     def size(self, *names: str) -> int:
-        """Return the size of the dimension that is one of these axes alone; 0 where there is none."""
+        """Return the size of the first dimension that is exactly one of these axes; 0 if there is none."""
         dims = zip(self.shape, self.dims, strict=True)
         return next((size for size, dim in dims if len(dim) == 1 and dim[0] in names), 0)
 
     def axis(self, place: int) -> str:
-        """Return what a dimension is, with its size: `head_dim 64`; the size alone where it has no name."""
+        """Return name and size of a dimension: `head_dim 64`; only the size if it has no name."""
         dim = self.dims[place]
         name = dim[0] if len(dim) == 1 else f"({' '.join(dim)})"
         return str(self.shape[place]) if name.isdigit() else f"{name} {self.shape[place]}"
 
     @property
     def heads_are_behind(self) -> bool:
-        """Whether the heads stand behind the sequence."""
+        """Whether the heads come after the sequence."""
         heads, sequence = self.place(*HEADS), self.place(*SEQUENCES)
         return heads is not None and sequence is not None and len(self.shape) >= 4 and sequence < heads
 
 
 @dataclass(frozen=True, eq=False)
 class Facts:
-    """A failing call and its operands. It holds tensors: it must not outlive the error."""
+    """A failing call and its operands. It references tensors, so it must not outlive the error."""
 
     error: str
     message: str
@@ -90,7 +90,7 @@ class Facts:
     operands: tuple[Operand, ...]
     reached: Reached
     variables: Mapping[int, str]
-    """TensorRef id to what the user's code calls it."""
+    """TensorRef id to variable name in user code."""
 
     @property
     def base(self) -> str:
@@ -99,26 +99,26 @@ class Facts:
 
     @property
     def attention(self) -> nn.MultiheadAttention | None:
-        """torch's attention, where the call is one of it."""
+        """The called nn.MultiheadAttention; None for other calls."""
         return self.call.layer if isinstance(self.call.layer, nn.MultiheadAttention) else None
 
     def given(self, *roles: str) -> Operand | None:
-        """Return the operand that has one of these roles; None where none has."""
+        """Return the first operand with one of these roles; None if there is none."""
         return next((o for o in self.operands if o.role in roles), None)
 
     @property
     def pair(self) -> tuple[Operand, Operand] | None:
-        """The two factors of a product, left and right."""
+        """The left and right factor of a product; None for other calls."""
         return (self.operands[-2], self.operands[-1]) if self.base in PRODUCTS and len(self.operands) >= 2 else None
 
     @property
     def factors(self) -> list[Operand]:
-        """Queries, keys and values, where the call is a product of them."""
+        """The operands that are queries, keys or values."""
         return [o for o in self.operands if o.part not in ("", "weights")]
 
     @property
     def mask_and_scores(self) -> tuple[Operand, Operand] | None:
-        """The mask, which no parameter has gone into, and the scores, where the call lays the one over the other."""
+        """The mask (independent of parameters) and the scores, if the call broadcasts them; else None."""
         scores = next((o for o in self.operands if o.from_scores), None)
         others = [o for o in self.operands if not o.from_scores and o.shape]
         mask = next((o for o in others if not self.reached.is_of_parameters(o.given.tensor)), None)
@@ -126,19 +126,19 @@ class Facts:
 
     @property
     def mixes_dtypes(self) -> bool:
-        """Whether the call refused its operands for their dtypes, and they are of several."""
+        """Whether the error is about dtypes, and the operands have several."""
         words = ("dtype", "scalar type", "data type")
         said = "boolean mask" not in self.message and any(word in self.message for word in words)
         return said and len({o.dtype for o in self.operands}) > 1
 
     @property
     def mixes_devices(self) -> bool:
-        """Whether the call refused its operands for their devices."""
+        """Whether the error is about devices, and the operands have several."""
         return "device" in self.message and len({o.device for o in self.operands}) > 1
 
     @property
     def sizes_clash(self) -> bool:
-        """Whether the shapes clash at all: an error about something else is no evidence."""
+        """Whether shapes clash; other errors show nothing about shapes."""
         if self.pair is None:
             return any(word in self.message for word in ("size", "shape", "subscript", "dimension"))
         left, right = (o.shape for o in self.pair)
@@ -148,7 +148,7 @@ class Facts:
 
     @property
     def sizes_of_view(self) -> tuple[int, ...]:
-        """What a view was asked to make; empty where that is not known."""
+        """The requested shape of a view; empty if unknown."""
         sizes = tuple(_numbers_in(self.call.args))
         if self.base == "unflatten" and sizes and self.operands:
             shape = self.operands[0].shape
@@ -158,14 +158,14 @@ class Facts:
 
 
 def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder, call: Call | None) -> Facts:
-    """Return what is known of a failing call; of its operands alone where it is not known itself."""
+    """Return the facts of a failing call; if the call is unknown, those of its operands."""
     recording, path = run.recording, recorder.path_of(site.module)
     variables = {recorder.identify(value).id: name for name, value in reversed(list(site.variables.items()))}
     names = {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)} | variables
-    every = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
-    reached = reach(run, call or Call(), every if call is not None else ())
+    tensors = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
+    reached = reach(run, call or Call(), tensors if call is not None else ())
     operands = []
-    for number, given in enumerate(every, 1):
+    for number, given in enumerate(tensors, 1):
         tensor = given.tensor
         stage = next((stage for stage, known in reached.stages.items() if known.id == tensor.id), "")
         name = written(recording, tensor, names, path) or stage or given.role or f"operand {number}"
@@ -188,7 +188,7 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
 
 
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:
-    """Return how far from the right two shapes cannot be stretched over one another, -1 for the last; else None."""
+    """Return the last dimension, counted from -1, in which two shapes cannot be broadcast; None if they can."""
     for back in range(1, min(len(left), len(right)) + 1):
         if left[-back] != right[-back] and 1 not in (left[-back], right[-back]):
             return -back
@@ -204,20 +204,20 @@ def _numbers_in(settings: Any) -> Iterator[int]:
 
 
 def clash(facts: Facts) -> str:
-    """Return what does not fit in the call, in words with the real numbers; empty where nothing is seen not to."""
+    """Return in words what does not fit in the call, with the real numbers; empty if everything fits."""
     given = facts.operands
     if facts.mixes_devices:
-        return f"{', '.join(f'{o.name} is {o.device}' for o in given)}: a call computes on one device."
+        return f"{', '.join(f'{o.name} is {o.device}' for o in given)}: all tensors of a call must be on one device."
     if facts.mixes_dtypes:
         numbers = [o for o in given if (o.given.value.is_floating_point() or o.role == "input") and o.role != "bias"]
-        return f"{', '.join(f'{o.name} is {o.dtype}' for o in numbers)}: a product takes one dtype."
+        return f"{', '.join(f'{o.name} is {o.dtype}' for o in numbers)}: all factors of a product must have one dtype."
     if facts.pair is not None:
         left, right = facts.pair
         start = f"{left.name} @ {right.name}: {left.text}, {right.text}."
         if min(len(left.shape), len(right.shape)) < 2:
             return start
         if left.shape[-1] != right.shape[-2]:
-            return f"{start} The dimensions that are summed over clash: {left.axis(-1)} against {right.axis(-2)}."
+            return f"{start} The product sums over dimensions that differ: {left.axis(-1)} and {right.axis(-2)}."
         place = first_clash(left.shape[:-2], right.shape[:-2])
         return start if place is None else f"{start} {_clashes(left, right, place - 2)}"
     if facts.base in (SDPA, *LAYERS, "einsum"):
@@ -230,7 +230,7 @@ def clash(facts: Facts) -> str:
     if facts.base in BROADCASTS and (place := first_clash(x.shape, other.shape)) is not None:
         return f"{x.text}, {other.text}. {_clashes(x, other, place)}"
     if facts.base == "linear" and x.role == "input" and x.shape and x.shape[-1] != other.shape[-1]:
-        return f"{x.text}, and {other.name} {text.shape(other.shape)} takes {other.shape[-1]} features."
+        return f"{x.text}; {other.name} {text.shape(other.shape)} expects {other.shape[-1]} features."
     return ""
 
 
@@ -240,7 +240,7 @@ def _clashes(left: Operand, right: Operand, place: int) -> str:
 
 
 def _each_once(given: tuple[Operand, ...]) -> Iterator[str]:
-    """Yield each tensor once, however often it was given."""
+    """Yield the text of each tensor once, even if it was passed several times."""
     for number in dict.fromkeys(o.given.tensor.id for o in given):
         same = [o for o in given if o.given.tensor.id == number]
         roles = [o.role for o in same if o.role and o.role != o.name]
@@ -250,7 +250,7 @@ def _each_once(given: tuple[Operand, ...]) -> Iterator[str]:
 def _of_view(facts: Facts) -> str:
     x, sizes = facts.operands[0], facts.sizes_of_view
     if not sizes or "stride" in facts.message:
-        return f"{x.text}." if x.given.value.is_contiguous() else f"{x.text}, and not contiguous in memory."
+        return f"{x.text}." if x.given.value.is_contiguous() else f"{x.text}, not contiguous in memory."
     has, wanted = prod(x.shape), prod(size for size in sizes if size != -1)
     start = f"{x.text}, {has} elements; {text.shape(sizes)}"
     if -1 in sizes:

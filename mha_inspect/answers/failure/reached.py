@@ -1,9 +1,9 @@
-"""How far an attention came before the forward failed: the stages that there are, and the axes of any tensor.
+"""Find how far an attention came before the forward failed: its completed stages, and the axes of any tensor.
 
-`graph.attention` starts from a softmax that is followed by the product with the values. Here there may be neither yet.
-The walk starts from what there is: a softmax, the product of the scores, or the operands of the call that failed. Axes
-are named by what evidence is left: what a projection takes in is `batch sequence embed`, the view that divides what it
-gives is `heads head_dim`, and where a call says which operand is the query, the sequence is named after it.
+`graph.attention` starts from a softmax followed by the product with the values. Here both may be missing, so the
+search starts from a softmax, the product of the scores, or the operands of the failing call. Axes are named from the
+remaining evidence: the input of a projection is `batch sequence embed`, and the view that splits its output gives
+`heads head_dim`. A call that names its query operand also names the sequence.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .call import Call
 
 ATTENTION, SDPA = "MultiheadAttention", "scaled_dot_product_attention"
 LAYERS = (ATTENTION, "Transformer")
-"""Layers of torch that hold attention."""
+"""torch layers that contain attention."""
 PRODUCTS = {"matmul", "bmm", "mm", "baddbmm"}
-"""Calls that multiply two tensors, by their names without underscores."""
+"""Matrix products, by name without underscores."""
 Whose = Literal["", "query", "key", "scores"]
-"""Whose sequence a tensor has: unknown, the queries', the keys', or queries in rows and keys in columns."""
+"""The sequence of a tensor: unknown, of queries, of keys, or queries in rows and keys in columns."""
 Groups = list[tuple[str, Dim]]
-"""Names, and the axes that have them."""
+"""Axis names with their axes."""
 
 _PARTS = ("query", "key", "value")
 _FAR = 60
-"""Tensors that are looked at for the nearest stage."""
+"""The largest number of tensors to search for the nearest stage."""
 
 
 class Given(NamedTuple):
-    """One tensor that the failing call was given, and for which argument."""
+    """One tensor argument of the failing call, and its argument name."""
 
     role: str
     value: torch.Tensor
@@ -52,24 +52,24 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Reached:
-    """The stages that there are, and the axes of any tensor."""
+    """The completed stages, and the axes of any tensor."""
 
     graph: Graph
     stages: Mapping[str, TensorRef]
     sides: Mapping[int, Whose]
-    """TensorRef id to whose sequence the tensor has."""
+    """TensorRef id to the sequence of the tensor."""
     groups: Groups
     query: TensorRef | None
-    """The heads of the queries."""
+    """The query heads; None if they are unknown."""
     roles: Mapping[int, str] = field(default_factory=dict)
-    """TensorRef id to the side of an operand of the failing call: `query`, `key`, `value`, `weights`."""
+    """TensorRef id to the role of an operand of the failing call: `query`, `key`, `value`, `weights`."""
     completed: int = 0
-    """How many attentions were completed before."""
+    """The number of attentions completed before this one."""
     names: AxisNames | None = None
-    """The axes of the attention that the failure belongs to, where that had been computed up to its context."""
+    """The axes of the attention that failed, if its context was computed; else None."""
 
     def of(self, tensor: TensorRef) -> str:
-        """Return what each dimension of a tensor is, as a pattern: its sequence is that of the nearest stage behind."""
+        """Return the axes of a tensor as a pattern; its sequence is that of the nearest earlier stage."""
         nearest = (self.sides[t.id] for t in islice(_behind(self.graph, tensor), _FAR) if t.id in self.sides)
         return self._pattern(tensor, next(nearest, ""))
 
@@ -98,17 +98,17 @@ class Reached:
         return name if size_of(resolve(heads)) == size_of(axes) else "kv_heads"
 
     def is_of_scores(self, tensor: TensorRef) -> bool:
-        """Whether this is the scores, scaled or masked at most: not the context, which is a product as well."""
+        """Return whether this is the scores, possibly scaled or masked; the context does not count."""
         scores = self.stages.get("scores")
         steps = self.graph.back(tensor, self.graph.passes_on)
         return scores is not None and any(step.tensor.id == scores.id for step in steps)
 
     def is_of_parameters(self, tensor: TensorRef) -> bool:
-        """Whether a parameter has gone into it."""
+        """Return whether a tensor is computed from a parameter."""
         return any(self.graph.is_weight(source) for source in _behind(self.graph, tensor))
 
     def steps_back(self, tensor: TensorRef) -> Iterator[tuple[TensorRef, Op | None]]:
-        """Yield a tensor and what made it, then what it was before it was moved and scaled, and what made that."""
+        """Yield a tensor and its operation, then the same for the tensors before each reshape and scaling."""
         op = self.graph.recording.producer(tensor)
         yield tensor, op
         while op is not None and (self.graph.moves(op) or self.graph.is_scale(op)):
@@ -118,14 +118,14 @@ class Reached:
 
 
 def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
-    """Find the stages of the attention that a failing call belongs to, in a run as far as it came."""
+    """Return the completed stages of the attention that a failing call belongs to."""
     graph, attentions, base = run.graph, run.attentions, call.base
     layers = [given.tensor for given in operands if _is_activation(base, given)]
     groups = _groups(graph, layers, ("batch", "sequence") if call.batch_first else ("sequence", "batch"))
     contexts = [last.value_product.op.output.id for last, _ in attentions[-1:] if "output" not in last.projections]
     if contexts and (not operands or any(_is_made_of(graph, given.tensor, contexts) for given in operands)):
-        # What failed was made from the context of the last one. What follows the context may be a part of the very
-        # call that failed: a product flattens what it is given.
+        # The failing call uses the context of the last attention. Operations after the context may belong to that
+        # call, because a product flattens its operands, so concat does not count.
         last, names = attentions[-1]
         sides = {tensor.id: _side(name) for name, tensor in reversed(last.stages.items())}
         sides |= {product.op.output.id: "scores" for product in (last.value_product, last.score_product)}
@@ -162,14 +162,14 @@ def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
 
 
 def _side(stage: str) -> Whose:
-    """Return whose sequence a stage has."""
+    """Return the sequence of a stage."""
     if stage in _PARTS or stage[1] == "_":
         return "query" if stage[0] == "q" else "key"
     return "scores"
 
 
 def _behind(graph: Graph, tensor: TensorRef) -> Iterator[TensorRef]:
-    """Yield a tensor, and every one that it was made from, the nearest first."""
+    """Yield a tensor and all tensors that it is computed from, the nearest first."""
     return (step.tensor for step in graph.back(tensor, lambda _: True))
 
 
@@ -178,14 +178,14 @@ def _is_made_of(graph: Graph, tensor: TensorRef, ids: Collection[int]) -> bool:
 
 
 def _is_activation(base: str, given: Given) -> bool:
-    """Whether this is what a layer takes in: batch, sequence, features."""
+    """Return whether this is the input of a layer: batch, sequence, features."""
     if base in LAYERS:
         return given.role in (*_PARTS, "src", "tgt")
     return base == "linear" and given.role == "input" and given.value.is_floating_point()
 
 
 def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Product | None:
-    """Return the product of the scores: the one before the softmax, or where there is none yet, the last one."""
+    """Return the product of the scores: the one before the softmax, or without a softmax the last; None without it."""
     if softmax is not None:
         meeting = score_product(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
         return None if meeting is None else meeting.product
@@ -193,12 +193,12 @@ def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Prod
     last = products[-1] if products else None
     factors = () if last is None else (last.left, last.right)
     sources = {step.tensor.id for factor in factors for step in graph.back(factor, graph.passes_on)}
-    # What another product goes into is no scores: a softmax was left out, or there is none to come.
+    # If its factors come from another product, it is not the scores: the softmax is missing.
     return None if any(product.op.output.id in sources for product in products) else last
 
 
 def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, TensorRef]:
-    """Return the stages from the product of the scores to the softmax, those that there are."""
+    """Return the completed stages from the product of the scores to the softmax."""
     scores = graph.after_call(product.op)
     while len(followers := graph.recording.consumers.get(scores.id, ())) == 1 and graph.is_scale(followers[0]):
         scores = followers[0].output
@@ -210,9 +210,9 @@ def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, Ten
 
 
 def _parts(graph: Graph, base: str, operands: Sequence[Given], scored: Op | None) -> dict[str, TensorRef]:
-    """Return what each operand of the failing call is to the attention, by its place in the call.
+    """Return the operands of the failing call by their role in the attention, found from their positions.
 
-    `scored` is the softmax, or else the product of the scores, where there was one.
+    `scored` is the softmax, or else the product of the scores; None without both.
     """
     if base == SDPA:
         return {given.role: given.tensor for given in operands if given.role in _PARTS}
@@ -230,7 +230,7 @@ def _parts(graph: Graph, base: str, operands: Sequence[Given], scored: Op | None
 
 
 def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dict[str, TensorRef], dict[int, Whose]]:
-    """Walk from the factors of products back to what came in: the stages that are met, and the side of each tensor."""
+    """Return the stages between the inputs and the factors of products, and the side of each tensor on the way."""
     heads, sides = dict[str, TensorRef](), dict[int, Whose]()
     for role, tensor in factors.items():
         side = sides[tensor.id] = _side(role)
@@ -244,7 +244,7 @@ def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dic
     ends = projections_behind(graph, heads, "", {role: set() for role in ("query", *factors)})
     stages = with_projections(graph, heads, ends)
     for name, tensor in stages.items():
-        # One product may serve all three: then it is nobody's own.
+        # A packed projection of query, key and value has no side.
         side = _side(name)
         sides[tensor.id] = side if sides.get(tensor.id) in (None, side) else ""
     unsplit = [name for name in heads if stages[name].id == getattr(stages.get(f"{name[0]}_proj"), "id", None)]
@@ -252,15 +252,15 @@ def _before_product(graph: Graph, factors: Mapping[str, TensorRef]) -> tuple[dic
 
 
 def _groups(graph: Graph, layers: Iterable[TensorRef], order: tuple[str, str]) -> Groups:
-    """Name the heads by what divides a projection, then positions and features of what layers take in.
+    """Name heads from the views that split projections, then the positions and features of layer inputs.
 
-    The first name that an axis is given holds. `order` is that of the batch and the sequence in the failing layer.
+    The first name of an axis wins. `order` is the order of batch and sequence in the failing layer.
     """
     groups: Groups = []
 
     def add(name: str, dim: Dim) -> None:
         dim = resolve(dim)
-        # Of axes of size one a batch alone is named: a view puts others anywhere.
+        # An axis of size one is named only if it is the batch: a view may put others anywhere.
         counts = size_of(dim) > 1 or (name == "batch" and len(dim) == 1)
         if dim and counts and not any(set(dim).intersection(group) for _, group in groups):
             groups.append((name, dim))
@@ -292,7 +292,7 @@ def _groups(graph: Graph, layers: Iterable[TensorRef], order: tuple[str, str]) -
 
 
 def _divided(graph: Graph, projected: TensorRef) -> tuple[Dim, Dim]:
-    """Return heads and features of a head, from the first view that divides a width in two; empty without one."""
+    """Return the axes of heads and head features from the first view that splits a width; empty without one."""
     dims = graph.dimensions.of
     width = set(dims(projected)[-1]) if projected.shape else set()
     for op, _ in graph.forward(projected, lambda op: op.kind in ("view", "copy") or op.pointwise):
@@ -305,17 +305,17 @@ def _divided(graph: Graph, projected: TensorRef) -> tuple[Dim, Dim]:
         if len(parts) == len(read):
             continue
         packed = [size_of(part) in (2, 3) for part in parts[:2]]
-        if len(parts) == 3 and any(packed):  # query, key and value beside one another, before the heads or in them
+        if len(parts) == 3 and any(packed):  # query, key and value are packed, before the heads or inside them
             del parts[packed.index(True)]
         elif len(parts) == 2 and len(parts[1]) > 1 and parts[1][0].size == 3:
-            parts[1] = parts[1][1:]  # those of a head side by side
+            parts[1] = parts[1][1:]  # query, key and value are packed per head
         if len(parts) == 2:
             return parts[0], parts[1]
     return (), ()
 
 
 def _in_order(groups: Groups, dims: Sequence[Dim]) -> Groups:
-    """Swap batch and sequence where an operand shows it: the batch stands with the heads, and the sequence does not."""
+    """Swap the names if the last two dimensions of an operand contain the batch and not the sequence."""
     before, after = ({axis for dim in part for axis in dim} for part in (dims[:-2], dims[-2:]))
     heads, batch, sequence = (_axes_named(groups, name) for name in ("heads", "batch", "sequence"))
     if not (heads & before and sequence & before and batch & after):

@@ -1,4 +1,4 @@
-"""A forward that raises, or a block of code: how far it came, what clashed, and why."""
+"""Report a forward or a block of code that raises: how far it came, what clashed, and why."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from .call import CallWatch, call_of_layer, dispatched, site_of
 from .causes import find_cause
 from .facts import Facts, clash, facts_of
 
-_UNTOLD = "All that the call was given cannot be told without calling code of yours again."
+_NO_RERUN = "Some arguments of the call are unknown: finding them needs another run of your code."
 LAST_OPS = 6
-"""How many of the completed operations are told one by one."""
+"""The number of completed operations to list."""
 
 
 def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> Exception:
-    """Return what to raise for a run that raised: a `ForwardError` with the trace up to there.
+    """Return the error to raise for a run that raised: a `ForwardError` with the trace up to that point.
 
-    The error itself is given back where it is none of the forward's: the arguments did not fit its signature, memory
-    ran out, or it was raised by this package on purpose.
+    The original error is returned if the forward is not to blame: the arguments did not fit its signature, memory ran
+    out, or this package raised it.
 
     Args:
         subject: the module and its arguments.
         failed: the run that raised.
-        show: what else the trace holds; tensors are never kept here.
-        before: the state before that run: it is run once more from there, to see which call raised.
+        show: what else the trace includes; tensors are never kept here.
+        before: the state before that run; the module runs once more from it, to see which call raised.
     """
     error, recorder = failed.error, failed.recorder
     assert error is not None
@@ -42,7 +42,7 @@ def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> E
         if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
             return error
         failure, completed = _watched(subject, error, before) or describe_failure(error, failed.recording, recorder)
-        ops = failed.recording.ops  # beside a function mode torch takes no fast path: these are those that really ran
+        ops = failed.recording.ops  # under a function mode torch skips its fast path, so the first recording is kept
         failure = replace(failure, op=_operation(error), last_ops=_last_of(ops), num_ops=len(ops))
     finally:
         del error  # its traceback leads to this frame
@@ -62,7 +62,7 @@ def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> E
 
 
 def _watched(subject: Subject, error: Exception, before: State) -> tuple[Failure, int] | None:
-    """Run it once more with every call of torch watched, and describe how that ended; None where it ends otherwise."""
+    """Run the subject again, watch every torch call, and describe the failure; None if it ends differently."""
     watch = CallWatch()
     with subject.replaying(before), watch:
         attempt = run_and_record(subject.module, *with_copies((subject.args, subject.kwargs)))
@@ -72,7 +72,7 @@ def _watched(subject: Subject, error: Exception, before: State) -> tuple[Failure
     try:
         return describe_failure(attempt.error, attempt.recording, attempt.recorder, watch=watch)
     finally:
-        del attempt, error  # they hold tensors, and the error's traceback leads to this frame
+        del attempt, error  # they reference tensors, and the error's traceback leads to this frame
 
 
 def describe_failure(
@@ -83,9 +83,9 @@ def describe_failure(
     watch: CallWatch | None = None,
     in_block: bool = False,
 ) -> tuple[Failure, int]:
-    """Return how a recorded run ended that raised, and how many attentions were completed before.
+    """Return the failure of a recorded run, and the number of attentions completed before it.
 
-    Without a `watch` on the run the frames of the traceback alone tell the call.
+    Without a `watch` on the run, the call is found from the frames of the traceback.
     """
     site = site_of(error, in_block=in_block)
     assert site is not None
@@ -107,11 +107,11 @@ def describe_failure(
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),
             num_ops=len(recording.ops),
-            note=_UNTOLD if call is None and watch is None and not site.raises else "",
+            note=_NO_RERUN if call is None and watch is None and not site.raises else "",
         )
         return failure, facts.reached.completed
     finally:
-        facts = call = None  # these hold tensors, and the error's traceback leads to this frame
+        facts = call = None  # these reference tensors, and the error's traceback leads to this frame
         del site, error, watch
 
 
@@ -130,7 +130,7 @@ def _last_of(ops: Sequence[Op]) -> tuple[ReachedOp, ...]:
 
 
 def _message(error: Exception) -> str:
-    """Return the lines of a message that are about the failure, without the stack of C++."""
+    """Return the lines of a message about the failure, without the C++ stack."""
     lines = []
     for line in message_of(error).splitlines():
         if line.startswith(("Exception raised from", "C++ CapturedTraceback", "CUDA kernel errors might")):
@@ -141,7 +141,7 @@ def _message(error: Exception) -> str:
 
 
 def _completed(facts: Facts) -> Iterator[ReachedStage]:
-    """Yield the stages that were reached, then what else has a name: variables, and what projections gave."""
+    """Yield the completed stages, then other named tensors: variables and projection outputs."""
     reached, graph = facts.reached, facts.reached.graph
     recording = graph.recording
     inputs = {named.tensor.id: named.name for named in recording.inputs}

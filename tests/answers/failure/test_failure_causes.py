@@ -211,7 +211,7 @@ def test_the_fix_of_a_mask_is_one_that_torch_takes_for_what_was_meant(masks: dic
     module = attend(**FIRST)
     failure = failure_of(module, X, **masks)
     assert failure.cause is not None
-    code = failure.cause.fix.removesuffix(".").partition(" where 0 means hidden")[0]
+    code = failure.cause.fix.removesuffix(".").partition(" if 0 means masked out")[0]
     fixed = eval(code, {name: mask})
     heads = module.attn(X, X, X, **{name: fixed}, average_attn_weights=False)[1]
     hidden = mask if mask.dtype == torch.bool else mask == 0
