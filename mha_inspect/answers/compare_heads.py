@@ -1,4 +1,4 @@
-"""Does the number of heads change the output? The same weights and the same input through several head counts."""
+"""Compare head counts: run the same weights and the same input through modules that differ in their number of heads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import nn
 
 from ..call.call import explaining
 from ..errors import SpecError
-from ..measure.weights import carry as carry_by_head
+from ..measure.weights import carry as copy_by_head
 from ..naming.canonical import is_by_turn
 from ..naming.pattern import STAGES
 from ..naming.stage_facts import StageFacts, unlike_dot
@@ -26,12 +26,12 @@ from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun
 from .comparison import ComparedStage, Comparison, difference_of, overall
 from .focus import compare_focus, focus_of_run
-from .head_sentences import CarriedWeights, Change, Walk, answer, reason
+from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
 from .run_report import environment_of, fate_of, layer_of, masked_sentence
 
 _RUNS, _SECONDS = 11, 5.0
-"""Runs of each head count, and the time after which fewer have to do: three at the least."""
+"""Runs of each head count, and the seconds after which at least three runs are enough."""
 
 
 class HeadRun(ComparableRun):
@@ -43,7 +43,7 @@ class HeadRun(ComparableRun):
 
     @cached_property
     def run(self) -> Run:
-        """The run. Raises what `ComparableRun.run` does; an error of a target says how the target was built."""
+        """The run. Raises what `ComparableRun.run` does; an error of a target names the head count."""
         with explaining(self.subject, f" with num_heads {self.num_heads}"):
             return super().run
 
@@ -58,31 +58,31 @@ def compare_heads(
     see: Callable[[int, ComparableRun], None] | None = None,
     tick: Callable[[str], None] = lambda words: None,
 ) -> CompareHeadsReport:
-    """Compare modules that differ in their number of heads, the first being the baseline.
+    """Compare modules that differ in their number of heads; the first is the baseline.
 
-    Each is given what it can hold of the baseline's weights, and run once. `see` is called with each head count and its
-    run, while its stages are there; `tick` is told before each step of training how far it is.
+    Each gets the baseline's weights as far as their shapes allow, and is run once. `see` is called with each head count
+    and its run, while the stages are in memory; `tick` is called with the progress before each step of training.
 
     Raises:
-        SpecError: no attention was found, the outputs have other shapes, or weights are dropped at random.
+        SpecError: no attention was found, the outputs have different shapes, or weights are dropped at random.
         InputError: the baseline cannot be run in float64, which rounding is measured against; or there is no gradient.
-        RecordingError: the weights cannot be told by head, and what heads look at was asked for.
+        RecordingError: `focus` was requested and the weights cannot be split by head.
     """
     baseline = HeadRun(*counted[0])
     masked = baseline.masked_queries(0)
     rows: list[HeadCount] = []
-    carried: list[CarriedWeights] = []
+    copied: list[CopiedWeights] = []
     learners: list[Learner] = []
     focuses: list[HeadsFocus] = []
     learned: list[HeadsFocus] = []
     flops: list[tuple[StageFlops, ...]] = []
-    fates: dict[str, None] = {}
+    effects: dict[str, None] = {}
     all_nan = True
     for num_heads, subject in counted:
         run = HeadRun(num_heads, subject) if rows else baseline
-        carried.append(carry(baseline, run) if rows else CarriedWeights(True))
+        copied.append(copy_weights(baseline, run) if rows else CopiedWeights(True))
         _require_comparable(run, baseline)
-        rows.append(_row(run, baseline, carried[-1], rows))
+        rows.append(_row(run, baseline, copied[-1], rows))
         if gradients or steps:
             learners.append(Learner.of(num_heads, run))
         if focus:
@@ -91,7 +91,7 @@ def compare_heads(
             see(num_heads, run)
         flops.append(_flops_of(run.run) if time else ())
         if masked:
-            fates[fate_of(run.content(0, "weights"), masked)] = None
+            effects[fate_of(run.content(0, "weights"), masked)] = None
         all_nan = all_nan and bool(run.returned.isnan().all())
         if run is not baseline:
             run.forget()
@@ -109,8 +109,8 @@ def compare_heads(
         counts=tuple(rows),
         verdict=overall([row.verdict for row in rows[1:]]),
         answer=(
-            *answer(rows, carried, all_nan=all_nan),
-            *((masked_sentence(masked, f"their weights are {listed(list(fates))}"),) if masked else ()),
+            *answer(rows, copied, all_nan=all_nan),
+            *((masked_sentence(masked, f"their weights are {listed(list(effects))}"),) if masked else ()),
             *unlike_dot(baseline.run),
         ),
         gradients=compare_gradients(learners) if gradients else None,
@@ -125,42 +125,42 @@ def compare_heads(
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:
     if run.drops:
         raise SpecError(
-            f"{run.label} drops elements at random in training mode, others for every head count: the outputs would "
-            "differ whatever the heads do. Take eval mode (--eval, .eval()), or no dropout."
+            f"{run.label} is in training mode, and dropout alone makes the outputs of all head counts differ. "
+            "Use eval mode (--eval, .eval()), or no dropout."
             if run.subject.module.training
-            else f"{run.label} draws random numbers in its forward: outputs would differ whatever the heads do. Leave "
-            "them out, or draw them outside of it and give them as an argument."
+            else f"{run.label} draws random numbers in its forward, which alone make the outputs differ. "
+            "Remove them, or draw them outside the forward and pass them as an argument."
         )
     if not run.attentions:
         raise SpecError(f"No attention was found in {run.label}: there are no heads to compare.")
     if run.returned.shape != base.returned.shape:
         raise SpecError(
-            f"{run.label} returns {list(run.returned.shape)} with num_heads {run.num_heads} and "
-            f"{list(base.returned.shape)} with the baseline: outputs of one shape can be compared. Give it the sizes "
-            "that do not follow from the number of heads: --set NAME=VALUE."
+            f"{run.label} returns {list(run.returned.shape)} with num_heads {run.num_heads}, but "
+            f"{list(base.returned.shape)} with the baseline. Only outputs of one shape can be compared. "
+            "Set the sizes that do not follow from the number of heads: --set NAME=VALUE."
         )
     num_heads = run.attentions[0][1].num_heads
     if num_heads != run.num_heads:
         raise SpecError(
-            f"{run.label} was built with num_heads {run.num_heads}, and its attention has {num_heads}: something else "
-            "sets it. `mha-inspect trace` shows what it takes."
+            f"{run.label} was built with num_heads {run.num_heads}, but its attention has {num_heads} heads: another "
+            "argument decides it. `mha-inspect trace` shows its sizes."
         )
 
 
-def carry(baseline: HeadRun, run: HeadRun) -> CarriedWeights:
-    """Give a module what it can hold of the baseline's weights: all by name, or else part by part of each attention."""
+def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
+    """Copy the baseline's weights into a module: all by name, or else part by part of each attention."""
     given, taken = baseline.subject.module.state_dict(), run.subject.module.state_dict()
     fitting = {name: tensor for name, tensor in given.items() if name in taken and taken[name].shape == tensor.shape}
     run.subject.module.load_state_dict(fitting, strict=False)
     if fitting.keys() == given.keys() == taken.keys():
-        return CarriedWeights(True)
+        return CopiedWeights(True)
     pairs = list(zip(baseline.weights, run.weights, strict=False))
-    run.forget()  # what it was before the weights went into it
-    carried = [carry_by_head(source, destination) for source, destination in pairs]
+    run.forget()  # the run had other weights
+    copied = [copy_by_head(source, destination) for source, destination in pairs]
     projections = [part for pair in pairs for weights in pair for part in weights.projections.values()]
     covered = {name for projection in projections for name in projection.parameters}
-    went = [part for each in carried for part in each.went] + [name for name in fitting if name not in covered]
-    changes = [Change(f"{out.part} {out.reason}", out.part) for each in carried for out in each.left_out]
+    parts = [part for each in copied for part in each.went] + [name for name in fitting if name not in covered]
+    changes = [Change(f"{out.part} {out.reason}", out.part) for each in copied for out in each.left_out]
     changes += [
         Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new")
         for name, tensor in taken.items()
@@ -170,22 +170,22 @@ def carry(baseline: HeadRun, run: HeadRun) -> CarriedWeights:
     before, after = _numel(baseline.subject.module), _numel(run.subject.module)
     if not changes and before != after:
         changes = [Change(f"{before:,} parameters become {after:,}")]
-    return CarriedWeights(not changes, tuple(went), tuple(changes))
+    return CopiedWeights(not changes, tuple(parts), tuple(changes))
 
 
 def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _row(run: HeadRun, baseline: HeadRun, carried: CarriedWeights, before: Sequence[HeadCount]) -> HeadCount:
-    """Return the row of one head count, with the reason where rows come before it."""
+def _row(run: HeadRun, baseline: HeadRun, copied: CopiedWeights, before: Sequence[HeadCount]) -> HeadCount:
+    """Return the row of one head count; the reason is computed when `before` has the baseline's row."""
     floor = before[0].noise_floor if before else baseline.output_floor(baseline.masked_queries(0))
     row = HeadCount(
         **vars(difference_of(baseline.returned, run.returned, floor)),
         num_heads=run.num_heads,
         head_dim=run.attentions[0][1].head_dim,
         numel=_numel(run.subject.module),
-        same_parameters=carried.same,
+        same_parameters=copied.same,
         output_shape=tuple(run.returned.shape),
         first_differing_stage=None,
         reason="The baseline.",
@@ -193,20 +193,21 @@ def _row(run: HeadRun, baseline: HeadRun, carried: CarriedWeights, before: Seque
     if not before:
         return row
     walk = _walk(baseline, run, row.verdict)
-    why = reason(before[0], row, walk, carried)
-    return replace(row, first_differing_stage=walk.first, reason="".join(why), _pieces=why)
+    why = reason(before[0], row, walk, copied)
+    start, sizes, _, end = why
+    return replace(row, first_differing_stage=walk.first, reason=f"{start}{sizes}{end}", _pieces=why)
 
 
-def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
-    """Compare stage by stage, by content, in the first attention in which a stage differs, or else in the last.
+def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
+    """Compare stage by stage, by content, in the first attention in which a stage differs, otherwise in the last.
 
-    Where the outputs differ it ends at that stage; else it is seen where the two meet again.
+    If the outputs differ, the walk ends at that stage; otherwise it finds the stage from which both are the same again.
     """
-    walk, places = Walk(), min(len(baseline.attentions), len(run.attentions))
+    walk, places = StageWalk(), min(len(baseline.attentions), len(run.attentions))
     for place, rows in groupby(Comparison(baseline, run, baseline).rows(), key=lambda row: row.place):
         if place >= places:
             break
-        walk = Walk()
+        walk = StageWalk()
         for row in rows:
             if row.difference is None or row.name in ("query", "key", "value"):
                 continue
@@ -216,8 +217,8 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
             elif not differs:
                 walk = walk._replace(same=(*walk.same, row.name))
             else:
-                turned = bool(run.subject.made_with.get("rope"))
-                walk = walk._replace(first=row.name, note=_other_sizes(row), turned=turned)
+                rotated = bool(run.subject.made_with.get("rope"))
+                walk = walk._replace(first=row.name, note=_other_sizes(row), rotated=rotated)
                 if verdict == "differs":
                     return walk
         if walk.first is not None:
@@ -233,7 +234,7 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> Walk:
 
 
 def _other_sizes(row: ComparedStage) -> str:
-    """Return how the shapes differ; empty where the content was compared number by number."""
+    """Return how the shapes differ; empty if the content was compared number by number."""
     assert row.left is not None
     assert row.right is not None
     assert row.difference is not None
@@ -245,7 +246,7 @@ def _other_sizes(row: ComparedStage) -> str:
 
 
 def _flops_of(run: Run) -> tuple[StageFlops, ...]:
-    """Return the floating-point operations of each stage that has products, of all attentions together."""
+    """Return the floating-point operations of each stage with matrix products, summed over all attentions."""
     total = dict.fromkeys(STAGES, 0)
     for attention, names in run.attentions:
         facts = StageFacts(run.graph, attention, {stage: names.of_stage(stage) for stage in attention.stages})
@@ -256,7 +257,7 @@ def _flops_of(run: Run) -> tuple[StageFlops, ...]:
 
 
 def _compare_times(counted: Sequence[tuple[int, Subject]], flops: Sequence[tuple[StageFlops, ...]]) -> Timing:
-    """Run each head count several times, in turns, so that a machine whose speed drifts slows all alike."""
+    """Time each head count several times, in turns, so that a drift of the machine's speed affects all alike."""
     taken: list[list[float]] = [[] for _ in counted]
     start = perf_counter()
     for turn in range(_RUNS + 1):
@@ -288,14 +289,16 @@ def _milliseconds(subject: Subject) -> float:
 def _time_answer(counts: Sequence[HeadTime]) -> str:
     base, others = counts[0], counts[1:]
     if not others:
-        return "There is one head count, and nothing to compare its time with."
+        return "Only one head count was timed. Give two or more to compare."
     totals = {sum(stage.flops for stage in count.flops) for count in counts}
-    given = "are as many operations for every head count" if len(totals) == 1 else "change with the head count"
+    given = "The number of operations changes with the head count."
+    if len(totals) == 1:
+        given = "Every head count needs the same number of operations."
     apart = [count for count in others if count.low_ms > base.high_ms or count.high_ms < base.low_ms]
     heads = plural(base.num_heads, "head")
     if not apart:
-        return f"The products {given}, and no head count's time is apart from that of {heads} by more than the spread."
+        return f"{given} No time differs from that of {heads} by more than the spread of the runs."
     furthest = max(apart, key=lambda count: abs(log(count.median_ms / base.median_ms)))
     ratio = furthest.median_ms / base.median_ms
     took = f"{times(ratio)} times as long as" if ratio > 1 else f"{percent(ratio)} of the time of"
-    return f"The products {given}; {plural(furthest.num_heads, 'head')} took {took} {heads}."
+    return f"{given} {plural(furthest.num_heads, 'head')} took {took} {heads}."

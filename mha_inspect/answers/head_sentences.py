@@ -1,4 +1,4 @@
-"""What compare-heads says in words, from what was measured."""
+"""Write the sentences of compare-heads from what was measured."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HEADS = ("q_heads", "k_heads", "v_heads")
 
 
 class Change(NamedTuple):
-    """A weight that cannot be the same."""
+    """A weight that another head count changes."""
 
     sentence: str
     """`W_k [32, 64] becomes [16, 64]`."""
@@ -22,141 +22,150 @@ class Change(NamedTuple):
     """`W_k`; empty for a parameter that belongs to no projection."""
 
 
-class CarriedWeights(NamedTuple):
-    """Whether a module with another head count holds the baseline's numbers and no others, which, and what changes."""
+class CopiedWeights(NamedTuple):
+    """The baseline's weights that a module with another head count could take, and the changes of the others."""
 
     same: bool
-    went: tuple[str, ...] = ()
+    """Whether all weights equal the baseline's."""
+    copied: tuple[str, ...] = ()
     changes: tuple[Change, ...] = ()
 
 
-class Walk(NamedTuple):
+class StageWalk(NamedTuple):
     """The stages of two head counts side by side, in order, in the first attention in which one differs."""
 
     same: tuple[str, ...] = ()
     first: str | None = None
-    """The first whose content differs; those before it are the same."""
+    """The first stage whose content differs; all before it are the same."""
     note: str = ""
-    """Why it could not be subtracted, where the shapes differ."""
+    """The difference of the shapes, where the stages could not be subtracted."""
     rejoined: str | None = None
-    """The stage after it from which on everything is the same again."""
+    """The later stage from which on every stage is the same again."""
     unnamed: tuple[str, ...] = ()
-    """Stages that could not be compared, for an axis of them has no name."""
-    turned: bool = False
-    """Whether positions turn the features of each head (RoPE)."""
+    """Stages that could not be compared: an axis has no name."""
+    rotated: bool = False
+    """Whether positions rotate the features of each head (RoPE)."""
 
 
-def reason(base: HeadCount, count: HeadCount, walk: Walk, carried: CarriedWeights) -> tuple[str, str, str]:
-    """Return why this head count's output differs from the baseline's, or does not, in one sentence of three pieces.
+Pieces = tuple[str, str, str, str]
+"""A reason in pieces: its start, the sizes of this head count, the same in brief, its end."""
 
-    The second tells the sizes of this head count, where there is such a piece: the others may be those of all.
+
+def reason(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> Pieces:
+    """Return why this head count's output differs from the baseline's, or does not, in pieces.
+
+    Start, sizes and end make the sentence. Where only the sizes differ, several head counts share start and end.
     """
     if walk.first is None and walk.unnamed:
         names = ", ".join(walk.unnamed)
-        text = f"All that can be compared holds the same numbers; not compared, for an axis has no name: {names}."
-        return text, "", ""
+        return f"All compared stages are identical. Not compared, because an axis has no name: {names}.", "", "", ""
     if walk.first is None:
         if count.verdict == "differs":
-            return "No stage that can be compared differs before the output itself.", "", ""
-        return "Every stage holds the same numbers.", "", ""
+            return "All compared stages are identical; only the output itself differs.", "", "", ""
+        return "Every stage is identical.", "", "", ""
     text = f"{_same(walk.same)}; " if walk.same else ""
     text += f"{walk.first} {'differ' if walk.first.endswith('s') else 'differs'}: "
-    sizes, rest = _how(base, count, walk, carried)
+    start, sizes, brief, end = _how(base, count, walk, copied)
     if count.verdict != "differs":
-        rest += f"; {_how_it_ends(walk, count)}"
-    return text, sizes, f"{rest}."
+        end += f"; {_how_it_ends(walk, count)}"
+    return f"{text}{start}", sizes, brief, f"{end}."
 
 
 def _same(stages: Sequence[str]) -> str:
-    """Return `q_proj, k_proj, v_proj and the split hold the same numbers`."""
+    """Return `q_proj, k_proj, v_proj and the split are identical`."""
     named = [stage for stage in stages if stage not in _HEADS]
     if set(_HEADS) <= set(stages):
         named.insert(sum(stage in _PROJECTIONS for stage in named), "the split")
     else:
         named = list(stages)
-    return f"{listed(named)} {'hold' if len(named) > 1 else 'holds'} the same numbers"
+    return f"{listed(named)} {'are' if len(named) > 1 else 'is'} identical"
 
 
-def _how(base: HeadCount, count: HeadCount, walk: Walk, carried: CarriedWeights) -> tuple[str, str]:
-    """Return how a stage differs: the sizes of this head count, where it is them, and the rest."""
+def _how(base: HeadCount, count: HeadCount, walk: StageWalk, copied: CopiedWeights) -> Pieces:
+    """Return how a stage differs, in pieces."""
     if walk.first in ("scores", "masked_scores"):
-        return _sums(count), f" instead of {_sums(base)}"
-    if not carried.same:
-        # The change of the weights that the stage is made with, or the first that there is.
+        return _features_used(base, count)
+    if not copied.same:
+        # The change of the weights that the stage is computed with; otherwise the first change.
         letter = (walk.first or "")[:1]
-        change = next((change for change in carried.changes if change.part[2:] == letter), carried.changes[0])
-        return "", f"{change.sentence}{f', so it is {walk.note}' if walk.note else ''}"
-    split = f"{plural(count.num_heads, 'head')} of {plural(count.head_dim, 'feature')}"
-    instead = f" instead of {base.num_heads} of {base.head_dim}"
-    if walk.turned and walk.first in _HEADS:
-        return f"positions turn the features within {split}", instead
-    return ("", walk.note) if walk.note else (split, instead)
+        change = next((change for change in copied.changes if change.part[2:] == letter), copied.changes[0])
+        return "", "", "", f"{change.sentence}{f', so it is {walk.note}' if walk.note else ''}"
+    rotated = walk.rotated and walk.first in _HEADS
+    if walk.note and not rotated:
+        return "", "", "", walk.note
+    sizes = f"{plural(count.num_heads, 'head')} of {plural(count.head_dim, 'feature')}"
+    brief, instead = f"{count.num_heads} of {count.head_dim}", f" instead of {base.num_heads} of {base.head_dim}"
+    return "positions rotate the features within " if rotated else "", sizes, brief, instead
 
 
-def _sums(count: HeadCount) -> str:
-    each = " each" if count.num_heads > 1 else ""
-    return f"{plural(count.num_heads, 'sum')} over {plural(count.head_dim, 'feature')}{each}"
+def _features_used(base: HeadCount, count: HeadCount) -> Pieces:
+    """Return `2 heads use 256 features each; 1 head uses all 512`, in pieces."""
+    every = "all " if base.num_heads * base.head_dim == count.num_heads * count.head_dim else ""
+    end = f"; the baseline's {base.num_heads} use {base.head_dim}"
+    if base.num_heads == 1:
+        end = f"; 1 head uses {every}{base.head_dim}"
+    if count.num_heads == 1:
+        return "", f"1 head uses {every}{plural(count.head_dim, 'feature')}", f"1 uses {count.head_dim}", end
+    brief = f"{count.num_heads} use {count.head_dim}"
+    return "", f"{count.num_heads} heads use {plural(count.head_dim, 'feature')} each", brief, end
 
 
-def _how_it_ends(walk: Walk, count: HeadCount) -> str:
+def _how_it_ends(walk: StageWalk, count: HeadCount) -> str:
     if count.verdict == "inconclusive":
-        return f"the outputs are {count.times_noise:.2g} times the rounding error apart, too close to tell"
+        return f"the outputs differ by {count.times_noise:.2g} times the rounding error, too little to be sure"
     if walk.rejoined is None:
-        return "the output is the same all the same"
-    return f"from {walk.rejoined} on the numbers are the same again"
+        return "the output is the same anyway"
+    return f"from {walk.rejoined} on, the numbers are the same again"
 
 
-def answer(counts: Sequence[HeadCount], carried: Sequence[CarriedWeights], *, all_nan: bool = False) -> tuple[str, str]:
+def answer(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights], *, all_nan: bool = False) -> tuple[str, str]:
     """Return whether the number of heads changes the output, and whether it changes the parameters."""
     if all_nan:
-        about_output = "It cannot be told from this input: the output is NaN throughout, for every head count."
+        about_output = "Undecided: with this input, the output of every head count is NaN throughout."
     else:
-        about_output = _about_output(counts, all(weights.same for weights in carried))
-    return about_output, _about_parameters(counts, carried)
+        about_output = _about_output(counts, all(weights.same for weights in copied))
+    return about_output, _about_parameters(counts, copied)
 
 
 def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     others, baseline = counts[1:], plural(counts[0].num_heads, "head")
     if not others:
-        return f"It cannot be told: {baseline} alone were run, and there is nothing to compare with."
-    given = "the same weights and the same input" if same_weights else "the same input and what weights can be the same"
+        return f"Undecided: only one head count was given ({baseline}). Give two or more to compare."
+    given = "the same weights and input" if same_weights else "the same input, and the same weights where shapes allow"
     differing, unsure, rest = (
         [count for count in others if count.verdict == verdict] for verdict in ("differs", "inconclusive", "same")
     )
     if not differing and not unsure:
-        by = "to the bit" if all(count.max_abs_difference == 0 for count in others) else "within rounding"
-        return f"No: with {given} the output is the same for {_heads_of(counts)}, {by}."
+        by = "bit for bit" if all(count.max_abs_difference == 0 for count in others) else "within rounding"
+        return f"No: with {given}, {_heads_of(counts)} give the same output, {by}."
     if not differing:
-        within = f"the output of {_heads_of(unsure)} is within 10 times the rounding error"
-        return f"It cannot be told: with {given} {within}."
+        return f"Undecided: with {given}, the output of {_heads_of(unsure)} is within 10 times the rounding error."
     furthest = max(differing, key=lambda count: count.relative_difference)
     if not isfinite(furthest.relative_difference):
-        return f"Yes: with {given} the outputs of {_heads_of(counts)} are not finite in the same places."
+        return f"Yes: with {given}, the outputs of {_heads_of(counts)} have NaN or inf in different places."
     text = (
-        f"Yes: with {given} the output of {_heads_of(differing)} differs from that of {baseline}, "
-        f"by up to {percent(furthest.relative_difference)} and by up to "
-        f"{multiple(max(c.times_noise for c in differing))} times the rounding error"
+        f"Yes: with {given}, the output of {_heads_of(differing)} differs from that of {baseline}: "
+        f"by up to {percent(furthest.relative_difference)}, "
+        f"{multiple(max(c.times_noise for c in differing))} times the rounding error."
     )
     if rest:
-        text += f"; that of {_heads_of(rest)} is the same"
+        text += f" The output of {_heads_of(rest)} is the same."
     if unsure:
-        text += f"; that of {_heads_of(unsure)} is too close to tell"
-    return f"{text}."
+        text += f" The difference of {_heads_of(unsure)} is too small to be sure."
+    return text
 
 
-def _about_parameters(counts: Sequence[HeadCount], carried: Sequence[CarriedWeights]) -> str:
-    changed = [(count, weights) for count, weights in zip(counts, carried, strict=True) if not weights.same]
+def _about_parameters(counts: Sequence[HeadCount], copied: Sequence[CopiedWeights]) -> str:
+    changed = [(count, weights) for count, weights in zip(counts, copied, strict=True) if not weights.same]
     if not changed:
-        return (
-            f"The parameters are the same {counts[0].numel:,} numbers for every head count; only which of them belong "
-            "to which head changes."
-        )
+        return f"Every head count uses the same {counts[0].numel:,} parameters, only split differently."
     count, weights = changed[0]
     numbers = listed([f"{c.numel:,} with {plural(c.num_heads, 'head')}" for c in counts])
-    same = f"; {listed(weights.went)} {'are' if len(weights.went) > 1 else 'is'} the same" if weights.went else ""
+    same = f"; {listed(weights.copied)} {'stay' if len(weights.copied) > 1 else 'stays'} the same"
     return (
-        f"The weights cannot be the same, for the head count changes the parameters ({numbers}): with "
-        f"{plural(count.num_heads, 'head')} {', '.join(change.sentence for change in weights.changes[:3])}{same}."
+        f"The head count changes the parameters ({numbers}), so the weights cannot all be the same. "
+        f"With {plural(count.num_heads, 'head')}, {', '.join(change.sentence for change in weights.changes[:3])}"
+        f"{same if weights.copied else ''}."
     )
 
 

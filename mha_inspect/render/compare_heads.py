@@ -85,14 +85,15 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
 def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
     """Yield a line for each reason. Head counts whose reasons differ only in their sizes share a line.
 
-    `2, 4 heads`: `scores differ: 2 sums over 6 features each, 4 sums over 3 features each instead of 1 sum over 12`.
+    `2, 4 heads`: `scores differ: 2 heads use 6 features each, 4 use 3; 1 head uses all 12.`
     """
-    for group in grouped(counts, lambda count: (count._pieces or (count.reason, "", ""))[::2]):
+    for group in grouped(counts, lambda count: count._pieces[::3] if count._pieces else count.reason):
         heads = f"{', '.join(str(count.num_heads) for count in group)} head" + "s" * (
             [count.num_heads for count in group] != [1]
         )
-        start, _, end = group[0]._pieces or (group[0].reason, "", "")
-        yield heads, f"{start}{', '.join(c._pieces[1] for c in group if c._pieces and c._pieces[1])}{end}"
+        start, sizes, _, end = group[0]._pieces or (group[0].reason, "", "", "")
+        others = "".join(f", {count._pieces[2]}" for count in group[1:] if count._pieces and count._pieces[2])
+        yield heads, f"{start}{sizes}{others}{end}"
 
 
 def _gradients(gradients: Gradients, baseline: int) -> Section:

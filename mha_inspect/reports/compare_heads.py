@@ -27,8 +27,8 @@ class HeadCount(Difference):
     """None where no stage differs."""
     reason: str
     """Why, in one sentence."""
-    _pieces: tuple[str, str, str] | None = None
-    """The same in three: of head counts whose first and last are the same, a page has all sizes in one sentence."""
+    _pieces: tuple[str, str, str, str] | None = None
+    """Start, sizes, sizes in brief and end of the reason: head counts with one start and end share a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,8 +59,8 @@ def test_differences_are_those_of_torchs_layer_run_by_hand():
 def test_the_reason_says_what_was_found_with_its_numbers():
     first, second = compare_heads((1, 5), **SIZES).counts
     assert second.reason == (
-        "q_proj, k_proj, v_proj and the split hold the same numbers; "
-        "scores differ: 5 sums over 6 features each instead of 1 sum over 30 features."
+        "q_proj, k_proj, v_proj and the split are identical; "
+        "scores differ: 5 heads use 6 features each; 1 head uses all 30."
     )
     assert first.first_differing_stage is None
 
@@ -87,7 +87,7 @@ def test_zero_projections_make_every_head_count_the_same(monkeypatch):
     report = compare_heads((1, 2, 3), **{**SIZES, "batch": 1})
     assert report.verdict == "same"
     assert [count.max_abs_difference for count in report.counts] == [0, 0, 0]
-    assert report.counts[1].reason == "Every stage holds the same numbers."
+    assert report.counts[1].reason == "Every stage is identical."
 
 
 def test_small_outputs_that_are_far_apart_differ(monkeypatch):
@@ -106,7 +106,7 @@ def test_one_key_makes_every_head_count_the_same_and_it_says_why(inputs):
     assert report.verdict == "same"
     for count in report.counts[1:]:
         assert count.first_differing_stage in ("scores", "masked_scores")
-        assert count.reason.endswith("from weights on the numbers are the same again.")
+        assert count.reason.endswith("from weights on, the numbers are the same again.")
     assert report.answer[0].startswith("No: ")
 
 
@@ -121,7 +121,7 @@ def test_nan_beside_nan_is_no_difference_and_is_said():
     assert math.isfinite(report.counts[1].max_abs_difference)
     assert any("7 queries have no key left" in said and "NaN" in said for said in report.answer)
     nothing = compare_heads((1, 2), **SIZES, padding=(7,))
-    assert nothing.answer[0].startswith("It cannot be told from this input: the output is NaN throughout")
+    assert nothing.answer[0].startswith("Undecided: with this input, the output of every head count is NaN throughout")
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_mask_for_each_head_fits_one_head_count(tmp_path):
     [
         ((1, 4), {"embed_dim": 10}, "Head counts that divide 10: 1, 2, 5, 10"),
         ((1, 2), {"device": "meta"}, "no numbers"),
-        ((1, 2), {"training": True, "dropout": 0.1}, "drops elements at random"),
+        ((1, 2), {"training": True, "dropout": 0.1}, "dropout alone makes the outputs of all head counts differ"),
         ((), {}, "no head counts"),
         ((1, 2), {"layer": "tensorflow"}, "not one that can be built"),
         ((1, 2), {"layer": "bert", "kdim": 3}, "has no use for kdim"),
@@ -159,7 +159,7 @@ def test_a_count_given_twice_is_run_once_and_one_alone_tells_nothing():
     assert [count.num_heads for count in report.counts] == [2, 5]
     alone = compare_heads((2, 2), **SIZES)
     assert [count.num_heads for count in alone.counts] == [2]
-    assert alone.answer[0].startswith("It cannot be told")
+    assert alone.answer[0].startswith("Undecided: only one head count was given")
 
 
 def test_the_same_seed_gives_the_same_report():
@@ -171,7 +171,7 @@ def test_layers_that_only_cut_the_same_matrices_have_the_same_parameters(layer):
     report = compare_heads((2, 5), **SIZES, layer=layer)
     assert report.counts[1].same_parameters
     assert (report.counts[1].verdict, report.counts[1].first_differing_stage) == ("differs", "scores")
-    assert report.answer[1].startswith("The parameters are the same")
+    assert report.answer[1].startswith("Every head count uses the same")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +188,7 @@ def test_layers_whose_parameters_change_say_what_changes(layer, settings, first)
     count = report.counts[1]
     assert (count.verdict, count.first_differing_stage) == ("differs", first)
     assert count.same_parameters == ("rope" in settings)
-    assert report.answer[1].startswith("The parameters" if "rope" in settings else "The weights cannot be the same")
+    assert report.answer[1].startswith("Every head count" if "rope" in settings else "The head count changes")
 
 
 @pytest.mark.parametrize(("num_kv_heads", "counts"), [(2, (2, 4, 12)), (1, (1, 2, 12)), (2, (12, 2, 4))])

@@ -183,7 +183,7 @@ def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
 
     report = mha_inspect.compare_heads((1, 3), lambda heads: Overflows(n_head=heads), x)
     assert report.verdict == "differs"
-    assert report.answer[0].endswith("the outputs of 1 and 3 heads are not finite in the same places.")
+    assert report.answer[0].endswith("the outputs of 1 and 3 heads have NaN or inf in different places.")
 
 
 def test_weights_without_names_have_no_focus(x, monkeypatch):

@@ -35,7 +35,7 @@ def test_the_head_count_that_sleeps_takes_longest_and_products_are_counted_by_ha
         assert {own.stage: own.flops for own in count.flops} == expected
         assert count.low_ms <= count.median_ms <= count.high_ms
     assert three.low_ms > 40
-    assert report.timing.answer.startswith("The products are as many operations for every head count; 3 heads took ")
+    assert report.timing.answer.startswith("Every head count needs the same number of operations. 3 heads took ")
 
 
 def test_without_being_asked_nothing_is_timed():

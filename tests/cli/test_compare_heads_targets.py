@@ -156,7 +156,7 @@ def test_one_key_makes_all_the_same(invoke, mine):
     )
     data = json.loads(out)
     assert (code, data["verdict"]) == (1, "same")
-    assert data["counts"][1]["reason"].endswith("from weights on the numbers are the same again.")
+    assert data["counts"][1]["reason"].endswith("from weights on, the numbers are the same again.")
 
 
 def test_what_is_learned_and_looked_at(invoke, mine):
@@ -220,7 +220,7 @@ def test_it_says_what_was_passed(invoke, mine):
     assert code == 0
     assert "nhead=1 (--num-heads)" in err
     assert "x float32 [3, 5, 22]" in err
-    assert "\nonly which of them belong to which head changes.\n" in out.replace("for every head count; ", "\n")
+    assert " parameters, only split differently.\n" in out
     assert out.rstrip().endswith("--time measures speed.")
 
 
@@ -279,7 +279,7 @@ def test_the_head_counts_are_those_that_divide_the_width_which_a_target_has(invo
         ("mine:Tutorial --heads 1,2 --set nhead=2", 2, "--set nhead is one number of heads for all"),
         ("mine:Tutorial --heads 1,2 --steps 0", 2, "steps 0 trains nothing"),
         ("mine:Blind --embed-dim 22 --heads 1,2 --gradients", 2, "Leave out --gradients and --steps"),
-        ("mine:Dropping --embed-dim 22 --heads 1,2 --train", 2, "Take eval mode (--eval"),
+        ("mine:Dropping --embed-dim 22 --heads 1,2 --train", 2, "Use eval mode (--eval"),
         ("mine:Tutorial --heads 1,2 --device meta", 2, "no numbers"),
         ("mine:Tutorial --heads 1,2 --layer bert", 2, "two layers"),
         ("mine:Tutorail --heads 1,2", 2, "Did you mean"),

@@ -178,9 +178,9 @@ def test_what_was_not_opened_and_what_is_a_shape_alone_are_said():
 
 
 def test_head_counts_whose_reason_is_the_same_share_a_line():
-    same = [replace(count, reason="Every stage holds the same numbers.") for count in COMPARE.counts[:3]]
+    same = [replace(count, reason="Every stage is identical.") for count in COMPARE.counts[:3]]
     page = to_text(replace(COMPARE, baseline=2, counts=tuple(same)), "plain")
-    assert "1, 4 heads  Every stage holds the same numbers." in page
+    assert "1, 4 heads  Every stage is identical." in page
     assert "1 head  Every" in to_text(replace(COMPARE, baseline=2, counts=tuple(same[:2])), "plain")
 
 
