@@ -1,1 +1,1 @@
-"""Run a subject once and write down what it dispatches."""
+"""Run a subject once and record the operations that it dispatches."""

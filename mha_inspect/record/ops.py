@@ -1,4 +1,4 @@
-"""A recorded forward pass as plain data: tensors, operations, and the dataflow between them, without torch."""
+"""Represent a recorded forward pass as plain data without torch: tensors, operations, and their dataflow."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ if TYPE_CHECKING:
 from . import catalog
 
 Kind = Literal["view", "copy", "write", "compute"]
-"""What an operation does to memory: share it, move it elsewhere unchanged, write into what it was given, or compute."""
+"""How an operation uses memory: share its input's, copy unchanged elements, write into its input, or compute."""
 
 
 RESULT = "kernel.result.default"
-"""An operation that never ran: it leads from the last step of a fused kernel to what the kernel itself has made."""
+"""An added operation that torch never ran: the link from the last step of a fused kernel to the kernel's result."""
 
 
-@dataclass(slots=True, unsafe_hash=True)  # to make one that is frozen takes three times as long, and there are many
+@dataclass(slots=True, unsafe_hash=True)  # creating a frozen one takes three times as long, and there are many
 class TensorRef:
-    """A tensor at the moment that an operation read or wrote it: what identifies it, never its content."""
+    """The identity of a tensor when an operation read or wrote it, without its content."""
 
     id: int
-    """The same number is the same content, seen through the same shape and strides."""
+    """Equal for the same content with the same shape and strides."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-    """First element, in elements from the start of the storage."""
+    """Position of the first element in the storage, in elements."""
     dtype: str
     """`float32`, `bool`, ..."""
     itemsize: int
     """Bytes of one element."""
     storage: int
-    """Number of the storage in this recording: tensors with the same number share memory."""
+    """Number of the storage in this recording; tensors with the same number share memory."""
 
     @property
     def numel(self) -> int:
@@ -46,7 +46,7 @@ class TensorRef:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, whether or not this tensor owns them."""
+        """Bytes of the elements, also for a view."""
         return self.numel * self.itemsize
 
 
@@ -66,7 +66,7 @@ class Op:
 
     index: int
     name: str
-    """Name in torch, overload included: `aten.bmm.default`."""
+    """Name in torch with its overload: `aten.bmm.default`."""
     args: tuple[Any, ...]
     """Positional arguments, each torch tensor replaced by its `TensorRef`."""
     kwargs: dict[str, Any]
@@ -75,39 +75,39 @@ class Op:
     outputs: tuple[TensorRef, ...]
     kind: Kind
     pointwise: bool
-    """Whether torch tags it as one that works element by element, with broadcasting."""
+    """Whether torch tags the operation as pointwise, with broadcasting."""
     source: str
-    """The line that asked for it: `attention.py:41`."""
+    """The line that called it: `attention.py:41`."""
     module: str
     """Path of the innermost module whose forward was running; empty for the recorded module itself."""
     call: int
-    """Operations with the same number came out of one call in Python: `matmul` becomes expand, view, bmm, view."""
+    """Number of the Python call: all operations of one `matmul` (expand, view, bmm, view) share it."""
     kernel: int | None = None
-    """Place in `Recording.kernels` of the fused kernel that this is a step of, or that it is itself; else None. Of a
-    kernel that another one runs, the place of the other one."""
+    """Index in `Recording.kernels` of the fused kernel that this operation is, or is a step of; else None. For a kernel
+    run by another kernel, the index of the outer one."""
 
     @property
     def base_name(self) -> str:
-        """Name without namespace and overload: `bmm`."""
+        """The name without namespace and overload: `bmm`."""
         return _base_name(self.name)
 
     def does(self, *traits: catalog.Trait) -> bool:
-        """Return whether this has one of these traits; the table of them is `record.catalog`."""
+        """Return whether the operation has at least one of these traits of `record.catalog`."""
         return not _traits(self.name).isdisjoint(traits)
 
     @property
     def makes_result(self) -> bool:
-        """Whether this leads from the steps of a fused kernel to what the kernel itself has made."""
+        """Whether this links the steps of a fused kernel to the kernel's result."""
         return self.name == RESULT
 
     @property
     def output(self) -> TensorRef:
-        """The first tensor that came out."""
+        """The first output tensor."""
         return self.outputs[0]
 
     @property
     def swaps_last_two(self) -> bool:
-        """Whether it transposes matrices: the last two dimensions change places, and no others do."""
+        """Whether it swaps exactly the last two dimensions, as a matrix transpose does."""
         rank = len(self.output.shape)
         if rank < 2:
             return False
@@ -121,31 +121,31 @@ class Op:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A fused kernel that ran, and what is known of its inside."""
+    """A fused kernel that ran, and how it was opened."""
 
     op: str
     """Its name in torch: `aten._scaled_dot_product_flash_attention.default`."""
     title: str
-    """What it is, in one phrase."""
+    """A phrase that describes the kernel."""
     hides: frozenset[str]
-    """The stages of attention that it hides from who runs it."""
+    """The stages of attention that the kernel does not return."""
     opened: bool = True
     """Whether its steps are in the recording."""
     shapes_only: bool = False
-    """Whether the steps have shapes and no numbers, the scores being too many."""
+    """Whether the steps have shapes and no numbers, because the scores are too large."""
     check: Rounding | None = None
-    """How far its steps are from its result; None where that was not compared."""
+    """The difference between its steps and its result; None if it was not compared."""
     drops: bool = False
-    """Whether it drops weights at random."""
+    """Whether it applies dropout to the weights."""
     note: str = ""
-    """Why it is not opened, or not compared; empty where it is."""
+    """Why it was not opened or not compared; empty if it was."""
     within: int | None = None
-    """Place of the kernel that ran it; None where it was not run by another."""
+    """Index of the kernel that ran it; None if no kernel did."""
 
 
 @dataclass(frozen=True)
 class Named:
-    """A tensor with the name by which it is known outside: an argument, a parameter, a returned value."""
+    """A tensor with the name of the argument, parameter, buffer or returned value that it is."""
 
     name: str
     tensor: TensorRef
@@ -153,69 +153,69 @@ class Named:
 
 @dataclass(frozen=True)
 class Recording:
-    """Every operation of one forward pass, in order, with the dataflow between them."""
+    """Every operation of one forward pass, in order, with its dataflow."""
 
     ops: tuple[Op, ...]
     inputs: tuple[Named, ...]
-    """Tensors among the arguments, named after the parameters of `forward`."""
+    """Tensors in the arguments, named after the parameters of `forward`."""
     parameters: tuple[Named, ...]
     """Parameters of the module, by their path."""
     buffers: tuple[Named, ...]
     """Buffers of the module, by their path."""
     outputs: tuple[Named, ...]
-    """Tensors that were returned, named by their place: `0`, `1.attentions`; one that is alone has an empty name."""
+    """Returned tensors, named by their path: `0`, `1.attentions`; the name is empty for a single tensor."""
     producers: dict[int, int]
-    """TensorRef id to the index of the operation that made it; one that came from outside is not in it."""
+    """TensorRef id to the index of the operation that made it; tensors from outside the run are missing."""
     fast_path_refusals: tuple[str, ...] = ()
-    """Why torch's multi-head attention did not take its fast path, in its own words, one a module; else empty."""
+    """torch's own reasons for not taking the fast path of multi-head attention, one per module; else empty."""
     notes: tuple[str, ...] = ()
-    """What of the run cannot be seen, as sentences."""
+    """Sentences about operations that could not be recorded."""
     kernels: tuple[Kernel, ...] = ()
     """Every fused kernel that ran, in order."""
     scalars: dict[int, float] = field(default_factory=dict)
-    """TensorRef id to the number in it, for tensors of no dimension on the CPU: scales are often such."""
+    """TensorRef id to the number in a zero-dimensional CPU tensor; scales are often such tensors."""
     constants: dict[int, Any] = field(default_factory=dict, compare=False)
-    """TensorRef id to the torch tensor, for those from outside that were not written since and are still there: a mask
-    that a module holds as a buffer or as a plain attribute. Parameters and named inputs are not among them."""
+    """TensorRef id to the torch tensor, for tensors from outside the run that still exist and were not overwritten:
+    e.g. a mask in a buffer or an attribute. Parameters and named inputs are excluded."""
     values: dict[int, Any] = field(default_factory=dict, compare=False)
-    """TensorRef id to the torch tensor, for those that were kept."""
+    """TensorRef id to the torch tensor, for tensors that were kept."""
     sights: dict[int, Sight] = field(default_factory=dict, compare=False)
-    """TensorRef id to who sees whom, for what scores became weights by."""
+    """TensorRef id of attention weights to which query sees which key."""
 
     @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:
         """TensorRef id to the operations that read it."""
-        found: dict[int, list[Op]] = {}
+        readers: dict[int, list[Op]] = {}
         for op in self.ops:
             for tensor in {t.id: t for t in op.inputs}.values():
-                found.setdefault(tensor.id, []).append(op)
-        return {key: tuple(ops) for key, ops in found.items()}
+                readers.setdefault(tensor.id, []).append(op)
+        return {key: tuple(ops) for key, ops in readers.items()}
 
     @cached_property
     def parameter_names(self) -> dict[int, str]:
-        """TensorRef id to the name of the parameter that it is."""
+        """TensorRef id to parameter name."""
         return {named.tensor.id: named.name for named in self.parameters}
 
     @cached_property
     def parameter_storages(self) -> dict[int, Named]:
-        """Storage number to the parameter that is in it."""
+        """Storage number to the parameter that it contains."""
         return {named.tensor.storage: named for named in self.parameters}
 
     @cached_property
     def input_ids(self) -> frozenset[int]:
-        """Ids of the tensors among the arguments."""
+        """Ids of the tensors in the arguments."""
         return frozenset(named.tensor.id for named in self.inputs)
 
     def producer(self, tensor: TensorRef) -> Op | None:
-        """The operation that made this tensor; None where it came from outside."""
+        """Return the operation that made a tensor; None for a tensor from outside the run."""
         index = self.producers.get(tensor.id)
         return None if index is None else self.ops[index]
 
     def name_of(self, op: Op) -> str:
-        """The name in torch of what made an operation's outputs: a kernel, where it is the link to its result."""
+        """Return the torch name of an operation; for a link to a kernel's result, the name of the kernel."""
         return str(op.kwargs["kernel"]) if op.makes_result else op.name
 
     def tensors(self) -> Iterator[TensorRef]:
-        """Every tensor that an operation wrote, in order."""
+        """Yield every output tensor, in order."""
         for op in self.ops:
             yield from op.outputs

@@ -1,7 +1,7 @@
-"""How far two tensors are apart, and what that means beside a rounding error that was measured.
+"""Measure how far two tensors are apart, and judge the difference by a measured rounding error.
 
-A fixed tolerance is wrong both ways: it calls small outputs equal that are far apart, and large ones different that are
-rounded alike. So the rounding error is measured, in the same run, against the same computation in float64.
+A fixed tolerance fails both ways: small outputs that differ pass, and large outputs that only round differently fail.
+So the rounding error is measured in the same run, against the same computation in float64.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from torch import Tensor
 from ..reports.common import Verdict
 
 DIFFERS_ABOVE = 10.0
-"""A difference of more than this many times the noise floor is no rounding error."""
+"""A difference above this many noise floors is too large to be rounding."""
 SAME_UP_TO = 2.0
-"""Two results that are each one noise floor away from the exact one are at most this many apart."""
+"""Two results that are each one noise floor away from the exact result differ by at most this many noise floors."""
 STEP = torch.finfo(torch.float64).eps / torch.finfo(torch.float32).eps
-"""Rounding of float64 in units of float32's: beside float64 there is nothing finer, and float32 is measured."""
+"""Rounding error of float64 in units of float32's: no dtype is finer than float64, so float32 is measured instead."""
 _CHUNK = 1 << 15
-"""Elements that are compared together: few enough to stay in a processor's cache, and for torch not to share them out
-among threads, which wait for each other where the machine is busy."""
+"""Number of elements compared at once: small enough for the processor's cache, and for torch to use a single thread,
+since threads wait for each other on a busy machine."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """A difference beside a rounding error that was measured, and the verdict."""
+    """A difference, the measured rounding error, and the verdict."""
 
     difference: float
     error: float
@@ -38,22 +38,22 @@ class Rounding:
 
     @classmethod
     def of(cls, difference: float, error: float) -> Rounding:
-        """Judge a difference."""
+        """Return a difference with its verdict."""
         return cls(difference, error, *judge(difference, error))
 
 
 def beside(dtype: torch.dtype) -> tuple[torch.dtype, float]:
-    """Return the dtype that rounding is measured beside, and what an error that is measured so counts.
+    """Return the dtype that rounding is measured against, and the factor for the measured error.
 
-    Beside float64 there is nothing finer: float32 is measured, and counts less.
+    No dtype is finer than float64, so its rounding is measured against float32 and scaled down.
     """
     return (torch.float32, STEP) if dtype == torch.float64 else (torch.float64, 1.0)
 
 
 def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict]:
-    """Return the difference in units of the noise floor, and what that means.
+    """Return the difference in units of the noise floor, and the verdict.
 
-    No difference is 0 times any floor. A difference beside a floor of 0 is infinitely many times it. A NaN differs.
+    A difference of 0 gives 0. A nonzero difference with a noise floor of 0 gives infinity. NaN differs.
     """
     if max_abs_difference == 0:
         return 0.0, "same"
@@ -64,21 +64,21 @@ def judge(max_abs_difference: float, noise_floor: float) -> tuple[float, Verdict
 
 
 def max_difference(left: Tensor, right: Tensor) -> float:
-    """Return the largest difference between elements of two tensors of one shape, as `distances` takes it."""
+    """Return the largest difference between elements of two tensors of the same shape, as `distances` defines it."""
     return max((largest for _, largest in _differences(left, right)), default=0.0)
 
 
 def rounding_error(output: Tensor, reference: Tensor) -> float:
-    """Return the largest difference over the elements that are finite on both sides."""
+    """Return the largest difference between elements that are finite in both tensors."""
     return max((largest for _, largest in _differences(output, reference, finite=True)), default=0.0)
 
 
 def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[float, float]:
-    """Return the largest difference, and ‖left - right‖ / ‖left‖, of two tensors of one shape.
+    """Return the largest difference, and ‖left - right‖ / ‖left‖, of two tensors of the same shape.
 
-    Numbers of float32 and less are subtracted in float32, which is off by at most 2⁻²⁴ of a difference, and squares are
-    summed in float64. NaN beside NaN and an infinity beside the same infinity are no difference; beside anything else
-    they are an infinite one. ‖left‖ is over its finite elements: `size_of(left)`, or `size` where that is known.
+    float32 and smaller dtypes are subtracted in float32, with an error of at most 2⁻²⁴ of the difference; squares are
+    summed in float64. Two NaNs or two equal infinities differ by 0; against any other number they differ by infinity.
+    ‖left‖ is over finite elements: `size` if given, else `size_of(left)`.
     """
     largest = apart = 0.0
     for difference, most in _differences(left, right):
@@ -92,7 +92,7 @@ def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[f
 
 
 def size_of(tensor: Tensor) -> float:
-    """Return ‖tensor‖ over its finite elements, summed in float64."""
+    """Return the norm of a tensor over its finite elements, summed in float64."""
     total = 0.0
     for part, _ in parts(tensor, tensor):
         norm = float(torch.linalg.vector_norm(part.double()))
@@ -103,36 +103,36 @@ def size_of(tensor: Tensor) -> float:
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Return whether two tensors of any shape are equal down to the sign of a zero, a NaN equal to itself.
+    """Return whether two tensors have the same shape, dtype and bits; a NaN equals itself, and 0 differs from -0.
 
-    False where shape or dtype is another. On meta, where there is nothing to compare, these alone decide.
+    Meta tensors have no bits: shape and dtype decide.
     """
     if left.shape != right.shape or left.dtype != right.dtype or left.is_meta != right.is_meta:
         return False
     if left.is_meta or not left.numel():
         return True
-    bits = _BITS.get(left.element_size(), torch.uint8)  # complex numbers of 16 bytes: byte by byte
-    one, other = (side.detach().flatten().view(bits) for side in (left, right))
-    return all(int(bound) == 0 for pair in parts(one, other) for bound in torch.aminmax(pair[0] - pair[1]))
+    bits = _BITS.get(left.element_size(), torch.uint8)  # 16-byte complex numbers: byte by byte
+    left, right = (side.detach().flatten().view(bits) for side in (left, right))
+    return all(int(bound) == 0 for a, b in parts(left, right) for bound in torch.aminmax(a - b))
 
 
 def _differences(left: Tensor, right: Tensor, *, finite: bool = False) -> Iterator[tuple[Tensor, float]]:
-    """Yield what two tensors are apart, a part at a time, and the largest of it.
+    """Yield the differences of two tensors, one part at a time, each with its largest.
 
-    Where a number is not finite its difference is as `distances` says; with `finite` there is none. To compare element
-    by element takes ten times as long as one subtraction, and is seldom needed.
+    Numbers that are not finite differ as `distances` says; with `finite` they differ by 0. Only parts that contain such
+    numbers are compared element by element, which takes ten times as long as one subtraction.
     """
     if left is right or not left.numel():
         return
-    for one, other in parts(left, right):
-        difference = _wide(one) - _wide(other)
+    for left_part, right_part in parts(left, right):
+        difference = _wide(left_part) - _wide(right_part)
         largest = _largest(difference)
         if not math.isfinite(largest):
-            one, other = one.double(), other.double()
-            none = (one == other) | (one.isnan() & other.isnan())
-            none = none | ~(one.isfinite() & other.isfinite()) if finite else none
-            difference = (one - other).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-            largest = _largest(difference.masked_fill_(none, 0.0))
+            a, b = left_part.double(), right_part.double()
+            equal = (a == b) | (a.isnan() & b.isnan())
+            equal = equal | ~(a.isfinite() & b.isfinite()) if finite else equal
+            difference = (a - b).nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+            largest = _largest(difference.masked_fill_(equal, 0.0))
         yield difference, largest
 
 
@@ -148,10 +148,11 @@ def _wide(numbers: Tensor) -> Tensor:
 
 
 def parts(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same elements of two tensors of one shape, detached: a part at a time on the CPU; elsewhere, where each
-    look is waited for, all at once. Each pair has one shape again, of fewer rows or dimensions; complex is two.
+    """Yield matching parts of two tensors of the same shape, detached; a complex number becomes two real numbers.
+
+    Other devices than the CPU yield one part, because each read waits for the device.
     """
-    if left.device != right.device or left.device.type == "mps":  # mps has no float64: it hands its numbers over
+    if left.device != right.device or left.device.type == "mps":  # mps has no float64
         left, right = left.cpu(), right.cpu()
     if left.is_complex() or right.is_complex():
         left, right = (torch.view_as_real(side.to(torch.complex128)) for side in (left, right))
@@ -165,5 +166,5 @@ def _split(left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield from _split(left[0], right[0])
     else:
         rows = max(1, left.shape[0] * _CHUNK // left.numel())
-        for one, other in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
-            yield from _split(one, other)
+        for left_rows, right_rows in zip(torch.split(left, rows), torch.split(right, rows), strict=True):
+            yield from _split(left_rows, right_rows)

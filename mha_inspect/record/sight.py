@@ -1,7 +1,7 @@
-"""Note who sees whom while a run is recorded: which places of the weights are not zero.
+"""Note which query sees which key while a run is recorded: the nonzero attention weights.
 
-The weights themselves are not kept. Of each softmax (and of each `exp` and `sigmoid`, which weights are made of by
-hand) there remain booleans of two dimensions, where anything has no weight at all; else next to nothing is done.
+The weights themselves are not kept. Each softmax (and each `exp` and `sigmoid`, which handwritten weights use) leaves
+two-dimensional booleans if some weight is zero. If every weight is nonzero, the cost is negligible.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from .kernels import AttentionCall
 
 MASKED_BELOW = -1e4
-"""A row of which every score is at most this has no key left, whatever weights its softmax gives."""
+"""A row whose scores are all at most this is fully masked, whatever weights its softmax gives."""
 _SPREAD = 80.0
-"""Scores that are no farther apart all have a weight, in float32."""
+"""Scores that differ by at most this all have a nonzero weight in float32."""
 _LARGEST = 1 << 24
-"""Elements of a boolean up to which it is kept."""
+"""Booleans with more elements are not kept."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sight:
-    """Which places of weights are not zero."""
+    """Which attention weights are nonzero."""
 
     pairs: Mapping[tuple[int, int], Tensor] = field(default_factory=dict)
-    """Two dimensions to a boolean of both: whether any weight there is not zero. Empty: no weight is zero."""
+    """Two dimensions to a boolean over both: whether any weight there is nonzero. Empty if every weight is nonzero."""
     blind: Tensor | None = None
-    """True for each row of a softmax that has no key left, with one for its keys; None where every row has one."""
+    """Boolean, true for each fully masked row, with size 1 in the key dimension; None if no row is fully masked."""
 
 
 OPEN = Sight()
-"""Everything sees everything."""
+"""Every query sees every key."""
 
 
 def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | None:
-    """Return who sees whom in weights; None where there are no numbers to tell.
+    """Return which query sees which key in attention weights; None if the weights have no numbers.
 
     Args:
-        scores: what the weights are made of, masks included; None where that is not known.
-        weights: of any layout.
-        dim: the dimension of a softmax, else None.
+        scores: the masked scores that the weights are computed from; None if not known.
+        weights: attention weights in any layout.
+        dim: the dimension of the softmax; None for other functions.
     """
     if type(weights) is not Tensor or weights.is_meta or weights.dim() < 2 or not weights.is_floating_point():
         return None
@@ -65,12 +65,12 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
     if scores is not None:
         highest = scores.amax(dim, keepdim=True)
         seen &= highest > MASKED_BELOW
-        blind = highest <= MASKED_BELOW  # and not where a score is NaN
+        blind = highest <= MASKED_BELOW  # false for a row with NaN
     return _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim, blind)
 
 
 def sight_of_kernel(asked: AttentionCall) -> Sight | None:
-    """Return who sees whom in the weights of a fused kernel, read off what it was asked for."""
+    """Return which query sees which key, from the arguments of a fused kernel; None if too large or on meta."""
     shape = asked.scores_shape
     if asked.query.is_meta or shape[-2] * shape[-1] > _LARGEST:
         return None
@@ -86,12 +86,12 @@ def sight_of_kernel(asked: AttentionCall) -> Sight | None:
 
 
 def _reduced(seen: Tensor, pairs: Any, dim: int | None, blind: Tensor | None = None) -> Sight | None:
-    """Return the sight of booleans that are laid out as the weights are; rows that see nothing are blind by default."""
-    kept = {}
+    """Return the sight for booleans in the layout of the weights; without `blind`, rows that see no key are blind."""
+    by_pair = {}
     for pair in pairs:
         others = [at for at in range(seen.dim()) if at not in pair]
         if seen.shape[pair[0]] * seen.shape[pair[1]] <= _LARGEST:
-            kept[pair] = seen.any(others) if others else seen
+            by_pair[pair] = seen.any(others) if others else seen
     if blind is None and dim is not None:
         blind = ~seen.any(dim, keepdim=True)
-    return Sight(kept, blind if blind is not None and bool(blind.any()) else None)
+    return Sight(by_pair, blind if blind is not None and bool(blind.any()) else None)

@@ -1,4 +1,4 @@
-"""Where Python stands when an operation is asked for, as lines and modules; and the modes that are on."""
+"""Find the source line and the module that called an operation; switch dispatch modes on and off."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from torch import nn
 from torch.utils import _python_dispatch as dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-RUNNING: ContextVar[tuple[object, ...]] = ContextVar("blocks that were entered", default=())
-"""torch's modes belong to a thread. That a task or callback beside this one is not recorded is up to us."""
+RUNNING: ContextVar[tuple[object, ...]] = ContextVar("active blocks", default=())
+"""The blocks that are recording in this context. torch's modes belong to a thread, so this is what keeps other tasks
+and callbacks of the thread out of a recording."""
 
 
 def put_on(mode: TorchDispatchMode) -> None:
-    """Put a mode of torch's on top of the stack of this thread, and touch nothing else.
+    """Push a dispatch mode onto this thread's stack, without any other effect.
 
-    A mode's own `__enter__` notes in variables of a module, which all threads share, whether any mode is on. Two
-    threads that enter and leave beside each other leave those wrong, and the recorder needs none of what asks for them.
+    A mode's own `__enter__` also sets global variables that say whether a mode is active. All threads share them, two
+    threads that enter and leave concurrently corrupt them, and the recorder does not need them.
     """
     dispatch._push_mode(mode)
 
 
 def take_off(mode: TorchDispatchMode) -> None:
-    """Take a mode off, also from under others; nothing where it is not on.
+    """Remove a mode from the stack, even below other modes; do nothing if it is not there.
 
-    Tasks that take turns leave their blocks in any order, and torch would take off whatever is on top.
+    Concurrent tasks leave their blocks in any order, while torch always removes the top mode.
     """
     stack = dispatch._get_current_dispatch_mode_stack()
     places = [place for place, other in enumerate(stack) if other is mode]
@@ -53,31 +54,31 @@ _OWN = (
     os.path.join(_PACKAGE, "record", ""),
     os.path.join(_PACKAGE, "answers", ""),
 )
-"""Folders of this package whose code runs between the user's and torch's, and asks for nothing itself."""
+"""Folders of this package whose code only passes calls from the user's code on to torch."""
 ATTENTION_FORWARD = nn.MultiheadAttention.forward.__code__
-"""The function that decides on the fast path."""
+"""The function that chooses the fast path."""
 _WRITTEN_OUT = {ATTENTION_FORWARD} | {
     function.__code__
     for name in ("multi_head_attention_forward", "_in_projection", "_in_projection_packed")
-    if (function := getattr(torch.nn.functional, name, None)) is not None  # two are private: they may go
+    if (function := getattr(torch.nn.functional, name, None)) is not None  # two are private and may disappear
 }
-"""Functions of torch that write attention out step by step: their lines tell more than the line that called them."""
+"""torch functions that compute attention step by step: their own lines are more informative than the caller's."""
 
 
 class Place(NamedTuple):
-    """Where a function's code stands."""
+    """The location of a function's code."""
 
     file: str
     """Path to show; empty for code that only passes calls on."""
     library: bool
-    """Whether it belongs to torch or to this recorder."""
+    """Whether it is part of torch or of this package."""
     written_out: bool
-    """Whether it is a function of torch that writes attention out."""
+    """Whether it is a torch function that computes attention step by step."""
 
 
 @cache
 def place_of(code: CodeType) -> Place:
-    """Where a function's code stands."""
+    """Return the location of a function's code."""
     path = code.co_filename
     if path.startswith(_OWN) or path.endswith(_PASS_ON):
         return Place("", library=True, written_out=False)
@@ -91,15 +92,14 @@ def place_of(code: CodeType) -> Place:
             break
     else:
         here = os.getcwd() + os.sep
-        own = os.path.dirname(_PACKAGE) + os.sep
-        path = path.removeprefix(own) if path.startswith(own + "mha_inspect") else path.removeprefix(here)
+        parent = os.path.dirname(_PACKAGE) + os.sep
+        path = path.removeprefix(parent) if path.startswith(parent + "mha_inspect") else path.removeprefix(here)
     return Place(path.replace(os.sep, "/"), library=False, written_out=False)
 
 
 _LINES: dict[tuple[int, int], tuple[str, bool, CodeType]] = {}
-"""By the code's address and the instruction in it, as to hash code takes longer: the line, `attention.py:41`, empty for
-code that only passes calls on; whether it is torch's and says less than the line that called it; and the code, held so
-that no other comes to stand at its address."""
+"""Id of the code and instruction (hashing the code is slower), to: the line, `attention.py:41`, empty for code that only
+passes calls on; whether the calling line is more informative; and the code, referenced so that its id stays unique."""
 
 
 def _line_at(code: CodeType, instruction: int) -> tuple[str, bool, CodeType]:
@@ -110,25 +110,25 @@ def _line_at(code: CodeType, instruction: int) -> tuple[str, bool, CodeType]:
 
 
 Site = list[Any]
-"""Code and instruction of each frame from the innermost to the first call of a module, that one included, then its
-`ModuleCall`; up to the boundary where no module is being called."""
+"""Code and instruction of each frame, from the innermost to the nearest call of a module, then its `ModuleCall`. Without
+such a call, all frames of the recorded block."""
 
 
 class ModuleCall:
-    """One call of a module that is or was running."""
+    """One call of a module, running or finished."""
 
     __slots__ = ("above", "path")
 
     def __init__(self, path: str, above: Site) -> None:
         self.path = path
         self.above = above
-        """Where it was called from."""
+        """The frames that called the module."""
 
 
 def place_of_site(site: Site) -> tuple[str, str]:
-    """Return the line that asked for an operation, and the path of the module that it ran in.
+    """Return the line that called an operation, and the path of the module that it ran in.
 
-    The line is the innermost that is not torch's; one of torch where there is none, empty where there is neither.
+    The line is the innermost one outside torch; if there is none, the innermost in torch; else empty.
     """
     path = site[-1].path if site and isinstance(site[-1], ModuleCall) else ""
     library = ""
@@ -136,8 +136,8 @@ def place_of_site(site: Site) -> tuple[str, str]:
     while inner is not None:
         for place in range(0, len(inner) - 1, 2):
             code, instruction = inner[place], inner[place + 1]
-            text, tells_less, _ = _LINES.get((id(code), instruction)) or _line_at(code, instruction)
-            if text and not tells_less:
+            text, caller_says_more, _ = _LINES.get((id(code), instruction)) or _line_at(code, instruction)
+            if text and not caller_says_more:
                 return text, path
             library = library or text
         inner = inner[-1].above if inner and isinstance(inner[-1], ModuleCall) else None

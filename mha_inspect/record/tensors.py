@@ -1,6 +1,6 @@
-"""Which tensor is which in a recording: by the memory that it looks at, and how, at the time when an operation met it.
+"""Identify the tensors of a recording: by memory, offset, shape and stride, at the time of each operation.
 
-While a run is recorded a tensor is looked at and no more; what it is in the dataflow is worked out when that is asked.
+During the run only a snapshot (a `Look`) of each tensor is taken; its place in the dataflow is derived afterwards.
 """
 
 from __future__ import annotations
@@ -19,56 +19,56 @@ from torch import Tensor, nn
 from .ops import TensorRef
 
 Look = tuple[Any, ...]
-"""A tensor as it is now: a weak reference to its memory, offset, shape, stride and dtype; of one without dimensions its
-number or None; and where it is kept, its number or None and the tensor itself. Python's own reference to a storage is
-one object for as long as the storage lives."""
+"""A snapshot of a tensor: weak reference to its memory, offset, shape, stride, dtype. A tensor without dimensions adds
+its number or None; a kept tensor adds its number or None and the tensor itself. Python's object for a storage is the
+same as long as the storage exists."""
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 DENSE = frozenset({Tensor, nn.Parameter})
 _NO_STORAGE = NotImplementedError, RuntimeError, ValueError
 PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str})
 _LARGEST = 1 << 24
-"""Elements up to which what came from outside is held on to."""
+"""Tensors from outside the run with more elements are not kept."""
 
 
 def look_at(tensor: Tensor) -> Look:
-    """Return a tensor as it is now, without what depends on whether it is kept."""
+    """Return the part of a snapshot that does not depend on whether the tensor is kept."""
     try:
         if type(tensor) in DENSE or not tensor.is_nested:
             memory = ref(tensor.untyped_storage())
             return memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     except _NO_STORAGE:
         pass
-    if tensor.is_nested:  # rows of different lengths have no shape: one buffer
+    if tensor.is_nested:  # rows of different lengths have no shape: use their buffer
         rows = tensor if tensor.layout == torch.strided else tensor.__dict__["_values"]
         return ref(rows.untyped_storage()), 0, (rows.numel(),), (1,), tensor.dtype
-    # Sparse and wrapped tensors have no storage of their own, and one that is lazy has no shape either.
+    # Sparse and wrapped tensors have no storage of their own, and lazy ones have no shape.
     return ref(tensor), 0, () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape), (), tensor.dtype
 
 
 def _number(tensor: Tensor) -> float | None:
-    """Return the number in a real tensor of no dimension on the CPU; None for any other."""
+    """Return the number in a real zero-dimensional tensor on the CPU; None for any other tensor."""
     if tensor.device.type == "cpu" and not tensor.dtype.is_complex:
-        with suppress(RuntimeError, ValueError):  # one without memory: a zero of forward-mode gradients, fake, lazy
+        with suppress(RuntimeError, ValueError):  # no memory: fake, lazy, or a zero of forward-mode gradients
             return tensor.item()
     return None
 
 
 class _Storage:
-    """What is known of one piece of memory: which tensors look at it."""
+    """One piece of memory and the tensors that use it."""
 
     __slots__ = ("made_by", "number", "seen")
 
     def __init__(self, number: int, made_by: int | None) -> None:
         self.number = number
         self.made_by = made_by
-        """The operation that wrote it last; None where it came from outside."""
+        """The last operation that wrote it; None if it came from outside the run."""
         self.seen: dict[Look, TensorRef] = {}
-        """Offset, shape, stride and dtype, to the tensor that was seen since the memory was written last."""
+        """Offset, shape, stride and dtype to the tensor, for tensors seen since the last write."""
 
 
 class Tensors:
-    """Every tensor of one recording. One is held only where it is to be kept."""
+    """Every tensor of one recording; the torch tensors themselves are referenced only with `keep`."""
 
     def __init__(self, keep: bool) -> None:
         self.producers: dict[int, int] = {}
@@ -76,9 +76,9 @@ class Tensors:
         self.values: dict[int, Tensor] = {}
         self.keep = keep
         self._looks: dict[Look, Look] = {}
-        """Each look that there was, so that one that is the same again takes no memory."""
+        """Every look so far, to share equal ones and save memory."""
         self._outside: list[tuple[Look, ref[Tensor], int]] = []
-        """Tensors that were first seen as arguments, with how often they had been written."""
+        """Tensors first seen as arguments, with their version counters then."""
         self._storages: dict[ref[Any], _Storage] = {}
         self._num_tensors = self._num_storages = 0
         self._names: dict[Any, str] = {}
@@ -86,7 +86,7 @@ class Tensors:
     # -- while the run goes on ----------------------------------------------------------------------------------------
 
     def look(self, tensor: Tensor, from_outside: bool = True) -> Look:
-        """Note a tensor as it is now; one that is seen `from_outside` for the first time may be a constant."""
+        """Return a snapshot of a tensor; a new tensor that comes `from_outside` is noted as a possible constant."""
         try:
             if type(tensor) in DENSE:
                 memory = ref(tensor.untyped_storage())
@@ -99,14 +99,14 @@ class Tensors:
             look = *look, _number(tensor)
         known = self._looks.setdefault(look, look)
         if known is look and from_outside:
-            with suppress(RuntimeError, TypeError):  # one of inference mode does not count how often it is written
+            with suppress(RuntimeError, TypeError):  # inference tensors have no version counter
                 self._outside.append((look, ref(tensor), tensor._version))
         if self.keep and not nn.parameter.is_lazy(tensor):
             return *known[:5], known[5] if len(known) > 5 else None, tensor.detach()
         return known
 
     def note(self, value: Any) -> Any:
-        """Note an argument: a tensor as its look, a sequence as a list, what is not plain as text."""
+        """Return a snapshot of an argument: a tensor as its look, a sequence as a list, other objects as text."""
         if type(value) in PLAIN:
             return value
         if isinstance(value, Tensor):
@@ -116,7 +116,7 @@ class Tensors:
         return value if isinstance(value, (int, float, complex, str)) else str(value)
 
     def copy_kept(self, tensor: Tensor) -> None:
-        """Copy what is kept of a tensor's memory, which is about to be written."""
+        """Copy the kept tensors that share a tensor's memory, because it is about to be overwritten."""
         self.read(self.look(tensor))
         for seen in self._storages[look_at(tensor)[0]].seen.values():
             if seen.id in self.values:
@@ -125,7 +125,7 @@ class Tensors:
     # -- afterwards, in the same order --------------------------------------------------------------------------------
 
     def plain(self, value: Any, inputs: list[TensorRef]) -> Any:
-        """Return a noted argument as plain data, each tensor in it as its `TensorRef`, which is added to `inputs`."""
+        """Return a noted argument as plain data, with a `TensorRef` for each tensor, which is added to `inputs`."""
         kind = type(value)
         if kind is tuple:
             tensor = self.read(value)
@@ -138,20 +138,20 @@ class Tensors:
         return self._names.get(value) or self._names.setdefault(value, str(value))
 
     def read(self, look: Look) -> TensorRef:
-        """Return what a tensor is that an operation reads, or that is named outside."""
+        """Return the reference of a tensor that an operation reads, or that has a name outside the run."""
         storage = self._storages.get(look[0]) or self._add_storage(look[0], None)
-        # Written since through another view, or never seen: its content is what the last writer of this memory left.
+        # If another view was written since, or the tensor is new, the last writer of the memory made its content.
         return storage.seen.get(look[1:5]) or self._add(look, storage, storage.made_by)
 
     def write(self, look: Look, op: int, inputs: Sequence[TensorRef], in_place: bool, known_memory: bool) -> TensorRef:
-        """Return what a tensor is that an operation has returned, or written into.
+        """Return the reference of a tensor that an operation returned or wrote into.
 
         Args:
-            look: what it returned.
+            look: the snapshot of that tensor.
             op: index of the operation.
-            inputs: the tensors that it read.
-            in_place: whether it wrote into memory that was there.
-            known_memory: whether what it returned may lie in memory that others made.
+            inputs: the tensors that the operation read.
+            in_place: whether the operation wrote into existing memory.
+            known_memory: whether the result may be in memory that another operation made.
         """
         storage = self._storages.get(look[0])
         if storage is None or not (
@@ -163,13 +163,13 @@ class Tensors:
             storage.made_by = op
         else:
             seen = storage.seen.get(look[1:5])
-            # A view that changes nothing, or what it wrote as well.
+            # A view identical to its input, or a tensor that this operation has already written.
             if seen is not None and (self.producers.get(seen.id) == op or any(seen is given for given in inputs)):
                 return seen
         return self._add(look, storage, op)
 
     def stand_in(self, look: Look) -> Tensor:
-        """Return a tensor that counts as the one that was looked at: itself where it is kept, else one on meta."""
+        """Return the tensor of a look if it was kept; else an empty meta tensor that is identified with it."""
         if len(look) > 6:
             return look[6]  # type: ignore[no-any-return]  # the tensor that is kept, of a tuple of any things
         self.read(look)
@@ -180,15 +180,15 @@ class Tensors:
         return empty.as_strided(shape, stride, offset)
 
     def constants(self) -> dict[int, Tensor]:
-        """Return what came from outside, was not written since and is still there, by id."""
-        there = {}
+        """Return tensors by id that came from outside the run, still exist and were not overwritten since."""
+        constants = {}
         for look, weak, version in self._outside:
             tensor = weak()
             if tensor is not None and tensor._version == version and tensor.numel() <= _LARGEST:
                 number = self.read(look).id
                 if number not in self.producers:
-                    there[number] = tensor.detach()
-        return there
+                    constants[number] = tensor.detach()
+        return constants
 
     def _add_storage(self, memory: Any, made_by: int | None) -> _Storage:
         storage = self._storages[memory] = _Storage(self._num_storages, made_by)
@@ -217,41 +217,41 @@ Stages = tuple[dict[str, Tensor], ...]
 
 
 def unshared(stages: Stages) -> Stages:
-    """Return the same tensors, those copied whose memory is held by somebody else too.
+    """Return the same tensors, copied if anything else uses their memory.
 
-    While a run is recorded, a kept tensor is copied before its memory is written. Afterwards nobody looks, and the
-    memory may be anybody's: an output that was returned, an input, a parameter, a cache.
+    During the run a kept tensor is copied before its memory is overwritten. After the run nothing watches the memory,
+    and it may belong to a returned output, an input, a parameter or a cache.
     """
     tensors = {id(tensor): tensor for by_name in stages for tensor in by_name.values()}
     memory = {number: look_at(tensor)[0] for number, tensor in tensors.items()}
     ours = Counter(map(id, memory.values()))
-    kept = {
-        number: tensor.clone() if _holders(tensor) > ours[id(memory[number])] else tensor
+    unshared_tensors = {
+        number: tensor.clone() if _references(tensor) > ours[id(memory[number])] else tensor
         for number, tensor in tensors.items()
     }
-    return tuple({stage: kept[id(tensor)] for stage, tensor in by_name.items()} for by_name in stages)
+    return tuple({stage: unshared_tensors[id(tensor)] for stage, tensor in by_name.items()} for by_name in stages)
 
 
-def _holders(tensor: Tensor) -> float:
-    """Return how many tensors look at this one's memory, itself included; infinitely many where torch does not say."""
+def _references(tensor: Tensor) -> float:
+    """Return how many tensors use this tensor's memory, including itself; infinity if torch cannot say."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):  # no storage to ask: it is copied
         return float("inf")
-    return float("inf") if count is None else int(count(storage._cdata)) - 1  # `storage` is one more
+    return float("inf") if count is None else int(count(storage._cdata)) - 1  # minus `storage` itself
 
 
 _collecting = Lock()
 _paused: list[bool] = []
-"""For each thread that is in `uncollected` now, whether Python collected when the first of them entered."""
+"""One entry per thread inside `uncollected`: whether the garbage collector was on when the first thread entered."""
 
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Make much of which nothing can be freed, without Python going through all that there is to find that out.
+    """Pause the garbage collector while many objects are created that cannot be freed, since scanning them is slow.
 
-    No code of the user's runs in here: what a forward leaves behind is collected as ever.
+    No user code runs in this block, so the garbage of a forward is collected as usual.
     """
     with _collecting:
         _paused.append(_paused[0] if _paused else gc.isenabled())
