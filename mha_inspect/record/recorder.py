@@ -1,7 +1,27 @@
-"""Record a forward pass, by a dispatch mode of torch.
+"""Record a forward pass with a torch dispatch mode.
 
 A `TorchDispatchMode` sees every operation of any module, with gradients on or off, on every device. Nothing is hooked,
-wrapped or replaced, so what is recorded runs as it runs without the recorder, to the bit.
+wrapped or replaced, so the recorded run computes the same bits as a run without the recorder.
+
+A module of two operations, y = softmax(x · W):
+
+    >>> class TwoSteps(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.W = nn.Parameter(torch.ones(4, 3))
+    ...     def forward(self, x):
+    ...         return torch.softmax(x @ self.W, dim=-1)
+    >>> module, x = TwoSteps(), torch.ones(2, 4)
+    >>> with torch.no_grad(), Recorder(module) as recorder:
+    ...     recorder.take_inputs({"x": x})
+    ...     y = module(x)
+    >>> recording = recorder.finish(y)
+    >>> for op in recording.ops:
+    ...     print(op.name, [tensor.id for tensor in op.inputs], "->", op.output.id, op.output.shape)
+    aten.mm.default [1, 0] -> 2 (2, 3)
+    aten._softmax.default [2] -> 3 (2, 3)
+    >>> [(named.name, named.tensor.id) for named in (*recording.parameters, *recording.inputs, *recording.outputs)]
+    [('W', 0), ('x', 1), ('', 3)]
 """
 
 from __future__ import annotations
@@ -30,7 +50,7 @@ from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
 
 _MODULE_CALL = nn.Module._call_impl.__code__
 _VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
-"""They give their tensor another shape, and write nothing."""
+"""In-place operations that change the shape and write no element."""
 _NUMBERS = count()
 _NONE: dict[str, Any] = {}
 
@@ -48,32 +68,31 @@ Entry = tuple[
     "Sight | None",
     Any,
 ]
-"""An operation as it is written down while it runs, no more than what would be gone later: what is known of it, its
-arguments as `Tensors.note` has them, what came out, what it wrote into that was there (or None), where Python
-stood, its call and kernel, its kind (None where the memory tells it), who sees whom in weights that it made, and what a
-fused kernel is opened by."""
+"""The notes on an operation that cannot be made later: its properties; arguments from `Tensors.note`; results; existing
+tensors that it wrote into, or None; its site, call and kernel; its kind, None if that follows from the memory; which
+query sees which key in weights that it made, or None; and how to open its fused kernel, or None."""
 
 
 class _Mark:
-    """Lives as long as the call of a module."""
+    """An object that exists as long as the call of a module."""
 
     __slots__ = ("__weakref__",)
 
 
 class Recorder(TorchDispatchMode):
-    """The dispatch mode that writes down each operation. Use `record`, or enter it around any code."""
+    """The dispatch mode that records each operation of the code in its `with` block."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let torch.compile compile without this mode, as some of torch's own functions do (flex_attention)."""
+        """Return True, so that torch.compile compiles without this mode; torch's flex_attention compiles internally."""
         return True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         # Otherwise torch wraps __torch_dispatch__ at class creation, and the first operation imports torch._dynamo and
-        # sympy: 800 modules and a second.
+        # sympy, 800 modules that take a second.
         return False
 
     def __init__(self, root: nn.Module | None = None, *, keep: bool = False) -> None:
@@ -81,10 +100,10 @@ class Recorder(TorchDispatchMode):
         self._tensors = Tensors(keep)
         self._look, self._keeps = self._tensors.look, keep
         self._entries: list[Any] = []
-        """What was written down since the recording was last asked for: entries, and names with what has them."""
+        """Notes not yet turned into operations: entries, and lists of names with their tensors."""
         self._ops: list[Op] = []
         self._place: tuple[Site | None, tuple[str, str]] = None, ("", "")
-        """The last site of an operation, and what it is in words."""
+        """The last site of an operation, with its line and module path."""
         self._inputs: list[Named] = []
         self._parameters: list[Named] = []
         self._buffers: list[Named] = []
@@ -93,32 +112,31 @@ class Recorder(TorchDispatchMode):
         self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
         self._key = f".recorder {next(_NUMBERS)}"
-        """The name of the mark in the frame of each call of a module."""
+        """The variable name of the mark in the frame of each module call."""
         self._module_calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
-        """Calls of modules by the addresses of their frames, each with its mark: it holds while that lives."""
+        """Module calls by the ids of their frames, each valid as long as its mark exists."""
         self._site: Site = []
-        """Where Python stood at the last operation."""
+        """The site of the last operation."""
         self._call = -1
-        """Number of the call that the last operation came out of."""
+        """Number of the Python call of the last operation."""
         self._new_call = True
-        """Whether the next operation comes out of another call, though Python may stand where it stood."""
+        """Whether the next operation belongs to a new call, even at the same site."""
         self._whole: set[int] = set()
-        """Numbers of calls that are one each, also where the same operations come over and over."""
+        """Numbers of calls not to be split into turns of a loop, even if their operations repeat."""
         self._frame: FrameType | None = None
-        """The frame that it was entered in: whatever called that one asked for no operation. None at the end."""
+        """The frame that entered the block, where sites end. None outside the block."""
         self._block: object | None = None
-        """What tells this block from others in `RUNNING`; None while it is not on."""
+        """The identity of this block in `RUNNING`; None outside the block."""
         self._thread: int | None = None
-        """The thread that entered it last."""
-        self._asked: tuple[object, ...] | None = None
-        """The blocks in which all that runs was found to belong to this one."""
+        """The thread that entered the block last."""
+        self._accepted: tuple[object, ...] | None = None
+        """Cached: the active blocks for which every operation belongs to this recorder; None if not known."""
         self._asking: FrameType | None = None
-        """The frame that asked for what is running, where that is not the one that torch came from: a composite
-        operation that is taken apart, a kernel that is opened."""
+        """The frame that called the composite operation or kernel whose parts are running; None outside of these."""
         self._kernel: int | None = None
-        """Place of the fused kernel that what runs now belongs to."""
+        """Index of the fused kernel that the running operations belong to; None outside a kernel."""
         self._inside = False
-        """Whether a kernel's own code runs, below autograd, where composite operations arrive whole."""
+        """Whether a kernel's own code runs: below autograd, where composite operations are not decomposed."""
         if root is not None:
             self._learn(root)
 
@@ -127,30 +145,30 @@ class Recorder(TorchDispatchMode):
         return self
 
     def start(self, frame: FrameType) -> None:
-        """Start to record what this thread and context run, in a block that stands in a frame.
+        """Start to record the operations of this thread and context, in a block that `frame` entered.
 
-        Raises `RecordingError` where it is on already.
+        Raises `RecordingError` if this recorder is already recording.
         """
         if self._block is not None:
-            raise RecordingError("this recording is under way already. Make another one for a block inside of it.")
+            raise RecordingError("this recording has already started. Use another recording for a nested block.")
         self._frame, self._block, self._thread = frame, object(), get_ident()
         RUNNING.set((*RUNNING.get(), self._block))
         put_on(self)
 
     def __exit__(self, *exc: Any) -> None:
-        """Stop to record. Raises `RecordingError` in a thread that did not enter it; nothing more is recorded then."""
-        block, self._frame, self._asked = self._block, None, None
+        """Stop recording. Raises `RecordingError`, and stops too, in a thread that did not enter the block."""
+        block, self._frame, self._accepted = self._block, None, None
         if block is None or self._thread != get_ident():
             raise RecordingError(
-                "this recording was not entered in the thread that leaves it: torch records by thread. "
-                "Enter and leave it in one thread, around what runs there."
+                "this recording was entered in another thread, and torch records by thread. "
+                "Enter and leave the block in the thread that runs the module."
             )
         self._block = None
         RUNNING.set(tuple(other for other in RUNNING.get() if other is not block))
         take_off(self)
 
     def _learn(self, root: nn.Module) -> None:
-        """Note the paths of modules, and the names of parameters and buffers."""
+        """Note the paths of all modules below `root`, and the names of their parameters and buffers."""
         parameters: dict[int, tuple[str, Tensor]] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
         for path, module in _modules_of(root, "", {}).values():
@@ -171,16 +189,16 @@ class Recorder(TorchDispatchMode):
         self._entries.append((names, [(name, look(tensor, are_constants)) for name, tensor in tensors]))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
-        """Note the names of the tensors among the arguments."""
+        """Note the names of the tensors in the arguments."""
         self._name(self._inputs, tensors_in(arguments))
 
     def finish(self, returned: Any = None) -> Recording:
-        """Return the recording up to here, with the names of what was returned."""
+        """Return the recording so far, with `returned` as its named outputs."""
         outputs: list[Named] = []
         self._name(outputs, tensors_in(returned))
         with uncollected():
             self._catch_up()
-            self._tell_turns_apart()
+            self._number_turns()
         tensors = self._tensors
         return Recording(
             ops=tuple(self._ops),
@@ -198,7 +216,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _catch_up(self) -> None:
-        """Make operations of what was written down."""
+        """Turn the notes into operations."""
         entries, self._entries = self._entries, []
         for entry in entries:
             if len(entry) == 2:
@@ -210,25 +228,25 @@ class Recorder(TorchDispatchMode):
                 self._open(entry)
 
     def _open(self, entry: Entry) -> None:
-        """Add the steps of a kernel in its place."""
+        """Add a fused kernel as one operation; a subclass adds its steps."""
         self._add(entry)
 
     def _add(self, entry: Entry) -> Op:
-        """Add one operation."""
-        known, args, kwargs, made, written, site, call, kernel, kind, sight, _ = entry
+        """Add one operation, and return it."""
+        known, args, kwargs, results, written, site, call, kernel, kind, sight, _ = entry
         tensors, index = self._tensors, len(self._ops)
         inputs: list[TensorRef] = []
-        plain, write, in_place, told = tensors.plain, tensors.write, written is not None, kind is not None
+        plain, write, in_place, kind_given = tensors.plain, tensors.write, written is not None, kind is not None
         plain_args = tuple([plain(value, inputs) for value in args])
         plain_kwargs = {name: plain(value, inputs) for name, value in kwargs.items()} if kwargs else {}
-        outputs = [write(look, index, inputs, in_place, told) for look in made]
+        outputs = [write(look, index, inputs, in_place, kind_given) for look in results]
         if written is not None:
-            left = [write(look, index, inputs, True, told) for look in written]
-            outputs = outputs or left
+            written_refs = [write(look, index, inputs, True, kind_given) for look in written]
+            outputs = outputs or written_refs
         if kind is None:
-            given = {tensor.storage for tensor in inputs}
+            input_storages = {tensor.storage for tensor in inputs}
             kind = "copy" if known.copies else "compute"
-            if outputs and all(output.storage in given for output in outputs):
+            if outputs and all(output.storage in input_storages for output in outputs):
                 kind = "write" if in_place and known.base_name not in _VIEWS_IN_PLACE else "view"
         if site is not self._place[0]:
             self._place = site, place_of_site(site)
@@ -240,7 +258,7 @@ class Recorder(TorchDispatchMode):
             known.name,
             plain_args,
             plain_kwargs,
-            plain_args if read == plain_args else read,  # one tuple where it may be: there are many
+            plain_args if read == plain_args else read,  # share the tuple if possible: there are many
             tuple(outputs),
             kind,
             known.pointwise,
@@ -254,10 +272,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run one operation and write it down."""
+        """Run one operation and note it."""
         running = RUNNING.get()
         kwargs = kwargs or {}
-        if running is not self._asked and not self._belongs(running):
+        if running is not self._accepted and not self._belongs(running):
             return func(*args, **kwargs)
         known = ABOUT.get(id(func)) or about(func)
         if self._inside or (known.needs_care and not (known.adds and not adds_scores(args, kwargs))):
@@ -269,9 +287,9 @@ class Recorder(TorchDispatchMode):
             noted.append(look(value) if kind in DENSE else value if kind in PLAIN else self._tensors.note(value))
         named = {name: self._tensors.note(value) for name, value in kwargs.items()} if kwargs else _NONE
         result = known.run(*args, **kwargs) if kwargs else known.run(*args)
-        self._stand(self._asking or sys._getframe(1))
-        made = (look(result, False),) if type(result) is Tensor else self._looks(result)
-        self._entries.append((known, noted, named, made, None, self._site, self._call, self._kernel, None, None, None))
+        self._note_site(self._asking or sys._getframe(1))
+        looks = (look(result, False),) if type(result) is Tensor else self._looks(result)
+        self._entries.append((known, noted, named, looks, None, self._site, self._call, self._kernel, None, None, None))
         if self._keeps:
             self._catch_up()
         return result
@@ -279,37 +297,37 @@ class Recorder(TorchDispatchMode):
     def _run_with_care(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        """Run an operation that may hide several, write into what it is given, or make weights."""
+        """Run an operation that may be fused or composite, write into its arguments, or make weights."""
         if known.fused or self._inside:
             answer = self._look_into(known, func, args, kwargs, frame)
             if answer is not NotImplemented:
                 return answer
         if known.composite and torch.is_inference_mode_enabled():
-            # Without autograd's keys a composite operation arrives whole; with them torch has taken it apart before.
-            return self._take_apart(func, args, kwargs, frame)
+            # Inference mode lacks autograd's dispatch keys, in which torch otherwise decomposes composite operations.
+            return self._decompose(func, args, kwargs, frame)
         note = self._tensors.note
         noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
         written = self._about_to_write(known, args, kwargs) if known.written else None
         result = func(*args, **kwargs)
-        self._stand(self._asking or frame)
+        self._note_site(self._asking or frame)
         sight = self._sight_of(known, args, result) if known.weighs else None
-        self._write_down(known, noted, named, result, written, sight=sight)
+        self._note(known, noted, named, result, written, sight=sight)
         return result
 
     def _looks(self, result: Any) -> Sequence[Look]:
         return [self._look(tensor, False) for _, tensor in tensors_in(result)]
 
     def _belongs(self, running: tuple[object, ...]) -> bool:
-        """Return whether what runs belongs to the code that this is entered around: not after its end, and no task's
-        that takes turns with it."""
+        """Return whether the running code belongs to the recorded block, rather than to a concurrent task or to code
+        after the block's end."""
         if self._frame is None:
             return False
         if self._block in running:
-            self._asked = running
+            self._accepted = running
             return True
-        return get_ident() != self._thread  # one that works for this one
+        return get_ident() != self._thread  # a worker thread of the block
 
-    def _write_down(
+    def _note(
         self,
         known: About,
         args: list[Any],
@@ -321,26 +339,26 @@ class Recorder(TorchDispatchMode):
         sight: Sight | None = None,
         opening: Any = None,
     ) -> None:
-        """Write down an operation that has run where Python stands, under the name that `known` has.
+        """Note an operation that ran at the current site, under the name in `known`.
 
-        With `kind` given, what came out may lie in memory that was known before; `written` is what it wrote into.
+        With `kind`, the results may be in memory that already existed; `written` is the tensors that it wrote into.
         """
-        left = None if written is None else [self._look(tensor, False) for tensor in written]
-        made, site = self._looks(result), (self._site, self._call, self._kernel)
-        self._entries.append((known, args, kwargs, made, left, *site, kind, sight, opening))
+        written_looks = None if written is None else [self._look(tensor, False) for tensor in written]
+        results, site = self._looks(result), (self._site, self._call, self._kernel)
+        self._entries.append((known, args, kwargs, results, written_looks, *site, kind, sight, opening))
         if self._tensors.keep:
             self._catch_up()
 
     def _sight_of(self, known: About, args: Sequence[Any], result: Any) -> Sight | None:
-        """Return who sees whom in weights, where there are numbers to tell."""
+        """Return which query sees which key in weights; None if the weights have no numbers."""
         if isinstance(result, Tensor):
-            with self._beside(), suppress(Exception):  # whatever tensors of other kinds may raise
+            with self._unrecorded(), suppress(Exception):  # other kinds of tensors may raise anything
                 return sight_of(args[0], result, args[1] if known.base_name.endswith("softmax") else None)
         return None
 
     @contextmanager
-    def _beside(self) -> Iterator[None]:
-        """Run what nobody asked for, unseen by autograd and by the modes around this one."""
+    def _unrecorded(self) -> Iterator[None]:
+        """Run the recorder's own computations, hidden from autograd and from all dispatch modes."""
         modes = _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
         with torch._C._AutoDispatchBelowAutograd(), torch._C.DisableTorchFunction(), modes:
             yield
@@ -348,20 +366,20 @@ class Recorder(TorchDispatchMode):
     def _look_into(
         self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType
     ) -> Any:
-        """Run what hides several steps in a way of its own; `NotImplemented` where it is recorded as any other."""
+        """Run and open a fused kernel; return `NotImplemented` if the operation is to be recorded as any other."""
         return NotImplemented
 
-    def _take_apart(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
-        """Run a composite operation as what it consists of, all of it asked for by the one who asked for the whole."""
+    def _decompose(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        """Run a composite operation as its parts, and record them all at the caller of the whole operation."""
         asking, self._asking = self._asking, self._asking or frame
         views = torch._C.DispatchKey.ADInplaceOrView
         excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(views)
-        # Outside of a mode a view requires gradients where its base does, and that decides which kernels a product
-        # takes. What comes out of an operation that makes views itself is made one on the way out.
+        # Outside a mode a view requires gradients if its base does, and that decides which kernels a product takes. An
+        # operation that makes views itself turns its result into a view when it returns.
         torch._C._dispatch_tls_set_dispatch_key_excluded(views, excluded and about(func).makes_views)
         put_on(self)
         try:
-            # Not func.decompose: it prefers Python's kernels, which round otherwise than those of a plain run.
+            # Not func.decompose: it prefers Python kernels, which round differently from those of a plain run.
             return func._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
         finally:
             take_off(self)
@@ -369,7 +387,7 @@ class Recorder(TorchDispatchMode):
             self._asking = asking
 
     def _about_to_write(self, known: About, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-        """Return the tensors that an operation writes into, after what is kept of their memory was copied."""
+        """Return the tensors that an operation will write into, after copying the kept tensors in their memory."""
         places = [kwargs.get(name, args[place] if place < len(args) else None) for place, name in known.written]
         written = [tensor for _, tensor in tensors_in(places)]
         if self._tensors.keep:
@@ -377,10 +395,10 @@ class Recorder(TorchDispatchMode):
                 self._tensors.copy_kept(tensor)
         return written
 
-    # -- where Python stands ------------------------------------------------------------------------------------------
+    # -- sites: where an operation was called -------------------------------------------------------------------------
 
-    def _stand(self, frame: FrameType | None) -> None:
-        """Note where Python stands, and which call that is: the same as long as it stands there still."""
+    def _note_site(self, frame: FrameType | None) -> None:
+        """Note the site of a frame and the number of its call, which is the same as long as the site is."""
         site, attention = self._site_of(frame)
         if site != self._site:
             self._site, self._new_call = site, True
@@ -391,16 +409,16 @@ class Recorder(TorchDispatchMode):
         self._new_call = False
 
     def _site_of(self, frame: FrameType | None) -> tuple[Site, FrameType | None]:
-        """Return where a frame stands, and the frame of multi-head attention's forward, if that is beneath it."""
+        """Return the site of a frame, and the frame of `MultiheadAttention.forward` below the module call, or None."""
         site: Site = []
         attention = None
         while frame is not None and frame is not self._frame:
             code = frame.f_code
             site += code, frame.f_lasti
             if code is _MODULE_CALL:
-                noted = self._module_calls.get(id(frame))
-                # The mark lives as long as the call: while it does, no other frame has its address.
-                site.append(noted[1] if noted is not None and noted[0]() is not None else self._begin(frame))
+                known = self._module_calls.get(id(frame))
+                # The mark exists as long as the call, and so long no other frame has its id.
+                site.append(known[1] if known is not None and known[0]() is not None else self._begin(frame))
                 break
             if code is ATTENTION_FORWARD:
                 attention = frame
@@ -408,10 +426,10 @@ class Recorder(TorchDispatchMode):
         return site, attention
 
     def _begin(self, frame: FrameType) -> ModuleCall:
-        """Note the call of a module, and leave a mark among the names in its frame, which goes with them.
+        """Note the call of a module, and put a mark into its frame's variables, which disappears with the frame.
 
-        A frame has no identity that outlives it: its address is used again, and to hold it would hold its tensors. And
-        each look at its names copies all of them.
+        Ids of frames are reused, and a reference to a frame would keep its tensors alive. Reading a frame's variables
+        copies all of them, so it is done once per call.
         """
         names = frame.f_locals
         module = names["self"]
@@ -419,7 +437,7 @@ class Recorder(TorchDispatchMode):
         if path is None:
             self._learn(self._outermost(frame))
             path = self._path(module)
-            if path is None:  # one that is part of no other
+            if path is None:  # a module that is not part of any other
                 path = ""
                 self._paths[id(module)] = ref(module), path
         mark = names[self._key] = _Mark()
@@ -428,21 +446,21 @@ class Recorder(TorchDispatchMode):
         return call
 
     def identify(self, tensor: Tensor) -> TensorRef:
-        """Return what the recording calls this tensor."""
+        """Return the reference of this tensor in the recording."""
         self._catch_up()
         return self._tensors.read(self._tensors.look(tensor))
 
     def path_of(self, module: object) -> str:
-        """Return the path of a module inside the recorded one; empty for that one itself, and for any other."""
+        """Return the path of a module inside the recorded module; empty for that module itself or an unknown one."""
         return self._path(module) or ""
 
     def _path(self, module: object) -> str | None:
-        """Return the path of a module inside of the recorded one; None for one that is not known."""
+        """Return the path of a module inside the recorded module; None if it is not known."""
         known = self._paths.get(id(module))
         return known[1] if known is not None and known[0]() is module else None
 
     def _outermost(self, frame: FrameType | None) -> nn.Module:
-        """Return the module whose call, of those that are running, began first."""
+        """Return the module of the outermost running call."""
         outermost = frame
         while frame is not None and frame is not self._frame:
             outermost = frame if frame.f_code is _MODULE_CALL else outermost
@@ -451,11 +469,11 @@ class Recorder(TorchDispatchMode):
         module: nn.Module = outermost.f_locals["self"]
         return module
 
-    def _tell_turns_apart(self) -> None:
-        """Give each turn of `for w in ws: x = w @ x` a call number of its own.
+    def _number_turns(self) -> None:
+        """Give each turn of `for w in ws: x = w @ x` its own call number.
 
-        A call is told by where Python stands, and there it stands in every turn. What gives the turns away is that the
-        same operations come over and over. The first turn keeps the number.
+        A call is identified by its site, which is the same in every turn of a loop, so a repeating sequence of
+        operations is split into its repetitions. The first turn keeps the number.
         """
         for call, group in groupby(self._ops, key=lambda op: op.call):
             ops = list(group)
@@ -469,7 +487,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _period(names: Sequence[str]) -> int:
-    """Return the length of what is repeated from the first to the last name; all of it where nothing is."""
+    """Return the length of the shortest sequence whose repetitions are the names; the full length if none repeats."""
     whole = len(names)
     lengths = (size for size in range(1, whole // 2 + 1) if whole % size == 0)
     return next((size for size in lengths if names[size:] == names[:-size]), whole)
@@ -478,7 +496,8 @@ def _period(names: Sequence[str]) -> int:
 def _modules_of(
     module: nn.Module, path: str, modules: dict[int, tuple[str, nn.Module]]
 ) -> dict[int, tuple[str, nn.Module]]:
-    """Add a module and those in it, with their paths, by their ids: `named_modules` in a fifth of its time."""
+    """Add a module and its submodules with their paths, by id, and return `modules`; five times as fast as
+    `named_modules`."""
     modules[id(module)] = path, module
     for name, child in module._modules.items():
         if child is not None and id(child) not in modules:
@@ -487,17 +506,17 @@ def _modules_of(
 
 
 def _is_compiled(module: nn.Module) -> bool:
-    """Return whether what runs of a module are kernels that were fused from its lines (torch.compile)."""
+    """Return whether torch.compile has compiled a module, which then runs kernels fused from its lines."""
     return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
 def _of_compiled(paths: Sequence[str]) -> tuple[str, ...]:
-    """Say what is not seen of modules that are compiled."""
+    """Return a sentence on the compiled modules, whose operations are not all recorded; empty if there are none."""
     if not paths:
         return ()
     first = f"Module {paths[0]}" if paths[0] else "The module"
     others = f" and {plural(len(paths) - 1, 'other')} are" if len(paths) > 1 else " is"
     return (
-        f"{first}{others} compiled (torch.compile): what a kernel does that was fused from many lines is not seen. "
-        "Call what was compiled, its ._orig_mod, or run it before .compile(), to see all of it.",
+        f"{first}{others} compiled (torch.compile), and operations inside compiled kernels cannot be shown. "
+        "Run the module before .compile(), or run its ._orig_mod.",
     )

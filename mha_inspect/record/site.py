@@ -98,7 +98,7 @@ def place_of(code: CodeType) -> Place:
 
 
 _LINES: dict[tuple[int, int], tuple[str, bool, CodeType]] = {}
-"""Id of the code and instruction (hashing the code is slower), to: the line, `attention.py:41`, empty for code that only
+"""Id of the code and instruction (hashing code is slower) to: the line, `attention.py:41`, empty for code that only
 passes calls on; whether the calling line is more informative; and the code, referenced so that its id stays unique."""
 
 
@@ -110,8 +110,8 @@ def _line_at(code: CodeType, instruction: int) -> tuple[str, bool, CodeType]:
 
 
 Site = list[Any]
-"""Code and instruction of each frame, from the innermost to the nearest call of a module, then its `ModuleCall`. Without
-such a call, all frames of the recorded block."""
+"""Code and instruction of each frame, from the innermost to the nearest call of a module, then its `ModuleCall`; all
+frames inside the recorded block if no module is called."""
 
 
 class ModuleCall:

@@ -1,7 +1,7 @@
-"""Record one run with its fused kernels opened: each is computed in steps where it runs, on the tensors it was given.
+"""Record one run with its fused kernels opened: each kernel is computed again in steps, on its own arguments.
 
-What a kernel gave flows on, untouched; what its steps give is compared with it and forgotten. So a run with the x-ray
-computes what it computes without it, bit for bit, gradients and random numbers included.
+The run continues with the kernel's own result; the result of the steps is only compared with it. So a run with the
+x-ray computes the same bits as a run without it, including gradients and random numbers.
 """
 
 from __future__ import annotations
@@ -35,42 +35,41 @@ from .tensors import Tensors
 _Key = torch._C.DispatchKey
 LINK = About(None, None, RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
 BUDGET = 1 << 30
-"""Bytes of scores up to which they are made; beyond, a kernel's steps have shapes alone."""
+"""If the scores have more bytes than this, a kernel's steps have shapes and no numbers."""
 _COPIED = 1 << 20
-"""Bytes of keys and values that are copied to be looked at when the run is over; more are looked at right away."""
+"""Keys and values up to this many bytes are copied and compared after the run; larger ones are compared at once."""
 
 
 class _Opening(NamedTuple):
-    """What is kept of a kernel that has run, until its steps are worked out."""
+    """The notes on a kernel that has run, from which its steps are added later."""
 
     place: int
-    """Of the kernel in the recording."""
+    """Index of the kernel in the recording."""
     func: Any
     shapes_only: bool
     """Whether its steps are too large for numbers."""
     sight: Sight | None
-    """Who sees whom in its weights, where that hangs on numbers."""
+    """Which query sees which key in its weights; None if not known."""
     check: Callable[[], Rounding] | None
-    """Returns how far the steps of a few rows are from what the kernel gave; None where it is kept, or cannot be told.
-    """
+    """Returns the difference of a few rows from their steps; None if tensors are kept, or cannot be compared."""
 
 
 class XRay(Recorder):
-    """The recorder that opens fused kernels."""
+    """A recorder that opens fused kernels."""
 
     def __init__(self, root: nn.Module | None = None, *, keep: bool = False, budget: int = BUDGET) -> None:
         super().__init__(root, keep=keep)
         self._budget = budget
         self._kernels: list[Kernel] = []
         self._within: int | None = None
-        """Place of the kernel that runs now."""
+        """Index of the running kernel; None outside a kernel."""
         self._composite = False
-        """Whether a composite operation inside a kernel is being taken apart: all of it is one call."""
+        """Whether a composite operation inside a kernel is being decomposed: all its parts are one call."""
         self._shelf = _Shelf()
         self._sights_of_masks: dict[Any, Sight | None] = {}
 
     def finish(self, returned: Any = None) -> Recording:
-        """Return the recording up to here, with the names of what was returned."""
+        """Return the recording so far, with `returned` as its named outputs, and its kernels."""
         recording = super().finish(returned)
         watched = {
             at for at, kernel in enumerate(self._kernels) if (known := fused(kernel.op)) and known.way == "reopen"
@@ -91,19 +90,19 @@ class XRay(Recorder):
             if not self._inside:
                 return NotImplemented
             if not composite:
-                # Inside a kernel Python stands still: what tells calls apart is that C++ makes them one by one.
+                # Inside a kernel the site never changes: each operation is a call of its own.
                 self._new_call = True
             if known.composite:
                 self._composite = True
-                return self._take_apart(func, args, kwargs, frame)
+                return self._decompose(func, args, kwargs, frame)
             return self._run_out(known, func, args, kwargs) if known.name.endswith("out") else NotImplemented
         finally:
             self._asking, self._composite = asking, composite
 
     def _run_kernel(self, known: About, hiding: Fused, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a kernel: its own code with the mode on, where that is a program over the dispatcher, else as it is."""
-        place, was = len(self._kernels), (self._within, self._kernel, self._inside)
-        kernel = Kernel(known.name, hiding.title, hiding.hides, opened=False, note="it raised", within=self._within)
+        """Run a kernel and return its result: a `reopen` kernel with its code recorded, any other as it is."""
+        place, before = len(self._kernels), (self._within, self._kernel, self._inside)
+        kernel = Kernel(known.name, hiding.title, hiding.hides, opened=False, note="it failed", within=self._within)
         self._kernels.append(kernel)
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
@@ -118,77 +117,79 @@ class XRay(Recorder):
             device = tensors[0].device.type
             code = _code_of(func, device, "NestedTensor" if nested else "")
             if code is None:
-                result, note = self._run_leaf(place, known, func, args, kwargs), f"torch has no code of it for {device}"
+                result, note = self._run_leaf(place, known, func, args, kwargs), f"torch has no code for {device}"
             else:
-                result, note = self._watch(code, *args, **kwargs), ""
+                result, note = self._record_code(code, *args, **kwargs), ""
             self._kernels[place] = replace(kernel, opened=code is not None, note=note)
             return result
         finally:
-            self._within, self._kernel, self._inside = was
+            self._within, self._kernel, self._inside = before
             self._new_call = True
 
-    def _watch(self, code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Record what a kernel's own code dispatches."""
-        was, self._inside = self._inside, True
+    def _record_code(self, code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a kernel's own code, record the operations that it dispatches, and return its result."""
+        before, self._inside = self._inside, True
         put_on(self)
         try:
             return code(*args, **kwargs)
         finally:
             take_off(self)
-            self._inside, self._new_call = was, True
+            self._inside, self._new_call = before, True
 
     def _run_padded(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run the fast path on rows of different lengths, and beside it on padded ones and a mask, to be seen."""
+        """Run the fast path on rows of different lengths, and record it on padded rows with a mask."""
         result, note, start = func(*args, **kwargs), self._tensors.note, (len(self._entries), len(self._kernels))
         try:
-            with self._beside():
+            with self._unrecorded():
                 given = bound(func, args, kwargs)
                 rows = given["query"]
                 padded, lengths = torch.ops.aten.to_padded_tensor.default(rows, 0.0), rows._nested_tensor_size()[:, 0]
                 masked = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths.to(padded.device)[:, None]
-                self._stand(self._asking)
-                self._write_down(about(torch.ops.aten.to_padded_tensor.default), [note(rows), 0.0], {}, padded)
+                self._note_site(self._asking)
+                self._note(about(torch.ops.aten.to_padded_tensor.default), [note(rows), 0.0], {}, padded)
                 given |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
                 code = _code_of(func, padded.device.type)
                 if code is None:
-                    raise NotOpenedError(f"torch has no code of it for {padded.device.type}")
-                made = self._watch(code, *given.values())[0]
-                self._stand(self._asking)
-                self._write_down(LINK, [note(made)], {"kernel": known.name}, result, kind="copy")
-                pairs = [(one[: len(row)], row) for one, row in zip(made, result[0].unbind(), strict=True)]
-                apart = max((max_difference(one, row) for one, row in pairs), default=0.0)
-            reason = f"it ran on rows of different lengths, its steps on padded ones, {apart:.1e} apart"
+                    raise NotOpenedError(f"torch has no code for {padded.device.type}")
+                steps = self._record_code(code, *given.values())[0]
+                self._note_site(self._asking)
+                self._note(LINK, [note(steps)], {"kernel": known.name}, result, kind="copy")
+                pairs = [
+                    (padded_row[: len(row)], row) for padded_row, row in zip(steps, result[0].unbind(), strict=True)
+                ]
+                apart = max((max_difference(padded_row, row) for padded_row, row in pairs), default=0.0)
+            reason = f"shown on padded rows; differs by {apart:.1e} from the run on rows of different lengths"
             self._kernels[place] = replace(self._kernels[place], opened=True, note=reason)
-        except Exception as error:  # whatever a step may raise on somebody's tensors: the run goes on
+        except Exception as error:  # whatever the steps raise, the run goes on
             del self._entries[start[0] :], self._kernels[start[1] :]
             self._kernels[place] = replace(self._kernels[place], note=_reason(error))
-            self._write_down(known, [note(value) for value in args], {}, result)
+            self._note(known, [note(value) for value in args], {}, result)
         return result
 
     def _run_leaf(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a kernel as it is, and note what its steps will need that is gone later."""
+        """Run a kernel as it is, note what its steps will need later, and return its result."""
         keep, note = self._tensors.keep, self._tensors.note
         noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        self._stand(self._asking)
+        self._note_site(self._asking)
         results = result if isinstance(result, tuple) else (result,)
         opening, sight, check = None, None, None
-        with self._beside():
+        with self._unrecorded():
             try:
                 call = read_kernel(func, args, kwargs)
                 shapes_only = not results[0].is_meta and call.size(results) > self._budget
-                with suppress(Exception):  # whatever may be asked of somebody's tensors: what can be told is
+                with suppress(Exception):  # unusual tensors may raise anything: keep what succeeded
                     sight = self._sight_of_call(call, results)
                     if not keep and _is_comparable(results[0]):
                         check = self._later(*call.of_few(results, place + 1))
                 opening = _Opening(place, func, shapes_only, sight, check)
             except Exception as error:
                 self._kernels[place] = replace(self._kernels[place], note=_reason(error))
-        self._write_down(known, noted, named, result, opening=opening)
+        self._note(known, noted, named, result, opening=opening)
         return result
 
     def _sight_of_call(self, call: KernelCall, results: Sequence[Tensor]) -> Sight | None:
-        """Return who sees whom in a kernel's weights: the same for all that are given no numbers to tell."""
+        """Return which query sees which key in a kernel's weights; None if not known. Cached without tensors."""
         if isinstance(call, PartCall):
             return sight_of(None, results[0], -1) if "softmax" in call.name else None
         if call.bias is not None or call.starts is not None:
@@ -199,7 +200,7 @@ class XRay(Recorder):
         return self._sights_of_masks[key]
 
     def _later(self, few: KernelCall, rows: Sequence[Tensor]) -> Callable[[], Rounding]:
-        """Return what compares a few rows when the run is over, and holds no tensor of the run until then."""
+        """Return a function that compares a few rows after the run, without a reference to the run's tensors."""
         if isinstance(few, PartCall) or few.key.nbytes + few.value.nbytes > _COPIED:
             return partial(lambda rounding: rounding, _judged(few, rows))
         put = self._shelf.put
@@ -214,15 +215,15 @@ class XRay(Recorder):
         return check
 
     def _run_out(self, known: About, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record `bmm.out(a, b, out=c)` as `bmm(a, b)`, which makes c."""
+        """Run `bmm.out(a, b, out=c)`, record it as `bmm(a, b)` with the result c, and return that."""
         written = self._about_to_write(known, args, kwargs)
         note = self._tensors.note
         noted = [note(value) for value in args]
         rest = {name: note(value) for name, value in kwargs.items() if name != "out"}
         result = func(*args, **kwargs)
-        self._stand(self._asking)
+        self._note_site(self._asking)
         plain = replace(known, name=known.name.removesuffix("out") + "default")
-        self._write_down(plain, noted, rest, result, written, kind="compute")
+        self._note(plain, noted, rest, result, written, kind="compute")
         return result
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
@@ -231,18 +232,18 @@ class XRay(Recorder):
         opening, start = entry[-1], len(self._ops)
         kernel = self._kernels[opening.place]
         try:
-            with self._beside():
+            with self._unrecorded():
                 changes = {"opened": True, "note": ""} | self._add_steps(entry, opening)
-        except Exception as error:  # whatever may be asked of a step: the kernel stays one operation
+        except Exception as error:  # whatever the steps raise, the kernel stays one operation
             del self._ops[start:]
             changes = {"note": _reason(error)}
             self._add(entry)
         self._kernels[opening.place] = replace(kernel, **changes)
 
     def _add_steps(self, entry: Entry, opening: _Opening) -> dict[str, Any]:
-        """Add the steps of a kernel, and lead from what comes last to what the kernel itself has made.
+        """Add the steps of a kernel and a link from the last step to the kernel's result; return the kernel's changes.
 
-        They are computed where all is kept; else described, on tensors that stand for those that were given.
+        If tensors are kept the steps are computed; else they get shapes only, from tensors on meta.
         """
         tensors, kept = self._tensors, self._tensors.keep
         known, args, kwargs, results, _, site, number, place, *_ = entry
@@ -250,17 +251,17 @@ class XRay(Recorder):
         computed = kept and not opening.shapes_only
         note = tensors.note
 
-        def add(known: About, args: Any, kwargs: Any, made: Any, kind: Kind | None, sight: Sight | None) -> None:
+        def add(known: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
             noted, named = [note(arg) for arg in args], {name: note(arg) for name, arg in kwargs.items()}
-            self._add((known, noted, named, made, None, site, number, place, kind, sight, None))
+            self._add((known, noted, named, outputs, None, site, number, place, kind, sight, None))
 
         def do(func: Any, *args: Any, **kwargs: Any) -> Any:
-            made = func(*args, **kwargs) if computed else described(func, *args, **kwargs)
-            looks = [tensors.look(tensor, False) for tensor in ((made,) if isinstance(made, Tensor) else made)]
+            step = func(*args, **kwargs) if computed else described(func, *args, **kwargs)
+            looks = [tensors.look(tensor, False) for tensor in ((step,) if isinstance(step, Tensor) else step)]
             known = about(func)
-            weighs = known.weighs and (self._sight_of(known, args, made) if computed else opening.sight)
+            weighs = known.weighs and (self._sight_of(known, args, step) if computed else opening.sight)
             add(known, args, kwargs, looks, None, weighs or None)
-            return made
+            return step
 
         tensors.keep = computed
         try:
@@ -272,18 +273,18 @@ class XRay(Recorder):
             tensors.keep = kept
         self._whole.add(number)
         if call.dropout > 0:
-            reason = "it draws its dropout itself, and its steps drop nothing: not compared"
+            reason = "not compared: the kernel applies dropout, and its steps do not"
             return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
         check = opening.check
-        made: list[Any] = [look[6] for look in results] if kept else []
-        if kept and _is_comparable(made[0]):
-            few, rows = call.of_few(made, opening.place + 1, steps if computed else None)
-            check = partial(_judged, few, rows, max(map(max_difference, made, steps)) if computed else None)
+        whole: list[Any] = [look[6] for look in results] if kept else []
+        if kept and _is_comparable(whole[0]):
+            few, rows = call.of_few(whole, opening.place + 1, steps if computed else None)
+            check = partial(_judged, few, rows, max(map(max_difference, whole, steps)) if computed else None)
         return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})
 
 
 def _given(tensors: Tensors, value: Any) -> Any:
-    """Return a noted argument, or several, with tensors that count as those that were given."""
+    """Return noted arguments with the kept tensors, or with meta tensors that are identified with them."""
     if isinstance(value, tuple):
         return tensors.stand_in(value)
     if isinstance(value, list):
@@ -295,16 +296,16 @@ def _given(tensors: Tensors, value: Any) -> Any:
 
 
 class _Shelf:
-    """Copies of the few numbers of each kernel that are looked at when the run is over, one beside the other.
+    """Copies of the few numbers of each kernel that are compared after the run, packed in pages of their own.
 
-    What is allocated between the large blocks of a forward, and stays, keeps those from being joined and used again.
+    Small allocations that stay between the large blocks of a forward would fragment memory.
     """
 
     def __init__(self) -> None:
         self._page, self._used = torch.empty(0), 0
 
     def put(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Copy a tensor, and return what hands the copy out; one of another device stays there."""
+        """Copy a tensor, on the device that it is on, and return a function that returns the copy."""
         if tensor.device.type != "cpu":
             return partial(Tensor.detach, tensor.clone())
         count, shape = tensor.numel(), tensor.shape
@@ -318,9 +319,9 @@ class _Shelf:
 
 
 def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None = None) -> Rounding:
-    """Judge a difference, by default that of these results from the steps', beside the rounding of these steps.
+    """Return a difference judged by the rounding error of the steps; by default that of the results from the steps.
 
-    They are computed anew, their dtype asked for: where steps go wrong only as they run, their error is no rounding.
+    The steps are computed again, in the dtype of the results: a fault in the recorded steps is not rounding.
     """
     steps, exact = few.steps(compute, results[0].dtype), few.steps(compute, torch.float64)
     difference = max(map(max_difference, results, steps)) if difference is None else difference
@@ -330,21 +331,21 @@ def _judged(few: KernelCall, results: Sequence[Tensor], difference: float | None
 
 
 def _error(output: Tensor, exact: Tensor) -> float:
-    """Return the largest rounding error, which to store the largest number alone may make half a step."""
+    """Return the largest rounding error; at least half a unit in the last place of the largest number."""
     largest = exact.abs().nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).max()
     return max(rounding_error(output, exact), float(largest) * torch.finfo(output.dtype).eps / 2)
 
 
 def _checked(check: Callable[[], Rounding]) -> dict[str, Any]:
-    """Return the check of a kernel, or why there is none."""
+    """Return the check of a kernel, or a note why it failed."""
     try:
         return {"check": check()}
-    except Exception as error:  # as on devices without float64: what was opened is opened
+    except Exception as error:  # e.g. on a device without float64: the kernel is opened all the same
         return {"note": f"not compared: {first_line(error)}"}
 
 
 def _is_comparable(given: Tensor) -> bool:
-    """Return whether there are numbers to compare."""
+    """Return whether a tensor has numbers to compare."""
     return not given.is_meta and type(given) in (Tensor, nn.Parameter) and given.numel() > 0
 
 
@@ -352,7 +353,7 @@ def _is_comparable(given: Tensor) -> bool:
 
 
 def _join_products(ops: list[Op]) -> None:
-    """Count each view that C++ made for a product, and the one that it made of its result, as of the product's call."""
+    """Give the views before a product, and the view of its result, the call number of the product: C++ made them."""
     for place, op in enumerate(ops):
         if op.base_name != "bmm":
             continue
@@ -366,7 +367,7 @@ def _join_products(ops: list[Op]) -> None:
 
 
 def _code_of(func: Any, device: str, kind: str = "") -> Callable[..., Any] | None:
-    """Return a kernel's own code, a program over the dispatcher, for tensors of a kind on a device; None without."""
+    """Return a kernel's own code for tensors of a kind on a device; None if torch has none."""
     if isinstance(func, torch._ops.HigherOrderOperator):
         code: Callable[..., Any] = func.py_kernels[_Key.CompositeExplicitAutograd]
         return code
@@ -380,4 +381,4 @@ def _reason(error: Exception) -> str:
     """Return why a kernel is not opened."""
     if isinstance(error, NotOpenedError):
         return str(error)
-    return "no room" if is_out_of_memory(error) else first_line(error)
+    return "not enough memory" if is_out_of_memory(error) else first_line(error)

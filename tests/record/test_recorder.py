@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -14,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 import mha_inspect
+from mha_inspect.record import recorder
 
 from ..recorded import record, record_opened
 
@@ -316,3 +318,9 @@ def test_a_fake_tensor_is_recorded() -> None:
         recording, (output, _) = record(module, x, x, x)
     assert output.shape == (BATCH, QUERY, EMBED)
     assert recording.outputs[0].tensor.shape == (BATCH, QUERY, EMBED)
+
+
+def test_the_worked_example_records_what_it_says() -> None:
+    result = doctest.testmod(recorder)
+    assert result.attempted >= 5
+    assert result.failed == 0

@@ -173,7 +173,7 @@ def test_threads_record_beside_each_other() -> None:
 
 def test_a_recorder_is_entered_once_at_a_time() -> None:
     with Recorder() as recorder:
-        with pytest.raises(RecordingError, match="under way already"):
+        with pytest.raises(RecordingError, match="has already started"):
             recorder.__enter__()
         torch.ones(3)
     with pytest.raises(RecordingError):

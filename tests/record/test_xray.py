@@ -396,7 +396,7 @@ def _renumbered(recording: Recording) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"), [(torch.OutOfMemoryError("out of memory"), "no room"), (RuntimeError("odd"), "odd")]
+    ("error", "reason"), [(torch.OutOfMemoryError("out of memory"), "not enough memory"), (RuntimeError("odd"), "odd")]
 )
 def test_steps_that_fail_leave_the_run_as_it_is(error: Exception, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:

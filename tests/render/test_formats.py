@@ -165,13 +165,13 @@ def test_the_scale_is_told_beside_the_usual_one():
 
 
 def test_what_was_not_opened_and_what_is_a_shape_alone_are_said():
-    path = replace(TRACE.path, not_opened=("aten._a: no room", "aten._b: it takes nested tensors"))
+    path = replace(TRACE.path, not_opened=("aten._a: not enough memory", "aten._b: it takes nested tensors"))
     stages = tuple(replace(stage, shape_only=stage.name in ("scores", "weights")) for stage in STAGES)
     report = replace(TRACE, path=path, attentions=(replace(ATTENTION, stages=stages),))
     for format in ("plain", "table"):
         lines = to_text(report, format, width=140).split("\n")
         said = [line.split("  ")[-1].strip() for line in lines if line.startswith("not opened")]
-        assert said == ["aten._a: no room", "aten._b: it takes nested tensors"]
+        assert said == ["aten._a: not enough memory", "aten._b: it takes nested tensors"]
         assert [line.split()[0] for line in lines if re.match(r"\w+\*?°", line)] == ["scores*°", "weights*°"]
         assert any("° too large to compute" in line for line in lines)
         assert "°" not in to_text(TRACE, format)
