@@ -15,7 +15,7 @@ from torch import nn
 
 from ..call.call import explaining
 from ..errors import SpecError
-from ..measure.weights import carry as copy_by_head
+from ..measure.weights import copy_by_head
 from ..naming.canonical import is_by_turn
 from ..naming.pattern import STAGES
 from ..naming.stage_facts import StageFacts, unlike_dot
@@ -159,8 +159,8 @@ def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
     copied = [copy_by_head(source, destination) for source, destination in pairs]
     projections = [part for pair in pairs for weights in pair for part in weights.projections.values()]
     covered = {name for projection in projections for name in projection.parameters}
-    parts = [part for each in copied for part in each.went] + [name for name in fitting if name not in covered]
-    changes = [Change(f"{out.part} {out.reason}", out.part) for each in copied for out in each.left_out]
+    parts = [part for each in copied for part in each.copied] + [name for name in fitting if name not in covered]
+    changes = [Change(f"{out.part} {out.reason}", out.part) for each in copied for out in each.not_copied]
     changes += [
         Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new")
         for name, tensor in taken.items()

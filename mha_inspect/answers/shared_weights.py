@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import WeightsError
-from ..measure.weights import PARTS, Carried, LeftOut, Weights, carry, draw
+from ..measure.weights import PARTS, CopiedParts, NotCopied, Weights, copy_by_head, draw
 from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights
 from ..text import first_few, listed
@@ -39,11 +39,11 @@ class _Direction(NamedTuple):
 
     source: ComparableRun
     target: ComparableRun
-    carried: tuple[Carried, ...]
+    carried: tuple[CopiedParts, ...]
 
     @property
-    def left_out(self) -> list[LeftOut]:
-        return [out for of_attention in self.carried for out in of_attention.left_out]
+    def left_out(self) -> list[NotCopied]:
+        return [out for of_attention in self.carried for out in of_attention.not_copied]
 
 
 def share(left: ComparableRun, right: ComparableRun) -> Shared:
@@ -107,7 +107,7 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
             return back
         source.subject.module.load_state_dict(before[1])
         there = _carried(source, target)
-    if any(of_attention.went for of_attention in there.carried):
+    if any(of_attention.copied for of_attention in there.carried):
         return there
     return _why_not(there.left_out[:1], target.label, source.label)[0]
 
@@ -116,12 +116,12 @@ def _carried(source: ComparableRun, target: ComparableRun) -> _Direction:
     """Write the weights of each attention into the one in the same place, as far as it has a place for them."""
     target.forget()
     pairs = zip(source.weights, target.weights, strict=True)
-    return _Direction(source, target, tuple(carry(given, taken) for given, taken in pairs))
+    return _Direction(source, target, tuple(copy_by_head(given, taken) for given, taken in pairs))
 
 
-def _why_not(left_out: Iterable[LeftOut], label: str, source: str) -> tuple[str, ...]:
+def _why_not(left_out: Iterable[NotCopied], label: str, source: str) -> tuple[str, ...]:
     """Return a sentence for each reason for which parts were left out, of all attentions together."""
-    parts: dict[str, dict[str, LeftOut]] = {}
+    parts: dict[str, dict[str, NotCopied]] = {}
     for out in left_out:
         sizes = out.sizes and f"{list(out.sizes[0])} in {source} and {list(out.sizes[1])} in {label}"
         parts.setdefault(sizes or f"fit into {label}: {out.reason}", {})[out.part] = out
@@ -164,10 +164,10 @@ def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Sha
     lacking: dict[str, None] = {}
     for side, weights in ((left, ours), (right, theirs)):
         side.forget()
-        carried = carry(source, weights, numbers)
+        carried = copy_by_head(source, weights, numbers)
         if side.finer is not None:
-            carry(source, replace(weights, module=side.finer.module), numbers)
-        lacking |= dict.fromkeys(_why_not(carried.left_out, side.label, "the drawn weights"))
+            copy_by_head(source, replace(weights, module=side.finer.module), numbers)
+        lacking |= dict.fromkeys(_why_not(carried.not_copied, side.label, "the drawn weights"))
     if not lacking:
         return Shared(SharedWeights(True, "every number of the one is in the other.", ()), are_drawn=True)
     sentence = "as far as both have a place for them: each has all that it can hold of the same numbers."

@@ -1,1 +1,1 @@
-"""Measure tensors: differences, statistics, stages side by side."""
+"""Measure tensors: differences, statistics and canonical weights."""

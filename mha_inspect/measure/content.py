@@ -1,4 +1,4 @@
-"""What a tensor holds, its statistics and its elements as text, and how far two contents of one stage are apart."""
+"""Compute a tensor's statistics and its elements as text, and the difference of a stage between two runs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from ..record.rounding import distances, judge, rounding_error
 from ..reports.common import Difference, Stats, Values, Verdict
 
 _CHUNK = 1 << 17
-"""Elements that are turned to float64 at a time."""
+"""Elements that are converted to float64 at a time."""
 
 
 def stats_of(tensor: Tensor, masked: Tensor | None = None) -> Stats | None:
-    """Statistics over the finite elements, computed in float64; NaN where there is none. None on meta.
+    """Return statistics of the finite elements in float64, NaN without any finite element; None on meta.
 
     Args:
-        tensor: of any shape and dtype but complex.
-        masked: boolean, broadcastable to the tensor: True where a mask has put its -inf, which is then no alarm.
+        tensor: of any shape, and any dtype except complex.
+        masked: boolean, broadcastable to the tensor; True where a mask wrote -inf, which then does not count as inf.
 
-    The deviation is torch's (divided by n - 1), and 0 for a single element.
+    The standard deviation is torch's (divided by n - 1), and 0 for a single element.
     """
     if tensor.is_meta:
         return None
     flat = tensor.detach().reshape(-1)
-    barred = 0 if masked is None else int((masked.expand(tensor.shape).reshape(-1) & (flat == -math.inf)).sum())
+    masked_out = 0 if masked is None else int((masked.expand(tensor.shape).reshape(-1) & (flat == -math.inf)).sum())
     count, total, smallest, largest, nan, inf = 0, 0.0, math.nan, math.nan, 0, 0
     chunks = [flat[start : start + _CHUNK] for start in range(0, flat.numel(), _CHUNK)]
     for chunk in chunks:
@@ -43,27 +43,27 @@ def stats_of(tensor: Tensor, masked: Tensor | None = None) -> Stats | None:
             numbers = _float64(finite)
             count += numbers.numel()
             total += float(numbers.sum())
-            # min and max keep their first argument beside a NaN, so the NaN that they start from goes second.
+            # min and max keep their first argument beside a NaN, so the initial NaN comes second.
             smallest = min(float(numbers.min()), smallest)
             largest = max(float(numbers.max()), largest)
     mean = total / count if count else math.nan
-    # Twice over the elements: squares of elements that share a large mean would cancel.
+    # A second pass over the elements: squares of elements with a large common mean would cancel.
     squares = (
         sum(float((_float64(chunk[chunk.isfinite()]) - mean).square().sum()) for chunk in chunks) if count else 0.0
     )
     std = math.sqrt(squares / (count - 1)) if count > 1 else (0.0 if count else math.nan)
-    return Stats(mean=mean, std=std, min=smallest, max=largest, nan=nan, inf=inf - barred, masked=barred)
+    return Stats(mean=mean, std=std, min=smallest, max=largest, nan=nan, inf=inf - masked_out, masked=masked_out)
 
 
 def _float64(numbers: Tensor) -> Tensor:
-    """In float64, on the CPU where the device has none."""
+    """Return numbers in float64, on the CPU if the device lacks float64."""
     return (numbers.cpu() if numbers.device.type == "mps" else numbers).double()
 
 
 def values_of(tensor: Tensor, show: Show) -> Values | None:
-    """The elements as torch prints them, and as nested lists when show.full_values asks for them. None on meta.
+    """Return the elements as torch prints them, and as nested lists if show.full_values is set; None on meta.
 
-    torch's print options are set for this text only, all of them: the same tensor gives the same text in every session.
+    All print options are set for this text, so the same tensor gives the same text in every session.
     """
     if tensor.is_meta:
         return None
@@ -75,7 +75,7 @@ def values_of(tensor: Tensor, show: Show) -> Values | None:
 
 
 BLOCKED_BELOW = -3e4
-"""No score is that low but by a mask (-1e9, the lowest number of a dtype, -inf), and exp of it is 0 in every dtype."""
+"""A score this low is masked out (-1e9, the lowest number of a dtype, -inf). Its exp is 0 in every dtype."""
 
 MEAN_OVER_HEADS = "the mean over heads"
 MERGED_HEADS = "the heads side by side"
@@ -83,24 +83,24 @@ MERGED_HEADS = "the heads side by side"
 
 @dataclass(frozen=True)
 class StageDifference(Difference):
-    """How far apart one stage of two runs is."""
+    """The difference of one stage between two runs."""
 
     verdict: Verdict
     compared: str
-    """What was compared: `batch heads query key`, or what stands for it where the head counts differ."""
+    """The compared axes: `batch heads query key`, or the form that replaces them if the numbers of heads differ."""
     note: str = ""
-    """Why nothing was subtracted; empty where something was."""
+    """Why the stages could not be compared; empty if they were."""
 
 
 def compare_stage(stage: str, left: Tensor, right: Tensor, noise_floor: Callable[[], float]) -> StageDifference:
-    """Compare two contents of a stage, both in its canonical axes.
+    """Return the difference of two tensors of one stage, both in its canonical axes, in the units of the tensors.
 
-    Where the head counts differ, scores and weights are compared by their mean over heads, and what has features in
-    each head by all heads side by side: the split holds the same numbers, cut elsewhere. In `masked_scores` a position
-    that a mask blocks on both sides is equal, whatever number the mask puts there.
+    If the numbers of heads differ, scores and weights are compared by their mean over heads, and stages with features
+    in each head by all heads concatenated. In `masked_scores` a position that is masked out on both sides is equal,
+    whatever number the mask writes.
 
-    `noise_floor` measures that of this stage, in the form in which it is compared (`stage_noise`), when it is needed:
-    content that is the same needs none.
+    `noise_floor` measures the rounding error of this stage in the compared form (`stage_noise`). It is called only if
+    the tensors differ. Tensors that cannot be compared give the verdict `differs` and a `note`; no error is raised.
     """
     axes = CANONICAL_AXES[stage]
     pair = _comparable(stage, left, right)
@@ -114,9 +114,9 @@ def compare_stage(stage: str, left: Tensor, right: Tensor, noise_floor: Callable
 
 
 def _comparable(stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, str] | None:
-    """The contents in a form in which they can be subtracted, and how they were brought into it, if not as they are.
+    """Return both tensors in a form that can be subtracted, and the name of that form; empty if unchanged.
 
-    None where their sizes do not allow it.
+    None if their sizes do not fit.
     """
     how = ""
     if left.shape != right.shape:
@@ -135,7 +135,7 @@ def _comparable(stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor
 def _reduce_heads(content: Tensor, how: str) -> Tensor:
     """`batch heads query key` to `batch query key`, or `batch heads query head_dim` to `batch query (heads head_dim)`.
 
-    The mean is taken in float64, so that heads with the lowest number of a dtype for a mask do not sum to -inf.
+    The mean is taken in float64: in a smaller dtype the lowest numbers of masked heads would sum to -inf.
     """
     if how == MERGED_HEADS:
         return rearrange(content, "batch heads query head_dim -> batch query (heads head_dim)")
@@ -145,19 +145,19 @@ def _reduce_heads(content: Tensor, how: str) -> Tensor:
 
 
 def stage_noise(stage: str, content: Tensor, exact: Tensor, like: Tensor | None = None) -> float:
-    """Largest rounding error of a stage: its content against the same stage computed in float64.
+    """Return the largest rounding error of a stage: its absolute difference from the same stage in float64.
 
     Args:
-        stage: of `pattern.STAGES`.
-        content: in canonical axes.
+        stage: a stage of `pattern.STAGES`.
+        content: the stage in canonical axes.
         exact: the same stage of a run in float64, in canonical axes.
-        like: the content that `content` is going to be compared with, so that both are brought into the same form.
+        like: the tensor that `content` will be compared with; both are brought into the same form.
 
-    For a run that is itself in float64 there is nothing finer: pass its content for `exact`, that of a run in float32
-    for `content`, and scale by the ratio of the two dtypes' rounding steps.
+    For a run in float64 there is no finer run: pass its tensor as `exact`, that of a run in float32 as `content`, and
+    scale by the ratio of the two dtypes' rounding steps.
     """
     pair = _comparable(stage, content, content if like is None else like)
     if pair is None:
         return rounding_error(content, exact)
-    own, _, how = pair
-    return rounding_error(own, _reduce_heads(exact, how) if how else exact)
+    comparable, _, how = pair
+    return rounding_error(comparable, _reduce_heads(exact, how) if how else exact)

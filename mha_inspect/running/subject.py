@@ -1,4 +1,4 @@
-"""A module and its arguments, ready to run, what is seen when it runs, and what a run may change, kept and put back."""
+"""Run a module with its arguments, record the run, and restore everything that a run may change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..record.tensors import Stages, unshared
 from ..record.xray import XRay
 
 _SMALL = 1 << 29
-"""Bytes of the results of a run up to which it is worth another one to know the names of its axes."""
+"""Bytes of a run's results up to which a second run is worthwhile to name its axes."""
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
@@ -32,17 +32,17 @@ class Run(NamedRun):
 
     returned: Any = None
     error: Exception | None = None
-    """What it raised; None where it returned."""
+    """The exception that the run raised; None if it returned."""
     recorder: XRay | None = None
-    """What recorded a run that raised, to be asked what any tensor of it is."""
+    """The recorder of a run that raised, to look up its tensors; None if it returned."""
 
 
 def run_and_record(
     module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = False
 ) -> Run:
-    """Run `module(*args, **kwargs)` once and record it, as far as it comes; with `keep` every tensor is kept.
+    """Run `module(*args, **kwargs)` once and record it up to an exception; with `keep` keep every tensor.
 
-    An exception that is no `Exception` (an interrupt) passes through.
+    An exception that is no `Exception`, e.g. an interrupt, is raised.
     """
     recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
     recorder.take_inputs(argument_names(module, args, kwargs))
@@ -50,13 +50,13 @@ def run_and_record(
         with recorder:
             returned = module(*args, **kwargs)
     except Exception as error:
-        # Not kept in a variable of this frame: the error's traceback holds the frame.
+        # No variable of this frame refers to the error: its traceback refers to the frame.
         return Run(recorder.finish(), error=error, recorder=recorder)
     return Run(recorder.finish(returned), returned=returned)
 
 
 def keep_stages(run: Run) -> Stages:
-    """Return the tensors of each attention's stages, in memory of their own. The recording keeps none any longer."""
+    """Return the tensors of each attention's stages, in memory of their own, and clear the recording's tensors."""
     values = run.recording.values
     stages = tuple(
         {stage: values[tensor.id] for stage, tensor in attention.stages.items()} for attention, _ in run.attentions
@@ -67,27 +67,27 @@ def keep_stages(run: Run) -> Stages:
 
 @dataclass(frozen=True)
 class State:
-    """What a run may change, at one moment: generators, buffers, modes, and what modules hold by name."""
+    """Everything that a run may change, at one moment: generators, buffers, modes, and attributes of modules."""
 
     cpu: torch.Tensor
     gpus: dict[int, torch.Tensor]
     contents: list[tuple[torch.Tensor, torch.Tensor]]
     """Each buffer with a copy of its content."""
-    held: list[tuple[Any, Any]]
-    """What each module holds, with a copy of it; one that is scripted holds its own out of reach."""
+    attributes: list[tuple[Any, Any]]
+    """Attributes of each module, with a copy of them; the attributes of a scripted module cannot be read."""
     modes: list[tuple[nn.Module, bool]]
     """Whether each module is in training mode."""
 
     def restore(self) -> None:
-        """Put everything back to this moment."""
+        """Restore everything to this moment."""
         torch.set_rng_state(self.cpu)
         for gpu, numbers in self.gpus.items():
             torch.cuda.set_rng_state(numbers, gpu)
         with torch.no_grad():
             for buffer, content in self.contents:
                 buffer.copy_(content)
-        for names, held in self.held:
-            _put_back(names, held)
+        for now, before in self.attributes:
+            _put_back(now, before)
         for part, mode in self.modes:
             if part.training != mode:
                 part.training = mode
@@ -95,37 +95,37 @@ class State:
 
 @dataclass(frozen=True)
 class Subject:
-    """A module and its arguments, ready to run again and again with the same numbers."""
+    """A module and its arguments, ready for repeated runs with the same numbers."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     label: str = field(default="", kw_only=True)
-    """What reports call it; empty: the name of its class."""
+    """The name in reports; empty for the name of the class."""
     layer: str = field(default="", kw_only=True)
-    """The name that it has in the catalog, whose spec is what it was made with; empty for any other module."""
+    """The name in the catalog, whose spec it was made with; empty for any other module."""
     made_with: Mapping[str, Any] = field(default_factory=dict, kw_only=True)
-    """What it was built with, by name, as plain data."""
+    """The arguments that it was built with, by name, as plain data."""
     notes: tuple[str, ...] = field(default=(), kw_only=True)
-    """What was decided when it was made, as sentences."""
+    """The decisions when it was made, as sentences."""
     seed: int | None = field(default=None, kw_only=True)
-    """Every run seeds the generators with it, and puts them back; None: a run draws from them as they are."""
+    """Every run seeds the generators with this number, and restores them. None: a run draws from the current state."""
     grad: bool | None = field(default=None, kw_only=True)
-    """Whether runs record gradients; None: as is set around them."""
+    """Whether runs record gradients; None for the surrounding setting."""
     hint: str = field(default="", kw_only=True)
-    """How to call it otherwise, as a sentence, where it was guessed what its forward takes."""
+    """How to call it differently, as a sentence, if its arguments were guessed; otherwise empty."""
     without_ones: Callable[[nn.Module], Subject] | None = field(default=None, kw_only=True, compare=False)
-    """Makes the same forward of a copy of the module with arguments in which no size is one.
+    """Builds the same call of a copy of the module with no size of 1.
 
-    None where nobody knows how: then what was given is repeated where it has a size of one.
+    If None, arguments are repeated along their sizes of 1.
     """
 
     instead: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True, repr=False)
-    """What stands for parameters while it runs, by their ids."""
+    """Replacements of parameters during a run, by the ids of the parameters."""
 
     @property
     def name(self) -> str:
-        """What reports call it."""
+        """The name in reports."""
         return self.label or type(self.module).__name__
 
     @property
@@ -135,42 +135,42 @@ class Subject:
 
     @property
     def elements(self) -> int:
-        """How many numbers its arguments hold."""
+        """Number of elements in all arguments."""
         return sum({id(t): t.numel() for _, t in tensors_in((self.args, self.kwargs))}.values())
 
     def leaves(self, recording: Recording) -> dict[int, torch.Tensor]:
-        """Return the content of what came from outside in a recording of it, by the ids of that."""
+        """Return the inputs, parameters and buffers in a recording of it, detached, by tensor id."""
         given = dict(tensors_in(argument_names(self.module, self.args, self.kwargs)))
-        held = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
-        kept = (*recording.buffers, *recording.parameters)
-        leaves = {named.tensor.id: held[named.name] for named in kept if named.name in held}
+        tensors = {**dict(self.module.named_buffers()), **dict(self.module.named_parameters())}
+        of_module = (*recording.buffers, *recording.parameters)
+        leaves = {named.tensor.id: tensors[named.name] for named in of_module if named.name in tensors}
         leaves |= {named.tensor.id: given[named.name] for named in recording.inputs if named.name in given}
         return {number: tensor.detach() for number, tensor in leaves.items()}
 
     def recorded(self, *, keep: bool = False) -> Run:
-        """Run it once and record it, its fused kernels opened; with `keep` the tensors are kept."""
+        """Run it once, record it and open its fused kernels; with `keep` keep the tensors. Raise the run's error."""
         with self.settings():
-            seen = run_and_record(self.module, self.args, self.kwargs, keep=keep)
-        if seen.error is None:
-            return seen
+            run = run_and_record(self.module, self.args, self.kwargs, keep=keep)
+        if run.error is None:
+            return run
         try:
-            raise seen.error
+            raise run.error
         finally:
-            del seen  # the error's traceback leads to this frame
+            del run  # the error's traceback refers to this frame
 
     def plain(self) -> Any:
-        """Run it as it is, and hand on what it returned."""
+        """Run it without recording, and return its result."""
         with self.settings():
             return self.module(*self.args, **self.kwargs)
 
     @contextmanager
     def settings(self) -> Iterator[None]:
-        """Set gradients as asked, the generators to the seed and what stands for parameters, and put all back."""
+        """Set gradients, seed and replaced parameters for the body, and restore all of them."""
         with ExitStack() as stack:
             for part in self.module.modules() if self.instead else ():
-                own: dict[str, Any] = part._parameters
-                stack.callback(own.update, dict(own))
-                own.update({name: self.instead.get(id(held), held) for name, held in own.items()})
+                parameters: dict[str, Any] = part._parameters
+                stack.callback(parameters.update, dict(parameters))
+                parameters.update({name: self.instead.get(id(tensor), tensor) for name, tensor in parameters.items()})
             if self.grad is not None:
                 stack.enter_context(torch.set_grad_enabled(self.grad))
             if self.seed is not None:
@@ -181,9 +181,9 @@ class Subject:
             yield
 
     def wider_run(self, run: Run) -> Run | None:
-        """Run it with no size one, beside an opened run in which one is; None where it cannot be, or costs much.
+        """Run it with no size of 1, given an opened run with such a size; None if this fails or costs too much.
 
-        It is run with a copy of the module that shares its parameters, and leaves no trace. One that fails is none.
+        The run uses a copy of the module with the same parameters, and leaves no trace.
         """
         if self.without_ones is not None:
             return self._run_wider(run, self.without_ones)
@@ -194,37 +194,37 @@ class Subject:
         return next(filter(None, tries), None)
 
     def _run_wider(self, run: Run, make: Callable[[nn.Module], Subject]) -> Run | None:
-        """Run what `make` makes of a copy of the module; None where that fails, or costs much."""
+        """Run the subject that `make` builds of a copy of the module; None if this fails or costs too much."""
         parameters = list(self.module.parameters())
         costs_nothing = bool(parameters) and parameters[0].is_meta
         try:
-            other = make(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
+            wider = make(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
             computed = sum(op.output.nbytes for op in run.recording.ops if op.kind == "compute")
-            larger = other.elements > self.elements and not costs_nothing
+            larger = wider.elements > self.elements and not costs_nothing
             if larger and computed > _SMALL:
                 return None
-            with other.replaying(other.state()):
-                return Run(other.recorded().recording)
-        except Exception:  # whatever somebody's code may raise at sizes that nobody asked for
+            with wider.replaying(wider.state()):
+                return Run(wider.recorded().recording)
+        except Exception:  # user code may raise anything at sizes that nobody asked for
             return None
 
     def _places_of_one(self) -> list[tuple[int, ...]]:
-        """Return which of the first two dimensions of the arguments to enlarge: all that have a size of one, then each.
+        """Return which of the first two dimensions to enlarge: all with an argument of size 1, then each alone.
 
-        Empty where there is anything among the arguments that a run may change and no copy can stand for.
+        Empty if no size is 1, or if a run may change an argument that cannot be copied.
         """
-        held: list[Any] = []
-        changed((self.args, self.kwargs), held.append)
-        if not all(isinstance(value, (torch.Tensor, *_PLAIN)) or value in ((), [], {}) for value in held):
+        values: list[Any] = []
+        changed((self.args, self.kwargs), values.append)
+        if not all(isinstance(value, (torch.Tensor, *_PLAIN)) or value in ((), [], {}) for value in values):
             return []
-        tensors = [value for value in held if isinstance(value, torch.Tensor) and value.dtype != torch.bool]
-        # Features of several sequences, or tokens: without a batch nothing tells a mask's dimensions apart.
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dtype != torch.bool]
+        # Only batched features and tokens count: without a batch the dimensions of a mask are ambiguous.
         shapes = [value.shape for value in tensors if value.dim() == (3 if value.is_floating_point() else 2)]
         places = [place for place in (0, 1) if any(shape[place] == 1 for shape in shapes)]
         return [tuple(places), *((place,) for place in places if len(places) > 1)] if places else []
 
     def _repeated(self, places: tuple[int, ...], module: nn.Module) -> Subject:
-        """Return this call of a module with arguments that stand side by side where their size is one."""
+        """Return this call of a module with every argument repeated along these dimensions if its size there is 1."""
 
         def repeated(value: Any) -> Any:
             if not isinstance(value, torch.Tensor):
@@ -238,9 +238,9 @@ class Subject:
         return replace(self, module=module, args=args, kwargs=kwargs)
 
     def copied(self, dtype: torch.dtype) -> Subject:
-        """Return it in another dtype: a copy of the module and of the arguments, without gradients.
+        """Return a copy in another dtype: the module and its arguments, without gradients.
 
-        On the CPU where the device has no such dtype. Raises what copying a module may raise.
+        The copy is on the CPU if the device lacks the dtype. Raise any error of copying the module.
         """
         arguments = self.args, self.kwargs
         on_cpu = any(tensor.device.type == "mps" for _, tensor in tensors_in(arguments)) and dtype == torch.float64
@@ -250,14 +250,14 @@ class Subject:
         return replace(self, module=module, args=args, kwargs=kwargs, grad=False)
 
     def shaken(self) -> Subject:
-        """Return it with every number that goes into it off by half a last digit, without a copy of the module."""
+        """Return it with every input and parameter changed by half a last digit, without a copy of the module."""
         generator = torch.Generator("cpu").manual_seed(0)
 
         def off(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.is_floating_point():
                 return value
             signs = torch.randint(0, 2, value.shape, generator=generator).mul_(2).sub_(1).to(value.device)
-            # A number is at most half a last digit off what it stands for, and a product as much off what it comes to.
+            # Rounding moves every number by at most half a last digit, in the inputs and in each product.
             half = signs * (torch.finfo(value.dtype).eps / 2)
             return (value.detach().double() * (1 + half.double())).to(value.dtype)
 
@@ -266,28 +266,28 @@ class Subject:
         return replace(self, instead=instead, args=args, kwargs=kwargs)
 
     def fresh(self) -> Subject:
-        """Return it with what a run may change in copies of its own, and with the same parameters.
+        """Return it with copies of everything that a run may change, and with the same parameters.
 
-        What cannot be copied stays as it is.
+        An object that cannot be copied is shared.
         """
-        # A lazy parameter gets its shape in the first run, and so from one that is to leave no trace.
+        # A lazy parameter gets its shape in its first run, so a run without a trace needs a copy.
         shared = {id(parameter): parameter for parameter in self.module.parameters() if not is_lazy(parameter)}
         try:
             module = copy_module(self.module, shared)
-        except Exception:  # whatever the copying of somebody's objects may raise
+        except Exception:  # user classes may raise anything when copied
             module = self.module
         args, kwargs = changed((self.args, self.kwargs), _fresh)
         return replace(self, module=module, args=args, kwargs=kwargs)
 
     @contextmanager
     def apart(self) -> Iterator[Subject]:
-        """Yield it with copies of what a run may change, as that is now: no run of those leaves a trace."""
-        own = self.fresh()
-        with own.replaying(own.state()):
-            yield own
+        """Yield it with copies of everything that a run may change, as it is now, so that runs leave no trace."""
+        subject = self.fresh()
+        with subject.replaying(subject.state()):
+            yield subject
 
     def state(self) -> State:
-        """Return what a run may change, as it is now."""
+        """Return everything that a run may change, as it is now."""
         return State(
             torch.get_rng_state(),
             {gpu: torch.cuda.get_rng_state(gpu) for gpu in self._gpus()},
@@ -298,7 +298,7 @@ class Subject:
 
     @contextmanager
     def replaying(self, state: State) -> Iterator[None]:
-        """Run the body from an earlier state, and put back what is there now: the run leaves no trace."""
+        """Run the body from an earlier state, then restore the current state: the body leaves no trace."""
         now = self.state()
         state.restore()
         try:
@@ -307,15 +307,15 @@ class Subject:
             now.restore()
 
     def _gpus(self) -> list[int]:
-        """The CUDA devices whose generators a run may draw from."""
+        """CUDA devices whose generators a run may draw from."""
         tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
         return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
 
 
 def _fresh(value: Any) -> Any:
-    """Return an argument, or a copy of one that may be written to: of a tensor, of a cache of keys.
+    """Return a copy of an argument that a run may write to, e.g. a tensor or a key cache; otherwise the argument.
 
-    What overlaps in memory is no such tensor: torch does not write to it.
+    A tensor that overlaps itself in memory is not copied: torch does not write to it.
     """
     if isinstance(value, (nn.Module, *_PLAIN)):
         return value
@@ -324,12 +324,12 @@ def _fresh(value: Any) -> Any:
             return copy.deepcopy(value)
         overlaps = value.layout == torch.strided and 0 in value.stride() and value.numel() > 1
         return value if value.is_meta or overlaps else value.detach().clone()
-    except Exception:  # whatever the copying of somebody's objects may raise
+    except Exception:  # user classes may raise anything when copied
         return value
 
 
 def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Yield what a module holds by name, and each list or dict of its own that a run may add to, with a copy of it."""
+    """Yield the attributes of a module with a copy, and each of its lists, dicts and sets with a copy."""
     if isinstance(module, torch.jit.ScriptModule):
         return
     yield vars(module), dict(vars(module))
@@ -340,7 +340,7 @@ def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def _put_back(now: Any, before: Any) -> None:
-    """Make a list, dict or set what it was. One that is so is not touched: another thread may be reading it."""
+    """Restore a list, dict or set. An unchanged one is not written: another thread may be reading it."""
     if isinstance(now, dict):
         for name in [name for name in now if name not in before]:
             del now[name]
@@ -357,7 +357,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 def seed_everything(seed: int) -> None:
     """Seed every generator that a module may draw from: torch's, Python's and numpy's."""
-    # For a device that may yet come torch would write down the stack each time: a tenth of what a check takes.
+    # torch.manual_seed stores a stack trace for every device without a context: a tenth of the time of a check.
     (torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed)(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)

@@ -306,7 +306,7 @@ def test_other_counts_of_attentions_and_weights_that_stay(invoke, mine):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("mine:Normed torch", "cannot be read by head: the forward does more with it"),
+        ("mine:Normed torch", "to heads: the forward does more than view or copy it"),
         ("mine:Stack torch", "Stack has 2 attentions, and torch has 1"),
     ],
 )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
-from mha_inspect.measure.weights import Weights, carry, draw, weights_of
+from mha_inspect.measure.weights import Weights, copy_by_head, draw, weights_of
 from mha_inspect.naming.parameters import projections
 from mha_inspect.running.subject import Subject
 
@@ -146,9 +146,9 @@ PLAIN = [layer for layer in LAYERS if layer not in ("narrow", "wide", "bert")]
 def test_carried_weights_give_the_same_output(source: str, destination: str) -> None:
     torch.manual_seed(0)
     (one, given), (other, own) = filled(source), filled(destination)
-    carried = carry(given, own)
+    carried = copy_by_head(given, own)
     assert carried.whole
-    assert set(carried.went) == set(given.shapes)
+    assert set(carried.copied) == set(given.shapes)
     with torch.no_grad():
         left, right = (result[0] if isinstance(result := f.plain(), tuple) else result for f in (one, other))
     torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-4)
@@ -156,27 +156,27 @@ def test_carried_weights_give_the_same_output(source: str, destination: str) -> 
 
 def test_what_has_no_place_is_left_out_and_said() -> None:
     torch.manual_seed(0)
-    carried = carry(filled("torch")[1], filled("narrow")[1])
-    assert [one.part for one in carried.left_out] == ["W_q", "W_k", "W_v"]
-    assert carried.left_out[0].reason == "keeps 3 blocks of [4, 4] and loses the rest"
+    carried = copy_by_head(filled("torch")[1], filled("narrow")[1])
+    assert [one.part for one in carried.not_copied] == ["W_q", "W_k", "W_v"]
+    assert carried.not_copied[0].reason == "it has room for 3 blocks of [4, 4] only"
     own = filled("bert")[1]
-    assert [one.part for one in carry(filled("torch")[1], own).left_out] == ["W_o", "b_o"]
-    back = carry(own, filled("torch")[1])
+    assert [one.part for one in copy_by_head(filled("torch")[1], own).not_copied] == ["W_o", "b_o"]
+    back = copy_by_head(own, filled("torch")[1])
     assert (back.whole, back.filled) == (True, ("W_o", "b_o"))
 
 
 def test_keys_that_differ_cannot_be_shared_and_equal_ones_can() -> None:
     torch.manual_seed(0)
     fewer, all_of_them = filled("grouped-query", num_heads=4, num_kv_heads=2)[1], filled("torch", num_heads=4)[1]
-    assert {one.part for one in carry(all_of_them, fewer).left_out} == {"W_k", "W_v", "b_k", "b_v"}
-    assert carry(fewer, all_of_them).whole
-    assert carry(all_of_them, fewer).whole
+    assert {one.part for one in copy_by_head(all_of_them, fewer).not_copied} == {"W_k", "W_v", "b_k", "b_v"}
+    assert copy_by_head(fewer, all_of_them).whole
+    assert copy_by_head(all_of_them, fewer).whole
 
 
 def test_another_number_of_heads_counts_the_rows_out_anew() -> None:
     torch.manual_seed(0)
     three, four = filled("torch")[1], filled("torch", num_heads=4)[1]
-    assert carry(three, four).whole
+    assert copy_by_head(three, four).whole
     assert all(torch.equal(a, b) for a, b in zip(three.matrices().values(), four.matrices().values(), strict=True))
 
 
