@@ -49,21 +49,21 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
         raise NotPossibleError("the batch has one item; give a batch of 2")
     findings = list(_leaks(evidence, evidence.reach, source))
     yield from findings
-    for place, moved in evidence.reach_of_others.items() if not findings else ():
+    for place, changed in evidence.reach_of_others.items() if not findings else ():
         further = evidence.sources[place]
-        yield from _leaks(evidence, {further.length // 2: moved}, further)
+        yield from _leaks(evidence, {further.length // 2: changed}, further)
 
 
 def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> Iterator[Finding]:
     """Yield a fault if tokens of item 0 change other items; `reach` maps a token to the outputs that it changes."""
-    leaks = {place: moved for place, moved in reach.items() if bool((moved[1:] > 0).any())}
+    leaks = {place: changed for place, changed in reach.items() if bool((changed[1:] > 0).any())}
     if not leaks:
         return
-    place, moved = next(iter(leaks.items()))
-    row, position = (int(number) for number in (moved[1:] > 0).nonzero()[0])
-    alone = not _moves_beside(moved[:1], place)
-    mixes = not any(_moves_beside(moved, at) for at, moved in reach.items() if at < moved.shape[1])
-    others = int((moved[1:].amax(1) > 0).sum())
+    place, changed = next(iter(leaks.items()))
+    row, position = (int(number) for number in (changed[1:] > 0).nonzero()[0])
+    alone = not _changes_beside(changed[:1], place)
+    mixes = not any(_changes_beside(changed, at) for at, changed in reach.items() if at < changed.shape[1])
+    others = int((changed[1:].amax(1) > 0).sum())
     is_first = source.names == evidence.source.names
     fix = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
     axis, sure = batch_axis_of(evidence.subject.module, evidence.values, evidence.intent)
@@ -86,13 +86,13 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         fix = ""
     proof = (
         f"Changing token {place} of batch item 0 of {source.names[0]} changes item {row + 1} at position {position} "
-        f"by {float(moved[row + 1, position]):.3g}. It changes {others} of the {len(moved) - 1} other items."
+        f"by {float(changed[row + 1, position]):.3g}. It changes {others} of the {len(changed) - 1} other items."
     )
     yield Finding("batch", sentence, proof, sure, evidence.scores_line, fix=fix)
 
 
-def _moves_beside(moved: Tensor, place: int) -> bool:
-    return bool((moved[:, torch.arange(moved.shape[1]) != place] > 0).any())
+def _changes_beside(changed: Tensor, place: int) -> bool:
+    return bool((changed[:, torch.arange(changed.shape[1]) != place] > 0).any())
 
 
 def mixing(evidence: Evidence) -> Iterator[Finding]:
@@ -100,17 +100,17 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.follows or evidence.source.length < 2:
         raise NotPossibleError("the output has no entry for each token")
     source, sights, reach = evidence.source, evidence.sights, evidence.reach_in_bits
-    if not any(_moves_beside(moved[:1], place) for place, moved in reach.items()):
-        if any(bool((moved[1:] > 0).any()) for moved in reach.values()):
+    if not any(_changes_beside(changed[:1], place) for place, changed in reach.items()):
+        if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
             return  # the check `batch` reports this
-        if any(bool((moved[0] > 0).any()) for moved in evidence.reach_of_others.values()):
+        if any(bool((changed[0] > 0).any()) for changed in evidence.reach_of_others.values()):
             return  # the keys come from another source
         yield Finding(
             "mixing",
             "No token has an effect on another: attention runs over heads or features instead of positions, or its "
             "result is unused.",
             f"Changing tokens {', '.join(map(str, reach))} of {source.names[0]}, one at a time, leaves every other "
-            "output position the same bit for bit.",
+            "output position unchanged, bit for bit.",
             sure=not all(sight.alone for sight in sights),
             source=evidence.scores_line,
             fix="Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",
@@ -120,14 +120,14 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
         return
     # A weight close to zero changes no output: the softmax is saturated.
     counts = torch.stack([sight.heavy for sight in sights]).all(0)
-    unchanged = [(p, int(i)) for p, moved in reach.items() for i in (~(moved[0] > 0) & counts[:, p]).nonzero()]
+    unchanged = [(p, int(i)) for p, changed in reach.items() for i in (~(changed[0] > 0) & counts[:, p]).nonzero()]
     if unchanged:
         place, position = unchanged[0]
         yield Finding(
             "mixing",
             f"Token {place} has no effect on position {position}, although no mask separates them.",
-            f"Changing token {place} leaves {sum(p == place for p, _ in unchanged)} of {source.length} positions the "
-            "same bit for bit. No score is masked.",
+            f"Changing token {place} leaves {sum(p == place for p, _ in unchanged)} of {source.length} positions "
+            "unchanged, bit for bit. No score is masked.",
             source=evidence.scores_line,
             fix="Split heads with view(batch, positions, heads, head_dim), then transpose(1, 2).",
         )
@@ -151,8 +151,8 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
 
 def _by_outputs(evidence: Evidence) -> Finding | None:
     """Return a finding if a future token changes an output although its weight is zero."""
-    for place, moved in evidence.reach.items() if evidence.follows else ():
-        early = (moved[0, :place] > 0).nonzero().flatten().tolist()
+    for place, changed in evidence.reach.items() if evidence.follows else ():
+        early = (changed[0, :place] > 0).nonzero().flatten().tolist()
         if not early:
             continue
         with suppress(NotPossibleError):
@@ -162,7 +162,7 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
             "causal",
             "An output depends on a future token that has no attention weight: another operation mixes positions.",
             f"Changing token {place} changes the output at position {early[-1]} by "
-            f"{float(moved[0, early[-1]]):.3g}, and at {len(early) - 1} more before it.",
+            f"{float(changed[0, early[-1]]):.3g}, and at {len(early) - 1} more before it.",
             fix="Check norms, convolutions and means over the positions.",
         )
     return None

@@ -224,7 +224,7 @@ class Evidence:
         largest = float(finite.abs().max()) if finite.numel() else 1.0
         return 16 * torch.finfo(self.output.dtype).eps * max(largest, 1e-6)
 
-    def moved(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
+    def differences(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
         """Return the difference of each output token from another run, `batch position`; 0 within rounding.
 
         `times` multiplies the tolerance for rounding; 0 compares bit for bit. Two NaNs are equal, and so are two
@@ -243,8 +243,8 @@ class Evidence:
         return apart[:, None] if not self.follows else apart if len(axes) == 2 else apart[None]
 
     def apart(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> float:
-        """Return the largest difference between two outputs, as `moved` measures it."""
-        return float(self.moved(output, base, times=times).max())
+        """Return the largest difference between two outputs, as `differences` measures it."""
+        return float(self.differences(output, base, times=times).max())
 
     # -- effects of tokens --------------------------------------------------------------------------------------------
 
@@ -256,18 +256,19 @@ class Evidence:
         """
         source, places = self.source, {self.source.length // 2, self.source.length - 1}
         outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
-        return {place: self.moved(output, times=0) for place, output in outputs.items()}
+        return {place: self.differences(output, times=0) for place, output in outputs.items()}
 
     @property
     def reach(self) -> dict[int, Tensor]:
         """The same, without differences that rounding can explain."""
-        return {place: moved.masked_fill(moved <= self._rounding, 0) for place, moved in self.reach_in_bits.items()}
+        return {place: diff.masked_fill(diff <= self._rounding, 0) for place, diff in self.reach_in_bits.items()}
 
     @cached_property
     def reach_of_others(self) -> dict[int, Tensor]:
         """Index of a further source to the outputs that its middle token in the first batch item changes."""
         further = {place: source for place, source in enumerate(self.sources) if place and len(source.axes) == 2}
-        return {p: self.moved(self.output_with(source.others(source.length // 2))) for p, source in further.items()}
+        outputs = {place: self.output_with(source.others(source.length // 2)) for place, source in further.items()}
+        return {place: self.differences(output) for place, output in outputs.items()}
 
 
 def evidence_of(

@@ -25,7 +25,7 @@ CHECKS = {
     "parameters": "every projection is used once and gets a gradient",
     "repeat": "two runs in eval mode give the same output",
     "training": "with dropout off, train and eval give the same output",
-    "causal": "no position sees its future, and each sees itself and its past",
+    "causal": "each position sees itself and its past, and no future position",
     "window": "no position sees beyond its window",
     "padding": "padding does not change the outputs of real tokens",
     "cache": "one pass, chunks, and one token at a time give the same output",
@@ -80,7 +80,7 @@ class Intent:
     def __post_init__(self) -> None:
         """Raise `SpecError` for an impossible intent."""
         if self.window is not None and self.window < 1:
-            raise SpecError(f"window {self.window} is too small; it includes the position itself. Use window 4, say.")
+            raise SpecError(f"window {self.window} is too small: a window includes the position itself. Use 1 or more.")
         for name, known in _KNOWN.items():
             said = getattr(self, name)
             if said is not None and said not in known:

@@ -192,7 +192,7 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
             proof += ", these queries see no key, and the other queries see the same keys as before."
             fix = _KEYS_FIX
         elif bool((by_key & ~keys).any()):
-            sentence = f"The mask masks out the wrong keys: not the keys where {run.name} is {_word(ignored)}."
+            sentence = f"The mask masks out the wrong keys; expected the keys where {run.name} is {_word(ignored)}."
             proof += f", the masking of keys {_places(by_key[0])} changes. {_word(kept)} keeps a key."
             sure = declared
         else:
@@ -226,7 +226,7 @@ def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     if not evidence.follows or bool(evidence.output.isnan().any()) or not bool(nan.any()):
         return
     marked = run.keys if run.source is evidence.source and run.hides else torch.zeros_like(run.keys)
-    rows = evidence.moved(nan.float(), torch.zeros_like(evidence.output), times=0) > 0
+    rows = evidence.differences(nan.float(), torch.zeros_like(evidence.output), times=0) > 0
     real = marked.shape != rows.shape or bool((rows & ~marked).any())
     yield Finding(
         "finite",
@@ -256,7 +256,7 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
         yield Finding("padding", "Padding makes the outputs of real tokens NaN.", f"With {ends} by {name}.")
         return
     padded = evidence.output_with({**mask, **source.others(pads, by=6.0)})
-    leaks = float(evidence.moved(padded, base)[0, places].max())
+    leaks = float(evidence.differences(padded, base)[0, places].max())
     if leaks:
         sentence = "The content of padding changes real outputs"
         proof = f"With {ends} ({name}: True or 1 means {means or 'keep'}), changing them changes a real output by "

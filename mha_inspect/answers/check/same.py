@@ -113,10 +113,10 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
         del ways[_SINGLES]  # an undeclared cache gets the cheaper test only
         row = evidence.first_row()
     base = _first_row_of(evidence) if row else evidence.output
-    moved: dict[str, Tensor] = {}
+    changed: dict[str, Tensor] = {}
     for way, places in ways.items():
         try:
-            moved[way] = evidence.moved(_stepwise(evidence, name, places, row), base, times=OTHER_SIZES).amax(0)
+            changed[way] = evidence.differences(_stepwise(evidence, name, places, row), base, times=OTHER_SIZES).amax(0)
         except RaisedError as error:
             if declared is None:
                 raise UndeclaredError("--cache NAME") from error
@@ -126,16 +126,14 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
                 f"It was called with its second output as {name}, and the next tokens.",
             )
             return
-    wrong = {way: places.nonzero().flatten().tolist() for way, places in moved.items()}
-    proofs = (
-        f"{way}: {f'{len(at)} of {length} positions differ' if at else 'no difference'}" for way, at in wrong.items()
-    )
+    wrong = {way: places.nonzero().flatten().tolist() for way, places in changed.items()}
+    proofs = (f"{way}: {f'{len(at)} of {length} positions differ' if at else 'equal'}" for way, at in wrong.items())
     for first in [way for way, places in wrong.items() if places][:1]:
         cause, fix = _cause(wrong)
         yield Finding(
             "cache",
             f"Calls with the cache ({', '.join(way for way in wrong if wrong[way])}) differ from one call by "
-            f"{float(moved[first].max()):.3g}, from position {wrong[first][0]} on. {cause}",
+            f"{float(changed[first].max()):.3g}, from position {wrong[first][0]} on. {cause}",
             f"{'; '.join(proofs)}.",
             source=evidence.mask_line,
             fix=fix,
@@ -155,7 +153,7 @@ def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
             "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries.",
         )
     if 0 in (*wrong[_CHUNKS][:1], *wrong[_SINGLES][:1]):
-        return "One call attends to future tokens, which do not exist yet token by token.", ""
+        return "One call attends to future tokens, which are missing when tokens come one at a time.", ""
     return (
         "The cached keys differ from those of one call. Possible causes: positions restart at 0 in each call, keys are "
         "cached before rotation, or new keys are not appended after the cached keys.",

@@ -329,7 +329,7 @@ def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
             "The shared key heads are repeated in the wrong order"
             + (" (repeat, or expand before the heads)" if reads == tiled else "")
             + f": query head 1 uses key head {reads[1]}, but {each} neighbours should share one. "
-            "Weights trained as in Llama or torch meet the wrong heads.",
+            "Weights of Llama or torch would meet the wrong heads.",
             f"{reading}; expected {', '.join(map(str, means))}.",
             source=attention.score_product.op.source,
             fix="Use repeat_interleave(group, dim=1), or expand after the heads.",

@@ -52,7 +52,7 @@ def _kinds(facts: Facts) -> Iterator[Cause]:
         masks = [o for o in (facts.given("key_padding_mask"), mask) if o is not None and _is_whole(o)]
         if masks:
             mask = masks[0]
-            rule = f"{mask.role} must be boolean (True masks a key out) or floating (added to the scores)."
+            rule = "The layer expects a boolean mask (True masks a key out) or a floating one (added to the scores)."
     elif facts.base == "masked_fill" and "boolean mask" in facts.message and facts.mask_and_scores is not None:
         mask, rule = facts.mask_and_scores[0], "masked_fill takes a boolean mask (True masks a key out)."
     if mask is not None and rule:
@@ -181,7 +181,7 @@ def _sequences(facts: Facts) -> Iterator[Cause]:
         way = "x.transpose(0, 1)" if batch_first else "batch_first=True"
         yield Cause(
             "batch_and_sequence_swapped",
-            f"{reading}: batch {key_batch}, key {key_length}. {padding.is_shape}; key_padding_mask must be batch key.",
+            f"{reading}: batch {key_batch}, key {key_length}; {padding.is_shape}, not [{key_batch}, {key_length}].",
             f"If {key.name} is right, use {padding.name}.T. If the mask is right, use {way} for {key.name}.",
         )
     if why:
@@ -194,7 +194,7 @@ def _sequences(facts: Facts) -> Iterator[Cause]:
         yield Cause("batch_differs", what, _SAME_EXAMPLES)
     whole = facts.base == ATTENTION and value is not None and len(key.shape) == len(value.shape) == 3
     if whole and value is not None and _lengths(facts, key) != _lengths(facts, value):
-        yield Cause("lengths_differ", f"{key.is_shape}, {value.is_shape}.", _SAME_SEQUENCE)
+        yield Cause("lengths_differ", f"Keys and values differ: {key.is_shape}, {value.is_shape}.", _SAME_SEQUENCE)
 
 
 def _masks(facts: Facts) -> Iterator[Cause]:
@@ -212,7 +212,7 @@ def _masks(facts: Facts) -> Iterator[Cause]:
         batch, length = _lengths(facts, key_given)
         expected = (batch, length) if batch else (length,)
         if padding.shape != expected:
-            what = f"{padding.is_shape}; expected key_padding_mask batch key, {text.shape(expected)}."
+            what = f"{padding.is_shape}; expected batch key, {text.shape(expected)}, for key_padding_mask."
             yield Cause("mask_size", what, f"Build the mask for batch {batch} and key {length}.")
     fits = mask is None or (first_clash(mask.shape, scores) is None and len(mask.shape) <= len(scores))
     if mask is None or fits or not mask.shape or not 2 <= len(scores) <= 4:
@@ -236,7 +236,8 @@ def _masks(facts: Facts) -> Iterator[Cause]:
         way = f"Build the mask for query {query} and key {key}, or pass fewer positions."
         if (rows == 1 or rows >= query) and columns >= key:
             way = f"Cut the mask to the lengths of this call: {mask.name}[..., :{query}, :{key}]."
-        yield Cause("mask_size", f"{mask.name} covers {covers}, {over}: query {query}, key {key}.", way)
+        what = f"{mask.name} covers {covers}; expected query {query}, key {key} for scores {text.shape(scores)}."
+        yield Cause("mask_size", what, way)
 
 
 def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[str, str]]]:
@@ -312,7 +313,7 @@ def _unsplit(facts: Facts) -> Iterator[Cause]:
         yield Cause(
             "heads_not_split",
             f"{split.name} is split into {heads} heads; {odd.name} is not.",
-            f"Split {odd.name} too: .view(batch, length, {heads}, {head_dim}).transpose(1, 2).",
+            f"Split {odd.variable} too: .view(batch, length, {heads}, {head_dim}).transpose(1, 2).",
         )
 
 
@@ -325,11 +326,11 @@ def _keys(facts: Facts, query: Operand, key: Operand) -> Iterator[Cause]:
         what = f"{key.is_shape} {key.axes}: all dimensions are reversed, as by .T."
         yield Cause(cause, what, f"Swap only the last two: {name}.transpose(-2, -1) or {name}.mT.")
     if key.place("key", "sequence") == len(key.shape) - 2 and query.shape[-1] == key.shape[-1] != key.shape[-2]:
-        what = f"{key.name} ends in {key.axis(-2)} {key.axis(-1)}; q·kᵀ sums over {key.axis(-1)}."
+        what = f"{key.name} ends in {key.axis(-2)} and {key.axis(-1)}; q·kᵀ needs {key.axis(-1)} before {key.axis(-2)}."
         yield Cause(cause, what, f"Multiply by {name}.transpose(-2, -1).")
     if key.heads_are_behind and _was_right_before(facts, key.given.tensor):
         what = f"{key.name} swaps heads and key; q·kᵀ needs key and head_dim swapped."
-        yield Cause(cause, what, "Swap the last two: .transpose(-2, -1).")
+        yield Cause(cause, what, "Swap the last two dimensions: .transpose(-2, -1).")
 
 
 def _heads_behind(facts: Facts, bad: list[Operand]) -> Cause:
@@ -366,7 +367,7 @@ def _two_sizes(left: Operand, right: Operand) -> Iterator[Cause]:
         each = heads // kv_heads
         yield Cause(
             "heads_not_repeated",
-            f"{left.name} has {heads} heads and {right.name} has {kv_heads}: each key head serves {each} query heads.",
+            f"{left.name} has {heads} heads and {right.name} has {kv_heads}, each shared by {each} query heads.",
             f"Use {right.variable}.repeat_interleave({each}, dim=1) on keys and values before the product; "
             "for scaled_dot_product_attention, enable_gqa=True.",
         )
