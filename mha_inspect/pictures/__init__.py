@@ -1,1 +1,1 @@
-"""Pictures of what heads look at: numbers as arrays of numpy, with -inf where a mask is, on one scale in all panels."""
+"""Draw what each head attends to, as arrays of numpy with -inf for masked elements, on one scale for all panels."""

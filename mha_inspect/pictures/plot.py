@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, which is an extra: a file of the picture alone, and axes for a notebook."""
+"""Draw pictures with matplotlib, an optional dependency: as an image file, or on the axes of a notebook."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ if TYPE_CHECKING:
 
 INSTALL = 'pip install "mha-inspect[plot]"'
 _BESIDE = 4
-"""Panels that stand side by side at most."""
+"""The most panels in a row."""
 _INCHES = 2.6
-"""Width of a panel among several."""
+"""Width of a panel if there are several in a row."""
 _TICKS = 9
 
 
 def require_matplotlib(asked: str) -> None:
-    """Raise `InputError` with the command that installs matplotlib, where it is missing."""
+    """Raise `InputError` with the install command if matplotlib is missing."""
     if find_spec("matplotlib") is None:
         raise InputError(f"{asked} needs the library matplotlib, which is not installed. Install it: {INSTALL}")
 
 
 def to_file(pictures: Sequence[Picture], format: Literal["png", "svg"]) -> bytes:
-    """Return pictures, one below the other, as a file of that format, the same bytes each time.
+    """Return pictures, one below the other, as the bytes of an image; the same bytes each time.
 
-    Raises as `require_matplotlib`.
+    Raise `InputError` if matplotlib is missing.
     """
     require_matplotlib(f"a .{format} of a picture")
     import matplotlib
     from matplotlib.figure import Figure
 
-    # Text stays text, and identifiers are the same each time.
+    # Keep text as text, and the same identifiers each time.
     with matplotlib.rc_context({"svg.hashsalt": "mha-inspect", "svg.fonttype": "none"}):
         sizes = [size_of(picture) for picture in pictures]
         whole = max(width for width, _ in sizes), sum(height for _, height in sizes)
@@ -54,7 +54,7 @@ def to_file(pictures: Sequence[Picture], format: Literal["png", "svg"]) -> bytes
 
 
 def size_of(picture: Picture) -> tuple[float, float]:
-    """Return the inches of a figure that the picture looks well on."""
+    """Return a suitable figure size for the picture, in inches: width and height."""
     _, rows, columns = picture.shape
     high, wide = _layout(picture)
     width = 5.0 if high == wide == 1 else _INCHES
@@ -62,7 +62,7 @@ def size_of(picture: Picture) -> tuple[float, float]:
 
 
 def _layout(picture: Picture) -> tuple[int, int]:
-    """Return how many panels stand below each other, and beside each other."""
+    """Return the number of panel rows, and of panels in a row."""
     count = picture.shape[0]
     wide = 1 if picture.below else min(count, _BESIDE)
     return -(-count // wide), wide
@@ -85,7 +85,7 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
 
 
 def _panel(picture: Picture, place: int, axes: Axes) -> Any:
-    """Draw one panel, and return the image that a bar of colours is made for."""
+    """Draw one panel, and return its image for the colour scale."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Rectangle
 
@@ -131,5 +131,5 @@ def _ticks(axis: Any, side: PictureAxis, size: int, rotation: int) -> None:
 
 
 def _plain(text: str) -> str:
-    """Return text in which matplotlib finds no formula."""
+    """Return text with its dollar signs escaped, so that matplotlib reads no formula."""
     return text.replace("$", r"\$")

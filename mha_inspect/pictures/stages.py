@@ -1,4 +1,4 @@
-"""The picture of a stage, its tensor in canonical axes with a panel for each head; of norms, and of head counts."""
+"""Make the picture of a stage with a panel for each head, of parameter norms, and of several numbers of heads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _IN_A_PAGE = ("scores", "masked_scores", "weights")
 _FAR = 900.0
-"""A score below -900 that was above it before the mask is masked: masks add -inf, or -1e4 and less."""
+"""A score below -900 that was above it before the mask is masked out: masks add -inf, or -1e4 and less."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Attended:
     """One attention whose stages can be drawn."""
 
     name: str
-    """Which one it is, where there are several: `attention 2 of 12 in encoder.layer.1`."""
+    """Its name among several: `attention 2 of 12 in encoder.layer.1`; empty if it is the only attention."""
     num_heads: int
     num_kv_heads: int
     contents: Callable[[], Mapping[str, Tensor]]
-    """Its stages in `CANONICAL_AXES`, made when they are asked for."""
+    """Returns its stages in `CANONICAL_AXES`, computed on each call."""
 
     def picture(
         self,
@@ -44,28 +44,28 @@ class Attended:
         labels: Sequence[str] = (),
         title: str = "",
     ) -> Picture:
-        """Return the picture of a stage of a row of the batch, a panel for each head, all by default.
+        """Return the picture of a stage of one batch item, a panel for each head, by default of all heads.
 
-        `labels` stand at each place of the axes query and key, where they have as many places. The title is by default
-        the stage, and the attention where there are several.
+        `labels` are shown along the axes query and key of the same size. The default title is the stage, with the
+        attention if there are several.
 
-        Raises `SpecError` where there is no such stage, head or row, or where the labels fit no axis.
+        Raise `SpecError` if the stage, head or batch item does not exist, or if the labels fit no axis.
         """
         contents = self.contents()
         if stage not in contents:
             instead = {"scores": "masked_scores", "masked_scores": "scores"}.get(stage, "")
             raise SpecError(
-                f"{stage} cannot be drawn: this attention has no such stage whose axes are all known. "
+                f"{stage} cannot be drawn: this attention lacks it, or its axes are unknown. "
                 + (f"Try {instead}." if instead in contents else f"It has {', '.join(contents) or 'none'}.")
             )
         tensor, axes = contents[stage], re.findall(r"\w+", CANONICAL_AXES[stage])
         if tensor.is_meta:
             raise SpecError(
-                f"{stage} cannot be drawn: its shape alone is known, for its numbers would not fit in memory. "
+                f"{stage} cannot be drawn: its numbers do not fit in memory, so only its shape is known. "
                 "Try a smaller --seq-len."
             )
         if batch_row not in range(tensor.shape[0]):
-            raise SpecError(f"batch row {batch_row} is not there: the batch has {tensor.shape[0]}, counted from 0.")
+            raise SpecError(f"batch item {batch_row} was not found: the batch has {tensor.shape[0]}, counted from 0.")
         panels = tensor[batch_row]
         if "(" in CANONICAL_AXES[stage]:
             count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
@@ -77,15 +77,15 @@ class Attended:
         chosen = list(heads) if has_heads and heads is not None else list(range(len(panels)))
         absent = next((head for head in chosen if head not in range(len(panels))), None)
         if absent is not None:
-            raise SpecError(f"head {absent} is not there: {stage} has {len(panels)}, counted from 0.")
+            raise SpecError(f"head {absent} was not found: {stage} has {len(panels)}, counted from 0.")
         rows, columns = (
             PictureAxis(name, tuple(labels) if name in ("query", "key") and len(labels) == size else ())
             for name, size in zip(("query" if "query" in axes else "key", axes[-1]), panels.shape[1:], strict=True)
         )
         if labels and not rows.labels and not columns.labels:
             raise SpecError(
-                f"{len(labels)} tokens label neither axis of {stage}: it has {panels.shape[1]} places of {rows.name} "
-                f"and {panels.shape[2]} of {columns.name}. Give one for each."
+                f"{len(labels)} tokens fit no axis of {stage}: it has {panels.shape[1]} places of {rows.name} "
+                f"and {panels.shape[2]} of {columns.name}. Give one token for each."
             )
         title = title or (f"{stage} of {self.name}" if self.name else stage)
         return Picture(
@@ -95,7 +95,7 @@ class Attended:
             rows,
             columns,
             signed=stage != "weights",
-            notes=(f"Row {batch_row} of the batch of {tensor.shape[0]}.",) if tensor.shape[0] > 1 else (),
+            notes=(f"Batch item {batch_row} of {tensor.shape[0]}, counted from 0.",) if tensor.shape[0] > 1 else (),
         )
 
 
@@ -109,10 +109,10 @@ def for_viewer(
     stage: str = "weights",
     head: int = 0,
 ) -> dict[str, Any] | None:
-    """Return what a page shows: scores and weights of every attention, and the stages `more`; None where none is there.
+    """Return a page's data: scores, weights and stages `more` of every attention; None if no stage can be drawn.
 
-    The others say what it shows first. A row of the batch that is not there, and labels that fit no axis of a stage,
-    are passed over.
+    `attention`, `stage` and `head` are shown first. A missing batch item and labels that fit no axis of a stage are
+    ignored.
     """
     from .viewer import storages, viewer_data
 
@@ -141,7 +141,7 @@ def for_viewer(
 
 
 def _numbers(panels: Tensor, chosen: list[int], masked: Tensor | None) -> Floats:
-    """Return the panels as float32, with -inf where a mask is."""
+    """Return the panels as float32, with -inf for masked elements."""
     if len(chosen) < len(panels):
         panels = panels[chosen]
         masked = masked[chosen] if masked is not None and len(masked) > 1 else masked
@@ -153,9 +153,9 @@ def _numbers(panels: Tensor, chosen: list[int], masked: Tensor | None) -> Floats
 
 
 def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tensor | None:
-    """Return where a mask takes scores out, `heads query key`; None where nothing tells, or the stage is before it.
+    """Return which elements are masked out, as `heads query key`; None if unknown, or for a stage before the mask.
 
-    What has a weight all the same, as a row does of which every key is masked, is a number to be shown.
+    An element with a weight is shown, also if it is masked: a row with all keys masked has weights.
     """
     scores = contents.get("masked_scores")
     if stage not in ("masked_scores", "weights") or scores is None or scores.shape[-2:] != contents[stage].shape[-2:]:
@@ -169,14 +169,14 @@ def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tenso
 
 
 def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
-    """Return the norms of each head's part of W_q, W_k, W_v and W_o: a panel for each attention, heads side by side.
+    """Return the norms of each head's part of W_q, W_k, W_v and W_o: one panel per attention, one column per head.
 
-    What is drawn is how many times the mean of its matrix a head has, for one matrix may be as a whole far smaller than
-    another: a dead head is 0, and twins are alike in every row. A head of keys and values that several heads of queries
-    share stands at each of them. Raises `SpecError` where there are no norms.
+    Each norm is divided by the mean of its matrix, because one matrix may be far smaller than another. A dead head is
+    0, and twins are equal in every row. A key/value head is repeated for each of its query heads. Raise `SpecError`
+    without norms.
     """
     if not norms:
-        raise SpecError("there is nothing to draw: no parameter is known to be split between heads.")
+        raise SpecError("there is nothing to draw: no parameter could be matched to heads.")
     parts = list(dict.fromkeys(matrix.part for matrix in norms))
     owners = list(dict.fromkeys(matrix.owner for matrix in norms))
     heads = {owner: max(len(matrix.norms) for matrix in norms if matrix.owner == owner) for owner in owners}
@@ -189,7 +189,7 @@ def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
         by_part[matrix.part] += matrix.norms
     ranges = ", ".join(f"{part} {min(numbers):.4g} to {max(numbers):.4g}" for part, numbers in by_part.items())
     return Picture(
-        "norm of each head's part, over the mean of its matrix",
+        "norm of each head's part, divided by the mean of its matrix",
         tuple(owner or "the layer itself" for owner in owners),
         values,
         PictureAxis("part", tuple(parts)),
@@ -199,9 +199,9 @@ def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
 
 
 def averaged(attended: Attended) -> Picture:
-    """Return the weights, averaged over the heads: one panel, which takes no more memory than one head.
+    """Return the weights averaged over the heads: one panel, with the memory of one head.
 
-    An element is masked where it is for every head. Raises `SpecError` as `Attended.picture`.
+    An element is masked if it is masked for every head. Raise `SpecError` as `Attended.picture` does.
     """
     picture = attended.picture("weights")
     masked = picture.values == -np.inf
@@ -212,7 +212,7 @@ def averaged(attended: Attended) -> Picture:
 
 
 def counts_pictures(counts: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, ...]:
-    """Return for each attention that all head counts have the averaged weights of each, one below the other."""
+    """Return a picture for each attention that all numbers of heads have: the averaged weights, one below the other."""
     names = tuple(plural(count, "head") for count, _ in counts)
     attentions = zip(*(pictures for _, pictures in counts), strict=False)
     return tuple(

@@ -1,4 +1,4 @@
-"""Pictures as text: two rows in a line where there is colour, characters of more and more ink where there is none."""
+"""Draw pictures as text: two rows in a line with colours, or characters with more and more ink without colours."""
 
 from __future__ import annotations
 
@@ -13,60 +13,59 @@ from ..text import cells, fitting, plural
 from .grid import RAMP, SPECIAL, Depth, Picture, PictureAxis, codes, reduced, steps
 
 WIDTH = 80
-"""Where nothing says how wide the page is."""
+"""Columns of the page if its width is unknown."""
 GAP = 2
 """Columns between two panels."""
 SIDE = 22
-"""Columns that a panel has at least, before panels stand below each other."""
+"""The least columns of a panel beside others."""
 LARGE = 16
-"""Up to so many rows and columns each cell is two columns wide and two half lines high, where there is room."""
+"""Up to this many rows and columns, each cell is two columns wide and a line high, if there is room."""
 WIDEST_LABEL, LONGEST_LABEL = 12, 6
-"""Characters of a label that are shown, beside a row and under a column."""
+"""The most characters of a label beside a row, and below a column."""
 BAR = 24
-"""Columns that the bar of the legend has at most."""
+"""The most columns of the colour scale in the legend."""
 
 _RESET = "\x1b[0m"
 _ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 _MASKED, _NAN, _INFINITE, _NONE = -1, -2, -3, -9
-"""Steps that are no colour; the last is below the last row."""
+"""Steps without a colour; the last is below the last row."""
 _INKLESS = {_MASKED: " ", _NAN: "?", _INFINITE: "!"}
 _TICK = 4
-"""Lines between two numbers of rows."""
+"""Lines between two row numbers."""
 
 
 def draw(picture: Picture, *, width: int | None = None, depth: Depth = "none") -> str:
-    """Return the picture as lines that are no wider than `width`; ends with a line feed.
+    """Return the picture as lines of at most `width` columns; the text ends with a line feed.
 
-    Masked cells have no colour: a dot stands where both cells of a character are masked, and without colour they are
-    blank.
+    Masked cells have no colour: a dot if both cells of a character are masked, and blank without colours.
     """
     lines = _Drawing(picture, WIDTH if width is None else max(width, 20), depth).lines()
     return "\n".join(line.rstrip(" ") for line in lines) + "\n"
 
 
 class _Drawing:
-    """A picture at a width, in so many colours."""
+    """A picture at a given width and number of colours."""
 
     def __init__(self, picture: Picture, width: int, depth: Depth) -> None:
         self.picture, self.width, self.depth = picture, width, depth
         self.codes = () if depth == "none" else codes(picture.signed, depth)
         self.count = len(self.codes or RAMP)
-        """How many steps the map has."""
+        """Number of steps of the colour map."""
         (count, height, across), rows, columns = picture.shape, picture.rows, picture.columns
         ticks = [len(str(height - 1)), *(min(cells(label), WIDEST_LABEL) for label in rows.labels)]
         self.gutter = max(*ticks, cells(rows.name) + 2, cells(columns.name) + 2) + 1
         self.widest_name = max(map(cells, picture.panels))
-        # A cell is two columns wide where the whole is small, or has names that want to be read.
+        # A cell is two columns wide if the picture is small, or has labels, which need room.
         named, is_inked = bool(rows.labels or columns.labels), depth != "none"
         beside = count if is_inked and not named and not picture.below else 1
         limit = 2 * LARGE if named else LARGE
         self.zoom = 2 if max(height, across) <= limit and 2 * across <= self.room(beside) else 1
         self.is_tall = self.zoom > 1 or not is_inked
-        """Whether a cell is a line high, and not half of one."""
+        """Whether a cell is a whole line high instead of half a line."""
         side = max(2 * across if self.zoom > 1 else min(across, SIDE), self.widest_name)
         fit = (width - self.gutter + GAP) // (side + GAP)
         self.beside = 1 if picture.below else max(min(count, fit), 1)
-        """How many panels stand side by side."""
+        """Number of panels in a row."""
 
     def room(self, beside: int) -> int:
         return (self.width - self.gutter + GAP) // beside - GAP
@@ -87,7 +86,7 @@ class _Drawing:
         return [*lines, *self.legend(block)]
 
     def band(self, names: Sequence[str], panels: Sequence[list[list[int]]], block: tuple[int, int]) -> list[str]:
-        """Return panels side by side, between their names and the numbers or labels of their columns."""
+        """Return panels in a row, between their names and the numbers or labels of their columns."""
         rows, columns = self.picture.rows, self.picture.columns
         count = len(panels[0][0])
         across = max(count * self.zoom, min(self.widest_name, self.room(self.beside)))
@@ -116,12 +115,12 @@ class _Drawing:
         return [self.pairs(*pair) for pair in zip_longest(rows[::2], rows[1::2], fillvalue=[_NONE] * len(rows[0]))]
 
     def pairs(self, upper: Sequence[int], lower: Sequence[int]) -> str:
-        """Return one line of two rows, which are the same of one that is a line high."""
+        """Return one line of two rows; both are the same row if a cell is a line high."""
         parts, before = [], ""
         for above, below in zip(upper, lower, strict=True):
             style, character = self.character(above, below)
             if style != before:
-                # What the style before has set and this one does not is taken back.
+                # Reset first: the previous style may set more than this one.
                 parts.append(f"\x1b[0;{style}m" if style else _RESET)
                 before = style
             parts.append(character)
@@ -134,16 +133,16 @@ class _Drawing:
             return "", "·" if _MASKED in (above, below) else " "
         if not upper or not lower:
             return f"38;{upper or lower}", "▀" if upper else "▄"
-        if above == below and above in (_NAN, _INFINITE):  # told apart by more than a colour
+        if above == below and above in (_NAN, _INFINITE):  # different characters, not only different colours
             return f"38;5;16;48;{upper}", "×" if above == _NAN else "+"
         return f"38;{upper};48;{lower}", "▀"
 
     def legend(self, block: tuple[int, int]) -> list[str]:
-        """Return what the colours stand for, and what else there is to say."""
+        """Return the meaning of the colours, and the notes."""
         picture, span = self.picture, self.picture.range
         (low, high), title, is_inked = picture.scale, picture.title, self.depth != "none"
         if span.nan + span.infinite + span.masked == picture.values.size:
-            parts = [f"{title}: no element is a finite number"]
+            parts = [f"{title}: every element is masked, NaN or inf"]
         elif low == high:
             step = int(steps(np.full((1, 1, 1), low, np.float32), picture.scale, self.count)[0, 0, 0])
             parts = [f"{title}: every number is {number(low)} {self.swatch(step)}"]
@@ -151,7 +150,7 @@ class _Drawing:
             ends = f"{number(low)} ", f" {number(high)}"
             room = self.width - sum(map(cells, ends))
             beside = cells(title) + 2
-            # A title that would leave the bar no room stands above it.
+            # A long title goes above the colour scale.
             is_beside = room - beside >= BAR // 2
             bar = self.bar(room - beside if is_beside else room).join(ends)
             parts = [f"{title}  {bar}"] if is_beside else [title, bar]
@@ -188,20 +187,20 @@ class _Drawing:
 
 
 def number(value: float) -> str:
-    """Return a number of the legend, four digits of it."""
+    """Return a number of the legend with four digits."""
     return f"{value:.4g}"
 
 
 def _label(labels: tuple[str, ...], cell: int, size: int) -> str:
-    """Return what stands at a cell: of several places the first, and that there are more."""
+    """Return the label of a cell: the first label of several, with an ellipsis; empty if there is none."""
     return labels[cell * size] + ("…" if size > 1 else "") if cell * size < len(labels) else ""
 
 
 def _across(axis: PictureAxis, count: int, size: int, zoom: int) -> list[str]:
-    """Return the lines under a panel: numbers where they fit, or labels that run down, a character a line."""
+    """Return the lines below a panel: numbers with enough distance, or labels downwards, one character in a line."""
     if axis.labels:
         names = [_cut(_label(axis.labels, cell, size), LONGEST_LABEL * 2) for cell in range(count)]
-        # A dot stands for a character that is too wide.
+        # A dot replaces a character that is too wide.
         columns = [[c if cells(c) <= zoom else "·" for c in name if cells(c)][:LONGEST_LABEL] for name in names]
         rows = zip_longest(*columns, fillvalue=" ")
         return ["".join(c + " " * (zoom - cells(c)) for c in row) for row in rows]
@@ -216,5 +215,5 @@ def _across(axis: PictureAxis, count: int, size: int, zoom: int) -> list[str]:
 
 
 def _cut(text: str, room: int) -> str:
-    """Return as much of the text as fits, and a sign where there was more."""
+    """Return the text cut to `room` columns, with an ellipsis if it was longer."""
     return text if cells(text) <= room else text[: fitting(text, room - 1)] + "…"

@@ -1,7 +1,7 @@
-"""The viewer in a page: every attention, stage and head, with the elements in the page itself and nothing fetched.
+"""Make the viewer of a page: every attention, stage and head, with all elements in the page itself.
 
-Elements are stored as whole numbers of 16 bits, or of 8 where there are many, and the largest of a block stands for it
-where there are more than a file should hold. The page says both.
+Elements are stored as integers of 16 bits, or of 8 bits if there are many. If there are more than a file should have,
+only the maximum of each block is stored. The page says both.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from .grid import Picture, hex_table, range_of, reduced
 from .terminal import number
 
 ROOM = 12_000_000
-"""Bytes of elements in a page, before they are written as text, which takes a third more."""
+"""Bytes of elements in a page before base64, which needs a third more."""
 
 
 class Storage(NamedTuple):
-    """How the elements of a stage are stored."""
+    """The storage format of a stage's elements."""
 
     bits: int
     cells: int | None
-    """How many cells a panel has along each side, at most; None where every element is stored."""
+    """The most cells along each side of a panel; None if every element is stored."""
 
 
 def storages(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Storage]:
-    """Return how each stage is stored, of which the elements and the panels of all attentions are given.
+    """Return the storage of each stage, given its numbers of elements and panels in all attentions.
 
-    Where there is not room for all of them whole, half of it is for the weights.
+    If the elements exceed `ROOM`, half of the room is for the weights.
     """
     total = sum(elements for elements, _ in sizes.values())
     if total <= ROOM:
@@ -51,10 +51,10 @@ def storages(sizes: Mapping[str, tuple[int, int]]) -> dict[str, Storage]:
 
 
 def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
-    """Return a picture as the viewer reads it.
+    """Return a picture in the viewer's format.
 
-    Code 0 is masked, the two highest are +inf and NaN, and those between are the numbers of one panel from `low` to
-    `high` in equal steps.
+    Code 0 is masked, the two highest codes are +inf and NaN, and the codes between them are the numbers of one panel
+    from `low` to `high` in equal steps.
     """
     _, rows, columns = picture.shape
     values, block = reduced(picture.values, how.cells or rows, how.cells or columns)
@@ -74,9 +74,9 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
     if block != (1, 1):
         notes.append(
             f"Each cell is the largest of {block[0]} × {block[1]} elements ({picture.rows.name} × "
-            f"{picture.columns.name}): with {rows:,} × {columns:,} for each head the page would be too large."
+            f"{picture.columns.name}). All {rows:,} × {columns:,} for each head would make the page too large."
         )
-    notes.append(f"Stored in {how.bits} bits: within {number(float(width.max()) / (most - 1) / 2)} of the number.")
+    notes.append(f"Stored in {how.bits} bits, rounded by at most {number(float(width.max()) / (most - 1) / 2)}.")
     signs = [["masked", "masked"]] if whole.masked else []
     signs += [["nan", f"NaN ({whole.nan:,})"]] if whole.nan else []
     signs += [["inf", f"inf ({whole.infinite:,})"]] if whole.infinite else []
@@ -101,9 +101,9 @@ def encoded(picture: Picture, how: Storage) -> dict[str, Any]:
 def viewer_data(
     attentions: Iterable[tuple[str, Sequence[Picture]]], how: Mapping[str, Storage], first: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return everything that the viewer shows: of each attention the name, and a picture a stage, entitled with it.
+    """Return the data of the viewer: the name of each attention, and a picture for each stage, titled with the stage.
 
-    `first` says which attention, stage and head it begins with. Each attention is let go before the next is asked for.
+    `first` is the attention, stage and head that is shown first. Each attention is freed before the next is requested.
     """
     tokens: dict[str, list[str]] = {}
     shown = []
@@ -117,8 +117,8 @@ def viewer_data(
 
 
 def fragment(data: Mapping[str, Any]) -> str:
-    """Return the viewer as a piece of a page."""
-    # What could end the element, or begin another, is written as the escapes of JSON.
+    """Return the viewer as an HTML fragment."""
+    # Characters that could end the element or start another one are written as JSON escapes.
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -129,14 +129,14 @@ def fragment(data: Mapping[str, Any]) -> str:
 
 
 def policy() -> str:
-    """Return what a browser is to allow in the page: the viewer's own script, styles, and nothing from anywhere."""
+    """Return the content security policy of the page: the viewer's own script and styles, and no other resources."""
     script = base64.b64encode(hashlib.sha256(_file("viewer.js").encode()).digest()).decode()
     allowed = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{script}'; base-uri 'none'"
     return f'<meta http-equiv="Content-Security-Policy" content="{allowed}; form-action \'none\'">\n'
 
 
 def with_viewer(page: str, data: Mapping[str, Any]) -> str:
-    """Return a whole page with the viewer in it, below what it has."""
+    """Return a whole page with the viewer at its end."""
     head, _, rest = page.partition('<meta name="viewport"')
     body, _, end = rest.rpartition("</body>")
     body = body.replace("<body>", '<body>\n<p><a href="#mha-viewer-title">What the heads look at</a></p>', 1)
@@ -144,7 +144,7 @@ def with_viewer(page: str, data: Mapping[str, Any]) -> str:
 
 
 def frame(data: Mapping[str, Any]) -> str:
-    """Return the viewer as a frame of its own for a page that holds other things, such as a notebook."""
+    """Return the viewer as an iframe for a page with other content, e.g. a notebook."""
     page = (
         f'<!DOCTYPE html><html lang="en"><head><meta charset="UTF-8">{policy()}<title>mha-inspect</title></head>'
         f"<body>{fragment(data)}</body></html>"

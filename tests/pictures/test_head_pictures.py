@@ -65,7 +65,7 @@ def test_shared_keys_stand_at_each_head_that_uses_them(invoke):
 
 def test_what_has_no_heads_has_no_picture(invoke):
     line = ("params", "torch.nn:Linear", "--set", "in_features=3", "--set", "out_features=3", "--picture")
-    assert "no parameter is known to be split between heads" in invoke(*line).err
+    assert "no parameter could be matched to heads" in invoke(*line).err
     assert "no numbers to draw" in invoke("params", "--picture", "--device", "meta").err
 
 

@@ -72,9 +72,9 @@ def test_every_head_of_a_loop_is_drawn():
 def test_what_was_not_kept_or_is_not_there(seen):
     with pytest.raises(ValueError, match="trace with keep=True"):
         mha_inspect.trace(nn.MultiheadAttention(4, 2), *[torch.randn(3, 4)] * 3).attentions[0].weights.picture()
-    with pytest.raises(SpecError, match="head 3 is not there"):
+    with pytest.raises(SpecError, match="head 3 was not found"):
         seen.attentions[0].weights.picture(head=3)
-    with pytest.raises(SpecError, match="batch row 2 is not there"):
+    with pytest.raises(SpecError, match="batch item 2 was not found"):
         seen.attentions[0].weights.picture(batch_row=2)
 
 
@@ -186,5 +186,5 @@ def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_pa
 def test_where_shapes_alone_are_known_it_says_so(monkeypatch):
     from mha_inspect.pictures.stages import Attended
 
-    with pytest.raises(SpecError, match="its shape alone is known"):
+    with pytest.raises(SpecError, match="so only its shape is known"):
         Attended("", 2, 2, lambda: {"weights": torch.empty(1, 2, 3, 3, device="meta")}).picture("weights")

@@ -86,7 +86,7 @@ def test_what_is_no_number_is_told_apart():
 
 def test_where_no_number_or_one_alone_is_finite_nothing_is_said_of_a_range():
     text = draw(Picture("weights", ("head 0",), np.full((1, 3, 3), np.nan, np.float32), *AXES))
-    assert "no element is a finite number" in text
+    assert "every element is masked, NaN or inf" in text
     assert text.count("?") == 18 + 1
     text = draw(Picture("weights", ("head 0",), np.ones((1, 1, 1), np.float32), *AXES))
     assert "weights: every number is 1" in text
