@@ -96,7 +96,7 @@ def test_the_page_and_the_notebook_have_the_viewer(seen, tmp_path):
     assert "Content-Security-Policy" in text
     assert f'srcdoc="{html.escape("<!DOCTYPE html>")}' in seen._repr_html_()
     assert "iframe" not in mha_inspect.trace(nn.Linear(2, 2), torch.randn(1, 2), keep=True)._repr_html_()
-    with pytest.raises(ExportError, match=r"draw one with \.plot\(\)"):
+    with pytest.raises(ExportError, match=r"Draw one with \.plot\(\)"):
         seen.save(tmp_path / "trace.png")
 
 
