@@ -1,4 +1,4 @@
-"""The Typer app: `mha-inspect COMMAND`, how a command is made of a function, and the pages of --help."""
+"""The Typer app `mha-inspect COMMAND`: commands made from functions, and the pages of --help."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from .output import give, prepare, write
 
 PROGRAM = "mha-inspect"
 COMPLETE = "_MHA_INSPECT_COMPLETE"
-"""The variable by which a shell asks for completions."""
+"""The environment variable with which a shell requests completions."""
 COMMANDS = {
-    "trace": "Show every stage of one forward pass: its shape, its axes, what is computed.",
-    "params": "Show every parameter, what it is for, and which part belongs to which head.",
-    "compare-heads": "Show what the number of heads changes in the output, with the same weights.",
-    "diff": "Show where two layers, or modules of your own, part ways with the same weights.",
-    "check": "Check whether attention that runs is right: heads, masks, caches, batches.",
-    "layers": "List the ways to write attention that --layer and diff take.",
+    "trace": "Show every stage of one forward pass: its shape, its axes and its formula.",
+    "params": "Show every parameter, its purpose, and which part belongs to which head.",
+    "compare-heads": "Show how the number of heads changes the output, with the same weights.",
+    "diff": "Show where two layers or modules differ, with the same weights and input.",
+    "check": "Check an attention module for mistakes: heads, masks, caches, batches.",
+    "layers": "List the built-in attention layers, for --layer and diff.",
 }
-"""Each command with its line in the help; all but the last have a file of their name, imported when it is used."""
+"""Each command with its line in the help. All but `layers` have a file of that name, imported on first use."""
 TARGETS = (
-    "TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and "
-    "from the options under the names that it has for them, its inputs follow the signature of its forward, or a "
-    "function returns them as well: (module, args) or (module, args, kwargs). Importing it runs its code."
+    "TARGET is a class, a function that returns a module, or a module. Its arguments come from --set and from options "
+    "of a matching name, e.g. --embed-dim sets d_model. Its inputs follow the signature of its forward. A function may "
+    "also return the inputs: (module, args) or (module, args, kwargs). Importing TARGET runs its code."
 )
 VARIABLES = (
-    "Every option has a default, and also reads a variable of its name, MHA_INSPECT_<NAME>: "
+    "Every option has a default, and reads the environment variable MHA_INSPECT_<NAME>: "
     "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
 )
 
@@ -54,32 +54,32 @@ class _Grouped:
     get_params: Any
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
-        """Parse the command line; an error of it knows the command, which Typer's parser does not tell."""
+        """Parse the command line. Add the command to errors that Typer's parser raises without it."""
         try:
-            return super().parse_args(ctx, args)  # type: ignore[misc]  # of the class beside this one
+            return super().parse_args(ctx, args)  # type: ignore[misc]  # a method of the other base class
         except Exception as error:
             if getattr(error, "ctx", ctx) is None:
                 vars(error)["ctx"] = ctx
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page; Typer takes the escapes out again where it thinks that there is no terminal."""
+        """Write the page. Typer removes the escapes again if it finds no terminal."""
         ctx.color = screen.in_color(sys.stdout)
-        super().format_help(ctx, formatter)  # type: ignore[misc]  # of the class beside this one
+        super().format_help(ctx, formatter)  # type: ignore[misc]  # a method of the other base class
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options under the panel that each belongs to, in the order in which the panels come."""
+        """Write the options by panel, in the order of the panels."""
         panels: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             if (record := parameter.get_help_record(ctx)) is not None:
                 said = record[1].replace("[default: (", "[default: ").replace(")]", "]")
                 panels.setdefault(parameter.rich_help_panel or "Options", []).append((record[0], said))
-        # What stands in no panel (--help) is the least of it: last.
+        # Options without a panel (--help) come last.
         for panel in sorted(panels, key="Options".__eq__):
             _write_list(ctx, formatter, panel, panels[panel])
 
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        """Write the examples, one a line, never wrapped: they are there to be copied."""
+        """Write the examples, one per line and never wrapped, so that they can be copied."""
         lines = "".join(f"  {PROGRAM} {line}\n" for line in self.epilog.split("\n"))
         formatter.write(f"\n{_bold('Examples:', ctx)}\n{lines}")
 
@@ -98,14 +98,14 @@ class Command(_Grouped, TyperCommand):
 
 
 class Commands(_Grouped, TyperGroup):
-    """The commands, each loaded when it is used."""
+    """The commands, each imported on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names of the commands, in the order of the help."""
         return list(COMMANDS)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Import a command's file; None where there is no such command."""
+        """Import a command's file. None for an unknown command."""
         if cmd_name not in COMMANDS:
             return None
         name = cmd_name.replace("-", "_")
@@ -113,14 +113,14 @@ class Commands(_Grouped, TyperGroup):
         return get_command(getattr(import_module(home), name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command that was asked for. Raises `SpecError` with the nearest one where there is none."""
+        """Find the command by its name. Raises `SpecError` with the nearest name for an unknown one."""
         asked = args[0]
         if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
             near = did_you_mean(asked, COMMANDS)
             if not near and is_target(asked):
                 near = f" Did you mean {PROGRAM} trace {shown(asked)}?"
             raise SpecError(
-                f"{shown(asked)} is not a command: {', '.join(COMMANDS)}.{near} `{PROGRAM} --help` says what each does."
+                f"{shown(asked)} is not a command. Commands: {', '.join(COMMANDS)}.{near} See `{PROGRAM} --help`."
             )
         return super().resolve_command(ctx, args)
 
@@ -130,7 +130,7 @@ class Commands(_Grouped, TyperGroup):
         super().format_options(ctx, formatter)
 
     def run(self, args: Sequence[str] | None = None) -> Any:
-        """Run the command and return what it returns; every error goes to the caller, who knows the exit codes."""
+        """Run the command and return its result. Errors go to the caller, who maps them to exit codes."""
         if COMPLETE in os.environ:
             self._main_shell_completion({}, PROGRAM, COMPLETE)
         try:
@@ -150,7 +150,7 @@ app = typer.Typer(
 
 
 def main_command() -> Commands:
-    """Return the app as the command that can be run."""
+    """Return the app as a command that can be run."""
     group = get_command(app)
     assert isinstance(group, Commands)
     return group
@@ -170,9 +170,9 @@ def mha_inspect(
         typer.Option("-V", "--version", callback=_print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> ExitCode:
-    """See inside attention layers: every shape, every parameter, and what the number of heads changes.
+    """See inside attention layers: every shape, every parameter, and the effect of the number of heads.
 
-    `mha-inspect COMMAND --help` has the options of each. All have defaults, and read MHA_INSPECT_<NAME> as well.
+    `mha-inspect COMMAND --help` lists the options. Each has a default, and reads MHA_INSPECT_<NAME>.
     """
     if ctx.invoked_subcommand is None:
         write(ctx.get_help() + "\n")
@@ -182,14 +182,14 @@ def mha_inspect(
 def command(
     *examples: str, only: Sequence[str] = (), without: Sequence[str] = (), targets: bool = False
 ) -> Callable[[Callable[..., ExitCode]], typer.Typer]:
-    """Make a command of a function that takes an `Options` first: every shared option becomes a parameter of its own.
+    """Make a command of a function whose first parameter is an `Options`, with a parameter for every shared option.
 
-    Its own options come first in `--help`. It shares `only` those that are named, or all `without` those that it has no
-    use for: these are at their defaults. With `targets` its help says what a TARGET is.
+    The function's other options come first in `--help`. `only` names the shared options to take, `without` those to
+    drop, which stay at their defaults. With `targets` the help explains TARGET.
     """
 
     def decorate(function: Callable[..., ExitCode]) -> typer.Typer:
-        # Not get_type_hints: Python 3.10 puts Optional around what has None for a default, and Typer finds no option.
+        # Not get_type_hints: Python 3.10 wraps a parameter of default None in Optional, and Typer finds no option.
         _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
         shared = [
             parameter for parameter in SHARED if (parameter.name in only if only else parameter.name not in without)
@@ -203,7 +203,7 @@ def command(
 
         context, _ = inspect.signature(flat, eval_str=True).parameters.values()
         signature = inspect.Signature([context, *parameters, *shared])
-        flat.__signature__ = signature  # type: ignore[attr-defined]  # what inspect, and so Typer, asks for
+        flat.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect, and so by Typer
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
         paragraphs += [*([TARGETS] if targets else []), *([] if only else [VARIABLES])]
         flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
@@ -218,7 +218,7 @@ def command(
 
 @command("layers", "layers --format json", only=OUTPUTS)
 def layers(options: Options) -> ExitCode:
-    """List the ways to write attention: name, parameters, how the heads are split, and where the style comes from."""
+    """List the built-in attention layers: name, parameters, how heads are split, and where the style comes from."""
     listed = [
         ListedLayer(
             name=kind.name,

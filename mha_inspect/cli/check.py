@@ -1,4 +1,4 @@
-"""`mha-inspect check`: whether attention that runs is right."""
+"""`mha-inspect check`: find mistakes in attention that runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ..running.subject import Subject
 
 PANEL = "Check"
-INTENT = "What is meant"
+INTENT = "Expected behaviour"
 
 
 @command(
@@ -28,28 +28,28 @@ INTENT = "What is meant"
 def check(
     options: Options,
     target: str | None = TARGET,
-    window: int | None = size(INTENT, "A position sees N, its own included."),
+    window: int | None = size(INTENT, "Sliding window: each position attends to N positions, its own included."),
     mask: str | None = option(
-        INTENT, "The argument that takes the padding mask, and what 1 or True means in it.", metavar="NAME=keep|ignore"
+        INTENT, "The argument of the padding mask, and the meaning of 1 or True in it.", metavar="NAME=keep|ignore"
     ),
-    padding_side: str | None = option(INTENT, "Where padding stands.", known=("left", "right"), show_default="right"),
-    cache: str | None = option(INTENT, "The argument that takes what the forward returned second.", metavar="NAME"),
-    batch_axis: int | None = size(INTENT, "The dimension that counts sequences: 0 or 1.", unset="0, if unsaid"),
-    scale: str | None = option(INTENT, "What the scores are scaled by.", known=("sqrt_head_dim",)),
-    reference: str | None = option(INTENT, "A trusted TARGET with the same arguments.", metavar="TARGET"),
-    only: list[str] | None = option(PANEL, "Make this check alone; again for another.", metavar="NAME"),
-    skip: list[str] | None = option(PANEL, "Leave this check out; again for another.", metavar="NAME"),
-    evidence_only: bool = option(PANEL, "Run it once, and tell what one recording shows.", False),
-    list_checks: bool = option(PANEL, "List the checks, and leave.", False, "--list", envvar="MHA_INSPECT_LIST"),
+    padding_side: str | None = option(INTENT, "Side of the padding.", known=("left", "right"), show_default="right"),
+    cache: str | None = option(INTENT, "The argument of the cache, which forward returns second.", metavar="NAME"),
+    batch_axis: int | None = size(INTENT, "Batch dimension of the inputs: 0 or 1.", unset="as the code says, or 0"),
+    scale: str | None = option(INTENT, "The expected scale of the scores.", known=("sqrt_head_dim",)),
+    reference: str | None = option(INTENT, "A trusted TARGET to compare with; same arguments.", metavar="TARGET"),
+    only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
+    skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
+    evidence_only: bool = option(PANEL, "Run the module once, and report only what that run shows.", False),
+    list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list", envvar="MHA_INSPECT_LIST"),
 ) -> ExitCode:
-    """Check whether attention that runs is right: run it again with one thing changed, and see which outputs move.
+    """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.
 
-    With --causal, --window, --mask, --cache, --scale or --reference it is held to what is meant as well. It exits with
-    1 where something is wrong.
+    --causal, --window, --mask, --cache, --scale and --reference say what behaviour to expect, and add checks. The exit
+    code is 1 if a check fails.
     """
     if list_checks:
         width = max(map(len, CHECKS))
-        write("".join(f"{name:{width}}  {holds}\n" for name, holds in CHECKS.items()))
+        write("".join(f"{name:{width}}  {claim}\n" for name, claim in CHECKS.items()))
         return ExitCode.OK
     chosen_checks(only or (), skip or ())
     declared: dict[str, Any] = {
@@ -63,11 +63,9 @@ def check(
     }
     Intent(**declared)
     if padding_side is not None and mask is None:
-        raise SpecError(
-            f"--padding-side {padding_side} says where padding stands, and none is declared. Add --mask NAME=keep."
-        )
+        raise SpecError(f"--padding-side {padding_side} needs a padding mask. Add --mask NAME=keep.")
     if "batch" not in options.given and not options.unbatched:
-        options.batch = 2  # a row can be seen to move another
+        options.batch = 2  # one item may affect the other
     subject.check(target, options, "check")
     if reference is not None:
         subject.check_target(reference, options, "check", beside_layer=True)
@@ -87,20 +85,20 @@ def check(
 
 
 def _meaning(mask: str | None) -> dict[str, str]:
-    """Return the intent that --mask tells. Raises `SpecError` where it is not NAME=keep or NAME=ignore."""
+    """Return the intent that --mask declares. Raises `SpecError` if it is not NAME=keep or NAME=ignore."""
     if mask is None:
         return {}
     name, sign, means = mask.partition("=")
     if not name or (sign and means not in ("keep", "ignore")):
         raise SpecError(
-            f"--mask {shown(mask)} is not NAME=keep or NAME=ignore: say what 1 or True means, as in "
+            f"--mask {shown(mask)} is not NAME=keep or NAME=ignore. Say what 1 or True means, e.g. "
             "--mask attention_mask=keep."
         )
     return {"padding": name, **({"padding_true": means} if means else {})}
 
 
 def _load(target: str | None, options: Options) -> Subject:
-    """Return what is checked: causal is what is meant, and a target need not have a setting or a mask for it."""
+    """Return the subject to check. A target may lack a setting or mask for --causal, which declares an expectation."""
     if target is not None and options.causal:
         options.causal = "causal" in options.typed
         try:

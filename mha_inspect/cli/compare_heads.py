@@ -35,25 +35,25 @@ def compare_heads(
     target: str | None = TARGET,
     heads: str = option(
         PANEL,
-        "Head counts to compare, the first being the baseline.",
+        "Head counts to compare; the first is the baseline.",
         "",
         metavar="N,N,...",
         show_default="those of 1,2,4,8,16 that divide embed_dim",
     ),
     gradients: bool = option(PANEL, "Compare the gradient of every parameter, with the same loss.", False),
     steps: int | None = size(PANEL, "Train each head count for N steps on the same task, and compare the weights."),
-    focus: bool = option(PANEL, "Measure what each head looks at; with --steps before training and after it.", False),
+    focus: bool = option(PANEL, "Measure where each head attends; with --steps, before and after training.", False),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
     picture: bool = option(
         PANEL, "Draw the weights of each head count, averaged over the heads.", False, allow_from_autoenv=False
     ),
     fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
-    """Run the same weights and the same input through several head counts, and say what differs, where and why.
+    """Run the same weights and the same input through several head counts, and show what differs, where and why.
 
-    A difference counts when it is above the rounding error that is measured in the same run.
+    A difference counts if it exceeds the rounding error, which is measured in the same run.
 
-    TARGET is a class, or a function that returns a module, which takes a number of heads: it is built once for each.
+    TARGET is a class or a function that returns a module. It takes a number of heads, and is built once for each.
     """
     if steps is not None:
         require_steps(steps)
@@ -84,14 +84,14 @@ def compare_heads(
         from ..pictures.stages import counts_pictures
 
         drawn = Drawn(counts_pictures(weights))
-    subject.tell(baseline.notes, options)
+    subject.print_notes(baseline.notes, options)
     give(report, options, export, drawn)
     return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
 
 
 def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the head counts to compare, judged before torch is imported; none where a target's width says which."""
-    sizes = " The shapes side by side: `mha-inspect params --num-heads 1,2,4 --device meta`."
+    """Return the head counts to compare, checked before torch is imported. Empty if a target's width decides them."""
+    sizes = " For shapes side by side: `mha-inspect params --num-heads 1,2,4 --device meta`."
     require_numbers(options.device, "compare", sizes)
     if target is None:
         options.require_no_target_settings("compare-heads")
@@ -107,7 +107,7 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
 
 
 def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
-    """Build a layer or a target with each number of heads; all have the same input."""
+    """Build a layer or a target with each number of heads, all with the same input."""
     from ..call.load import subject_of
 
     if target is None:
@@ -122,8 +122,8 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
         width = next((value for name, value in built(1).arguments.items() if flag_of(name) == "embed_dim"), None)
         if not isinstance(width, int):
             raise SpecError(
-                f"compare-heads builds {shown(target)} once for each number of heads, and nothing tells which fit: "
-                "give them, as in --heads 1,2,4."
+                f"compare-heads cannot find the width of {shown(target)}, which the numbers of heads depend on. "
+                "Give the numbers, e.g. --heads 1,2,4."
             )
         compared = chosen_counts(Options(num_heads=options.num_heads, embed_dim=width), ())
     subjects: list[tuple[int, Subject]] = []
@@ -136,7 +136,7 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
 
 
 def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: ComparableRun) -> None:
-    """Keep pictures of the weights of each attention of the run of a head count, averaged over the heads."""
+    """Add a picture of each attention's weights in the run of a head count, averaged over the heads."""
     from ..pictures.stages import Attended, averaged
 
     pictures: list[Picture] = []
@@ -151,8 +151,8 @@ def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: Com
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     """Return the head counts to compare, each once, the baseline first. Raises `SpecError` for fewer than two.
 
-    Without --heads: those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is not
-    the default is the baseline; a list of them is what --heads would have been.
+    Without --heads, use those of 1, 2, 4, 8 and 16 that divide embed_dim, or else its divisors. A --num-heads that is
+    not the default is the baseline; a list in --num-heads replaces --heads.
     """
     named = subject.head_counts(options)
     if named == subject.head_counts(Options()) or (heads and len(named) > 1):
@@ -167,7 +167,7 @@ def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:
     if min(compared, default=1) < 1:
         raise SpecError(f"heads {min(compared)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
     others = [count for count in divisors(options.embed_dim) if count not in compared] if options.embed_dim > 0 else []
-    way = f"embed_dim {options.embed_dim} has no other; try --embed-dim 512."
+    way = f"embed_dim {options.embed_dim} allows no other. Try --embed-dim 512."
     if others:
-        way = f"Give two or more, as in --heads {compared[0]},{others[0]}."
-    raise SpecError(f"heads {compared[0]} is one head count: there is nothing to compare it with. {way}")
+        way = f"Try --heads {compared[0]},{others[0]}."
+    raise SpecError(f"heads {compared[0]} is one head count, and compare-heads needs two or more. {way}")

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 PANEL = "Comparison"
 USUAL = ("torch", "per-head")
-"""What is compared where nothing is named: what is called a split, and one matrix for each head."""
+"""The default sides: projections split into heads, and one matrix for each head."""
 _FINEST = ("float64", "float32", "float16", "bfloat16")
-_SHAPES = " The shapes: `mha-inspect trace --device meta`."
+_SHAPES = " For shapes: `mha-inspect trace --device meta`."
 
 
 def _side(name: str, help: str, default: str) -> Any:
@@ -40,12 +40,12 @@ def _side(name: str, help: str, default: str) -> Any:
 
 
 def _settings(side: SideName) -> Any:
-    said = f"A setting, or an argument, of the {side} side alone; again for another."
+    said = f"A setting or argument of the {side} side only; repeatable."
     return option(PANEL, said, metavar="KEY=VALUE")
 
 
 def _module(side: SideName) -> Any:
-    said = f"The {side} side is this module of its target, called as the target calls it."
+    said = f"Compare this module of the {side} target, with the inputs it gets there."
     return option(PANEL, said, metavar="PATH", show_default="the whole target")
 
 
@@ -64,7 +64,7 @@ def diff(
     right: str = _side(
         "[RIGHT]",
         "Another layer, module of your own, or checkpoint.",
-        "--layer, LEFT under other settings, or per-head",
+        "--layer, LEFT with other settings, or per-head",
     ),
     left_set: list[str] | None = _settings("left"),
     right_set: list[str] | None = _settings("right"),
@@ -72,16 +72,16 @@ def diff(
     right_module: str | None = _module("right"),
     fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
-    """Give two layers the same weights and the same input, and show stage by stage where they part ways.
+    """Give two layers the same weights and the same input, and show stage by stage where they differ.
 
-    Stages are compared in the same axes, whatever their layout. A difference counts when it is above the rounding error
-    that is measured in the same run.
+    Stages are compared in the same axes, whatever their layout. A difference counts if it exceeds the rounding error,
+    which is measured in the same run.
 
     Two checkpoints are compared tensor by tensor and head by head: the same bits, the same within rounding, or
     different, and which heads changed most.
 
-    A side may be a module of your own, as in trace, or one out of a model: --left-module and --right-module. Its
-    weights go into the other side where that can hold them, and it says where not; the attentions of two models are
+    A side may be a target, as in trace, or a module of a model: --left-module and --right-module. Its weights are
+    copied to the other side, and the report lists weights that do not fit there. The attentions of two models are
     paired in order.
     """
     asked = (
@@ -109,27 +109,27 @@ def diff(
 
 
 def _are_checkpoints(left: str, right: str) -> bool:
-    """Return whether both sides are files of tensors. Raises `SpecError` where one is, and the other is none."""
+    """Return whether both sides are checkpoints. Raises `SpecError` if only one is."""
     from ..files.checkpoint import is_checkpoint
 
     files = [text for text in (left, right) if text and text not in LAYERS and is_checkpoint(text)]
     if len(files) == 1:
         other = right if files[0] == left else left
-        what = f"{shown(other)} is none" if other else "no other is named"
+        what = f"{shown(other)} is not" if other else "the other side is missing"
         raise SpecError(
-            f"{shown(files[0])} is a checkpoint, and {what}: diff compares two of a kind. A checkpoint against a "
-            f"module: `mha-inspect params {shown(files[0])} --like TARGET`."
+            f"{shown(files[0])} is a checkpoint, and {what}: diff compares two checkpoints or two modules. For a "
+            f"checkpoint and a module: `mha-inspect params {shown(files[0])} --like TARGET`."
         )
     return len(files) == 2
 
 
 def _checked_files(options: Options, left: AskedSide, right: AskedSide) -> int | None:
-    """Return the number of heads of two files of tensors, if it was typed. Raises `SpecError` for what is of no use."""
+    """Return --num-heads for two checkpoints; None if not typed. Raises `SpecError` for options that do not apply."""
     for side in (left, right):
         if side.settings or side.path is not None:
             flag = f"{side.name}-{'set' if side.settings else 'module'}"
-            raise SpecError(f"{shown(side.text)} is a file of tensors, which --{flag} cannot change: drop it.")
-    options.require_of_use_to_a_file(left.text, "num_heads")
+            raise SpecError(f"{shown(side.text)} is a file of tensors: --{flag} does not apply to it. Drop it.")
+    options.require_file_options(left.text, "num_heads")
     return subject.single_head_count(options, "diff") if "num_heads" in options.typed else None
 
 
@@ -137,19 +137,19 @@ def _checked_files(options: Options, left: AskedSide, right: AskedSide) -> int |
 
 
 def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
-    """Return both sides, once everything is judged that can be before torch is imported.
+    """Return both sides, checked as far as possible before torch is imported.
 
-    Where one is not named, --layer is it. The right one is else the left one under other settings, or beside a layer
-    per-head (torch, where per-head is on the left).
+    A side that is not named is --layer. Otherwise the right side is the left one with other settings, or per-head for
+    a layer (torch if per-head is on the left).
 
-    Raises `SpecError` where they cannot be compared, or --layer asks for a third.
+    Raises `SpecError` if they cannot be compared, or --layer names a third layer.
     """
     from ..build.arguments import parse_settings
 
     has_target, both_named = left.is_target or right.is_target, bool(left.text and right.text)
     if both_named and not has_target and options.layer not in ("torch", left.text, right.text):
         raise SpecError(
-            f"layer {options.layer} is a third one beside {left.text} and {right.text}: diff compares two. "
+            f"layer {options.layer} is a third layer beside {left.text} and {right.text}, and diff compares two. "
             "Drop --layer."
         )
     first, second = left.text or options.layer, right.text
@@ -177,12 +177,12 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
 
 
 def runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Side]:
-    """Build both sides, and run those that are targets; the second gets what goes into the first.
+    """Build both sides, and run the targets. The side built second gets the inputs of the first.
 
-    A part of a model comes first: it says what the other gets, its sizes and its arguments. A layer comes last, and of
-    two the coarser: its input, and its weights, are those of the finer, rounded.
+    A module of a model is built first: it determines the other side's sizes and arguments. A layer is built last. Of
+    two layers it is the one of lower precision: its input and weights are those of the other, rounded.
 
-    Raises `MhaInspectError` where a side cannot be built or called as asked, or the forward of a target raised.
+    Raises `MhaInspectError` if a side cannot be built or called as asked, or the forward of a target raises.
     """
     first, second = (right, left) if left.path is None and right.path is not None else (left, right)
     dtypes = [_FINEST.index(side.options(options).dtype) if not side.is_target else -1 for side in (first, second)]
@@ -196,7 +196,7 @@ def runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Sid
 def _built(
     options: Options, asked: AskedSide, other: AskedSide, beside: tuple[Side, Call] | None = None
 ) -> tuple[Side, Call]:
-    """Build a side, and return it with what its forward gets: where there is one beside it, what goes into that."""
+    """Build a side, and return it with its forward's arguments: those of the side `beside` it, if there is one."""
     from ..answers.diff import Side, sizes_of
     from ..build.arguments import parse_settings
     from ..call.call import explaining
@@ -207,7 +207,7 @@ def _built(
     if asked.is_target:
         set_options = asked.options(options)
         taken = frozenset() if other.is_target else frozenset({"embed_dim", "num_heads", "bias"}) | other.kind.takes
-        # Beside a part of a model, what is whole has the sizes and the arguments of that.
+        # Beside a module of a model, a whole target gets the sizes and arguments of that module.
         of_part = beside if other.path is not None and asked.path is None else None
         sizes = {} if of_part is None else sizes_of(of_part[0])
         target = subject.load_target(asked.text, set_options, asked.of_constructor, sizes, taken, asked.flag)
@@ -215,13 +215,13 @@ def _built(
         call = subject.call_of(target, set_options)
         target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)
         settings = dict[str, Any](parse_settings(asked.settings))
-        # Either branch makes one; mypy takes two `def`s of one name for a mistake.
+        # A lambda, because both branches make one and mypy rejects two `def`s of one name.
         finish = lambda call: subject_of(target, call, options.seed, set_options.grad)  # noqa: E731
     else:
         if beside is not None and other.is_target:
             options = _sized_like(options, asked, *beside)
         plan = planned_layer(options, asked, asked.kind if other.is_target else other.kind)
-        layer = replace(load_layer(plan.spec, plan.inputs, plan.run, plan.kind.name), notes=plan.unheard)
+        layer = replace(load_layer(plan.spec, plan.inputs, plan.run, plan.kind.name), notes=plan.ignored)
         call = call_with(layer.module, layer.args, layer.kwargs, "" if beside is None else beside[1].origin)
         settings, finish = plan.settings, lambda call: replace(layer, args=call.args, kwargs=call.kwargs)
     finer = None
@@ -230,33 +230,33 @@ def _built(
         finer = finish(with_the_same(call, module, *shared, rounded=False))
         call = with_the_same(call, module, *shared)
         if not asked.is_target and not other.is_target and beside[0].dtype != plan.spec.dtype:
-            spec = replace(plan.spec, dtype=cast("DtypeName", beside[0].dtype))  # its weights are drawn in that too
+            spec = replace(plan.spec, dtype=cast("DtypeName", beside[0].dtype))  # its weights have this dtype too
             finer = replace(finer, module=plan.kind.build(spec, plan.run.device))
     side = Side(asked.name, finish(call), settings, finer)
-    if asked.is_target or options.input is not None:  # which may hold what a layer does not take
+    if asked.is_target or options.input is not None:  # a file may contain tensors that a layer rejects
         with explaining(side.subject):
             _ = side.run
     return side, call
 
 
 def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) -> Options:
-    """Return the options of a layer: the sizes of the target beside it and of its input, but for what somebody gave.
+    """Return the options of a layer with the sizes of the target beside it, except for sizes that the user set.
 
-    Raises `SpecError` where the width that somebody gave contradicts the target.
+    Raises `SpecError` if --embed-dim contradicts the target.
     """
     from ..answers.diff import sizes_of
     from ..call.part import layer_inputs
 
     query, key, value = layer_inputs(beside.subject.module, call)
-    is_turned = query.dim() == 3 and not call.batch_first
-    batch, length = (1, 0) if is_turned else (0, query.dim() - 2)
+    is_sequence_first = query.dim() == 3 and not call.batch_first
+    batch, length = (1, 0) if is_sequence_first else (0, query.dim() - 2)
     width, usual, kind = query.shape[-1], Options(), asked.kind
-    # A variable is for all commands: that it is of another width than a target is no contradiction.
+    # An environment variable is for all commands: another width in it is not a contradiction.
     if "embed_dim" in options.typed and options.embed_dim != width:
         module = beside.subject.label
         raise SpecError(
-            f"embed_dim {options.embed_dim} contradicts {module}, which takes {width} features: diff gives both the "
-            f"same input. Drop --embed-dim, or give {module} another size: --{beside.name}-set NAME=VALUE."
+            f"embed_dim {options.embed_dim} contradicts {module}, which takes {width} features: both sides get "
+            f"the same input. Drop --embed-dim, or give {module} another size: --{beside.name}-set NAME=VALUE."
         )
     sizes = {"num_heads": int(usual.num_heads), "bias": True, **sizes_of(beside)}
     heads = sizes["num_heads"]
@@ -265,7 +265,7 @@ def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) ->
         fitting["num_kv_heads"] = sizes["num_kv_heads"]
     if "head_dim" in kind.takes and sizes.get("head_dim", 0) * heads not in (0, width):
         fitting["head_dim"] = sizes["head_dim"]
-    if "dtype" not in beside.settings:  # that is of that side alone
+    if "dtype" not in beside.settings:  # set for that side only
         fitting["dtype"] = beside.dtype
     kept = {name for name in options.given if name not in OPTIONAL or name in kind.takes}
     of_input = {

@@ -1,4 +1,4 @@
-"""What ended a command: said on stderr in a line or two (what was asked, the rule, a way out), and the exit code."""
+"""Errors on stderr, in a line or two (what was asked, the rule, a way out), and their exit codes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from .output import unwritable
 
 _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
-"""What other programs call an option."""
+"""Names that other programs have for an option."""
 
 
 def explain(error: BaseException) -> ExitCode:
-    """Say what went wrong, and give the exit code for it. Only a fault of ours shows a traceback."""
+    """Print an error, and return its exit code. Only a bug of mha-inspect prints a traceback."""
     if isinstance(error, typer.Exit):
-        # Typer's own options (--show-completion) leave with 1 when they cannot; here 1 is an answer.
+        # Typer's --show-completion exits with 1 on failure; here 1 is an answer.
         return ExitCode.USAGE if error.exit_code else ExitCode.OK
-    if isinstance(error, OSError):  # of stdout, to which Typer prints by itself, or of a user's file
+    if isinstance(error, OSError):  # from stdout, where Typer prints too, or from a user's file
         if error.filename is None or Path(__file__).parents[1] in Path(os.fsdecode(error.filename)).parents:
             error = unwritable(error) or error
         else:
             named = printable(error.filename, 200)
-            error = InputError(f"{named} cannot be used: {error.strerror}. Name another one.")
+            error = InputError(f"{named} cannot be used: {error.strerror}. Give another file.")
     if is_out_of_memory(error):
         error = does_not_fit(error)
     if isinstance(error, MhaInspectError):
@@ -47,20 +47,20 @@ def explain(error: BaseException) -> ExitCode:
         say("interrupted.")
         return ExitCode.INTERRUPTED
     traceback.print_exception(type(error), error, error.__traceback__)
-    say("this is a fault of mha-inspect. Please report it, with the command and the lines above.")
+    say("this is a bug in mha-inspect. Please report it with the command and the lines above.")
     return ExitCode.BUG
 
 
 def say(message: str) -> None:
-    """Print a message on stderr, printable whatever it repeats; of one that nobody reads to the end, both ends."""
+    """Print a message on stderr, with unprintable characters escaped and the middle of a very long one cut."""
     if sys.stderr is not None:
         with suppress(OSError):
             print(f"mha-inspect: {shortened(printable_lines(message), _LONGEST)}", file=sys.stderr)
 
 
 def does_not_fit(error: BaseException, free: int | None = None) -> DoesNotFitError:
-    """Return a failed allocation as the refusal that it is; `free` is how much memory there was."""
-    # The message begins with the line of C++ which asked.
+    """Return the refusal for a failed allocation; `free` is how many bytes of memory were free."""
+    # The message begins with the line of C++ that failed.
     asked = re.search(r"(?:(?:you )?[Tt]ried to allocate|Storage size).*?(?=\. |\.?$)", message_of(error), re.MULTILINE)
     text = asked[0] if asked else message_of(error).strip().partition("\n")[0] or "an allocation failed"
     shapes = "" if text.startswith("Storage size") else ", or --device meta for shapes"
@@ -69,7 +69,7 @@ def does_not_fit(error: BaseException, free: int | None = None) -> DoesNotFitErr
 
 
 def _usage(error: ClickException, ctx: Any) -> str:
-    """Return the message for a command line that cannot be understood."""
+    """Return the message for an invalid command line."""
     if isinstance(error, NoSuchOption) and ctx is not None:
         return _no_such_option(error.option_name, ctx)
     if isinstance(error, BadOptionUsage) and ctx is not None:
@@ -77,7 +77,7 @@ def _usage(error: ClickException, ctx: Any) -> str:
         option = next((option for option in ctx.command.params if name in (*option.opts, *option.secondary_opts)), None)
         if option is None or not option.is_flag:
             value = "VALUE" if option is None else option.make_metavar(ctx)
-            return f"{name} was given without a value: write {name} {value}. What it takes: {ctx.command_path} --help"
+            return f"{name} needs a value: write {name} {value}. For details: {ctx.command_path} --help"
         others = option.opts if name in option.secondary_opts else option.secondary_opts
         return f"{name} takes no value: write {name} alone" + (f", or {others[0]}." if others else ".")
     if isinstance(error, BadParameter) and error.param is not None and ctx is not None:
@@ -86,13 +86,13 @@ def _usage(error: ClickException, ctx: Any) -> str:
         if source is not None and source.name == "ENVIRONMENT":
             name = str(option.envvar or f"{ctx.auto_envvar_prefix}_{str(option.name).upper()}")
             if getattr(option, "is_flag", False):
-                message = f"{shown(repr(os.environ.get(name)))} is neither true nor false: write one of the two."
+                message = f"must be true or false, got {shown(repr(os.environ.get(name)))}."
         return f"{name} {message}"
     return shown(" ".join(error.format_message().split()), MESSAGE)
 
 
 def _no_such_option(asked: str, ctx: Any) -> str:
-    if len(asked) == 2:  # of -num-heads a letter is left
+    if len(asked) == 2:  # the parser keeps one letter of -num-heads
         asked = next((word for word in sys.argv if re.match(rf"-\w*{re.escape(asked[1])}", word) and word[2:]), asked)
     name, word, options = shown(asked), asked.strip("-").replace("-", "_"), _options(ctx.command)
     flag = dashed(_ELSEWHERE.get(word) or flag_of(word) or "")
@@ -102,10 +102,10 @@ def _no_such_option(asked: str, ctx: Any) -> str:
     if ctx.parent is not None and homes:
         return f"{ctx.info_name} has no option {name}: it belongs to {listed(homes)}.{near}"
     if ctx.parent is not None:
-        return f"{ctx.info_name} has no option {name}.{near} All of them: {ctx.command_path} --help"
+        return f"{ctx.info_name} has no option {name}.{near} All options: {ctx.command_path} --help"
     if homes:
-        return f"{name} stands before the command: options come after it, as in {homes[0][1:-1]} {name}."
-    return f"there is no option {name} before the command.{near} All of them: mha-inspect --help"
+        return f"{name} comes before the command. Put options after it, e.g. {homes[0][1:-1]} {name}."
+    return f"there is no option {name} before the command.{near} All options: mha-inspect --help"
 
 
 def _options(command: Any) -> list[str]:

@@ -1,7 +1,7 @@
-"""The options that commands share, each declared once: the same words, defaults and variables everywhere."""
+"""The options that commands share, each declared once: the same help, default and variable everywhere."""
 
-# No `from __future__ import annotations` here: Typer reads these annotations at run time, and to compile forty strings
-# takes a noticeable part of a usage error.
+# No `from __future__ import annotations` here: Typer reads these annotations at run time, and compiling forty strings
+# makes usage errors noticeably slower.
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -27,16 +27,16 @@ DEVICES = ("cpu", "cuda", "mps", "meta")
 FORMATS = ("table", "plain", "json")
 COLORS = ("auto", "always", "never")
 _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
-"""Other names that torch has for a data type."""
+"""Torch's other names for data types."""
 NUMBERS = ("ops", "stats", "values", "precision", "edge_items")
-"""What a report may hold beyond names, shapes and axes."""
+"""Options that add numbers to a report, beyond names, shapes and axes."""
 OUTPUTS = ("format", "json", "export", "color", "quiet")
-"""Where a report goes, and how: for every command."""
+"""Options of every command: where its report goes, and how."""
 LARGEST_SIZE = 2**40
 
 
 def _reader(kind: Callable[[str], N], rule: str, largest: float = float("inf")) -> Callable[[object], N]:
-    """Return a parser of numbers, which raises `typer.BadParameter` with the rule for what is none."""
+    """Return a parser of numbers. It raises `typer.BadParameter` with the rule for any other text."""
 
     def number(typed: object) -> N:
         try:
@@ -44,26 +44,26 @@ def _reader(kind: Callable[[str], N], rule: str, largest: float = float("inf")) 
         except ValueError:
             raise typer.BadParameter(f"{shown(typed)} is not {rule}") from None
         if read > largest:
-            raise typer.BadParameter(f"{shown(typed)} is more than a size can be: sizes go up to 2**40. Try 512.")
+            raise typer.BadParameter(f"{shown(typed)} is too large: sizes go up to 2**40. Try 512.")
         return read
 
     return number
 
 
-_WHOLE = "a whole number: write digits only, as in 512."
+_WHOLE = "a whole number: write digits only, e.g. 512."
 _whole_number = _reader(int, _WHOLE)
 _size_number = _reader(int, _WHOLE, LARGEST_SIZE)
-_real_number = _reader(float, "a number: write it as in 0.1.")
+_real_number = _reader(float, "a number: write digits, e.g. 0.1.")
 
 
 def _word_of(known: Sequence[str]) -> Callable[[object], str]:
-    """Return a parser of these words, which raises `typer.BadParameter` with the nearest one for any other."""
+    """Return a parser of these words. It raises `typer.BadParameter` with the nearest one for any other text."""
 
     def word(typed: object) -> str:
         if str(typed) in known:
             return str(typed)
         meant = _OF_TORCH.get(str(typed), str(typed))
-        raise typer.BadParameter(f"{shown(typed)} is not known: {', '.join(known)}.{did_you_mean(meant, known)}")
+        raise typer.BadParameter(f"{shown(typed)} is not one of {', '.join(known)}.{did_you_mean(meant, known)}")
 
     return word
 
@@ -74,7 +74,7 @@ def completing(known: Sequence[str]) -> Callable[[str], list[str]]:
 
 
 def counts(name: str, typed: str) -> tuple[int, ...]:
-    """Return the numbers of a comma list, `1,2,4`; none of an empty text. Raises `SpecError` for what is no number."""
+    """Return the numbers of a comma list such as `1,2,4`; empty for an empty text. Raises `SpecError` for others."""
     if not typed.strip():
         return ()
     try:
@@ -82,10 +82,10 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
     except ValueError:
         raise SpecError(
             f"{name} {shown(typed)} is not a whole number or a list of them: "
-            f"write digits and commas only, as in {dashed(name)} 1,2,4."
+            f"write digits and commas only, e.g. {dashed(name)} 1,2,4."
         ) from None
     if max(numbers) > LARGEST_SIZE:
-        raise SpecError(f"{name} {shown(typed)} is more than a size can be: sizes go up to 2**40. Try 8.")
+        raise SpecError(f"{name} {shown(typed)} is too large: numbers go up to 2**40. Try 8.")
     return numbers
 
 
@@ -94,17 +94,17 @@ def option(
 ) -> Any:
     """Declare an option: `embed_dim: int = option(LAYER, ...)` is `--embed-dim`, and reads `MHA_INSPECT_EMBED_DIM`.
 
-    The panel is its group in the help; `flags` are its flags where they are not as its name, as `--bias/--no-bias`;
-    `known` are the words that it takes, any where it is empty.
+    `panel` is its group in the help; `flags` replaces the flag that follows from its name, e.g. `--bias/--no-bias`;
+    `known` lists the words that it takes (empty: any).
     """
     if known:
         more = {"parser": _word_of(known), "metavar": "|".join(known), "autocompletion": completing(known)} | more
-    # The rule of the variables stands once at the top of the page; at each of forty options it would drown the page.
+    # The top of the page explains the variables once: repeated for forty options, they would drown it.
     return typer.Option(default, *flags.split(), help=help, rich_help_panel=panel, show_envvar=False, **more)
 
 
 def size(panel: str, help: str, default: int | None = None, unset: str | bool = True) -> Any:
-    """Declare an option that takes a whole number; `unset` is what the help says of one that has no default."""
+    """Declare an option that takes a whole number. `unset` is the help's word for a missing default."""
     return option(panel, help, default, metavar="N", parser=_size_number, show_default=unset)
 
 
@@ -121,29 +121,27 @@ def _paint(asked: Literal["auto", "always", "never"]) -> str:
 TARGET = typer.Argument(
     None,
     metavar="[TARGET]",
-    help=f"A module of your own: {FORMS}. Importing it runs its code. Without one, a layer is built from the options.",
+    help=f"A module of your own: {FORMS}. Importing it runs its code. Without it, a layer is built from the options.",
     show_default=False,
     rich_help_panel="Target",
 )
 FAIL_IF = option(
     "Comparison",
-    "Exit with code 1 when this is the verdict, for scripts.",
+    "Exit with code 1 on this verdict, for scripts.",
     known=("differs", "same"),
     show_default="never",
 )
 
 
 class Options:
-    """What the shared options were set to. Their defaults are those of `layers.spec`, which is slower to import."""
+    """The values of the shared options. Their defaults repeat those of `layers.spec`, which is slower to import."""
 
-    layer: str = option(
-        LAYER, f"How attention is written: {', '.join(LAYERS)}.", "torch", known=tuple(LAYERS), metavar="NAME"
-    )
+    layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", known=tuple(LAYERS), metavar="NAME")
     embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)
     num_heads: str = option(
-        LAYER, "Attention heads: a list in params, the baseline in compare-heads.", "8", metavar="N"
+        LAYER, "Number of heads; in params a list, in compare-heads the baseline.", "8", metavar="N"
     )
-    num_kv_heads: int | None = size(LAYER, "Key and value heads, when heads share them.", unset="num_heads")
+    num_kv_heads: int | None = size(LAYER, "Number of key and value heads (grouped queries).", unset="num_heads")
     head_dim: int | None = size(LAYER, "Features of one head.", unset="embed_dim / num_heads")
     rope: bool = option(LAYER, "Rotate queries and keys by their positions.", False)
     kdim: int | None = size(LAYER, "Width of the key.", unset="embed_dim")
@@ -152,15 +150,15 @@ class Options:
     add_bias_kv: bool = option(LAYER, "Append one learned key and value.", False)
     add_zero_attn: bool = option(LAYER, "Append one key and value of zeros.", False)
     dropout: float = option(
-        LAYER, "How likely a weight is dropped, with --train.", 0.0, parser=_real_number, metavar="P"
+        LAYER, "Dropout probability of the weights, with --train.", 0.0, parser=_real_number, metavar="P"
     )
     batch_first: bool = option(
         LAYER, "Inputs are batch seq embed, or seq batch embed.", True, "--batch-first/--seq-first"
     )
-    train: bool = option(LAYER, "Training mode, or inference.", False, "--train/--eval")
+    train: bool = option(LAYER, "Training or inference mode.", False, "--train/--eval")
     settings: list[str] | None = option(
         LAYER,
-        "An argument of TARGET, as in --set depth=2; again for another.",
+        "An argument of TARGET, e.g. --set depth=2; repeatable.",
         flags="--set",
         metavar="NAME=VALUE",
         envvar="MHA_INSPECT_SET",
@@ -168,35 +166,35 @@ class Options:
 
     batch: int = size(INPUT, "Number of sequences.", 1)
     seq_len: int = size(INPUT, "Length of the query.", 12)
-    key_len: int | None = size(INPUT, "Length of key and value: another makes it cross-attention.", unset="seq_len")
+    key_len: int | None = size(INPUT, "Length of key and value, for cross-attention.", unset="seq_len")
     unbatched: bool = option(INPUT, "Inputs without a batch dimension.", False)
-    causal: bool = option(INPUT, "A query sees keys up to its own position only.", False)
-    padding: str = option(INPUT, "The last N keys are padding; a comma list has a number a row.", "", metavar="N")
+    causal: bool = option(INPUT, "Each query attends only to keys up to its own position.", False)
+    padding: str = option(INPUT, "The last N keys are padding; a comma list has one per batch item.", "", metavar="N")
     attn_mask: Path | None = file(
-        INPUT, "A .pt or .npy file with a boolean (True: not allowed) or additive mask, 2-D or per head."
+        INPUT, "A .pt or .npy file with a boolean (True: masked out) or additive mask, 2-D or per head."
     )
     input: Path | None = file(
         INPUT,
-        "A .pt, .npy or .safetensors file with the query, or tensors by the names of the arguments.",
+        "A .pt, .npy or .safetensors file with the query, or with tensors named like the arguments.",
         unset="random numbers from --seed",
     )
     input_shape: list[str] | None = option(
         INPUT,
-        "Shape of one argument of TARGET's forward, as in x=2x10x512:float32; again for another.",
+        "Shape of one argument of TARGET's forward, e.g. x=2x10x512:float32; repeatable.",
         metavar="NAME=SHAPE",
     )
     dtype: str = option(INPUT, "Data type of parameters and inputs.", "float32", known=DTYPES)
     seed: int = option(INPUT, "Seed of parameters and inputs.", 0, parser=_whole_number, metavar="N")
 
     device: str = option(
-        RUN, "Where it runs.", "cpu", metavar="cpu|cuda[:N]|mps|meta", autocompletion=completing(DEVICES)
+        RUN, "Device to run on.", "cpu", metavar="cpu|cuda[:N]|mps|meta", autocompletion=completing(DEVICES)
     )
     grad: bool = option(RUN, "Whether gradients are recorded.", False, "--grad/--no-grad")
     need_weights: bool = option(
-        RUN, "Whether the layer is asked for its attention weights.", True, "--need-weights/--no-need-weights"
+        RUN, "Whether the layer returns its attention weights.", True, "--need-weights/--no-need-weights"
     )
     average_weights: bool = option(
-        RUN, "The weights it returns: one for all heads, or one a head.", True, "--average-weights/--per-head-weights"
+        RUN, "Return weights averaged over heads, or per head.", True, "--average-weights/--per-head-weights"
     )
 
     ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched.", False)
@@ -205,35 +203,35 @@ class Options:
     precision: int = size(OUTPUT, "Digits after the point, with --values.", 4)
     edge_items: int = size(OUTPUT, "Elements at each edge, with --values.", 3)
     format: Literal["table", "plain", "json"] | None = option(
-        OUTPUT, "How it is printed.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
+        OUTPUT, "Output format.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
     )
     json: bool = option(OUTPUT, "The same as --format json.", False)
     export: Path | None = file(
         OUTPUT,
-        "Also write it to a file that ends in .txt, .json or .html; a picture, which trace, params and compare-heads "
-        "draw, in .png or .svg.",
+        "Also write the report to a .txt, .json or .html file; .png and .svg take pictures, which trace, params and "
+        "compare-heads draw.",
         "-o --export",
     )
     color: str = option(OUTPUT, "Whether tables are in colour.", "auto", known=COLORS, is_eager=True, callback=_paint)
-    quiet: bool = option(OUTPUT, "Say nothing on stderr but what went wrong.", False, "-q --quiet")
+    quiet: bool = option(OUTPUT, "Print only errors on stderr.", False, "-q --quiet")
 
     def __init__(self, **values: Any) -> None:
         self.__dict__.update({name: getattr(Options, name).default for name in Options.__annotations__} | values)
         self.given = frozenset[str]()
-        """Those that somebody has set."""
+        """Options that the user set, on the command line or by a variable."""
         self.typed = frozenset[str]()
-        """Those that somebody has set on the command line, and not by a variable."""
+        """Options that the user set on the command line."""
         self.ids: Tensor | None = None
-        """Ids of the tokens of a text, `batch seq`, that is the input of a target."""
+        """Token ids of --text, `batch seq`: the input of a target."""
 
     @property
     def ending(self) -> str:
-        """How the name of the file of --export ends, as `.html`; empty where there is none."""
+        """The suffix of --export's file, e.g. `.html`; empty without --export."""
         return "" if self.export is None else self.export.suffix.lower()
 
     @classmethod
     def parsed(cls, context: typer.Context, values: dict[str, Any]) -> "Options":
-        """Return the options as parsed, with who has set them. Raises `SpecError` where two contradict each other."""
+        """Return the parsed options with their sources. Raises `SpecError` if two contradict each other."""
         if context.args:
             raise SpecError(_no_use_for(context))
         options = cls(**values)
@@ -242,26 +240,26 @@ class Options:
         options.typed = frozenset(name for name in options.given if sources[name] == "COMMANDLINE")
         if options.json and options.format not in (None, "json"):
             if {"json", "format"} <= options.typed:
-                raise SpecError(f"--json and --format {options.format} are two formats: drop one of them.")
+                raise SpecError(f"--json and --format {options.format} are two formats. Drop one.")
             options.json = "json" in options.typed
         if options.json:
             options.format = "json"
         return options
 
     def require_no_target_settings(self, command: str) -> None:
-        """Raise `SpecError` where something was set that only a target has a use for."""
+        """Raise `SpecError` if a target-only option was given without a target."""
         for flag, texts in (("--set", self.settings), ("--input-shape", self.input_shape)):
             if texts:
                 raise SpecError(
-                    f"{flag} {shown(texts[0])} is for a target, and {command} was given none. Name one, "
-                    "as in mha-inspect trace path/to/file.py:Name."
+                    f"{flag} {shown(texts[0])} needs a TARGET, and {command} was given none. Name one, e.g. "
+                    f"mha-inspect {command} path/to/file.py:Name."
                 )
 
-    def require_of_use_to_a_file(self, text: str, *used: str) -> None:
-        """Raise `SpecError` where something was typed that a file of tensors has no use for."""
+    def require_file_options(self, text: str, *used: str) -> None:
+        """Raise `SpecError` if an option was typed that does not apply to a file of tensors."""
         for name in sorted(self.typed - {*used, *OUTPUTS}):
             flag = {"settings": "set", "batch_first": "seq_first"}.get(name, name)
-            raise SpecError(f"{shown(text)} is a file of tensors, which {dashed(flag)} cannot change: drop it.")
+            raise SpecError(f"{shown(text)} is a file of tensors: {dashed(flag)} does not apply to it. Drop it.")
 
 
 SHARED = [
@@ -272,30 +270,30 @@ SHARED = [
 
 
 def require_numbers(device: str, use: str, way_out: str = "") -> None:
-    """Raise `DeviceError` where there are shapes and no numbers for a use, as `draw`."""
+    """Raise `DeviceError` on meta, which has no numbers; `use` is a verb, e.g. `draw`."""
     if device == "meta":
         raise DeviceError(f"device meta has shapes and no numbers to {use}. Try --device cpu.{way_out}")
 
 
 def is_target(text: str) -> bool:
-    """Return whether a text has the form of a target, and not that of a layer's name."""
+    """Return whether a text has the form of a target rather than a layer's name."""
     return ":" in text or text.endswith(".py")
 
 
-def numbers_go_by_name(command: str) -> str:
-    """Return how a command takes sizes, and how a list of head counts where it takes one."""
+def how_to_give_sizes(command: str) -> str:
+    """Return how to give a command sizes, and a list of head counts if it takes one."""
     lists = {"params": "--num-heads", "compare-heads": "--heads"}
-    commas = f", and a list has commas, as in {lists[command]} 1,2,4" if command in lists else ""
-    return f"sizes go by name, as in mha-inspect {command} --embed-dim 512{commas}"
+    commas = f", and a list with commas, e.g. {lists[command]} 1,2,4" if command in lists else ""
+    return f"give sizes as options, e.g. mha-inspect {command} --embed-dim 512{commas}"
 
 
 def _no_use_for(context: typer.Context) -> str:
-    """Return what is wrong with words that a command has no use for."""
+    """Return the message for words that a command does not take."""
     command, extra = str(context.info_name), shown(" ".join(context.args))
     if is_target(extra):
-        way_out = " beside another target. Two: mha-inspect diff LEFT RIGHT"
+        way_out = " as another target. To compare two: mha-inspect diff LEFT RIGHT"
     elif command == "layers":
-        way_out = f". What it takes: {context.command_path} --help"
+        way_out = f". For its options: {context.command_path} --help"
     else:
-        way_out = f": {numbers_go_by_name(command)}."
-    return f"{command} has no use for {extra}{way_out}"
+        way_out = f": {how_to_give_sizes(command)}."
+    return f"{command} does not take {extra}{way_out}"

@@ -1,4 +1,4 @@
-"""Bring an answer to where it was asked for, with its pictures: stdout, and the file of --export."""
+"""Write a report and its pictures to stdout and to the file of --export."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from ..pictures.grid import Picture
     from ..reports.common import Report
 
-# Windows reports a reader that is gone as EINVAL.
+# Windows reports a closed pipe as EINVAL.
 GONE = (errno.EPIPE, errno.EINVAL) if os.name == "nt" else (errno.EPIPE,)
 FULL = (errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENOSPC))
 
 
 class ClosedPipeError(MhaInspectError):
-    """The reader of stdout went away. Nobody is left to be told."""
+    """The reader of stdout closed the pipe: no message is printed."""
 
     exit_code = ExitCode.CLOSED_PIPE
 
@@ -36,12 +36,12 @@ class Drawn:
 
     pictures: tuple[Picture, ...]
     printed: bool = True
-    """Whether they follow the report on stdout; else they are in the file of --export alone."""
+    """Whether they follow the report on stdout; otherwise only the file of --export has them."""
     viewed: dict[str, Any] | None = None
-    """What a page shows of all there is; None where that is nothing but the pictures."""
+    """The content of a page's viewer; None if the page has only the pictures."""
 
     def text(self, stream: IO[str] | None = None) -> str:
-        """Return the pictures as text for a stream; for a file where there is none."""
+        """Return the pictures as text for a stream, or for a file if it is None."""
         from ..pictures.grid import depth_shown
         from ..pictures.terminal import draw
 
@@ -51,19 +51,19 @@ class Drawn:
 
 
 def require_drawable(options: Options, *, in_json: bool = False) -> None:
-    """Raise `MhaInspectError` where there are no numbers to draw, or no place to: JSON is one `in_json` alone."""
+    """Raise `MhaInspectError` if there are no numbers to draw, or the format has no pictures (JSON: `in_json`)."""
     if options.format == "json" and options.ending not in (".png", ".svg", ".html") and not in_json:
         raise SpecError(
-            "--picture draws, and --format json has no pictures. Drop one of the two, or --export FILE.png."
+            "--picture draws, but --format json has no pictures. Drop one of the two, or add --export FILE.png."
         )
     require_numbers(options.device, "draw")
 
 
 def prepare(options: Options, *, draws: bool | None = None, computes: bool = True) -> Destination | None:
-    """Return where --export goes, looked at before anything is computed; None where nothing is exported.
+    """Return the destination of --export, checked before anything is computed; None without --export.
 
     `draws` is None for a command that has no picture; `computes` says that torch is needed. Raises `MhaInspectError`
-    where it could not be written there, is to be a picture and none is drawn, or torch could not be loaded.
+    if the file cannot be written, is a picture although none is drawn, or torch cannot be loaded.
     """
     if computes:
         require_loadable()
@@ -72,8 +72,8 @@ def prepare(options: Options, *, draws: bool | None = None, computes: bool = Tru
     export = Destination.of(options.export)
     if export.format in IMAGES:
         if not draws:
-            way = "End it in" if draws is None else "Add --picture, or end it in"
-            raise ExportError(f"{shown(export.asked)} is a picture, and none is drawn. {way} .html, .txt or .json.")
+            way = "Use" if draws is None else "Add --picture, or use"
+            raise ExportError(f"{shown(export.asked)} is a picture, but none is drawn. {way} .html, .txt or .json.")
         from ..pictures.plot import require_matplotlib
 
         require_matplotlib(f"--export {shown(export.asked)}")
@@ -81,9 +81,9 @@ def prepare(options: Options, *, draws: bool | None = None, computes: bool = Tru
 
 
 def give(report: Report, options: Options, export: Destination | None, drawn: Drawn | None = None) -> None:
-    """Print a report on stdout in the format that was asked for, and write it to the file of --export.
+    """Print a report on stdout in the chosen format, and write it to the file of --export.
 
-    Raises as `write`; where it is the file that could not be written, stdout has the answer all the same.
+    Raises as `write`. If only the file cannot be written, stdout still has the report.
     """
     from ..render import to_text
 
@@ -104,7 +104,7 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
 
 
 def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:
-    """Return what goes into a file: the report, the pictures, or both."""
+    """Return the content of a file: the report, the pictures, or both."""
     from ..render import to_text
 
     if drawn is None or format == "json":
@@ -126,15 +126,13 @@ def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:
 
 
 def write(text: str, format: str = "plain") -> None:
-    """Write text to stdout, whole; what its encoding lacks is written as escapes, which JSON reads back as it was.
+    """Write a whole text to stdout. Characters that its encoding lacks become escapes, which JSON reads back.
 
-    Raises `ClosedPipeError` when the reader is gone, `ExportError` when stdout is a file that takes no more.
+    Raises `ClosedPipeError` if the reader closed the pipe, `ExportError` if stdout is closed or its disk is full.
     """
     out = sys.stdout
     if out is None:
-        raise ExportError(
-            "stdout is closed: there is nowhere to print to. Use --export FILE.txt, or leave stdout open."
-        )
+        raise ExportError("stdout is closed, so nothing can be printed. Use --export FILE.txt, or leave stdout open.")
     encoding = out.encoding or "utf-8"
     try:
         text.encode(encoding, out.errors or "strict")
@@ -153,10 +151,10 @@ def write(text: str, format: str = "plain") -> None:
 
 
 def unwritable(error: OSError) -> MhaInspectError | None:
-    """Return what an error means for stdout: nobody reads it, or there is no room; None for any other error."""
+    """Return the error for a closed pipe or a full disk at stdout; None for any other error."""
     if error.errno not in GONE + FULL:
         return None
-    try:  # point stdout to nowhere, so that Python does not try once more at exit, and complain
+    try:  # point stdout to the null device, so that Python does not try again at exit and complain
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
@@ -164,4 +162,4 @@ def unwritable(error: OSError) -> MhaInspectError | None:
         pass
     if error.errno in GONE:
         return ClosedPipeError()
-    return ExportError(f"stdout could not be written: {error.strerror}. Make room, or send it somewhere else.")
+    return ExportError(f"stdout could not be written: {error.strerror}. Free some space, or redirect stdout elsewhere.")

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 PANEL = "Params"
 _OF_INPUTS = ("causal", "padding", "attn_mask", "input")
-"""Options that say more of the inputs than their sizes: a layer's parameters do not depend on them."""
+"""Options of the inputs, besides their sizes: a layer's parameters do not depend on them."""
 _OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
-"""Options that a checkpoint has a use for by itself; a module beside it takes all of them."""
+"""Options that apply to a checkpoint alone; with a module beside it, all of them apply."""
 
 
 @command(
@@ -35,31 +35,29 @@ _OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
 def params(
     options: Options,
     target: str | None = TARGET,
-    per_head: bool = option(PANEL, "Show the rows and columns of each head, read off a run of it.", False),
+    per_head: bool = option(PANEL, "Show the rows and columns of each head, found by one run.", False),
     picture: bool = option(
-        PANEL, "Draw how large each head's part of W_q, W_k, W_v and W_o is.", False, allow_from_autoenv=False
+        PANEL, "Draw the norm of each head's part of W_q, W_k, W_v and W_o.", False, allow_from_autoenv=False
     ),
     like: str | None = option(
         PANEL,
-        "Hold a checkpoint against this TARGET, built without memory: what does not fit, and what tensors are for.",
+        "Compare a checkpoint with this TARGET, built without memory: mismatches, and the purpose of each tensor.",
         metavar="TARGET",
-        show_default="what names tell",
+        show_default="names and shapes only",
     ),
-    module: str | None = option(
-        PANEL, "Show, and read, the tensors of a checkpoint below this path alone.", metavar="PATH"
-    ),
+    module: str | None = option(PANEL, "Read only the tensors of a checkpoint below this path.", metavar="PATH"),
 ) -> ExitCode:
-    """Show every parameter tensor: its name, shape, axes and count, and what it is for.
+    """Show every parameter tensor: its name, shape, axes, count and purpose.
 
-    With a list, as in --num-heads 1,2,4,8, it sets the head counts side by side.
+    With a list, e.g. --num-heads 1,2,4,8, it shows the head counts side by side.
 
-    TARGET is a class, a function that returns a module, or a module of your own: its arguments come from --set and from
-    the options under the names that it has for them. Importing it runs its code. Its forward is run once, on inputs as
-    trace makes them: what each parameter is for, and which rows and columns belong to which head, is read off that run.
+    TARGET is a class, a function that returns a module, or a module. Its arguments come from --set and from options of
+    a matching name, e.g. --embed-dim sets d_model. Importing TARGET runs its code. Its forward runs once, with inputs
+    as in trace, which shows the purpose of each parameter and which rows and columns belong to which head.
 
     TARGET may also be a checkpoint: a .safetensors, .pt, .pth or .bin file, an index of shards, or a folder of a model.
-    Its headers are read and nothing is run: what the tensors are for is told by their names and shapes. With --like it
-    is held against a module, which is run without memory, and --stats, --values and --picture read the tensors.
+    Nothing is run, and only its headers are read: names and shapes show the purpose of each tensor. --like compares
+    it with a module, which is run without memory; --stats, --values and --picture read the tensors.
     """
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
@@ -67,9 +65,9 @@ def params(
         _check_checkpoint(str(target), options, like)
     elif like is not None or module is not None:
         raise SpecError(
-            f"--{'like' if like is not None else 'module'} is for a checkpoint, and "
-            f"{'none was named' if target is None else f'{shown(target)} is none'}. As in mha-inspect params "
-            "model.safetensors --like hf:gpt2."
+            f"--{'like' if like is not None else 'module'} needs a checkpoint, and "
+            f"{'none was given' if target is None else f'{shown(target)} is not one'}. Give one, e.g. mha-inspect "
+            "params model.safetensors --like hf:gpt2."
         )
     elif target is not None:
         subject.check_target(target, options, "params", many_heads=True)
@@ -80,7 +78,7 @@ def params(
         subject.check_layer(options, heads)
         for name in sorted(options.typed & {*_OF_INPUTS}):
             raise SpecError(
-                f"{dashed(name)} says what goes in, and a layer has the same parameters whatever does: drop it."
+                f"{dashed(name)} sets the inputs, and the parameters of a layer do not depend on them. Drop it."
             )
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
@@ -104,9 +102,9 @@ def params(
 
 
 def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
-    """Look at what can be judged before a file is read. Raises `MhaInspectError` where an option is of no use."""
+    """Check the options before a file is read. Raises `MhaInspectError` for one that does not apply."""
     if like is None:
-        options.require_of_use_to_a_file(text, *_OF_CHECKPOINT)
+        options.require_file_options(text, *_OF_CHECKPOINT)
     elif like in LAYERS:
         subject.check(None, options, "params")
     else:
@@ -114,7 +112,7 @@ def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
 
 
 def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[str, Any]) -> ParamsReport:
-    """Read a checkpoint; beside a target, or a layer by its name, that is built without memory."""
+    """Read a checkpoint; with --like, beside a target or a layer that is built without memory."""
     from ..answers.checkpoint.params import params_of_checkpoint
 
     if like is None:
@@ -140,7 +138,7 @@ def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -
 
 
 def _of_target(text: str, options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -> ParamsReport:
-    """Report the parameters of a target, and what they are for by one call of it; else why there is none."""
+    """Report the parameters of a target and their purposes, from one call of it; or why it cannot be called."""
     many, why = len(heads) > 1, ""
     with subject.running(options, f"reading {text}"):
         from torch.nn.parameter import is_lazy
@@ -163,6 +161,6 @@ def _of_target(text: str, options: Options, heads: tuple[int, ...], asked: dict[
                 raise
             unrun = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(unrun, called=False, **asked)
-            why = f"What they are for is read off a run, and there is none: {error}"
-    subject.tell(first.notes, options)
+            why = f"The purpose of the parameters is unknown, because the module cannot be run: {error}"
+    subject.print_notes(first.notes, options)
     return replace(report, notes=(*report.notes, *filter(None, [why])))

@@ -1,9 +1,9 @@
-"""A process of our own: when Python looks for cycles to free, and how a signal ends it.
+"""The process of the command line: when Python collects garbage, and how a signal ends it.
 
-To look for cycles in what start-up makes, hundreds of thousands of objects of which none is dropped, is a third of the
-whole: nothing is collected until the work begins, and what was there by then is left alone.
+Start-up makes hundreds of thousands of objects and drops none, and looking for cycles in them takes a third of its
+time. So collection begins with the work, and leaves the objects of start-up alone.
 
-Python runs its signal handlers between two instructions of its own, and a product of large matrices is one instruction
+Python runs its signal handlers between two of its instructions, and a product of large matrices is one instruction
 that lasts minutes. The signal itself writes a byte to the wakeup descriptor at once; torch works without the
 interpreter's lock, so a thread that waits for this byte can end the process.
 """
@@ -22,7 +22,7 @@ _ENDING = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if 
 
 
 def resume_collection() -> None:
-    """Collect where nothing was collected so far, and only what is made from here on."""
+    """Turn on garbage collection, for objects made from here on. Does nothing if it is on."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -34,21 +34,21 @@ def leave(number: int) -> None:
     if export is not None:
         export.remove_unfinished()
     try:
-        # A terminal has echoed ^C where the cursor was: the word goes on a line of its own.
+        # The terminal has echoed ^C at the cursor: the word goes on the next line.
         screen = sys.modules.get("mha_inspect.render.screen")
         cursor = b"\x1b[?25h" if screen is not None and screen.waits else b""
         word = b"Interrupted.\n" if number == signal.SIGINT else b"Terminated.\n"
         os.write(2, cursor + b"\n" + word if os.isatty(2) else word)
     finally:
-        os._exit(128 + number)  # as a shell tells it; 130 for Ctrl-C
+        os._exit(128 + number)  # as in a shell: 130 for Ctrl-C
 
 
 @contextmanager
 def leave_on_interrupt() -> Iterator[None]:
-    """Make Ctrl-C end the process with exit code 130 at once, wherever it is; SIGTERM with 143, SIGHUP with 129.
+    """Make Ctrl-C end the process at once with exit code 130; SIGTERM with 143, SIGHUP with 129.
 
-    A signal that is ignored on purpose (Ctrl-C in a background job, SIGHUP under nohup) stays so, as does everything
-    where the platform has no pipe that can be a wakeup descriptor.
+    A signal that is ignored on purpose (Ctrl-C in a background job, SIGHUP under nohup) stays ignored. Nothing changes
+    on a platform where a pipe cannot be a wakeup descriptor.
     """
     usual = (signal.default_int_handler, signal.SIG_DFL)
     before = {number: handler for number in _ENDING if (handler := signal.getsignal(number)) in usual}
@@ -66,8 +66,8 @@ def leave_on_interrupt() -> Iterator[None]:
         os.close(waiting)
 
     descriptor = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
-    # The thread answers alone: an exception in the main thread as well would race with it, and can end in the noise of
-    # an import or a destructor that was cut in two.
+    # Only the thread answers: an exception in the main thread would race with it, and could interrupt an import or a
+    # destructor with noise.
     for number in before:
         signal.signal(number, lambda number, frame: None)
     _thread.start_new_thread(watch, ())

@@ -1,4 +1,4 @@
-"""What the options ask to be run: a layer of the catalog or a target, its inputs, and how it is run."""
+"""From options to a subject: a layer of the catalog or a target, its inputs, and how it is run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
 from ..text import first_few, shown
 from .messages import does_not_fit, say
-from .options import FORMS, Options, counts, is_target, numbers_go_by_name
+from .options import FORMS, Options, counts, how_to_give_sizes, is_target
 from .process import resume_collection
 
 if TYPE_CHECKING:
@@ -27,32 +27,32 @@ if TYPE_CHECKING:
 
 
 def head_counts(options: Options) -> tuple[int, ...]:
-    """Return the numbers of --num-heads, each once. Raises `SpecError` for none, and for what is no whole number."""
+    """Return the numbers of --num-heads, each once. Raises `SpecError` if empty or not whole numbers."""
     typed = counts("num_heads", options.num_heads)
     if not typed:
-        raise SpecError("num_heads is empty: give the number of attention heads, as in --num-heads 8.")
+        raise SpecError("num_heads is empty: give the number of attention heads, e.g. --num-heads 8.")
     return tuple(dict.fromkeys(typed))
 
 
 def single_head_count(options: Options, command: str) -> int:
-    """Return the one number of --num-heads. Raises `SpecError` with the commands that take a list, where it is one."""
+    """Return the number of --num-heads. Raises `SpecError` for a list, with the commands that take one."""
     first, *more = head_counts(options)
     if more:
         raise SpecError(
-            f"num_heads {options.num_heads} is a list, and {command} takes one number, as in --num-heads {first}. "
-            f"Several of a layer or a module: `mha-inspect params --num-heads {options.num_heads}`, `mha-inspect "
+            f"num_heads {options.num_heads} is a list, and {command} takes one number, e.g. --num-heads {first}. "
+            f"To compare several: `mha-inspect params --num-heads {options.num_heads}` or `mha-inspect "
             f"compare-heads --heads {options.num_heads}`."
         )
     return first
 
 
 def _same(spec: type, options: Options) -> dict[str, Any]:
-    """Return the fields of a spec that options have under the same names, as they are set."""
+    """Return the values of options that have the name of a spec's field."""
     return {field.name: getattr(options, field.name) for field in fields(spec) if hasattr(options, field.name)}
 
 
 def attention(options: Options, num_heads: int) -> AttentionSpec:
-    """Return the layer asked for, with this head count. Raises `SpecError` when its sizes contradict each other."""
+    """Return the spec of the layer, with this head count. Raises `SpecError` if its sizes contradict each other."""
     _require_seed(options)
     settings = _same(AttentionSpec, options) | {"num_heads": num_heads, "training": options.train}
     return LAYERS[options.layer].spec(**settings)
@@ -64,7 +64,7 @@ def _require_seed(options: Options) -> None:
 
 
 def inputs(options: Options) -> InputSpec:
-    """Return what goes into the layer. Raises `SpecError` when its sizes contradict each other."""
+    """Return the spec of the inputs. Raises `SpecError` if their sizes contradict each other."""
     return InputSpec(**_same(InputSpec, options) | {"padding": counts("padding", options.padding)})
 
 
@@ -74,23 +74,19 @@ def run(options: Options) -> RunSpec:
 
 
 def show(options: Options) -> Show:
-    """Return what the report holds beyond shapes and axes. Raises `SpecError` for a number of digits that cannot be."""
+    """Return the numbers to report beyond shapes and axes. Raises `SpecError` for an impossible number of digits."""
     if not 0 <= options.precision <= 17:
-        raise SpecError(
-            f"precision {options.precision} is not a number of digits: it must be 0 to 17. Try --precision 4."
-        )
+        raise SpecError(f"precision {options.precision} is out of range: it must be 0 to 17. Try --precision 4.")
     if options.edge_items < 1:
         raise SpecError(f"edge_items {options.edge_items} shows nothing: it must be 1 or more. Try --edge-items 3.")
     for flag in () if options.values else sorted({"precision", "edge_items"} & options.typed):
-        raise SpecError(
-            f"{dashed(flag)} {getattr(options, flag)} says how tensors are printed, and none is. Add --values."
-        )
+        raise SpecError(f"{dashed(flag)} {getattr(options, flag)} only affects printed tensors. Add --values.")
     for_a_machine = "json" in (options.format, options.ending[1:])
     return Show(**_same(Show, options), full_values=options.values and for_a_machine)
 
 
 def with_heads(options: Options, count: int) -> Options:
-    """Return the options with one head count, as if a variable had set it: the target need not have a use for it."""
+    """Return the options with one head count, set as if by a variable: a target may ignore it."""
     changed = copy.copy(options)
     changed.num_heads = str(count)
     changed.given, changed.typed = options.given | {"num_heads"}, options.typed - {"num_heads"}
@@ -98,29 +94,29 @@ def with_heads(options: Options, count: int) -> Options:
 
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
-    """Raise `SpecError` where --set gives a target one head count, or one of `heads` is none; `way` says what does."""
+    """Raise `SpecError` if --set fixes the head count, or one of `heads` is below 1. `way` is the way out."""
     from ..build.arguments import parse_settings
 
-    own = parse_settings(options.settings or [])
-    fixed = next((name for name in own if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
+    settings = parse_settings(options.settings or [])
+    fixed = next((name for name in settings if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
     if fixed is not None:
-        raise SpecError(f"--set {fixed} is one number of heads for all: drop it. {way}")
+        raise SpecError(f"--set {fixed} fixes the number of heads. Drop it: {way}")
     if min(heads) < 1:
         raise SpecError(f"heads {min(heads)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
 
 
 def require_head_count(target: Target, command: str) -> None:
-    """Raise `SpecError` where no argument of the target is a number of heads."""
+    """Raise `SpecError` if no argument of the target is a number of heads."""
     if all(flag_of(name) != "num_heads" for name in target.arguments):
         names = first_few([name for name in target.arguments if not name.startswith("_")], 12) or "none"
         raise SpecError(
-            f"{target.name} takes no number of heads (its arguments: {names}), and {command} builds it once for each. "
-            "Name a class or a function that takes one, as num_heads, n_head or nhead."
+            f"{target.name} takes no number of heads (its arguments: {names}), so {command} cannot vary it. "
+            "Name a class or a function that takes one, e.g. as num_heads, n_head or nhead."
         )
 
 
 def flags(options: Options) -> Flags:
-    """Return what is set, and by whom, for the constructor of a target. Raises `SpecError` where heads are a list."""
+    """Return the flags for the constructor of a target, with their sources. Raises `SpecError` for a list of heads."""
     named = {field.name for field in fields(AttentionSpec)} - {"dtype", "training", "seed"}
     named |= {"causal", "seq_len", "need_weights", "average_weights"}
     values = {name: getattr(options, name) for name in named} | {"num_heads": single_head_count(options, "a target")}
@@ -128,9 +124,9 @@ def flags(options: Options) -> Flags:
 
 
 def check(text: str | None, options: Options, command: str) -> None:
-    """Look at everything that can be judged of a layer or a target before torch is imported.
+    """Check a layer or a target as far as possible before torch is imported.
 
-    Raises `MhaInspectError` when the text is no target, or options contradict it or each other.
+    Raises `MhaInspectError` if the text is not a target, or options contradict it or each other.
     """
     show(options)
     if text is not None:
@@ -141,9 +137,9 @@ def check(text: str | None, options: Options, command: str) -> None:
 
 
 def check_layer(options: Options, counts: Sequence[int]) -> None:
-    """Look at everything that can be judged of a layer with each of these head counts.
+    """Check a layer with each of these head counts as far as possible.
 
-    Raises `SpecError` where its sizes contradict each other, or it has no use for a setting.
+    Raises `SpecError` if its sizes contradict each other, or it does not have a setting.
     """
     for count in counts:
         LAYERS[options.layer].check(attention(options, count), inputs(options), run(options))
@@ -152,11 +148,11 @@ def check_layer(options: Options, counts: Sequence[int]) -> None:
 def check_target(
     text: str, options: Options, command: str, *, beside_layer: bool = False, many_heads: bool = False
 ) -> None:
-    """Look at everything that can be judged of a target.
+    """Check a target as far as possible before it is imported.
 
     With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
 
-    Raises `MhaInspectError` when the text is no target, or options contradict it.
+    Raises `MhaInspectError` if the text is not a target, or options contradict it.
     """
     from ..build.arguments import parse_settings, parse_shapes
     from ..build.importing import split_target
@@ -165,28 +161,28 @@ def check_target(
     if not is_target(text):
         if is_checkpoint(text):
             raise SpecError(
-                f"{shown(text)} is a checkpoint: it has tensors, and no forward to run. `mha-inspect params "
-                f"{shown(text)}` reads it."
+                f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use `mha-inspect params "
+                f"{shown(text)}`."
             )
         if Path(text).is_file():
             raise SpecError(
-                f"{shown(text)} is a file of no kind that can be looked into: Python, as path/to/file.py:Name, or a "
+                f"{shown(text)} is not a supported file. Give Python, e.g. path/to/file.py:Name, or a "
                 "checkpoint (.safetensors, .pt, .pth, .bin)."
             )
         where, dot, name = text.rpartition(".")
         if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
             if not name[0].isupper():
-                raise SpecError(f"{shown(text)} does not say what to look at in it. Write {text}:Name.")
+                raise SpecError(f"{shown(text)} is missing the name of a class. Write {text}:Name.")
             where = "torch.nn" if where == "nn" else where  # as everybody imports it
-            raise SpecError(f"{shown(text)} has a dot before its last name, and a target has a colon: {where}:{name}.")
-        way = numbers_go_by_name(command)
+            raise SpecError(f"{shown(text)} has a dot before the class; a target has a colon. Write {where}:{name}.")
+        way = how_to_give_sizes(command)
         if text in LAYERS and not beside_layer:
-            way = f"the layer of this name: mha-inspect {command} --layer {text}"
+            way = f"for the layer of this name: mha-inspect {command} --layer {text}"
         raise SpecError(f"{shown(text)} is not a target: write {FORMS}. {way[0].upper()}{way[1:]}.")
     if not text.startswith("hf:"):
         split_target(text)
     if "layer" in options.typed and not beside_layer:
-        raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers: drop one of them.")
+        raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
     _require_seed(options)
     parse_settings(options.settings or [])
     parse_shapes(options.input_shape or [])
@@ -196,14 +192,14 @@ def check_target(
 
 @contextmanager
 def waiting(options: Options, words: str) -> Iterator[Tick]:
-    """Do what may take a while inside: somebody who waits at a terminal is told `words`, and what is ticked."""
+    """Show `words` and every tick at a terminal while the block runs."""
     with progress(words, quiet=options.quiet) as tick, _fitting(options):
         yield tick
 
 
 @contextmanager
 def running(options: Options, words: str) -> Iterator[Tick]:
-    """Build and run subjects inside, as `waiting`: what they print goes to stderr, and gradients are as asked."""
+    """Build and run subjects in the block, as `waiting`. Their output goes to stderr; gradients are as asked."""
     with progress(words, quiet=options.quiet) as tick:
         import torch
 
@@ -215,8 +211,8 @@ def running(options: Options, words: str) -> Iterator[Tick]:
 
 @contextmanager
 def _fitting(options: Options) -> Iterator[None]:
-    """Raise `DoesNotFitError` where what is done inside takes more memory than is free."""
-    resume_collection()  # before torch is imported that is most of what is there, and stays
+    """Raise `DoesNotFitError` if the block needs more memory than is free."""
+    resume_collection()  # before torch is imported: the objects so far are permanent
     free: int | None = None
     try:
         with limited_to_what_is_free(options.device) as free:
@@ -230,9 +226,9 @@ def _fitting(options: Options) -> Iterator[None]:
 def load(text: str | None, options: Options) -> Subject:
     """Build a layer or a target, and make its inputs.
 
-    A forward that raises is left to raise where it is recorded.
+    An error of the forward is ignored here: it is raised again when the forward is recorded.
 
-    Raises `MhaInspectError` where it cannot be built or called as asked.
+    Raises `MhaInspectError` if it cannot be built or called as asked.
     """
     from ..call.load import load_layer, subject_of
 
@@ -246,14 +242,14 @@ def load(text: str | None, options: Options) -> Subject:
 def load_target(
     text: str,
     options: Options,
-    own: Sequence[str] = (),
+    side_settings: Sequence[str] = (),
     sizes: Mapping[str, Any] | None = None,
     elsewhere: Collection[str] = (),
     flag: str = "--set",
 ) -> Target:
-    """Build a target as the options say, and with settings of its own, of this flag, that come before those of --set.
+    """Build a target from the options, and from a side's settings of this flag, which override those of --set.
 
-    `sizes` stand in for those options that nobody has given; those in `elsewhere` are of use to another side.
+    `sizes` replace options that the user did not set. Options in `elsewhere` apply to the other side.
     """
     from ..build.arguments import parse_settings
     from ..build.target import TargetSpec
@@ -268,11 +264,11 @@ def load_target(
         training=options.train,
         seed=options.seed,
     )
-    return build(text, parse_settings([*(options.settings or []), *own]), spec)
+    return build(text, parse_settings([*(options.settings or []), *side_settings]), spec)
 
 
 def call_of(target: Target, options: Options, like: Call | None = None, *, may_fail: bool = False) -> Call:
-    """Make the arguments of a target's forward as the options say, as `call.load.call_target` does."""
+    """Make the arguments of a target's forward from the options, as `call.load.call_target` does."""
     from ..build.arguments import parse_shapes
     from ..call.inputs import Asked
     from ..call.load import call_target
@@ -282,7 +278,7 @@ def call_of(target: Target, options: Options, like: Call | None = None, *, may_f
     return call_target(target, asked, like=like, may_fail=may_fail)
 
 
-def tell(notes: Iterable[str], options: Options) -> None:
-    """Say on stderr what was decided on somebody's behalf, unless they want no word."""
+def print_notes(notes: Iterable[str], options: Options) -> None:
+    """Print notes on stderr, unless --quiet."""
     for note in () if options.quiet else notes:
         say(note)

@@ -34,41 +34,41 @@ PANEL, PICTURE = "Trace", "Picture"
 def trace(
     options: Options,
     target: str | None = TARGET,
-    attention: int | None = size(PANEL, "Show this attention of several in full.", unset="each kind once"),
+    attention: int | None = size(PANEL, "Show only this attention in full.", unset="one of each kind"),
     module: str | None = option(
-        PANEL, "Show those of this module in full.", metavar="PATH", show_default="each kind once"
+        PANEL, "Show only attentions of this module in full.", metavar="PATH", show_default="one of each kind"
     ),
     picture: str | None = option(
         PICTURE,
-        "Draw this stage, a heat map for each head: weights, scores or any other.",
+        "Draw this stage, with a heat map per head: weights, scores or any other.",
         known=STAGES,
         metavar="STAGE",
     ),
-    head: str = option(PICTURE, "The heads to draw, as in 0,3-5.", "", metavar="N,N-N", show_default="all"),
-    batch_row: int = size(PICTURE, "The row of the batch to draw.", 0),
+    head: str = option(PICTURE, "The heads to draw, e.g. 0,3-5.", "", metavar="N,N-N", show_default="all"),
+    batch_row: int = size(PICTURE, "The batch item to draw.", 0),
     tokens: str | None = option(
         PICTURE,
-        "What stands at each place, to label the axes: a file with one a line, or a comma list.",
+        "Tokens to label the axes: a file with one per line, or a comma list.",
         metavar="FILE|A,B,...",
         show_default="numbers",
     ),
     text: str | None = option(
         PICTURE,
-        "Make the input of this text, by the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
+        "Use this text as the input, with the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
         metavar="TEXT",
     ),
 ) -> ExitCode:
-    """Show every stage of one forward pass: its name, what is computed, its shape, and what each axis is.
+    """Show every stage of one forward pass: its name, its formula, its shape and its axes.
 
-    It is run once, as it is. Where PyTorch hides stages in a fused kernel, its steps are computed beside it, and the
-    last line says how near they come to its result.
+    The module is run once, unchanged. If a fused kernel of PyTorch hides stages, they are computed separately, and the
+    last line shows how close they are to the result of the kernel.
     """
     subject.check(target, options, "trace")
     if text is not None and (target is None or not target.startswith("hf:")):
-        raise SpecError("--text needs a tokenizer: name a model with one, as in mha-inspect trace hf:DIRECTORY.")
+        raise SpecError("--text needs a tokenizer: name a model with one, e.g. mha-inspect trace hf:DIRECTORY.")
     for name in ("input", "seq_len", "batch") if text is not None else ():
         if name in options.typed:
-            raise SpecError(f"--text and {dashed(name)} both say what goes in: drop one of the two.")
+            raise SpecError(f"--text and {dashed(name)} both set the input. Drop one.")
     wanted = _wanted(options, picture, head, batch_row, tokens)
     export = prepare(options, draws=wanted is not None)
     if text is not None:
@@ -82,7 +82,7 @@ def trace(
     except DoesNotFitError as error:
         if wanted is None or wanted.printed or options.ending != ".html":
             raise
-        subject.tell([f"The page has no pictures, for which the tensors have to be kept: {error}"], options)
+        subject.print_notes([f"The page has no pictures, because their tensors do not fit in memory: {error}"], options)
         wanted = None
         report, run = _traced(target, options)
     if run is None:
@@ -94,7 +94,7 @@ def trace(
 
 
 def _traced(target: str | None, options: Options, *, keep: bool = False) -> tuple[Trace, Run | None]:
-    """Return the report of a run of what was asked for, and the run; without it where the forward raised."""
+    """Return the report of one run, and the run; None for the run if the forward raised."""
     show = subject.show(options)
     with subject.running(options, f"tracing {target or options.layer}"):
         from ..answers.trace import traced
@@ -111,21 +111,21 @@ def _traced(target: str | None, options: Options, *, keep: bool = False) -> tupl
 
 
 def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:
-    """Mark the attentions that are to be shown in full, by number or module. Raises `SpecError` where there is none."""
+    """Mark the attentions to show in full, by number or module. Raises `SpecError` if there is no such attention."""
     paths = [report.module for report in trace.attentions]
     chosen = set(range(1, len(paths) + 1))
     if attention is not None:
         if attention not in chosen:
             there = {0: "none was found", 1: "there is only 1"}.get(len(paths), f"there are 1 to {len(paths)}")
-            raise SpecError(f"attention {attention} is not there: {there}. Without --attention all are listed.")
+            raise SpecError(f"attention {attention} does not exist: {there}. Without --attention, all are listed.")
         chosen = {attention}
     if module is not None:
         inside = {n for n, path in enumerate(paths, 1) if path == module or path.startswith(f"{module}.")}
         if not inside:
             listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if len(paths) > 4 else "")
-            where = f"Modules that have one: {listed or 'none'}."
+            where = f"Modules with attention: {listed or 'none'}."
             if paths and not listed:
-                where = "The only one is in the layer itself: leave --module out."
+                where = "The only attention is in the layer itself. Drop --module."
             raise SpecError(f"module {shown(module)} has no attention. {where}{did_you_mean(module, paths)}")
         chosen &= inside
         if not chosen:
@@ -136,25 +136,25 @@ def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which pictures were asked for, and where they go."""
+    """The requested pictures, and where they go."""
 
     stage: str
     heads: tuple[int, ...] | None
-    """All where it is None."""
+    """None for all heads."""
     batch_row: int
     tokens: tuple[str, ...]
     printed: bool
-    """Whether they follow the report; else they go into a file alone."""
+    """Whether they follow the report; otherwise only the file has them."""
 
 
 def _wanted(options: Options, stage: str | None, head: str, batch_row: int, tokens: str | None) -> Wanted | None:
-    """Return what is to be drawn; None where nothing is. Raises `MhaInspectError` for an option of no use."""
+    """Return the pictures to draw; None without any. Raises `MhaInspectError` for an option that needs a picture."""
     heads, labels = heads_of(head) if head else None, () if tokens is None else tokens_of(tokens)
     if stage is None and options.ending not in (".png", ".html"):
         for flag, given in (("--head", head), ("--batch-row", batch_row), ("--tokens", tokens)):
             if given:
                 raise SpecError(
-                    f"{flag} {shown(given)} says what a picture shows, and none is drawn. Add --picture weights."
+                    f"{flag} {shown(given)} only affects pictures, and none is drawn. Add --picture weights."
                 )
         return None
     if options.device == "meta" and stage is None and options.ending == ".html":
@@ -164,37 +164,35 @@ def _wanted(options: Options, stage: str | None, head: str, batch_row: int, toke
 
 
 def heads_of(typed: str) -> tuple[int, ...]:
-    """Return the heads that `0,3-5` names, each once. Raises `SpecError` where it names none."""
+    """Return the heads that `0,3-5` names, each once. Raises `SpecError` for any other text."""
     heads: list[int] = []
     for part in typed.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if last < first:
-            raise SpecError(
-                f"head {shown(typed)} is no list of heads: write numbers and spans of them, as in --head 0,3-5."
-            )
+            raise SpecError(f"head {shown(typed)} is not a list of heads: write numbers and ranges, e.g. --head 0,3-5.")
         heads += range(first, last + 1)
     return tuple(dict.fromkeys(heads))
 
 
 def tokens_of(typed: str) -> tuple[str, ...]:
-    """Return the labels in a file, one a line, or of a comma list. Raises `SpecError` where the file cannot be read."""
+    """Return the labels of a file, one per line, or of a comma list. Raises `SpecError` if the file cannot be read."""
     path = Path(typed)
     if not path.is_file():
         if "," in typed or not (path.suffix or os.sep in typed):
             return tuple(part.strip() for part in typed.split(","))
-        raise SpecError(f"tokens {shown(typed)}: there is no such file. Name one with a token a line, or write a,b,c.")
+        raise SpecError(f"tokens {shown(typed)}: no such file. Give a file with one token per line, or a list a,b,c.")
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
             return tuple(file.read(1 << 20).splitlines())
     except OSError as error:
-        raise SpecError(f"tokens {shown(typed)} could not be read: {error.strerror}. Name another file.") from None
+        raise SpecError(f"tokens {shown(typed)} cannot be read: {error.strerror}. Give another file.") from None
 
 
 def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) -> Drawn | None:
-    """Return the picture of each attention that was chosen, the first where none was, and all of them for a page.
+    """Return the pictures of the chosen attentions (by default the first), and of all of them for a page.
 
-    None where a page has nothing to show. Raises `SpecError` where there is nothing of the kind that was asked for.
+    None if a page has nothing to show. Raises `SpecError` if there is no such stage, head or batch item to draw.
     """
     from ..naming.canonical import contents_of
     from ..pictures.stages import Attended, for_viewer
@@ -216,7 +214,7 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
             stage=wanted.stage,
             head=wanted.heads[0] if wanted.heads else 0,
         )
-        # A row that is not there is an error, as of any picture.
+        # A batch item that does not exist is an error, as in any picture.
         if viewed is None and not wanted.printed and (not wanted.batch_row or for_viewer(attended) is None):
             return None
     if not attended:
@@ -226,7 +224,7 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
     settings: Any = {"heads": wanted.heads, "batch_row": wanted.batch_row, "labels": wanted.tokens}
     pictures = [attended[number - 1].picture(wanted.stage, **settings) for number in shown_first]
     if trace.chosen is None and len(attended) > 1:
-        others = "Attention 2 is" if len(attended) == 2 else f"Attentions 2 to {len(attended)} are"
-        note = f"{others} drawn with --attention N or --module PATH."
+        others = "attention 2" if len(attended) == 2 else f"attentions 2 to {len(attended)}"
+        note = f"To draw {others}: --attention N or --module PATH."
         pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
     return Drawn(tuple(pictures), wanted.printed, viewed)

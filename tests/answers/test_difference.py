@@ -202,7 +202,7 @@ def test_rotary_positions_part_at_the_heads_and_both_lines_are_named():
     assert "grouped_query.py:" in row.right.op.source
     # The first position is not turned: its query is what it is without.
     assert stage(report, "q_proj").verdict == stage(report, "v_heads").verdict == "same"
-    assert any("torch has no use for rope" in note for note in report.notes)
+    assert any("torch has no setting rope" in note for note in report.notes)
 
 
 def test_shared_key_heads_stand_for_many():

@@ -147,8 +147,8 @@ def test_lengths_are_those_of_the_model(invoke, mine):
     [
         ("mine:Model torch --left-module layers.1.atention", "Did you mean layers.1.attention?"),
         ("mine:Model torch --left-module idle", "Model does not call its module idle"),
-        ("mine:Model torch --right-module layers.1.attention", "that side is a layer"),
-        ("torch bert --left-module layers", "that side is a layer"),
+        ("mine:Model torch --right-module layers.1.attention", "side is a layer"),
+        ("torch bert --left-module layers", "side is a layer"),
         ("mine:Model torch", "--left-module or --right-module PATH"),
     ],
 )

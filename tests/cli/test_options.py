@@ -204,7 +204,7 @@ def test_which_head_counts_are_compared(settings, heads, expected):
 
 @pytest.mark.parametrize(("embed_dim", "heads"), [(1, ()), (512, (8,)), (512, (8, 8))])
 def test_one_head_count_is_nothing_to_compare(embed_dim, heads):
-    with pytest.raises(SpecError, match="nothing to compare"):
+    with pytest.raises(SpecError, match="needs two or more"):
         compare_heads.chosen_counts(Options(embed_dim=embed_dim), heads)
 
 

@@ -49,8 +49,8 @@ def test_a_setting_is_typed(text, expected):
     [
         (["dtype"], "--left-set dtype has no value"),
         (["dtyp=float16"], "Did you mean dtype?"),
-        (["=3"], "is not a setting of a side"),
-        (["embed_dim=wide"], "embed_dim=wide cannot be read: "),
+        (["=3"], "is not a setting. Settings: "),
+        (["embed_dim=wide"], "embed_dim=wide is invalid: "),
         (["embed_dim=" + "9" * 5000], "a whole number"),
         (["causal=maybe"], "true or false"),
         (["dropout=x"], "a number"),
@@ -83,7 +83,7 @@ def test_a_flag_that_one_layer_has_no_use_for_stays_with_the_other():
     sizes = {"embed_dim": 12, "num_heads": "4", "num_kv_heads": 2}
     left, right = planned("torch", "grouped-query", **sizes, need_weights=False)
     assert (left.spec.num_kv_heads, right.spec.num_kv_heads) == (None, 2)
-    assert left.unheard == ("torch has no use for num_kv_heads 2, and is left as it is.",)
+    assert left.ignored == ("torch has no setting num_kv_heads: num_kv_heads 2 applies to the other side only.",)
     assert left.run.need_weights is right.run.need_weights is False
 
 

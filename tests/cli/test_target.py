@@ -129,7 +129,7 @@ def test_params_sets_head_counts_of_a_target_side_by_side(invoke):
     ("line", "said"),
     [
         ("torch.nn:Linear --embed-dim 14 --num-heads 1,2", "Linear takes no number of heads"),
-        ("torch.nn:MultiheadAttention --num-heads 1,2 --set num_heads=2", "--set num_heads is one number of heads"),
+        ("torch.nn:MultiheadAttention --num-heads 1,2 --set num_heads=2", "--set num_heads fixes the number of heads"),
         ("torch.nn:MultiheadAttention --num-heads 1,0", "heads 0 is not a number of heads"),
         ("torch.nn:MultiheadAttention --num-heads 1,5 --embed-dim 14", "embed_dim must be divisible by num_heads"),
     ],

@@ -297,14 +297,14 @@ def test_a_file_against_a_model_on_the_command_line(invoke, tmp_path):
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        (["params", "--like", "torch"], "--like is for a checkpoint, and none was named"),
-        (["params", "torch.nn:Linear", "--module", "x"], "--module is for a checkpoint, and torch.nn:Linear is none"),
+        (["params", "--like", "torch"], "--like needs a checkpoint, and none was given"),
+        (["params", "torch.nn:Linear", "--module", "x"], "--module needs a checkpoint, and torch.nn:Linear is not one"),
         (["params", "{}", "--like", "nothing"], "is not a target"),
-        (["params", "{}", "--embed-dim", "4"], "--embed-dim cannot change: drop it"),
-        (["diff", "{}", "torch"], "is a checkpoint, and torch is none"),
-        (["diff", "{}"], "is a checkpoint, and no other is named"),
-        (["diff", "{}", "{}", "--seq-len", "3"], "--seq-len cannot change"),
-        (["diff", "{}", "{}", "--left-set", "a=3"], "--left-set cannot change"),
+        (["params", "{}", "--embed-dim", "4"], "--embed-dim does not apply to it. Drop it."),
+        (["diff", "{}", "torch"], "is a checkpoint, and torch is not"),
+        (["diff", "{}"], "is a checkpoint, and the other side is missing"),
+        (["diff", "{}", "{}", "--seq-len", "3"], "--seq-len does not apply"),
+        (["diff", "{}", "{}", "--left-set", "a=3"], "--left-set does not apply"),
         (["diff", "{}", "{}", "--num-heads", "5"], "num_heads 5 does not fit"),
     ],
 )
