@@ -1,4 +1,4 @@
-"""What the commands answer, as plain frozen data: no tensors, no torch, nothing that formats itself.
+"""Define the answers of the commands as frozen dataclasses of plain data, without torch.
 
-Renderers take these and nothing else. The field names are the keys of the JSON output.
+The renderers take only these. The field names are the keys of the JSON output.
 """

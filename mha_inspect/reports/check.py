@@ -1,4 +1,4 @@
-"""The report of `check`."""
+"""Define the report of `check`."""
 
 from __future__ import annotations
 
@@ -10,49 +10,49 @@ from .common import Environment, LayerInfo, Report
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or may be."""
+    """A fault, or a possible fault."""
 
     check: str
     """Name of the check that found it."""
     sentence: str
-    """What is wrong, and by how much."""
+    """The fault, with its size."""
     evidence: str
-    """What was changed and what moved, or which axes were joined."""
+    """The input that was changed and the outputs that changed, or the axes that were mixed."""
     sure: bool = True
-    """False: it may be meant so, and does not fail the run."""
+    """False if it may be intended; then it does not fail the run."""
     source: str = ""
-    """The line: `attention.py:41`."""
+    """Source line, e.g. `attention.py:41`; empty if not known."""
     module: str = ""
-    """Path of the module; empty for the checked one itself."""
+    """Path of the module; empty for the checked module itself."""
     fix: str = ""
-    """What to do, where the evidence shows it."""
+    """How to fix the fault; empty if the evidence shows no fix."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """Something that is so, and may well be meant."""
+    """An observed property of the attention, which may be intended."""
 
     name: str
     sentence: str
     picture: tuple[str, ...] = ()
-    """Lines of a picture: a row a query, a column a key."""
+    """Lines of a picture, with one row per query and one column per key; empty if there is no picture."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """What hangs on one head."""
+    """The effect of one head."""
 
     module: str
     head: int
     output_change: float
-    """How much the attention's output changes when the head's context is zeroed, beside the output itself."""
+    """Change of the attention's output when the head's context is set to zero, relative to the output."""
     gradient_share: float | None
-    """Its share of the gradient that arrives at all heads, 0 to 1."""
+    """The head's share of the gradient of all heads, from 0 to 1; None if there is no gradient."""
 
 
 @dataclass(frozen=True)
 class PassedCheck:
-    """A check that ran and found nothing."""
+    """A check that ran and passed."""
 
     check: str
     sentence: str
@@ -60,34 +60,34 @@ class PassedCheck:
 
 @dataclass(frozen=True)
 class SkippedCheck:
-    """What could not be checked."""
+    """A check that was not run, and why."""
 
     check: str
     reason: str
     _brief: str = ""
-    """The reason in two words, where others have the same."""
+    """A short form of the reason, shared by similar checks; empty if there is none."""
 
 
 @dataclass(frozen=True, repr=False)
 class CheckReport(Report):
-    """What is wrong with a module's attention, what is so, and what could not be told."""
+    """The faults and properties of a module's attention, and the checks that passed or were skipped."""
 
     command = "check"
 
     environment: Environment
     layer: LayerInfo
     intent: dict[str, Any]
-    """What was declared, by name."""
+    """The declared properties, by name."""
     findings: tuple[Finding, ...]
     facts: tuple[Fact, ...]
     heads: tuple[Head, ...]
     held: tuple[PassedCheck, ...]
     left_out: tuple[SkippedCheck, ...]
     runs: int
-    """How often the module was run."""
+    """Number of runs of the module."""
     notes: tuple[str, ...] = ()
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed. A finding that only may be wrong does not count."""
+        """Whether no check failed; a finding that is not sure does not count."""
         return not any(finding.sure for finding in self.findings)

@@ -1,4 +1,4 @@
-"""What all reports can do, the parts that several share, and the shortest of them, that of `layers`."""
+"""Define the base class of all reports, the parts that several share, and the report of `layers`."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ SCHEMA_VERSION = 1
 
 Verdict = Literal["same", "differs", "inconclusive"]
 MeasuredAgainst = Literal["float64", "half a digit"]
-"""What rounding is measured against: the same in float64, or, of what does not run in it, with every weight and input
-off by half a last digit."""
+"""The run that rounding is measured against: in float64, or, for a module that cannot run in float64, with every weight
+and input changed by half a unit in the last place."""
 
 
 class Report:
-    """An answer that prints itself as the command does that makes it: in a REPL, a notebook or into a file."""
+    """An answer that prints itself as its command does, in a REPL, in a notebook or to a file."""
 
     command: ClassVar[str]
     """The `command` of the JSON, and the name of its schema."""
 
     @property
     def ok(self) -> bool:
-        """Whether the answer is good: no finding, no failure, no difference, and every number proved."""
+        """Whether the answer is good: no sure finding, no failure, no difference, and every number proved."""
         return True
 
     def __bool__(self) -> bool:
@@ -42,13 +42,13 @@ class Report:
         return cell
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `--format json` prints, as Python has it: the schema is in `mha_inspect/schemas`."""
+        """Return the content of `--format json` as a dict; its schema is in `mha_inspect/schemas`."""
         return {"schema_version": SCHEMA_VERSION, "command": self.command, **to_data(self)}
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write it to a .json, .txt or .html file; an existing file is replaced whole or not at all.
+        """Write the report to a .json, .txt or .html file; an existing file is replaced completely or not at all.
 
-        Raises `ExportError` where that cannot be done.
+        Raises `ExportError` if the file cannot be written.
         """
         _render(".export").save(Path(path), self._text)
 
@@ -58,18 +58,17 @@ class Report:
 
 
 def _render(module: str = "") -> Any:
-    """Return the package that makes pages, or a module of it: it stands above the reports, and is imported late."""
+    """Return the render package or one of its modules; it imports the reports, so it is imported late."""
     return import_module(f"..render{module}", __package__)
 
 
 def to_data(value: Any) -> Any:
-    """Return the value in JSON's types. NaN and infinities become the strings `NaN`, `Infinity`, `-Infinity`.
+    """Return the value in JSON's types; NaN and infinities become the strings `NaN`, `Infinity` and `-Infinity`.
 
-    A field that is None by default was not asked for, and is left out while it is None. Others stay, as null. Fields
-    that begin with `_` are no part of an answer, and those of the class itself come before those of what it is a kind
-    of.
+    A field whose default is None is omitted while it is None, because it was not requested. Other fields stay as null.
+    Fields that begin with `_` are omitted. Fields of a class come before those of its base class.
 
-    Raises `TypeError` for what JSON has no type for: a report holds plain data only.
+    Raises `TypeError` for a type that JSON does not have.
     """
     if value is None or isinstance(value, (str, bool, int)):
         return value
@@ -88,85 +87,85 @@ def to_data(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far apart two tensors are, beside a rounding error that was measured in the same run."""
+    """The difference of two tensors, with the rounding error measured in the same run."""
 
     max_abs_difference: float | None
-    """None where there is nothing to subtract."""
+    """Largest absolute difference; None if the tensors cannot be subtracted."""
     relative_difference: float | None
-    """‖left - right‖ / ‖left‖ over the elements that are finite on both sides."""
+    """‖left - right‖ / ‖left‖ over the elements that are finite in both tensors."""
     noise_floor: float | None
-    """Largest rounding error of the two, or that of the baseline."""
+    """The larger rounding error of the two tensors, or the rounding error of the baseline."""
     times_noise: float | None
     """max_abs_difference / noise_floor."""
     verdict: Verdict | None
-    """Above 10 times the noise floor `differs`, at or below twice `same`; None where there is nothing to compare."""
+    """`differs` above 10 times the noise floor, `same` up to 2 times; None if the tensors cannot be compared."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """What the numbers were made with."""
+    """The conditions in which the numbers were measured."""
 
     torch: str
-    """Its version."""
+    """Version of torch."""
     device: str
     dtype: str
     """Data type of parameters and inputs."""
     seed: int | None
-    """Of parameters and inputs; None for a module that was brought along."""
+    """Seed of parameters and inputs; None for the user's own module."""
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """The layer that was looked at."""
+    """The inspected layer."""
 
     name: str
     """Name in the catalog of layers, or the class of the user's module."""
     spec: dict[str, Any]
-    """Sizes and settings; empty for a module that was brought along."""
+    """Sizes and settings; empty for the user's own module."""
 
 
 @dataclass(frozen=True)
 class Stats:
-    """Statistics of one tensor, over its finite elements."""
+    """Statistics of a tensor over its finite elements."""
 
     mean: float
     std: float
     min: float
     max: float
     nan: int
-    """Elements that are NaN."""
+    """Number of NaN elements."""
     inf: int
-    """Elements that are +inf or -inf and were not put there by a mask."""
+    """Number of +inf and -inf elements that do not come from a mask."""
     masked: int
-    """Elements that are -inf because a mask put it there: no alarm."""
+    """Number of -inf elements that come from a mask; they are not a fault."""
 
 
 @dataclass(frozen=True)
 class Values:
-    """The content of one tensor."""
+    """The content of a tensor."""
 
     text: str
-    """Shortened as torch shortens it."""
+    """The content as torch prints it, abbreviated for large tensors."""
     data: list[Any] | None
-    """Every element as nested lists, when a machine is to read it; else None."""
+    """Every element as nested lists; None if the output is not for a program."""
 
 
 @dataclass(frozen=True)
 class ListedLayer:
-    """One way to write attention."""
+    """One implementation of attention."""
 
     name: str
     """Name on the command line."""
     summary: str
-    """One line: how it is written."""
+    """One line on how it is written."""
     formula: str
-    """Closed formula of the parameter count with biases."""
+    """Formula for the number of parameters with biases."""
     split: str
     """How the heads are split, as an einops pattern or a phrase."""
     source: str
     """Where this style comes from."""
     takes: tuple[str, ...]
-    """Settings that not every layer has a use for, and this one has."""
+    """Settings that this layer takes and some other layers do not."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -177,4 +176,4 @@ class LayersReport(Report):
 
     layers: tuple[ListedLayer, ...]
     letters: dict[str, str]
-    """What the letters of the formulas stand for."""
+    """Letter in the formulas to its meaning."""

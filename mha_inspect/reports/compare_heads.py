@@ -1,4 +1,4 @@
-"""The report of `compare-heads`."""
+"""Define the report of `compare-heads`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Report,
 
 @dataclass(frozen=True, kw_only=True)
 class HeadCount(Difference):
-    """One head count, and how far its output is from the baseline's, beside the rounding error of that."""
+    """One head count, and the difference of its output from the baseline's, with the baseline's rounding error."""
 
     num_heads: int
     head_dim: int
@@ -24,53 +24,53 @@ class HeadCount(Difference):
     times_noise: float
     verdict: Verdict
     first_differing_stage: str | None
-    """None where no stage differs."""
+    """Name of the first stage that differs from the baseline's; None if no stage differs."""
     reason: str
-    """Why, in one sentence."""
+    """One sentence on why the output differs or does not."""
     _pieces: tuple[str, str, str, str] | None = None
-    """Start, sizes, sizes in brief and end of the reason: head counts with one start and end share a sentence."""
+    """Start, sizes, short sizes and end of the reason; head counts with equal start and end share a sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartGradient(Difference):
-    """The gradient of one matrix or bias under one head count, against the baseline's.
+    """The gradient of one matrix or bias for one head count, compared with the baseline's.
 
-    Nothing of the difference where the baseline has no part of this name and shape. The relative one is infinite where
-    the baseline's gradient is 0, or rounding, and this one is not.
+    The difference is None if the baseline has no part of this name and shape. The relative difference is infinite if
+    the baseline's gradient is 0 or rounding, and this gradient is larger.
     """
 
     part: str
-    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value. Of a
-    module that was brought along the parameter, by its own name."""
+    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value. For the
+    user's own module, the name of the parameter."""
     norm: float
     """‖gradient‖."""
 
 
 @dataclass(frozen=True)
 class HeadGradients:
-    """The gradient of every parameter under one head count."""
+    """The gradient of every parameter for one head count."""
 
     num_heads: int
     loss: float
     parts: tuple[PartGradient, ...]
     verdict: Verdict
-    """`differs` when any part differs from the baseline's, `same` when all that can be compared are the same."""
+    """`differs` if any part differs from the baseline's, `same` if every comparable part is the same."""
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """What a first step of learning would change, with the same weights, input and loss."""
+    """The gradients of each head count, for the same weights, input and loss."""
 
     loss: str
-    """What the loss is, in words."""
+    """Description of the loss."""
     counts: tuple[HeadGradients, ...]
     answer: str
-    """One or two plain sentences."""
+    """The answer in one or two sentences."""
 
 
 @dataclass(frozen=True)
 class HeadTraining:
-    """One head count after the same steps on the same task."""
+    """One head count after the same training steps on the same task."""
 
     num_heads: int
     first_loss: float
@@ -78,97 +78,97 @@ class HeadTraining:
     moved: float
     """‖weights after - weights before‖."""
     max_abs_difference: float | None
-    """Largest difference of a weight from the baseline's after the last step; None where their shapes differ."""
+    """Largest difference of a weight from the baseline's after the last step; None if the shapes differ."""
     apart: float | None
-    """‖weights - baseline's‖ / ‖baseline's movement‖, after the last step."""
+    """‖weights - baseline's weights‖ / ‖the baseline's change of weights‖, after the last step."""
     noise_floor: float | None
-    """The larger rounding error of the two trainings, each measured against float64: of the matrix or bias that is
-    furthest apart in units of its own."""
+    """The larger rounding error of the two trainings, each measured against float64, for the matrix or bias with the
+    largest difference in units of its rounding error."""
     times_noise: float | None
     verdict: Verdict | None
 
 
 @dataclass(frozen=True)
 class Training:
-    """How far the weights move apart when each head count learns the same task from the same start."""
+    """The differences of the weights after each head count has learned the same task from the same start."""
 
     steps: int
     optimizer: str
     task: str
     counts: tuple[HeadTraining, ...]
     answer: str
-    """One or two plain sentences."""
+    """The answer in one or two sentences."""
 
 
 @dataclass(frozen=True)
 class Strongest:
-    """One pair of a query and a key that a head gives much weight to."""
+    """A query and a key with a large attention weight."""
 
     query: int
     key: int
     weight: float
-    """Averaged over the batch."""
+    """The weight, averaged over the batch."""
 
 
 @dataclass(frozen=True)
 class Alike:
-    """How alike two heads are."""
+    """The similarity of two heads."""
 
     left: int
     right: int
     divergence: float
-    """Jensen-Shannon divergence of their weights, in nats, averaged over batch and queries; ln 2 at most."""
+    """Jensen-Shannon divergence of their weights, in nats, averaged over batch and queries; at most ln 2."""
 
 
 @dataclass(frozen=True)
 class HeadFocus:
-    """What one head looks at, averaged over batch and queries."""
+    """The keys that one head attends to, averaged over batch and queries."""
 
     head: int
     entropy: float
     """-Σ w ln w of a query's weights, in nats."""
     effective_keys: float
-    """exp(entropy): as many keys with equal weights would have it."""
+    """exp(entropy), the number of equally weighted keys with the same entropy."""
     distance: float
     """Σ w |query - key|, in positions."""
     strongest: tuple[Strongest, ...]
-    """The pairs with the largest weights, the largest first; queries that see one key alone are left out."""
+    """The pairs with the largest weights, in descending order; queries that can attend to only one key are omitted."""
 
 
 @dataclass(frozen=True)
 class HeadsFocus:
-    """What the heads of one head count look at."""
+    """The keys that the heads of one head count attend to."""
 
     num_heads: int
     by_head: tuple[HeadFocus, ...]
     divergence: float
-    """Jensen-Shannon divergence of the heads, in nats: the entropy of their mean less the mean of their entropies."""
+    """Jensen-Shannon divergence of the heads, in nats: the entropy of their mean minus the mean of their entropies."""
     largest_divergence: float
-    """ln num_heads: that of heads which look at nothing in common."""
+    """ln num_heads, the divergence of heads that attend to disjoint keys."""
     most_alike: Alike | None = None
-    """The two heads that are most alike; None of a single head."""
+    """The two most similar heads; None for a single head."""
     least_alike: Alike | None = None
-    """The two heads that are least alike; None where there are fewer than three."""
+    """The two least similar heads; None for fewer than three heads."""
     attention: int | None = None
-    """Which of several attentions, from 1; None where there is one."""
+    """Number of the attention, from 1; None if there is only one."""
     module: str | None = None
-    """The path of its module; None where there is one attention."""
+    """Path of its module; None if there is only one attention."""
 
 
 @dataclass(frozen=True)
 class Focus:
-    """How heads look at different parts."""
+    """The keys that the heads of each head count attend to."""
 
     weights: str
-    """Which weights the heads had: `as given`, `after 100 steps`."""
+    """State of the model's weights: `as given`, `after 100 steps`."""
     counts: tuple[HeadsFocus, ...]
     answer: str
-    """One or two plain sentences."""
+    """The answer in one or two sentences."""
 
 
 @dataclass(frozen=True)
 class StageFlops:
-    """The floating-point operations of a stage's products, of all attentions together."""
+    """The floating-point operations of a stage's matrix products, summed over all attentions."""
 
     stage: str
     flops: int
@@ -176,53 +176,53 @@ class StageFlops:
 
 @dataclass(frozen=True)
 class HeadTime:
-    """What one head count takes."""
+    """The time that one head count takes."""
 
     num_heads: int
     median_ms: float
     low_ms: float
-    """A quarter of the runs were faster."""
+    """First quartile: a quarter of the runs were faster."""
     high_ms: float
-    """A quarter of the runs were slower."""
+    """Third quartile: a quarter of the runs were slower."""
     runs: int
     flops: tuple[StageFlops, ...]
-    """Those stages that have products."""
+    """The stages with matrix products."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What each head count takes, measured in turns."""
+    """The time that each head count takes, measured alternately."""
 
     counts: tuple[HeadTime, ...]
     threads: int
     answer: str
-    """One plain sentence."""
+    """The answer in one sentence."""
 
 
 @dataclass(frozen=True, repr=False)
 class CompareHeadsReport(Report):
-    """The same weights and the same input through several head counts."""
+    """The results of the same weights and input for several head counts."""
 
     command = "compare-heads"
 
     environment: Environment
     layer: LayerInfo
     baseline: int
-    """The head count that the others are compared with: the first that was given."""
+    """The head count that the others are compared with, the first one given."""
     counts: tuple[HeadCount, ...]
     verdict: Verdict
-    """`differs` when any count differs from the baseline, `same` when all are the same."""
+    """`differs` if any head count differs from the baseline, `same` if all are the same."""
     answer: tuple[str, ...]
-    """The answer in plain sentences: of the output, of the parameters, and of queries that see no key."""
+    """The answer in sentences: on the output, on the parameters, and on queries that can attend to no key."""
     gradients: Gradients | None = None
-    """The gradient of every parameter, when asked for."""
+    """The gradient of every parameter; None if not requested."""
     training: Training | None = None
-    """How the weights move apart, when asked for."""
+    """The differences of the weights after training; None if not requested."""
     focus: Focus | None = None
-    """What each head looks at, when asked for."""
+    """The keys that each head attends to; None if not requested."""
     focus_after: Focus | None = None
-    """The same after training, when both were asked for."""
+    """The keys that each head attends to after training; None if focus or training was not requested."""
     timing: Timing | None = None
-    """How long each head count takes, when asked for: the one part that is another in every run."""
+    """The time that each head count takes, the only part that changes in every run; None if not requested."""
     measured_against: MeasuredAgainst = "float64"
-    """What the rounding error of the baseline is measured against."""
+    """The run that the baseline's rounding error is measured against."""

@@ -1,4 +1,4 @@
-"""The reports of `diff`: of two layers, and of two checkpoints."""
+"""Define the reports of `diff`, for two layers and for two checkpoints."""
 
 from __future__ import annotations
 
@@ -15,80 +15,81 @@ TensorVerdict = Literal["same bits", "same within rounding", "same, permuted", "
 
 @dataclass(frozen=True)
 class DiffSide:
-    """One of the two that are compared."""
+    """One of the two compared layers."""
 
     label: str
-    """What sentences call it: `torch`, `torch with dtype bfloat16`."""
+    """Name of the side in sentences: `torch`, `torch with dtype bfloat16`."""
     environment: Environment
     layer: LayerInfo
     settings: dict[str, Any]
-    """What was set for this side alone."""
+    """Settings for this side only."""
     path: Path
     """How PyTorch runs its plain forward."""
     numel: int
     """Number of its parameters."""
     output_shape: tuple[int, ...]
     rounding_error: float | None
-    """Largest distance of the plain output from the same computation in float64; None where it is float64 itself, or
-    where dropout is at work."""
+    """Largest difference of the plain output from the same computation in float64; None if the layer is in float64 or
+    uses dropout."""
     measured_against: MeasuredAgainst = "float64"
-    """What that, and the rounding error of its stages, is measured against."""
+    """The run that this rounding error and those of the stages are measured against."""
 
 
 @dataclass(frozen=True)
 class StageSide:
-    """A stage as one side has it."""
+    """A stage on one side."""
 
     shape: tuple[int, ...]
     axes: str
     dtype: str
     opened: bool
-    """Whether its plain forward fuses this stage away, and it was opened to be seen."""
+    """Whether a fused kernel of the plain forward hides this stage, so that the kernel was opened."""
     op: OpRef | None
-    """None for an input."""
+    """The operation that made it; None for an input."""
     count: int = 1
-    """How many such tensors there are: one a head, where a layer loops over its heads."""
+    """Number of tensors: one per head if the layer loops over its heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageRow(Difference):
-    """A stage on both sides, and how far apart they are; no verdict where one side does not have the stage."""
+    """A stage on both sides, and the difference; no verdict if one side does not have the stage."""
 
     name: str
     left: StageSide | None
-    """None where this side does not have it."""
+    """None if the left side does not have this stage."""
     right: StageSide | None
+    """None if the right side does not have this stage."""
     compared: str
-    """The canonical axes in which it was compared, or what stands for them."""
+    """The canonical axes in which the stage was compared, or a phrase in their place."""
     note: str = ""
     attention: int | None = None
-    """Which of several attentions, from 1; None where each side has one."""
+    """Number of the attention, from 1; None if each side has only one."""
 
 
 @dataclass(frozen=True)
 class NoiseSource:
-    """What rounding the differences are measured against."""
+    """The dtype whose rounding the differences are compared with."""
 
     dtype: str
     """The coarser of the two dtypes."""
     sides: tuple[SideName, ...]
-    """The sides that have it."""
+    """The sides with this dtype."""
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """How both sides came to the same weights."""
+    """How both sides got the same weights."""
 
     whole: bool
-    """Whether every number of the one is in the other."""
+    """Whether every number of one side is also in the other."""
     sentence: str
     left_out: tuple[str, ...]
-    """What a side has no place for, and why."""
+    """Weights that were not copied, and why."""
 
 
 @dataclass(frozen=True, repr=False)
 class DiffReport(Report):
-    """Two layers, or one under two settings, with the same weights and the same input."""
+    """The comparison of two layers, or of one layer in two settings, with the same weights and input."""
 
     command = "diff"
 
@@ -98,15 +99,15 @@ class DiffReport(Report):
     noise: NoiseSource
     stages: tuple[StageRow, ...]
     first_differing_stage: str | None
-    """None where no stage differs."""
+    """Name of the first stage that differs; None if no stage differs."""
     output: Difference
-    """Of what the two plain forwards return, compared in canonical axes."""
+    """Difference of the outputs of the two plain forwards, in canonical axes."""
     verdict: Verdict
-    """That of the outputs of the plain forwards."""
+    """The verdict on the outputs of the plain forwards."""
     notes: tuple[str, ...]
-    """Sentences that a reader should not miss."""
+    """Important sentences on this comparison."""
     answer: tuple[str, ...]
-    """The answer in plain sentences, from what was measured."""
+    """The answer in sentences, from the measurements."""
 
     @property
     def ok(self) -> bool:
@@ -116,31 +117,31 @@ class DiffReport(Report):
 
 @dataclass(frozen=True)
 class CheckpointSide:
-    """One of the two that are compared."""
+    """One of the two compared checkpoints."""
 
     name: str
     tensors: int
     numel: int
     nbytes: int
     dtypes: tuple[str, ...]
-    """Those of its tensors, the most frequent first."""
+    """The dtypes of its tensors, the most frequent first."""
 
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor on both sides."""
+    """A tensor that is in both checkpoints."""
 
     name: str
-    """On the left."""
+    """Name on the left."""
     other: str
-    """On the right: the same name, or one under which the same numbers lie."""
+    """Name on the right: the same, or that of a tensor with the same numbers."""
     left_shape: tuple[int, ...]
     right_shape: tuple[int, ...]
     left_dtype: str
     right_dtype: str
     verdict: TensorVerdict
     max_abs_difference: float | None
-    """None where there is nothing to subtract, or nothing to be found in it."""
+    """Largest absolute difference; None if it was not computed: no elements, no numbers, another shape or layout."""
     relative_difference: float | None
     """‖left - right‖ / ‖left‖."""
     note: str = ""
@@ -148,21 +149,21 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class PartPair:
-    """A matrix or a bias of an attention, head by head."""
+    """A matrix or bias of an attention, compared head by head."""
 
     left: str
     """Path of the attention."""
     right: str
     part: str
-    """`W_q`, `b_v`."""
+    """Name of the matrix or bias: `W_q`, `b_v`."""
     verdict: TensorVerdict
     differences: tuple[float, ...]
-    """‖left - right‖ / ‖left‖ of each head; empty where they are the same, or of another shape."""
+    """‖left - right‖ / ‖left‖ of each head; empty if both sides are the same or differ in shape."""
 
 
 @dataclass(frozen=True, repr=False)
 class CheckpointDiffReport(Report):
-    """Two checkpoints, tensor by tensor and head by head."""
+    """The comparison of two checkpoints, tensor by tensor and head by head."""
 
     command = "diff-checkpoints"
 
@@ -172,12 +173,12 @@ class CheckpointDiffReport(Report):
     only_left: tuple[StoredName, ...]
     only_right: tuple[StoredName, ...]
     parts: tuple[PartPair, ...]
-    """Those of attentions in which a tensor is not the same."""
+    """The parts of attentions that have a tensor which differs."""
     verdict: Literal["same", "differs"]
-    """`same` where every tensor is on both sides, with the same bits or within the rounding of the dtypes."""
+    """`same` if every tensor is on both sides, with the same bits or equal within the rounding of the dtypes."""
     notes: tuple[str, ...]
     answer: tuple[str, ...]
-    """The answer in plain sentences."""
+    """The answer in sentences."""
 
     @property
     def ok(self) -> bool:

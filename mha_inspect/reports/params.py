@@ -1,4 +1,4 @@
-"""The report of `params`."""
+"""Define the report of `params`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .common import Environment, LayerInfo, Report, Stats, Values
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """The part of a parameter that belongs to one head. Bounds are Python's: start included, stop not."""
+    """The part of a parameter that belongs to one head. Bounds are Python's: start is included, stop is not."""
 
     head: int
     part: str
-    """The matrix or bias that it is a part of: `W_q`, `b_v`, `W_o`; `norm_q` for what scales the queries."""
+    """The matrix or bias that contains it: `W_q`, `b_v`, `W_o`; `norm_q` for the weight of the queries' norm."""
     rows: tuple[int, int]
     columns: tuple[int, int] | None
     """None for a bias."""
@@ -30,75 +30,77 @@ class Parameter:
     numel: int
     nbytes: int
     share: float
-    """Part of the whole, 0 to 1."""
+    """Share of all parameters, from 0 to 1."""
     role: str
-    """What it is for: `W_q, W_k, W_v one above the other: rows 0–511, 512–1023, 1024–1535`."""
+    """Its use: `W_q, W_k, W_v one above the other: rows 0–511, 512–1023, 1024–1535`; empty if not known."""
     heads: tuple[HeadSlice, ...] | None = None
-    """Which rows and columns belong to each head, when asked for."""
+    """The rows and columns of each head; None if not requested."""
     stats: Stats | None = None
     values: Values | None = None
 
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """How large each head's part of one matrix is."""
+    """The norm of each head's part of one matrix."""
 
     owner: str
-    """Path of the module that the attention's matrices are in; empty for the module itself."""
+    """Path of the module with the attention's matrices; empty for the module itself."""
     part: str
     """`W_q`, `W_k`, `W_v` or `W_o`."""
     norms: tuple[float, ...]
-    """‖rows, or columns, of the head‖ for each head in order; fewer where heads of queries share keys and values."""
+    """Norm of the rows or columns of each head, in order; fewer if query heads share keys and values."""
 
 
 @dataclass(frozen=True)
 class ParametersTotal:
-    """The whole, and the closed formula beside the count."""
+    """The total number of parameters, and the formula for it."""
 
     numel: int
     nbytes: int
     formula: str
-    """`4E² + 4E`, with E the embed_dim; empty for a module that was brought along."""
+    """`4E² + 4E`, with E the embed_dim; empty for the user's own module."""
     formula_numel: int | None
-    """What the formula gives; equal to numel, or one of the two is wrong."""
+    """Value of the formula, which must equal numel; None without a formula."""
 
 
 @dataclass(frozen=True)
 class HeadCountColumn:
-    """The parameters under one head count."""
+    """The parameters for one head count."""
 
     num_heads: int
     head_dim: int
     numel: int
     shapes: dict[str, tuple[int, ...]]
-    """Name to shape."""
+    """Parameter name to shape."""
     first_head: dict[str, tuple[HeadSlice, ...]]
-    """Name to the slices that head 0 owns."""
+    """Parameter name to the slices of head 0."""
 
 
 @dataclass(frozen=True)
 class StoredAttention:
-    """An attention of a checkpoint, as names and shapes tell it."""
+    """An attention in a checkpoint, found by names and shapes."""
 
     module: str
-    """Path of the module that holds the projections; empty where they have no path."""
+    """Path of the module with the projections; empty if they have no path."""
     parameters: tuple[str, ...]
     num_heads: int | None
-    """None where nothing tells it."""
+    """None if the file does not determine it."""
     num_kv_heads: int | None
+    """None if the file does not determine it."""
     head_dim: int | None
+    """None if the file does not determine it."""
     fits: tuple[int, ...]
-    """Numbers of heads that the shapes allow, where nothing in the file tells which: it loads with any of them."""
+    """Numbers of heads with which the file can be loaded, if the file does not determine the number; else empty."""
 
 
 @dataclass(frozen=True)
 class StoredName:
-    """A tensor of a checkpoint or of a module that the other has not, or has in another shape."""
+    """A tensor of a checkpoint or module that is missing, or has another shape, on the other side."""
 
     name: str
     shape: tuple[int, ...]
     expected: tuple[int, ...] | None = None
-    """The other shape: that in the module."""
+    """The shape in the module if it is another; else None."""
 
 
 @dataclass(frozen=True)
@@ -106,16 +108,17 @@ class LikeModule:
     """How a checkpoint fits a module."""
 
     module: str
-    """What the module is called."""
+    """Name of the module."""
     prefix: str
-    """What stands before the names in the file and not in the module; after a minus sign the other way round."""
+    """Prefix of the names in the file that the module lacks; after a minus sign, prefix that only the module has."""
     matching: int
-    """Tensors of the same name and shape."""
+    """Number of tensors with the same name and shape."""
     missing: tuple[StoredName, ...]
-    """What the module has and the file has not."""
+    """Tensors that are only in the module."""
     unexpected: tuple[StoredName, ...]
-    """What the file has and the module has not."""
+    """Tensors that are only in the file."""
     wrong_shape: tuple[StoredName, ...]
+    """Tensors with different shapes in the file and the module."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -129,20 +132,20 @@ class ParamsReport(Report):
     parameters: tuple[Parameter, ...]
     total: ParametersTotal
     side_by_side: tuple[HeadCountColumn, ...] | None = None
-    """One a head count, when several were asked for."""
+    """The parameters for each head count; None if only one was requested."""
     changes: str = ""
-    """What changes between the head counts, in one sentence."""
+    """One sentence on what differs between the head counts; empty for one head count."""
     notes: tuple[str, ...] = ()
-    """Why there are no roles, where there are none."""
+    """Sentences on why roles are missing."""
     head_norms: tuple[HeadNorms, ...] | None = None
-    """How large each head's part of each matrix is, when asked for."""
+    """The norm of each head's part of each matrix; None if not requested."""
     stored_attentions: tuple[StoredAttention, ...] | None = None
-    """Those of a checkpoint."""
+    """The attentions in a checkpoint; None for a module."""
     like: LikeModule | None = None
-    """How a checkpoint fits the module that it was held against."""
+    """How a checkpoint fits the given module; None without such a module."""
 
     @property
     def ok(self) -> bool:
-        """Whether the parameters are as many as the formula says, and a checkpoint fits the module beside it."""
+        """Whether the number of parameters matches the formula, and a checkpoint fits the given module."""
         misfits = self.like and (self.like.missing or self.like.unexpected or self.like.wrong_shape)
         return self.total.formula_numel in (None, self.total.numel) and not misfits

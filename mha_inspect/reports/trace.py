@@ -1,4 +1,4 @@
-"""The report of `trace`, and of a forward that raised."""
+"""Define the report of `trace`, also for a forward that raised."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Literal
 from .common import Environment, LayerInfo, Report, Stats, Values
 
 Memory = Literal["input", "view", "copy", "new"]
-"""How a tensor came by its memory: given, shared with what it was made from, moved without computing, or computed."""
+"""Where a tensor's memory comes from: an input, shared with the tensor it was made from, copied, or computed."""
 
 
 @dataclass(frozen=True)
 class Path:
-    """How PyTorch runs the plain forward under these settings."""
+    """How PyTorch runs the plain forward with these settings."""
 
     plain: str
-    """The attention kernel that the plain forward takes, in one phrase."""
+    """A phrase on the attention kernel of the plain forward."""
     reason: str | None
-    """Why it is not the fast path, in torch's own words, or that it names none; None where it is, or there is none."""
+    """torch's own reason for not taking the fast path, or that it gives none; None if it is taken or does not exist."""
     opened: tuple[str, ...]
-    """Operations of the run that hide stages, and that were opened to show them."""
+    """Fused operations of the run that were opened to show their stages."""
     not_opened: tuple[str, ...] = ()
-    """Operations of the run that hide stages and were not opened, each with the reason."""
+    """Fused operations of the run that were not opened, each with the reason."""
     _kernels: tuple[str, ...] = ()
-    """The kernels that the plain forward takes, by their names alone."""
+    """Names of the kernels of the plain forward."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class OpRef:
     name: str
     """Its name in torch: `aten.bmm.default`."""
     source: str
-    """The line that asked for it: `torch/nn/functional.py:6400`."""
+    """The line that called it: `torch/nn/functional.py:6400`."""
 
 
 @dataclass(frozen=True)
@@ -47,30 +47,30 @@ class Stage:
     """One of `mha_inspect.naming.pattern.STAGES`."""
     shape: tuple[int, ...]
     axes: str
-    """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""
+    """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
     formula: str
-    """What is computed, with the real numbers: `softmax(scores)`, `q_heads · k_headsᵀ / √64`."""
+    """The computation with the real numbers: `softmax(scores)`, `q_heads · k_headsᵀ / √64`."""
     dtype: str
     nbytes: int
-    """Bytes of the tensor's elements (of those a view shows, though it owns none)."""
+    """Bytes of the tensor's elements, also for a view."""
     flops: int
-    """Floating-point operations of the matrix products that this stage added, a multiply-add counted as two."""
+    """Floating-point operations of this stage's matrix products; a multiply-add counts as two."""
     memory: Memory
     opened: bool
-    """Whether the plain forward fuses this stage away, and it was opened to be seen."""
+    """Whether a fused kernel of the plain forward hides this stage, so that the kernel was opened."""
     op: OpRef | None
-    """None for an input."""
+    """The operation that made it; None for an input."""
     stats: Stats | None = None
     values: Values | None = None
     shape_only: bool = False
-    """Whether it was never made, there being too many scores: its shape is known, and no number."""
+    """Whether the stage has a shape and no numbers, because the scores are too large to compute."""
     _brief: str = ""
-    """The formula with `split` or `merge` in the place of a pattern."""
+    """The formula with `split` or `merge` instead of a pattern."""
 
 
 @dataclass(frozen=True)
 class AttentionReport:
-    """One attention: scores of queries and keys, weights made of them, and the average of the values."""
+    """One attention: scores of queries and keys, weights computed from them, and the weighted average of the values."""
 
     module: str
     """Path of the module that computes it; empty for the traced module itself."""
@@ -78,14 +78,14 @@ class AttentionReport:
     num_kv_heads: int
     head_dim: int
     scale: float
-    """What q·kᵀ is multiplied by, as it was really applied; NaN where it is no one number, or there is no q·kᵀ."""
+    """The factor that q·kᵀ was multiplied by in the run; NaN if it is not a single number or there is no q·kᵀ."""
     stages: tuple[Stage, ...]
     notes: tuple[str, ...] = ()
-    """Sentences about this attention that a reader should not miss."""
+    """Important sentences on this attention."""
     kind: tuple[str, ...] = ()
-    """`self` or `cross`, `causal`, `grouped`: what the recording gives evidence of."""
+    """`self` or `cross`, `causal`, `grouped`: the kinds that the recording shows."""
     call: int | None = None
-    """Which of the attentions that its module computed it is, from 1; None where it is the only one."""
+    """Number of the attention among those that its module computed, from 1; None if it is the only one."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Returned:
     """One tensor that the module returned."""
 
     name: str
-    """`output`, `weights`, or its place in what was returned."""
+    """`output`, `weights`, or its position in the result."""
     shape: tuple[int, ...]
     axes: str
     dtype: str
@@ -106,7 +106,7 @@ class OpTensor:
     """A tensor that an operation read or wrote."""
 
     id: int
-    """Number of this tensor in the recording: the same number is the same content."""
+    """Number of this tensor in the recording; the same number means the same content."""
     shape: tuple[int, ...]
     dtype: str
     axes: str
@@ -126,58 +126,58 @@ class OpLine:
     """Arguments that are not tensors, as text: `-1, False`."""
     memory: Memory
     stage: str
-    """Name of the stage that this operation completes, or several (`q_proj, k_proj`); empty for the others."""
+    """Name of the stage that this operation completes, or several (`q_proj, k_proj`); empty if it completes none."""
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether the steps of a fused kernel compute what the kernel computes: of all that ran, the one farthest off."""
+    """Whether the steps of fused kernels compute the kernels' results: the kernel with the largest difference."""
 
     max_abs_difference: float | None
-    """Largest difference between a kernel's result and its steps'; None where there are no numbers (device meta)."""
+    """Largest difference between a kernel's result and that of its steps; None without numbers (device meta)."""
     noise_floor: float | None
-    """Largest rounding error of these steps in this dtype, measured against float64 of the kernel's own inputs."""
+    """Largest rounding error of these steps in this dtype, measured against float64 on the kernel's own inputs."""
     agrees: bool | None
-    """None where it was not measured."""
+    """Whether the result and the steps agree within rounding; None if not measured."""
     note: str = ""
-    """Why there is no measurement, or what it leaves out."""
+    """Why there is no measurement, or which kernels it omits; else empty."""
 
 
 @dataclass(frozen=True)
 class FailedOperand:
-    """One tensor that the failing call was given."""
+    """One tensor among the arguments of the failing call."""
 
     name: str
-    """As the user's line writes it: `k.transpose(-2, -1)`; a parameter's path; else the argument's name."""
+    """Its expression in the user's line: `k.transpose(-2, -1)`; a parameter's path; else the argument's name."""
     role: str
-    """The argument that it was given for: `attn_mask`; empty where the call has no names for them."""
+    """The argument that it was passed as: `attn_mask`; empty if the call has no argument names."""
     shape: tuple[int, ...]
     dtype: str
     device: str
     axes: str
-    """What each dimension is, as an einops pattern; a dimension that no evidence names stays a number."""
+    """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
 
 
 @dataclass(frozen=True)
 class Cause:
-    """A mistake that the evidence shows, and a way out of it."""
+    """A mistake that the evidence shows, with a fix."""
 
     name: str
-    """`heads_not_transposed`: a word of `mha_inspect.answers.failure.causes`."""
+    """A key of `mha_inspect.answers.failure.causes`: `heads_not_transposed`."""
     explanation: str
-    """What is wrong, with the real numbers."""
+    """The mistake, with the real numbers."""
     fix: str
-    """What to write instead."""
+    """The code to write instead."""
 
 
 @dataclass(frozen=True)
 class ReachedStage:
-    """A tensor on the way to the attention that was not completed."""
+    """A tensor of the attention that was not completed."""
 
     name: str
-    """A stage of `mha_inspect.naming.pattern.STAGES` where its place in the attention is known; else empty."""
+    """A stage of `mha_inspect.naming.pattern.STAGES`; empty if its place in the attention is not known."""
     variable: str
-    """What the user's code, or the module, calls it; empty where it has no name there."""
+    """Its name in the user's code or the module; empty if it has no name there."""
     shape: tuple[int, ...]
     axes: str
     dtype: str
@@ -195,23 +195,23 @@ class ReachedOp:
     module: str
     source: str
     inputs: tuple[tuple[int, ...], ...]
-    """Shapes of what it read."""
+    """Shapes of the tensors that it read."""
     outputs: tuple[tuple[int, ...], ...]
-    """Shapes of what it wrote."""
+    """Shapes of the tensors that it wrote."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How a forward pass ended that did not return."""
+    """The failure of a forward pass that raised an error."""
 
     error: str
     """Class of the exception: `RuntimeError`."""
     message: str
-    """Its message, as far as it is about the failure."""
+    """The part of its message that is about the failure."""
     call: str
-    """What the user's line called that raised: `torch.matmul`, `Tensor.view`; empty where it raised by itself."""
+    """The function that raised, called in the user's line: `torch.matmul`, `Tensor.view`; empty if the line raised."""
     op: str
-    """The operation that PyTorch had dispatched when it raised; empty where it raised before any."""
+    """The operation that PyTorch had dispatched; empty if it raised before dispatching one."""
     module: str
     """Path of the innermost module whose forward was running; empty for the traced module itself."""
     source: str
@@ -220,21 +220,21 @@ class Failure:
     """The text of that line."""
     operands: tuple[FailedOperand, ...]
     clash: str
-    """What does not fit, in words with the real numbers; empty where that is not known."""
+    """The mismatch in words, with the real numbers; empty if not known."""
     cause: Cause | None
-    """None where the evidence shows none: then there are facts and no guess."""
+    """None if the evidence shows no cause; then there are only facts."""
     completed: tuple[ReachedStage, ...]
     last_ops: tuple[ReachedOp, ...]
-    """The last operations that were completed, in order."""
+    """The last completed operations, in order."""
     num_ops: int
-    """How many operations were completed."""
+    """Number of completed operations."""
     note: str = ""
-    """What could not be seen, and why."""
+    """What could not be recorded, and why; empty if everything was."""
 
 
 @dataclass(frozen=True, repr=False)
 class Trace(Report):
-    """One recorded forward pass, the attentions in it, and the proof."""
+    """One recorded forward pass, the attentions in it, and their proof."""
 
     command = "trace"
 
@@ -246,11 +246,11 @@ class Trace(Report):
     proof: Proof
     notes: tuple[str, ...] = ()
     ops: tuple[OpLine, ...] | None = None
-    """Every operation, when asked for."""
+    """Every operation; None if not requested."""
     failure: Failure | None = None
-    """How the forward ended, where it raised; then the rest is what was completed before."""
+    """The failure of a forward that raised, after which the rest is what was completed before; None if it returned."""
     chosen: tuple[int, ...] | None = None
-    """Numbers, from 1, of the attentions that were asked to be shown in full; all of them are here in any case."""
+    """Numbers, from 1, of the attentions to show in full; None for all. The report contains all of them in any case."""
 
     @property
     def ok(self) -> bool:
@@ -259,11 +259,11 @@ class Trace(Report):
 
 
 def attention_names(trace: Trace) -> list[str]:
-    """Return which attention each is, where there are several: `attention 2 of 12 in encoder.layer.1`; else nothing."""
+    """Return a name for each attention: `attention 2 of 12 in encoder.layer.1`; empty for a single attention."""
     count = len(trace.attentions)
     if count == 1:
         return [""]
     return [
-        f"attention {number} of {count}" + (f" in {one.module}" if one.module else "")
-        for number, one in enumerate(trace.attentions, 1)
+        f"attention {number} of {count}" + (f" in {attention.module}" if attention.module else "")
+        for number, attention in enumerate(trace.attentions, 1)
     ]
