@@ -149,8 +149,7 @@ def _no_attention(evidence: Evidence) -> str:
     softmaxes = sum(op.does("softmax") for op in ops)
     lines = ", ".join(dict.fromkeys(f"{op.base_name} {list(op.output.shape)} at {op.source}" for op in products[:4]))
     return (
-        f"{name} has no attention to check: no softmax(QKᵀ)V was found. "
-        f"It computes {plural(len(products), 'product')}"
+        f"{name} has no attention to check: no softmax(QKᵀ)V was found. It computes {plural(len(products), 'product')}"
         + (f" ({lines}{', …' if len(products) > 4 else ''})" if products else "")
         + f" and {softmaxes} softmax{'' if softmaxes == 1 else 'es'}. Run `mha-inspect trace` to see what it computes."
     )
@@ -158,12 +157,11 @@ def _no_attention(evidence: Evidence) -> str:
 
 def _facts(evidence: Evidence) -> Iterator[Fact]:
     """Yield the properties of each attention that may be intended, each once: scale, who sees whom, mask values."""
-    attentions = evidence.run.attentions
+    pairs = evidence.run.attentions
     facts = [
-        (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module)
-        for each, names in attentions
+        (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module) for each, names in pairs
     ]
-    facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in attentions]
+    facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in pairs]
     facts += [(Fact("who sees whom", sight.words(), sight.picture), sight.module) for sight in evidence.sights]
     modules: dict[Fact, list[str]] = {}
     for fact, module in facts:

@@ -45,9 +45,7 @@ def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[s
     """Return the names of the checks to run. Raise `SpecError` for an unknown name, or if no check is left."""
     for name in (*only, *skip):
         if name not in CHECKS:
-            raise SpecError(
-                f"There is no check {shown(name)}. Checks: {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}"
-            )
+            raise SpecError(f"Unknown check {shown(name)}: use {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
     chosen = tuple(name for name in CHECKS if (not only or name in only) and name not in skip)
     if not chosen:
         raise SpecError("only and skip exclude every check. Drop one of the two.")

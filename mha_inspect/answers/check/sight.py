@@ -11,7 +11,6 @@ from ...naming.canonical import content_of
 from ...naming.visibility import sees
 from ...reports.check import Finding
 from ...running.subject import Run
-from ...text import plural
 
 _HEAVY = 1e-3
 """A weight above this changes a sum by more than rounding."""
@@ -94,8 +93,7 @@ class SeenKeys:
                 "Each position can see one future token: the causal mask starts one diagonal too late."
                 if late
                 else "Positions can see future tokens.",
-                f"{self._first(future, 'weight')}; {int(future.sum())} of {int((self.distance < 0).sum())} future "
-                "pairs have weight.",
+                f"{self._first(future, 'weight')}; {int(future.sum())} of {int((self.distance < 0).sum())} such pairs.",
                 "Mask out triu(diagonal=1).",
             )
         itself = unseen & (self.distance == 0)
@@ -132,11 +130,10 @@ class SeenKeys:
         return None
 
     def _first(self, marks: Tensor, what: str) -> str:
-        """Return the first marked pair in words: `Query 3 gives weight to key 5, 2 positions ahead`."""
+        """Return the first marked pair in words: `Query 3 gives weight to key 5, 2 after it`."""
         query, key = (int(number) for number in marks.nonzero()[0])
         distance = int(self.distance[query, key])
-        ahead = f"{plural(abs(distance), 'position')} {'back' if distance > 0 else 'ahead'}"
-        place = ahead if distance else "its own"
+        place = f"{distance} before it" if distance > 0 else f"{-distance} after it" if distance else "its own"
         return f"Query {query} gives {what} to key {key}, {place}"
 
 

@@ -272,11 +272,7 @@ def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[s
         batch, heads, length, key_length = scores
         view = f".view({batch}, {heads}, {length}, {key_length}): give the heads their own dimension."
         rows = [
-            (
-                (key_length, batch),
-                "key batch",
-                ".T[:, None, None, :]: batch first, then dimensions for heads and queries.",
-            ),
+            ((key_length, batch), "key batch", ".T[:, None, None, :]: batch first, then heads and queries."),
             ((batch, key_length), "batch key", "[:, None, None, :]: add dimensions for heads and queries."),
             ((batch, length, key_length), "batch query key", "[:, None]: add a dimension for the heads."),
             ((batch, 1, key_length), "batch 1 key", "[:, None]: add a dimension for the heads."),

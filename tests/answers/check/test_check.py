@@ -266,7 +266,7 @@ def test_bad_input_says_what_there_is() -> None:
         mha_inspect.check(nn.Sequential(nn.Linear(E, E), nn.Linear(E, E)), x)
     with pytest.raises(InputError, match=r"Padded\.forward has no argument msk\. It takes x, mask"):
         mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
-    with pytest.raises(SpecError, match="no check headz"):
+    with pytest.raises(SpecError, match="Unknown check headz"):
         mha_inspect.check(Right(), x, only=["headz"])
     with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
         mha_inspect.check(len, x)
@@ -359,7 +359,7 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
         ("--window 0", "window 0 is too small"),
         ("--batch-axis 7", "batch_axis 7 is unknown. Use 0 or 1."),
         ("--only heads --skip heads", "exclude every check"),
-        ("--only head", "no check head."),
+        ("--only head", "Unknown check head:"),
         ("--mask mask=yes", "NAME=keep or NAME=ignore"),
     ],
 )
@@ -410,6 +410,6 @@ def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: i
     assert {held.check for held in report.held} >= {"parameters", "training"}
 
 
-def test_a_future_key_is_said_to_be_ahead() -> None:
+def test_a_future_key_is_said_to_be_after_its_query() -> None:
     (finding,) = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(window=2)).findings
-    assert finding.evidence == "Query 0 gives weight to key 2, 2 positions ahead."
+    assert finding.evidence == "Query 0 gives weight to key 2, 2 after it."
