@@ -27,17 +27,17 @@ _WORDS = {word: letters for letters, words in _LETTERS.items() for word in words
 _NAME = re.compile(r"(?:(?P<owner>.*)\.)?(?P<word>(?:to_out\.0|[^.]+?))[._](?P<kind>weight|bias)")
 _LATENT = "kv_a_proj_with_mqa"
 """The projection to latent keys and values, with one position key that all heads share."""
-_NO_HEAD = ": it belongs to no head"
+_NO_HEAD = "; not split by head"
 _NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "scales the queries after their projection"),
     **dict.fromkeys(("k_norm", "k_layernorm", "k_ln", "key_norm"), "scales the keys after their projection"),
 }
 _BESIDE = {
     **_NORMS,
-    "q_a_proj": f"a projection to something narrower, on the way to the queries{_NO_HEAD}",
-    "q_a_layernorm": f"scales what is on the way to the queries, before they are projected{_NO_HEAD}",
-    _LATENT: f"a projection to something narrower, on the way to the keys and values{_NO_HEAD}",
-    "kv_a_layernorm": f"scales what is on the way to the keys and values, before they are projected{_NO_HEAD}",
+    "q_a_proj": f"projects the input down, before the queries{_NO_HEAD}",
+    "q_a_layernorm": f"scales the input of the projection to the queries{_NO_HEAD}",
+    _LATENT: f"projects the input down, before the keys and values{_NO_HEAD}",
+    "kv_a_layernorm": f"scales the input of the projection to the keys and values{_NO_HEAD}",
 }
 """Tensor name to its purpose, for tensors other than the projections."""
 _HEADS = (
@@ -51,7 +51,7 @@ _SIDE_BY_SIDE = frozenset({"gpt2", "phi3", "mpt", "dbrx", "modernbert", "qwen", 
 """Config types whose packed projection is part by part."""
 _UNCERTAIN = frozenset({"query_key_value", "wqkv"})
 """Words that name a tensor packed head by head in some models, and part by part in others."""
-_WAYS = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}
+_WAYS = {"rows": "stacked", "columns": "side by side", "elements": "concatenated"}
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any],
     roles = {}
     for part, tensor in owner.parts.items():
         if part == "b_o":
-            roles[tensor.name] = Role("embed", "b_o: added once, it belongs to no head")
+            roles[tensor.name] = Role("embed", "b_o: added once, not split by head")
         elif owner.width(part) == sum(widths[letter] for letter in part[2:]):
             by_group = False if len(part) == 3 else _is_by_group(tensor.word, config)
             layout = _Layout(owner, part, widths, heads, kv_heads, by_group)
@@ -262,7 +262,7 @@ class _Layout(NamedTuple):
             if self._is_shared and letters in "kv" and heads and kv_heads:
                 shared = f", each for {heads // kv_heads} query heads"
             width = f", {each[letters][1]} each" if heads else ""
-            return f"{listed}{'' if kind == 'b' else f': its {unit} are the heads {_WAYS[unit]}{width}'}{shared}"
+            return f"{listed}{'' if kind == 'b' else f': {unit} are the heads {_WAYS[unit]}{width}'}{shared}"
         if self.by_group is None:
             return f"{listed} in one tensor: could not determine whether head by head"
         if self.by_group and (kv_heads != 1 or heads == 1):

@@ -1,4 +1,8 @@
-"""What each parameter of a recorded module is for, in words and as an einops pattern, with the rows of each head."""
+"""Describe what each parameter of a recorded module is for: in words, as an einops pattern, with the rows of each head.
+
+The text of `in_proj_weight` of torch's layer with 3 heads of 4 features is
+`W_q, W_k, W_v stacked: rows 0–11, 12–23, 24–35`, its pattern `(qkv heads head_dim) embed`.
+"""
 
 from __future__ import annotations
 
@@ -20,38 +24,38 @@ from .parameters import SIDES, Part, Serves, coordinates, num_heads, parameters_
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
     "norm": "scales the {made} after their projection",
-    "before": "a projection to something narrower, on the way to the {made}",
-    "beside": "another projection that the {made} are made of",
-    "scale before": "scales what is on the way to the {made}, before they are projected",
+    "before": "projects the input down, before the {made}",
+    "beside": "another projection used for the {made}",
+    "scale before": "scales the input of the projection to the {made}",
     "learned": "the {made} themselves: learned, the same for every input",
     "appended": "one learned {one}, appended to the {made}",
     "scores": "added to the scores",
-    "in scores": "has a part in the scores",
-    "in weights": "has a part in the weights, after the softmax",
-    "sinks": "sinks, beside the scores: they have no value",
+    "in scores": "used in the scores",
+    "in weights": "used in the weights, after the softmax",
+    "sinks": "attention sinks: scores without a value",
 }
-"""What a parameter does that is no matrix and no bias of a projection."""
+"""Kind of use to its text, for parameters other than the matrices and biases of projections."""
 _BESIDE = ("scores", "in scores", "in weights", "sinks", "learned")
-"""Those that have no part in what heads are made of."""
+"""Kinds of use outside the queries, keys, values and output of the heads."""
 _PACKED = ("qkv", "kv", "qk")
-"""What the axis may be called that counts the parts in one parameter."""
+"""Names of the axis that counts the parts in one parameter."""
 
 
 @dataclass(frozen=True)
 class ParameterRole:
-    """What one parameter is for, as a recording shows it."""
+    """The role of one parameter in a recording."""
 
     axes: str
-    """What its dimensions are, as an einops pattern; empty where that is not known."""
+    """The dimensions as an einops pattern; empty if they could not be named."""
     text: str
     heads: tuple[HeadSlice, ...] = ()
     is_part: bool = False
-    """Whether it was found out which of its elements belong to which head, be it to none."""
+    """Whether the head of each element is known, including elements that belong to no head."""
 
 
 @dataclass
 class _Use:
-    """What an attention does with a parameter."""
+    """The use of a parameter in one attention."""
 
     kind: str
     letters: list[str] = field(default_factory=list)
@@ -61,28 +65,28 @@ class _Use:
 def roles_of(run: NamedRun) -> dict[str, ParameterRole]:
     """Return the role of each parameter, by name.
 
-    A parameter that is no part of an attention has the operation that reads it first for a role.
+    The role of a parameter outside attentions is the first operation that uses it.
     """
     roles: dict[str, list[ParameterRole]] = {}
     for (attention, names), (parts, serves) in zip(run.attentions, parts_of(run), strict=True):
         words = _Words(attention, names, serves)
         for name, use in _uses(run, attention, parts).items():
             roles.setdefault(name, []).append(words.role(use))
-    # Of several attentions the one that tells most, in the words of all.
+    # Used by several attentions: the slices of the most detailed role, the texts of all.
     merged = {
         name: replace(
-            max(several, key=lambda role: len(role.heads)), text="; ".join(dict.fromkeys(r.text for r in several))
+            max(of_name, key=lambda role: len(role.heads)), text="; ".join(dict.fromkeys(r.text for r in of_name))
         )
-        for name, several in roles.items()
+        for name, of_name in roles.items()
     }
     readers = _readers(run)
     others = {named.name for named in run.recording.parameters} - merged.keys()
-    texts = {name: f"read by {readers[name]}" if name in readers else "not read by this forward" for name in others}
+    texts = {name: f"used by {readers[name]}" if name in readers else "not used by this forward" for name in others}
     return merged | {name: ParameterRole("", text) for name, text in texts.items()}
 
 
 def _readers(run: NamedRun) -> dict[str, str]:
-    """Return for each parameter the operation that reads it first, moved or cast at most."""
+    """Return for each parameter the first operation that computes with it; views, copies and casts do not count."""
     recording, readers, moved = run.recording, dict[str, str](), dict[int, set[str]]()
     for op in recording.ops:
         names = set().union(*(moved.get(tensor.id, ()) for tensor in op.inputs))
@@ -99,7 +103,7 @@ def _readers(run: NamedRun) -> dict[str, str]:
 
 
 def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[str, _Use]:
-    """Return what is done with each parameter that has a part in an attention: the first of several uses."""
+    """Return the use of each parameter of an attention, by name; the first use if there are several."""
     graph, uses = run.graph, dict[str, _Use]()
 
     def add(kind: str, letter: str, name: str, part: Part | None = None) -> None:
@@ -128,7 +132,7 @@ def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[st
 
 
 def _made_since(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], bool]:
-    """Return what tells whether an operation came after these tensors, or reads parameters alone."""
+    """Return a test whether an operation came after these tensors, or reads only parameters."""
     stops = {tensor.id for tensor in tensors}
     start = min(run.recording.producers.get(id_, -1) for id_ in stops)
 
@@ -139,18 +143,18 @@ def _made_since(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], b
     return passes
 
 
-# -- how they lie -----------------------------------------------------------------------------------------------------
+# -- layout -----------------------------------------------------------------------------------------------------------
 
 
 def _inner_dims(part: Part) -> list[int]:
-    """Return the dimensions of a matrix that are not of heads and their features."""
+    """Return the dimensions of a matrix outside heads and their features."""
     number, step = part.inner or (1, 1)
     ends = coordinates(torch.tensor([0, (number - 1) * step]), part.parameter.tensor)
     return [dim for dim, at in enumerate(ends) if int(at[0]) != int(at[1])]
 
 
 def _indices(part: Part) -> list[dict[int, Tensor]]:
-    """Return for each dimension, and each head, the indices at which it has elements, in order."""
+    """Return for each dimension, and each head, the sorted indices of its elements."""
     shape, inner = part.parameter.tensor.shape, _inner_dims(part)
     of_heads = {head: coordinates(row[row >= 0], part.parameter.tensor) for head, row in part.heads.items()}
     return [
@@ -160,14 +164,14 @@ def _indices(part: Part) -> list[dict[int, Tensor]]:
 
 
 def _runs(indices: Tensor) -> list[tuple[int, int]]:
-    """Return sorted indices as runs, the start included, the stop not."""
+    """Return sorted indices as runs (start, stop) with Python's bounds."""
     breaks = (indices.diff() != 1).nonzero().flatten() + 1
     pieces = torch.tensor_split(indices, breaks.tolist()) if len(indices) else ()
     return [(int(run[0]), int(run[-1]) + 1) for run in pieces]
 
 
 def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
-    """Return the rows and columns of each head, where they are all of its elements."""
+    """Return the rows and columns of each head; empty if they do not cover exactly its elements."""
     shape = parts[0].parameter.tensor.shape
     large = [dim for dim, size in enumerate(shape) if size > 1] or [0]
     if kind == "W" and len(shape) == 2:
@@ -190,18 +194,18 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
 
 
 def _axes(parts: Sequence[Part], words: tuple[str, str], ones: Sequence[str]) -> list[str] | None:
-    """Return the words of each dimension, `1` or empty for those of no head; None where no pattern says it.
+    """Return the name of each dimension, `1` or its size without heads; None if no pattern describes the layout.
 
     Args:
-        parts: what the parameter holds, in the order in which it lies there.
-        words: what the axes of heads and of features are called.
-        ones: those of them that are named where they are of size one.
+        parts: the parts in the parameter, in order.
+        words: the names of the axes of heads and of features.
+        ones: the names that an axis of size one gets too.
     """
     shape, inner = parts[0].parameter.tensor.shape, _inner_dims(parts[0])
     rows = [row for part in parts for row in part.heads.values()]
     if len({len(part.heads) for part in parts}) > 1 or len({len(row) for row in rows}) > 1:
         return None
-    # Where each part, head and feature is, of all that is not inside of a feature.
+    # The place of each part, head and feature along the outer dimensions.
     table = torch.stack(rows).view(len(parts), -1, len(rows[0]))
     at, place = coordinates(table, parts[0].parameter.tensor), torch.zeros_like(table)
     outer = [dim for dim in range(len(shape)) if dim not in inner]
@@ -224,7 +228,7 @@ def _axes(parts: Sequence[Part], words: tuple[str, str], ones: Sequence[str]) ->
 
 
 def _in_dims(shape: Sequence[int], outer: Sequence[int], axes: list[tuple[str, int]]) -> list[str] | None:
-    """Return the words of each dimension that axes one after the other fill; None where one lies across two."""
+    """Return the name of each dimension, filled with the axes in order; None if an axis lies across two dimensions."""
     dims: dict[int, list[str]] = {}
     last = max((dim for dim in outer if shape[dim] > 1), default=max(outer, default=0))
     for dim in outer:
@@ -243,16 +247,16 @@ def _in_dims(shape: Sequence[int], outer: Sequence[int], axes: list[tuple[str, i
 
 
 def _dimension(parts: Sequence[Part]) -> int | None:
-    """Return the one dimension along which parts and heads lie; None where it is not one alone."""
+    """Return the dimension along which parts and heads lie; None if there are several."""
     shape, inner = parts[0].parameter.tensor.shape, _inner_dims(parts[0])
-    of_dims = [[own for of_dim in dims for own in of_dim.values()] for dims in zip(*map(_indices, parts), strict=True)]
+    of_dims = [[row for of_dim in dims for row in of_dim.values()] for dims in zip(*map(_indices, parts), strict=True)]
     varying = [dim for dim, rows in enumerate(of_dims) if any(not torch.equal(rows[0], other) for other in rows[1:])]
     varying = varying or [dim for dim, size in enumerate(shape) if size > 1 and dim not in inner]
     return varying[0] if len(varying) == 1 else None
 
 
 def _in_blocks(parts: Sequence[Part], dim: int) -> bool:
-    """Return whether all that belongs to a head, or to those that share a key, lies in one block, in order."""
+    """Return whether each head, or each group of heads with one key, has one block of the dimension, in order."""
     size, count = parts[0].parameter.tensor.shape[dim], min(len(part.heads) for part in parts)
     return size % count == 0 and all(
         bool((indices // (size // count) == head // (len(part.heads) // count)).all())
@@ -261,12 +265,12 @@ def _in_blocks(parts: Sequence[Part], dim: int) -> bool:
     )
 
 
-# -- in words ---------------------------------------------------------------------------------------------------------
+# -- text -------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Words:
-    """Says what the parameters of one attention are for."""
+    """The texts for the parameters of one attention."""
 
     attention: Attention
     names: AxisNames
@@ -283,11 +287,11 @@ class _Words:
         return ParameterRole(" ".join(axes), self._text(use, parts, axes), _slices(use.kind, parts), is_part=True)
 
     def _axes_of(self, kind: str, parts: list[Part]) -> list[str]:
-        """Return the words of each dimension of a parameter."""
+        """Return the name of each dimension of a parameter."""
         names, letter, shape = self.names, parts[0].letter, parts[0].parameter.tensor.shape
         fewer = names.num_kv_heads < names.num_heads and all(part.letter in "kv" for part in parts)
-        own_width = "v_head_dim" in names.of_stage("context") and all(part.letter in "vo" for part in parts)
-        words = ("kv_heads" if fewer else "heads", "v_head_dim" if own_width else "head_dim")
+        v_width = "v_head_dim" in names.of_stage("context") and all(part.letter in "vo" for part in parts)
+        words = ("kv_heads" if fewer else "heads", "v_head_dim" if v_width else "head_dim")
         if letter == "o" and kind == "b" and len(shape) == 1:
             return ["embed"]
         axes: list[str] | None
@@ -303,7 +307,7 @@ class _Words:
         return [inside if dim in inner and inside else word for dim, word in enumerate(axes)]
 
     def _inside(self, kind: str, parts: list[Part]) -> str:
-        """Return what the dimension of a matrix is called that is not of heads and their features; else nothing."""
+        """Return the name of the dimension of a matrix outside heads and their features; empty if it has none."""
         part, stages = parts[0], self.attention.stages
         side, inner = SIDES[part.letter], part.inner
         if kind not in ("W", "before") or inner is None:
@@ -317,7 +321,7 @@ class _Words:
         return str(inner[0]) if part.reads else "embed"
 
     def _by_blocks(self, parts: list[Part], heads: str) -> list[str]:
-        """Return what can be said of the dimension along which parts lie that have their own numbers or widths."""
+        """Return the name of each dimension, where parts with different numbers or widths are `packed`."""
         shape, dim = parts[0].parameter.tensor.shape, _dimension(parts)
         axes = [str(size) for size in shape]
         if dim is not None and len(parts) > 1:
@@ -330,17 +334,17 @@ class _Words:
     def _text(self, use: _Use, parts: list[Part], axes: list[str]) -> str:
         first, is_shared = parts[0], any(part.is_shared for part in parts)
         if use.kind in ("norm", "before", "scale before") and is_shared:
-            return f"{_plain(use)}: it belongs to no head"
+            return f"{_plain(use)}; not split by head"
         if use.kind not in ("W", "b"):
             return _plain(use)
         matrices = _listed(use.kind, [part.letter for part in parts])
         if use.kind == "b" and first.letter == "o":
-            return "b_o: added once, it belongs to no head"
+            return "b_o: added once, not split by head"
         if is_shared:
-            return f"{matrices}: the heads have no part of it for themselves"
+            return f"{matrices}: shared by the heads"
         if len(parts) == len(first.heads) == 1 < num_heads(self.names, first.letter):
             start, number = next(iter((first.reads or {}).values()), 0), (first.inner or (0, 0))[0]
-            reads = f": it reads features {start}–{start + number - 1} of the embedding and no others"
+            reads = f": reads only features {start}–{start + number - 1} of the embedding"
             return f"{matrices} of head {next(iter(first.heads))}{reads if first.reads else ''}"
         dim = _dimension(parts)
         if dim is None:
@@ -352,33 +356,33 @@ class _Words:
         if any(len(run) > 1 for run in runs):
             return f"{matrices} {_by_head(parts, dim, unit)}"
         where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
-        way = {"rows": "one above the other", "columns": "side by side", "elements": "one after the other"}[unit]
+        way = {"rows": "stacked", "columns": "side by side", "elements": "concatenated"}[unit]
         users = self._users() if any(part.letter in "kv" for part in parts) else ""
-        served = f"; the first head of keys and values is for the query heads {users}" if users else ""
+        served = f"; the first key/value head is for query heads {users}" if users else ""
         return f"{matrices} {way}: {unit} {where}{served}"
 
     def _of_one(self, part: Part, unit: str, dim: int, axis: str, kind: str) -> str:
-        """Return what is said of a parameter that holds one matrix or bias alone."""
+        """Return the text for a parameter that is one matrix or bias."""
         indices = _indices(part)[dim]
         used = torch.unique(torch.cat([*indices.values()]))
         if axis in ("heads", "kv_heads") and kind == "W":
-            return ": a matrix for each head"
+            return ": one matrix per head"
         if len(used) < part.parameter.tensor.shape[dim]:
             runs = _runs(used)
             where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
-            return f": {unit} {where}; the others have no part in it"
+            return f": only {unit} {where}"
         group, users = self.names.num_heads // max(self.names.num_kv_heads, 1), self._users()
         shared = f", each for {group} query heads" if part.letter in "kv" and group > 1 else ""
         shared += f": the first for {users}" if shared and users else ""
         if kind == "b":
             return shared
-        if any(len(_runs(own)) != 1 for own in indices.values()):
-            return f": the {unit} of its heads lie between one another{shared}"
-        way = "rows are the heads one above the other" if unit == "rows" else "columns are the heads side by side"
-        return f": its {way}, {len(next(iter(indices.values())))} each{shared}"
+        if any(len(_runs(of_head)) != 1 for of_head in indices.values()):
+            return f": {unit} of its heads are interleaved{shared}"
+        way = "rows are the heads stacked" if unit == "rows" else "columns are the heads side by side"
+        return f": {way}, {len(next(iter(indices.values())))} each{shared}"
 
     def _users(self) -> str:
-        """Return the query heads that use the first head of keys and values; empty where they are neighbours."""
+        """Return the query heads that use the first key/value head; empty if every group is consecutive heads."""
         if not any(list(users) != list(range(users[0], users[0] + len(users))) for users in self.serves if users):
             return ""
         return ", ".join(map(str, self.serves[0][:3])) + (", …" if len(self.serves[0]) > 3 else "")
@@ -395,10 +399,10 @@ def _unit(tensor: TensorRef, dim: int) -> str:
 
 
 def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
-    """Return how parts lie head by head, or group by group where several query heads share a key and a value."""
+    """Return the order of parts head by head, or group by group if query heads share a key and a value."""
     fewest = min(len(part.heads) for part in parts)
     if not _in_blocks(parts, dim):
-        return f"in one, their {unit} between one another: --per-head says which"
+        return f"in one, {unit} interleaved: --per-head lists them"
     widths: list[str] = []
     for part in parts:
         number, width = len(part.heads) // fewest, len(next(iter(_indices(part)[dim].values())))

@@ -32,7 +32,7 @@ class Parameter:
     share: float
     """Share of all parameters, from 0 to 1."""
     role: str
-    """Its use: `W_q, W_k, W_v one above the other: rows 0–511, 512–1023, 1024–1535`; empty if not known."""
+    """Its use: `W_q, W_k, W_v stacked: rows 0–511, 512–1023, 1024–1535`; empty if not known."""
     heads: tuple[HeadSlice, ...] | None = None
     """The rows and columns of each head; None if not requested."""
     stats: Stats | None = None

@@ -114,7 +114,7 @@ def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
     row = params(forward).parameters[0]
     assert (row.axes, row.role) == (
         "head_dim 4",
-        "W_q of head 0: it reads features 0–3 of the embedding and no others",
+        "W_q of head 0: reads only features 0–3 of the embedding",
     )
 
 
@@ -176,23 +176,23 @@ def test_the_output_is_the_sum_of_what_each_head_gives(name: str) -> None:
     [
         ("Interleaved", "qkv.weight", "(heads qkv head_dim) embed", "head by head: 5 rows of q, 5 of k, 5 of v each"),
         ("Conv1D", "weight", "embed (qkv heads head_dim)", "side by side: columns 0–14, 15–29, 30–44"),
-        ("EinsumWeights", "w.0", "embed heads head_dim", "W_q: a matrix for each head"),
-        ("EinsumWeights", "out", "heads head_dim embed", "W_o: a matrix for each head"),
+        ("EinsumWeights", "w.0", "embed heads head_dim", "W_q: one matrix per head"),
+        ("EinsumWeights", "out", "heads head_dim embed", "W_o: one matrix per head"),
         ("GroupedSliced", "qkv.weight", "packed embed", "rows 0–29, 30–44, 45–59"),
         ("Grouped", "k.weight", "(kv_heads head_dim) embed", "5 each, each for 3 query heads"),
-        ("OneKeyHead", "k.weight", f"{H * D} embed", "rows 0–4; the others have no part in it"),
-        ("NormedHeads", "q_norm.weight", "head_dim", "scales the queries after their projection: it belongs to no"),
-        ("LowRank", "q_a.weight", "latent embed", "on the way to the queries: it belongs to no head"),
-        ("LowRank", "q_norm.weight", "latent", "before they are projected"),
+        ("OneKeyHead", "k.weight", f"{H * D} embed", "W_k: only rows 0–4"),
+        ("NormedHeads", "q_norm.weight", "head_dim", "scales the queries after their projection; not split by head"),
+        ("LowRank", "q_a.weight", "latent embed", "projects the input down, before the queries; not split by head"),
+        ("LowRank", "q_norm.weight", "latent", "scales the input of the projection to the queries"),
         ("LowRank", "kv_b.weight", "(heads packed) latent", "W_k, W_v head by head: 5 rows of k, 4 of v each"),
-        ("LoopChunks", "o.weight", "embed (heads head_dim)", "W_o: its columns are the heads side by side, 5 each"),
+        ("LoopChunks", "o.weight", "embed (heads head_dim)", "W_o: columns are the heads side by side, 5 each"),
         ("Loop", "q.1.weight", "head_dim embed", "W_q of head 1"),
         ("RelativeBias", "table.weight", "num_embeddings embedding_dim", "added to the scores"),
-        ("RelativeShift", "r.weight", "out_features in_features", "has a part in the scores"),
-        ("UnitHeads", "temperature", "3 1 1", "has a part in the scores"),
-        ("Sinks", "sink", "3", "sinks, beside the scores"),
+        ("RelativeShift", "r.weight", "out_features in_features", "used in the scores"),
+        ("UnitHeads", "temperature", "3 1 1", "used in the scores"),
+        ("Sinks", "sink", "3", "attention sinks: scores without a value"),
         ("Pooled", "probe", "1 1 22", "the queries themselves: learned"),
-        ("Packed", "k.weight", "out_features in_features", "not read by this forward"),
+        ("Packed", "k.weight", "out_features in_features", "not used by this forward"),
     ],
 )
 def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes: str, said: str) -> None:
@@ -204,7 +204,7 @@ def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes:
 def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
     layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
     found = read_off(layer, torch.randn(3, 5, 14))
-    assert found["linear1.weight"].role == "read by _addmm_activation"
+    assert found["linear1.weight"].role == "used by _addmm_activation"
     assert found["linear1.weight"].heads is None
     assert found["self_attn.in_proj_weight"].heads
     report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))
@@ -220,7 +220,7 @@ def test_reading_off_leaves_the_module_as_it_was() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
     assert all(parameter.grad is None and parameter.requires_grad for parameter in layer.parameters())
-    assert "W_q: its rows are the heads one above the other, 5 each" in repr(report)
+    assert "W_q: rows are the heads stacked, 5 each" in repr(report)
 
 
 def test_with_gradients_off_and_in_inference_mode_it_is_the_same() -> None:

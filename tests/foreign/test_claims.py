@@ -72,7 +72,7 @@ def test_a_view_that_mixes_positions_is_called_so(length: int) -> None:
     assert axes(found, "q_heads") == "batch heads query head_dim"
     assert any("mixes positions" in note for note in found.notes)
     roles = [row.role for row in params(claims.Mixing(), torch.randn(2, length, claims.WIDTH)).parameters]
-    assert sum("the heads have no part of it" in role for role in roles) == 7
+    assert sum("shared by the heads" in role for role in roles) == 7
 
 
 def test_axes_beside_the_windows_are_told_by_what_they_are() -> None:
@@ -145,7 +145,7 @@ def test_features_that_attend_to_features_are_called_so() -> None:
     weights = (torch.einsum("bnhi,bnhj->bhij", q, k) * 3).softmax(-1)
     torch.testing.assert_close(trace(module, x, keep=True).attentions[0].weights.tensor, weights)
     facts = {fact.name: fact.sentence for fact in check(module.float(), x.float()).facts}
-    assert facts["attended over"] == "the features of a head, not positions"
+    assert facts["attended over"] == "the features of a head, instead of positions"
 
 
 def test_a_product_along_the_sequence_projects_no_keys() -> None:
@@ -178,7 +178,7 @@ def test_pieces_of_one_matrix_are_key_heads_of_their_own_number() -> None:
     (found,) = trace(module, x).attentions
     assert (found.num_heads, found.num_kv_heads, found.kind) == (4, 2, ("self", "grouped"))
     (packed,) = (one for one in params(module, x, per_head=True).parameters if one.name == "packed.weight")
-    assert "for the query heads 0, 2" in packed.role
+    assert "for query heads 0, 2" in packed.role
     rows = next(piece.rows for piece in packed.heads or () if (piece.part, piece.head) == ("W_k", 1))
     assert moved_heads(module, x, "packed.weight", rows) == [1, 3]
 
@@ -234,7 +234,7 @@ def test_queries_that_were_pooled_have_their_rows() -> None:
 def test_a_projection_that_is_added_to_the_keys_is_no_narrower_one() -> None:
     roles = {one.name: one.role for one in params(claims.ProjectedTwice(), torch.randn(2, 7, claims.WIDTH)).parameters}
     assert roles["k.weight"].startswith("W_k")
-    assert "another projection that the keys are made of" in roles["more.weight"]
+    assert "another projection used for the keys" in roles["more.weight"]
 
 
 def test_what_comes_in_may_attend_to_itself() -> None:

@@ -217,7 +217,7 @@ def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> 
 @pytest.mark.parametrize(
     ("kind", "parameter", "axes", "said"),
     [
-        ("gpt2", "h.0.attn.c_proj.weight", "(heads head_dim) embed", "W_o: its rows are the heads one above the other"),
+        ("gpt2", "h.0.attn.c_proj.weight", "(heads head_dim) embed", "W_o: rows are the heads stacked"),
         (
             "bloom",
             "h.0.self_attention.query_key_value.weight",
@@ -226,9 +226,9 @@ def test_the_rows_of_a_head_change_the_weights_of_that_head_alone(kind: str) -> 
         ),
         ("falcon", "h.0.self_attention.query_key_value.weight", "packed embed", "rows 0–29, 30–39, 40–49"),
         ("t5", "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", "", "added to the scores"),
-        ("qwen3", "layers.0.self_attn.q_norm.weight", "head_dim", "it belongs to no head"),
+        ("qwen3", "layers.0.self_attn.q_norm.weight", "head_dim", "not split by head"),
         ("deepseek_v3", "layers.0.self_attn.kv_b_proj.weight", "(heads packed) latent", "6 rows of k, 7 of v each"),
-        ("deepseek_v3", "layers.0.self_attn.q_a_proj.weight", "latent embed", "it belongs to no head"),
+        ("deepseek_v3", "layers.0.self_attn.q_a_proj.weight", "latent embed", "not split by head"),
     ],
 )
 def test_what_the_parameters_of_a_model_are_for(kind: str, parameter: str, axes: str, said: str) -> None:

@@ -91,7 +91,7 @@ def projection(name: str, letter: str, axis: str, width: int, heads: int, head_d
     return {
         f"{name}.weight": Role(
             f"(heads head_dim) {axis}",
-            f"W_{letter}: its rows are the heads one above the other, {head_dim} each",
+            f"W_{letter}: rows are the heads stacked, {head_dim} each",
             (Part(f"W_{letter}", rows, (0, width), heads=heads),),
         ),
         f"{name}.bias": Role("(heads head_dim)", f"b_{letter}", (Part(f"b_{letter}", rows, heads=heads),)),
@@ -119,10 +119,10 @@ def output_projection(name: str, embed_dim: int, heads: int, head_dim: int) -> d
     return {
         f"{name}.weight": Role(
             "embed (heads head_dim)",
-            f"W_o: its columns are the heads side by side, {head_dim} each",
+            f"W_o: columns are the heads side by side, {head_dim} each",
             (Part("W_o", rows, columns, split="columns", heads=heads),),
         ),
-        f"{name}.bias": Role("embed", "b_o: added once, it belongs to no head", (Part("b_o", rows, split=None),)),
+        f"{name}.bias": Role("embed", "b_o: added once, not split by head", (Part("b_o", rows, split=None),)),
     }
 
 
@@ -135,12 +135,8 @@ def _torch_mha(spec: AttentionSpec) -> dict[str, Role]:
         "bias_v": "one learned value, appended to the values",
     }
     table = {
-        "in_proj_weight": Role(
-            "(qkv heads head_dim) embed", f"W_q, W_k, W_v one above the other: rows {ranges(packed)}", packed
-        ),
-        "in_proj_bias": Role(
-            "(qkv heads head_dim)", f"b_q, b_k, b_v one after the other: elements {ranges(biases)}", biases
-        ),
+        "in_proj_weight": Role("(qkv heads head_dim) embed", f"W_q, W_k, W_v stacked: rows {ranges(packed)}", packed),
+        "in_proj_bias": Role("(qkv heads head_dim)", f"b_q, b_k, b_v concatenated: elements {ranges(biases)}", biases),
         **{
             name: Role("1 1 (heads head_dim)", text, (Part(name, (0, embed), heads=heads),))
             for name, text in appended.items()

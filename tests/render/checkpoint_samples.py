@@ -6,7 +6,7 @@ from mha_inspect.reports.common import Environment, LayerInfo
 from mha_inspect.reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair
 from mha_inspect.reports.params import LikeModule, Parameter, ParametersTotal, ParamsReport, StoredAttention, StoredName
 
-_ROLE = "W_q: its rows are the heads one above the other, 8 each"
+_ROLE = "W_q: rows are the heads stacked, 8 each"
 CHECKPOINT = ParamsReport(
     environment=Environment("", "", "bfloat16", None),
     layer=LayerInfo("model.safetensors", {"model_type": "llama", "num_attention_heads": 6}),

@@ -56,7 +56,7 @@ PARAMS = ParamsReport(
             "in_proj_weight",
             (1536, 512),
             "(3 heads head_dim) embed",
-            "W_q, W_k, W_v one above the other: rows 0–511, 512–1023, 1024–1535",
+            "W_q, W_k, W_v stacked: rows 0–511, 512–1023, 1024–1535",
         ),
         _parameter(
             "in_proj_bias",
