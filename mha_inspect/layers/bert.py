@@ -1,4 +1,4 @@
-"""Self-attention as BERT has it: no output projection of its own."""
+"""BERT's self-attention, without an output projection."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 class BertSelfAttention(nn.Module):
     """concat(head_1 … head_h) with head_i = softmax(q_i k_iᵀ / √attention_head_size + attention_mask) v_i.
 
-    There is no W_o: BERT keeps it in the layer that comes next (BertSelfOutput). The mask is 0, or the lowest number of
-    the dtype where a query may not look. Keys and values come from encoder_hidden_states in cross-attention.
-    Source of the style: BertSelfAttention in Hugging Face transformers and in google-research/bert.
+    There is no W_o: BERT has it in the next layer (BertSelfOutput). The mask is 0, or the lowest number of the dtype
+    for masked-out keys. Keys and values come from encoder_hidden_states in cross-attention. Source of the style:
+    BertSelfAttention in Hugging Face transformers and in google-research/bert.
     """
 
     def __init__(

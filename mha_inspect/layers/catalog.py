@@ -1,4 +1,4 @@
-"""The attention layers that can be built by name: a class, what it takes, its formula, and where the style comes from.
+"""List the attention layers that can be built by name: class, arguments, formula, and origin of the style.
 
 This table imports no torch: it serves `--help`, completion and "did you mean". A layer's code is imported when it is
 built.
@@ -22,68 +22,68 @@ if TYPE_CHECKING:
     from .spec import AttentionSpec, InputSpec, RunSpec
 
 MaskStyle = Literal["boolean", "additive", "lowest", "ones"]
-"""How a layer takes its one mask.
+"""The form in which a layer takes its mask.
 
-`boolean` (True: not allowed) or additive as it was given, `additive` with -inf, `lowest` with the lowest number of the
-dtype, `ones` where a query may not look, to be multiplied by -1e9.
+`boolean` (True: masked out) or additive, as it was given; `additive` with -inf; `lowest` with the lowest number of the
+dtype; `ones` with 1 for masked-out keys, to be multiplied by -1e9.
 """
 
 OPTIONAL = {
-    "num_kv_heads": "it has one key and value head for every head",
+    "num_kv_heads": "every head has its own key and value head",
     "head_dim": "its heads have embed_dim / num_heads features",
-    "rope": "it knows nothing of positions",
+    "rope": "it does not encode positions",
     "kdim": "its keys are as wide as its queries",
     "vdim": "its values are as wide as its queries",
-    "add_bias_kv": "it appends nothing to the sequence",
-    "add_zero_attn": "it appends nothing to the sequence",
-    "dropout": "it drops no weights",
+    "add_bias_kv": "it appends no key or value",
+    "add_zero_attn": "it appends no key or value",
+    "dropout": "it has no dropout",
     "batch_first": "its inputs are batch first",
     "unbatched": "its inputs have a batch",
     "need_weights": "it always returns its weights",
 }
-"""The settings that some layers have no use for, and why."""
+"""The settings that some layers do not take, and why."""
 USUAL = {"num_kv_heads": "num_heads", "kdim": "embed_dim", "vdim": "embed_dim"}
-"""Sizes that are as if nobody had given them where they are another one."""
+"""Sizes that have no effect when they equal another size."""
 
 LETTERS = {"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim", "K": "kdim", "V": "vdim"}
-"""What stands for what in a formula."""
+"""The letters of a formula."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
-    """One way to write attention."""
+    """One implementation of attention."""
 
     name: str
     """Name on the command line."""
     summary: str
-    """One line: how it is written."""
+    """One line on the implementation."""
     weights: str = "4E²"
-    """Closed formula of the number of weights, in `LETTERS`; factors stand side by side."""
+    """Formula of the number of weights, in `LETTERS`; adjacent factors are multiplied."""
     biases: str = "4E"
     split: str
-    """How the heads are split, as an einops pattern or a phrase."""
+    """The split into heads, as an einops pattern or a phrase."""
     origin: str
-    """Where this style comes from."""
+    """The origin of this style."""
     maker: str
-    """What builds the layer as torch would draw it: `.wide:WideAttention`, in a module beside this one."""
+    """The class or function that builds the layer: `.wide:WideAttention`, in a module of this folder."""
     arguments: str
-    """What that takes, in order, by the names of the spec."""
+    """Its arguments in order, by the names of the spec."""
     masks: MaskStyle | None = "boolean"
-    """None: as torch's layer takes them."""
+    """The form of its mask; None for the masks of torch's layer."""
     takes: frozenset[str] = frozenset()
-    """Those of `OPTIONAL` that it has a use for; it takes every other setting."""
+    """The names of `OPTIONAL` that it takes; it takes every other setting."""
     whole_heads: bool = False
-    """Whether a head has embed_dim features where no head_dim is given, and not embed_dim / num_heads of them."""
+    """Whether a head has embed_dim features by default, instead of embed_dim / num_heads."""
 
     @property
     def parameter_formula(self) -> str:
-        """Closed formula of the number of parameters, as the layer is by default."""
+        """Formula of the number of parameters of the layer with default settings."""
         return f"{self.weights} + {self.biases}"
 
     def formula(self, spec: AttentionSpec) -> str:
-        """Return the closed formula of the number of parameters of a layer with these sizes.
+        """Return the formula of the number of parameters of a layer with these sizes.
 
-        What reads a key or a value is as wide as that is; a learned key and value are a bias each.
+        A projection of keys or values is as wide as its input. A learned key and value count as a bias each.
         """
         weights, biases = self.weights, self.biases if spec.bias else ""
         if "kdim" in self.takes:
@@ -95,31 +95,31 @@ class LayerKind:
         return " + ".join(filter(None, (weights, biases)))
 
     def spec(self, **settings: Any) -> AttentionSpec:
-        """Return `AttentionSpec(**settings)` with the defaults that are the layer's own. Raises `SpecError` as that."""
+        """Return `AttentionSpec(**settings)` with the layer's own defaults. Raise its `SpecError`."""
         from .spec import AttentionSpec
 
-        if self.whole_heads and settings.get("head_dim") is None:  # no head count needs to divide the width
+        if self.whole_heads and settings.get("head_dim") is None:  # any number of heads fits the width
             settings["head_dim"] = settings.get("embed_dim", AttentionSpec.embed_dim)
         return AttentionSpec(**settings)
 
     def check(self, *parts: AttentionSpec | InputSpec | RunSpec) -> None:
-        """Raise `SpecError`, which says which layers have it, for a setting that the layer has no use for."""
+        """Raise `SpecError`, with the layers that take it, for a setting that this layer does not take."""
         for name in (name for name in OPTIONAL if name not in self.takes):
             (part,) = (part for part in parts if name in part.__dataclass_fields__)
             value, default = getattr(part, name), part.__dataclass_fields__[name].default
             is_derived = name == "head_dim" and not getattr(part, "head_dim_given", True)
             if is_derived or value == default or (name in USUAL and value == getattr(part, USUAL[name])):
                 continue
-            takers = ", ".join(kind.name for kind in LAYERS.values() if name in kind.takes)
+            others = ", ".join(kind.name for kind in LAYERS.values() if name in kind.takes)
             typed = f"{name} {str(value).lower()}"
-            raise SpecError(f"layer {self.name} has no use for {typed}: {OPTIONAL[name]}. Layers that have: {takers}.")
+            raise SpecError(f"layer {self.name} does not take {typed}: {OPTIONAL[name]}. Layers that do: {others}.")
 
     def build(self, spec: AttentionSpec, device: str = "cpu") -> nn.Module:
-        """Import the layer's code (this imports torch) and build it: in spec.dtype, in training or eval mode as asked.
+        """Import the layer's code (this imports torch) and build it, with the dtype and the mode of the spec.
 
-        Its parameters are drawn from spec.seed in float32 on the CPU and then cast and moved, so that every device and
-        dtype has the same numbers, rounded; on `meta` they have shapes and no content. The global generators and
-        default dtype stay as they were.
+        Its parameters are drawn from spec.seed in float32 on the CPU, then cast and moved, so that every device and
+        dtype has the same numbers up to rounding. On `meta` they have shapes only. The global generators and default
+        dtype stay unchanged.
         """
         import torch
 
@@ -129,7 +129,7 @@ class LayerKind:
         torch.set_default_dtype(torch.float32)
         try:
             with torch.device("meta" if device == "meta" else "cpu"), torch.random.fork_rng(devices=[]):
-                # Not `torch.manual_seed`: it would seed the other devices too, and nothing would put those back.
+                # Not `torch.manual_seed`: it would also seed the other devices, which fork_rng does not restore.
                 torch.default_generator.manual_seed(spec.seed % 2**64)
                 layer = make(*attrgetter(*self.arguments.split())(spec))
         finally:
@@ -138,7 +138,7 @@ class LayerKind:
 
 
 def evaluate(formula: str, spec: AttentionSpec) -> int:
-    """Return what a formula like `2E² + E(K + V) + 4E` gives for a layer of these sizes."""
+    """Return the value of a formula, e.g. `2E² + E(K + V) + 4E`, for a layer of these sizes."""
     sizes = (spec.embed_dim, spec.num_heads, spec.kv_heads, int(spec.head_dim), spec.key_width, spec.value_width)
     text = re.sub(r"(?<=[\dA-Z)²])(?=[A-Z(])", "*", formula).replace("²", "**2")
     return int(eval(text, {"__builtins__": {}}, dict(zip(LETTERS, sizes, strict=True))))
@@ -161,7 +161,7 @@ LAYERS: dict[str, LayerKind] = {
         ),
         LayerKind(
             name="split-heads",
-            summary="wq, wk, wv and a dense; view and permute into heads; the mask added as mask * -1e9",
+            summary="wq, wk, wv and dense; view and permute split the heads; adds mask * -1e9",
             split="batch seq (heads head_dim) -> batch heads seq head_dim",
             origin="TensorFlow's transformer tutorial",
             maker=".split_heads:SplitHeadsAttention",
@@ -179,7 +179,7 @@ LAYERS: dict[str, LayerKind] = {
         ),
         LayerKind(
             name="bert",
-            summary="query, key and value over hidden_size, scores / √attention_head_size, no output projection",
+            summary="query, key and value projections, scores / √attention_head_size, no output projection",
             weights="3E²",
             biases="3E",
             split="... seq (heads head_dim) -> ... heads seq head_dim",
@@ -191,8 +191,8 @@ LAYERS: dict[str, LayerKind] = {
         ),
         LayerKind(
             name="per-head",
-            summary="the paper's formula read literally: W_q, W_k, W_v of its own for each head, a loop, Concat, W_o",
-            split="nothing is split: a matrix (head_dim embed) for each head",
+            summary="the paper's formula, word for word: a loop over heads with their own W_q, W_k, W_v; Concat, W_o",
+            split="no split: each head has its own matrix (head_dim embed)",
             origin="Attention Is All You Need, section 3.2.2",
             maker=".per_head:PerHeadAttention",
             arguments="embed_dim num_heads kdim vdim bias",
@@ -200,7 +200,7 @@ LAYERS: dict[str, LayerKind] = {
         ),
         LayerKind(
             name="grouped-query",
-            summary="fewer key and value heads than query heads, repeated; rotary positions on request",
+            summary="fewer key and value heads than query heads, repeated; optional rotary positions",
             weights="2EHD + 2EGD",
             biases="HD + 2GD + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, key and value heads repeated",
@@ -223,7 +223,7 @@ LAYERS: dict[str, LayerKind] = {
         ),
         LayerKind(
             name="wide",
-            summary="every head has the full embed_dim (or head_dim) to itself: the parameters grow with the heads",
+            summary="every head has embed_dim (or head_dim) features of its own: parameters grow with the heads",
             weights="4HE²",
             biases="3HE + E",
             split="batch seq (heads head_dim) -> batch heads seq head_dim, with head_dim = embed_dim",
@@ -238,7 +238,7 @@ LAYERS: dict[str, LayerKind] = {
 
 
 def find_layer(name: str) -> LayerKind:
-    """Return the layer of this name. Raises `SpecError`, with the nearest name, when there is none."""
+    """Return the layer of this name. Raise `SpecError`, with the nearest name, if there is none."""
     if name in LAYERS:
         return LAYERS[name]
-    raise SpecError(f"layer {name!r} is not one that can be built: {', '.join(LAYERS)}.{did_you_mean(name, LAYERS)}")
+    raise SpecError(f"layer {name!r} was not found. Layers: {', '.join(LAYERS)}.{did_you_mean(name, LAYERS)}")

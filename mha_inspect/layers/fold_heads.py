@@ -1,4 +1,4 @@
-"""Heads folded into the batch, as textbooks write it for torch.bmm: one attention function for one head or many."""
+"""Attention with heads folded into the batch, as in textbooks: one function serves one head or several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .per_head import masked
 
 
 class DotProductAttention(nn.Module):
-    """softmax(q kᵀ / √d) v: it knows nothing of heads, and a batch may be sequences, or sequences times heads."""
+    """softmax(q kᵀ / √d) v without heads: a batch item is a sequence, or one head of a sequence."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -31,8 +31,9 @@ class FoldHeadsAttention(nn.Module):
     """concat(head_1 … head_h) W_o: `batch seq (heads head_dim) -> (batch heads) seq head_dim`, attention, and back.
 
     The projections are lazy: queries, keys and values may have different widths, and all become num_hiddens wide.
-    Source of the style: "Dive into Deep Learning", https://d2l.ai/chapter_attention-mechanisms-and-transformers/multihead-attention.html,
-    with its transpose_qkv written in einops.
+    Source of the style: "Dive into Deep Learning",
+    https://d2l.ai/chapter_attention-mechanisms-and-transformers/multihead-attention.html, with its transpose_qkv
+    written in einops.
     """
 
     def __init__(self, num_hiddens: int, num_heads: int, dropout: float = 0.0, bias: bool = True) -> None:
@@ -62,10 +63,10 @@ class FoldHeadsAttention(nn.Module):
 
 
 def make(num_hiddens: int, num_heads: int, kdim: int, vdim: int, dropout: float, bias: bool) -> nn.Module:
-    """Return a layer of these sizes, with no lazy parameter left in it."""
+    """Return a layer of these sizes without lazy parameters."""
     layer = FoldHeadsAttention(num_hiddens, num_heads, dropout, bias)
     linears = {layer.W_q: num_hiddens, layer.W_k: kdim, layer.W_v: vdim, layer.W_o: num_hiddens}
-    # A lazy Linear learns its width from its first call. It gets that call here, with no rows, and no trace has it.
+    # A lazy Linear gets its width from its first call. This call is here, with no rows, so that no trace shows it.
     for linear, width in linears.items():
         linear(torch.empty(0, width))
     return layer

@@ -1,4 +1,4 @@
-"""Fewer key and value heads than query heads, and rotary positions, as LLaMA writes it."""
+"""Attention with fewer key and value heads than query heads, and rotary positions, as in LLaMA."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor, nn
 
 
 def rotate_half(x: Tensor) -> Tensor:
-    """(x1, x2) -> (-x2, x1), with x1 and x2 the halves of the last dimension."""
+    """Return (-x2, x1) for (x1, x2), the halves of the last dimension."""
     x1 = x[..., : x.shape[-1] // 2]
     x2 = x[..., x.shape[-1] // 2 :]
     return torch.cat((-x2, x1), dim=-1)
 
 
 def rotary_positions(x: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
-    """cos and sin of position · base^(-2i / head_dim), `position head_dim`, for x `batch heads position head_dim`.
+    """Return cos and sin of position · base^(-2i / head_dim), each `position head_dim`.
 
-    The angles are worked out in float32 at least: bfloat16 cannot tell position 257 from 258.
-    Source: https://arxiv.org/abs/2104.09864, with the halves of a feature pair head_dim / 2 apart as LLaMA has them.
+    x is `batch heads position head_dim`. The angles are computed in float32 or finer: in bfloat16 positions 257 and 258
+    are equal. Source: https://arxiv.org/abs/2104.09864, with the two features of a pair head_dim / 2 apart as in LLaMA.
     """
     dtype = torch.promote_types(x.dtype, torch.float32)
     head_dim = x.shape[-1]
@@ -28,7 +28,7 @@ def rotary_positions(x: Tensor, base: float = 10000.0) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotary(x: Tensor) -> Tensor:
-    """`batch heads position head_dim`, each pair of features (i, i + head_dim / 2) turned by its position's angle."""
+    """Rotate each pair of features (i, i + head_dim / 2) of `batch heads position head_dim` by its position's angle."""
     cos, sin = rotary_positions(x)
     return (x * cos) + (rotate_half(x) * sin)
 
@@ -45,7 +45,7 @@ def repeat_kv(hidden_states: Tensor, n_rep: int) -> Tensor:
 class GroupedQueryAttention(nn.Module):
     """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_gᵀ / √head_dim) v_g, with g = i // (heads / kv_heads).
 
-    Key/value head g is shared by a group of query heads. With `rope` queries and keys are first turned by position.
+    Key/value head g is shared by a group of query heads. With `rope` queries and keys are rotated by position first.
     Source of the style: https://arxiv.org/abs/2305.13245 and the attention of LLaMA.
     """
 

@@ -1,4 +1,4 @@
-"""The embedding cut into slices before any projection: what articles describe when they say that the input is split."""
+"""Attention that cuts the embedding into slices before any projection, as articles describe it that split the input."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .per_head import mask_of_head, masked
 class NarrowAttention(nn.Module):
     """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_iᵀ / √s) v_i, with q_i = query[slice i] W_q_i.
 
-    Keys and values are made from their slices i likewise. Head i sees s = emb / heads features of the embedding and no
-    others, so its matrices are s by s. It is what multi-head attention becomes when every weight outside of those
-    blocks is zero, and not what PyTorch computes.
-    Source of the style: "narrow" self-attention in Peter Bloem's https://peterbloem.nl/blog/transformers.
+    Keys and values are projected from their slices i. Head i reads only s = emb / heads features of the embedding, so
+    its matrices are s by s. Multi-head attention is the same if every weight outside of these blocks is zero; PyTorch's
+    weights are not. Source of the style: "narrow" self-attention in Peter Bloem's
+    https://peterbloem.nl/blog/transformers.
     """
 
     def __init__(self, emb: int, heads: int, bias: bool = True) -> None:

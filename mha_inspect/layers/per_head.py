@@ -1,4 +1,4 @@
-"""The formula of "Attention Is All You Need", read literally: a matrix of its own for every head, and a loop."""
+"""The formula of "Attention Is All You Need", word for word: own matrices for every head, and a loop."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V, equation 1 of the paper, and its weights.
+    """Return Attention(Q, K, V) = softmax(Q Kᵀ / √d_k) V, equation 1 of the paper, and its weights.
 
-    `... query d_k, ... key d_k, ... key d_v -> ... query d_v, ... query key`. What is not allowed is set to -inf before
+    `... query d_k, ... key d_k, ... key d_v -> ... query d_v, ... query key`. Masked-out scores are set to -inf before
     the softmax (section 3.2.3).
     """
     weights = masked(q @ k.transpose(-2, -1) / math.sqrt(k.size(-1)), mask).softmax(dim=-1)
@@ -19,14 +19,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tu
 
 
 def masked(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Return the scores under a mask: boolean (True: not allowed), or additive."""
+    """Return the scores with a mask applied: boolean (True: masked out), or additive."""
     if mask is None:
         return scores
     return scores.masked_fill(mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
 
 
 def mask_of_head(mask: Tensor | None, head: int) -> Tensor | None:
-    """Return the part of a merged mask that one head sees: `query key` or `batch query key`."""
+    """Return one head's part of a merged mask: `query key` or `batch query key`; None without a mask."""
     if mask is None or mask.dim() == 2:
         return mask
     return mask.select(-3, head if mask.size(-3) > 1 else 0)
@@ -36,7 +36,7 @@ class PerHeadAttention(nn.Module):
     """MultiHead(Q, K, V) = Concat(head_1 … head_h) W_o, head_i = Attention(Q W_q_i, K W_k_i, V W_v_i).
 
     Source of the style: section 3.2.2 of https://arxiv.org/abs/1706.03762. The paper's matrices have no biases; `bias`
-    adds them as the implementations have them.
+    adds them as implementations do.
     """
 
     def __init__(

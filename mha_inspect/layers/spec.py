@@ -1,6 +1,6 @@
-"""What is asked for, as plain data: the layer's sizes and settings, its inputs, and how it is run.
+"""Define a request as plain data: the layer's sizes and settings, its inputs, and how it is run.
 
-Nothing here imports torch, so that a contradiction among flags is answered at once.
+This module imports no torch, so contradictory flags are refused at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_STEPS = 1_000_000
 
 
 def divisors(number: int) -> list[int]:
-    """Return every whole number that divides `number`, ascending."""
+    """Return the divisors of `number` in ascending order."""
     small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
     return small + [number // n for n in reversed(small) if n * n != number]
 
@@ -28,23 +28,23 @@ def divisors(number: int) -> list[int]:
 def _require_positive(spec: object, *names: str) -> None:
     for name in names:
         if (size := getattr(spec, name)) is not None and size < 1:
-            raise SpecError(f"{name} {size} is not a size: it must be 1 or more. Try {name} 1.")
+            raise SpecError(f"{name} {size} is too small: it must be 1 or more. Try {name} 1.")
 
 
 class DerivedInt(int):
-    """A size that follows from others: a spec made by `dataclasses.replace` works it out again from its own sizes."""
+    """A size that follows from other sizes; `dataclasses.replace` computes it again from the new sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """The sizes and settings of a layer to build. Raises `SpecError` when they contradict each other."""
+    """The sizes and settings of a layer. Raise `SpecError` if they contradict each other."""
 
     embed_dim: int = 512
     num_heads: int = 8
     num_kv_heads: int | None = None
     """Number of key and value heads, each shared by num_heads / num_kv_heads query heads; None means num_heads."""
     head_dim: int = DerivedInt(0)
-    """Features of one head: embed_dim / num_heads unless it was given (None or a `DerivedInt` is not given)."""
+    """Features of one head: embed_dim / num_heads by default (None or a `DerivedInt` is the default)."""
     kdim: int | None = None
     vdim: int | None = None
     bias: bool = True
@@ -53,9 +53,9 @@ class AttentionSpec:
     add_zero_attn: bool = False
     """Whether one key and value of zeros is appended to the sequence."""
     dropout: float = 0.0
-    """Probability that a weight is dropped in training mode."""
+    """Probability of dropping a weight in training mode."""
     rope: bool = False
-    """Whether queries and keys are rotated by their positions before they meet."""
+    """Whether queries and keys are rotated by their positions before the scores."""
     batch_first: bool = True
     """Whether inputs are `batch seq embed` (True) or `seq batch embed` (False)."""
     training: bool = False
@@ -67,8 +67,8 @@ class AttentionSpec:
         if self.head_dim is None or isinstance(self.head_dim, DerivedInt):
             if self.embed_dim % self.num_heads:
                 raise SpecError(
-                    f"embed_dim {self.embed_dim} cannot be split over num_heads {self.num_heads}: each head gets "
-                    f"embed_dim / num_heads whole features. Head counts that divide {self.embed_dim}: "
+                    f"embed_dim {self.embed_dim} is not divisible by num_heads {self.num_heads}: each head has "
+                    f"embed_dim / num_heads features. Head counts that divide {self.embed_dim}: "
                     f"{', '.join(map(str, divisors(self.embed_dim)))}."
                 )
             object.__setattr__(self, "head_dim", DerivedInt(self.embed_dim // self.num_heads))
@@ -76,22 +76,22 @@ class AttentionSpec:
         if self.num_heads % self.kv_heads:
             raise SpecError(
                 f"num_kv_heads {self.num_kv_heads} does not divide num_heads {self.num_heads}: each key/value head "
-                f"serves the same number of query heads. Those that do: "
+                f"serves the same number of query heads. Divisors of {self.num_heads}: "
                 f"{', '.join(map(str, divisors(self.num_heads)))}."
             )
         if self.rope and self.head_dim % 2:
             raise SpecError(
-                f"rope cannot turn head_dim {self.head_dim}: it rotates features in pairs, so head_dim must be even. "
+                f"rope cannot rotate head_dim {self.head_dim}: it rotates pairs of features, so head_dim must be even. "
                 f"Try head_dim {self.head_dim + 1}."
             )
         if not 0.0 <= self.dropout < 1.0:
-            raise SpecError(f"dropout {self.dropout} is not a probability below 1. Try dropout 0.1.")
+            raise SpecError(f"dropout {self.dropout} is out of range: expected 0 or more and below 1. Try dropout 0.1.")
         if self.dtype not in DTYPES:
-            raise SpecError(f"dtype {self.dtype!r} is not one that a layer can be built in: {', '.join(DTYPES)}.")
+            raise SpecError(f"dtype {self.dtype!r} is not supported. Use one of: {', '.join(DTYPES)}.")
 
     @property
     def head_dim_given(self) -> bool:
-        """Whether head_dim was asked for, and does not follow from embed_dim and num_heads."""
+        """Whether head_dim was given, instead of following from embed_dim and num_heads."""
         return not isinstance(self.head_dim, DerivedInt)
 
     @property
@@ -112,7 +112,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """What goes into the layer. Raises `SpecError` when the sizes contradict each other."""
+    """The inputs of the layer. Raise `SpecError` if the sizes contradict each other."""
 
     batch: int = 1
     seq_len: int = 12
@@ -121,11 +121,11 @@ class InputSpec:
     unbatched: bool = False
     """Whether the inputs have no batch dimension."""
     causal: bool = False
-    """Whether a query may only look at keys up to its own position."""
+    """Whether a query can attend only to keys up to its own position."""
     padding: tuple[int, ...] = ()
-    """How many of the last keys are padding: one number for every row, or one number per row of the batch."""
+    """Number of padding keys at the end: one number for all batch items, or one for each."""
     attn_mask: Path | None = None
-    """A file (.pt, .npy) with a boolean (True: not allowed) or additive mask, or one for each batch row and head."""
+    """A file (.pt, .npy) with a boolean (True: masked out) or additive mask, or one for each batch item and head."""
     input: Path | None = None
     """A file (.pt, .npy, .safetensors) with the query, or query, key and value by name."""
 
@@ -134,20 +134,20 @@ class InputSpec:
         if self.unbatched and self.batch != 1:
             raise SpecError(
                 f"batch {self.batch} contradicts unbatched: without a batch dimension there is one sequence. "
-                "Drop one of the two."
+                "Remove one of the two."
             )
         misfit = self.misfit_of_padding(self.batch, self.keys)
         if misfit and self.input is None:
             raise SpecError(misfit)
 
     def misfit_of_padding(self, batch: int, keys: int) -> str:
-        """Return why the padding is none for so many rows and keys; empty where it is one."""
+        """Return why the padding does not fit this batch and these keys; empty if it fits."""
         if any(not 0 <= count <= keys for count in self.padding):
             listed = ",".join(map(str, self.padding))
             return f"padding {listed} does not fit {keys} keys: each number must be 0 to {keys}."
         if len(self.padding) > 1 and len(self.padding) != batch:
             counted = f"padding has {len(self.padding)} numbers for batch {batch}"
-            return f"{counted}: give one number, or one per row of the batch."
+            return f"{counted}: give one number, or one for each batch item."
         return ""
 
     @property
@@ -158,7 +158,7 @@ class InputSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSpec:
-    """How the layer is run."""
+    """How to run the layer."""
 
     device: str = "cpu"
     """Device of parameters and inputs: cpu, cuda, cuda:N, mps or meta."""
@@ -166,27 +166,27 @@ class RunSpec:
     need_weights: bool = True
     """Whether the layer is asked for its attention weights."""
     average_weights: bool = True
-    """Whether the weights it returns are averaged over heads."""
+    """Whether the returned weights are averaged over heads."""
 
 
 def require_steps(steps: int) -> None:
-    """Raise `SpecError` where so many steps of training are no number, or none, or would not end in a lifetime."""
+    """Raise `SpecError` if this is no whole number of training steps from 1 to the maximum."""
     if not isinstance(steps, int):
-        raise SpecError(f"steps {steps!r} is not a whole number: give one, as in 10.")
+        raise SpecError(f"steps {steps!r} is not a whole number. Use e.g. 10.")
     if steps < 1:
         raise SpecError(f"steps {steps} trains nothing: it must be 1 or more. Try --steps 10.")
     if steps > _MOST_STEPS:
-        raise SpecError(f"steps {steps:,} would take weeks: up to {_MOST_STEPS:,} can be asked for. Try --steps 10.")
+        raise SpecError(f"steps {steps:,} would take weeks: the most is {_MOST_STEPS:,}. Try --steps 10.")
 
 
 def plain_fields(spec: AttentionSpec) -> dict[str, Any]:
-    """Return the spec as JSON carries it: every field, head_dim as the number that it came to."""
+    """Return the spec as JSON data: every field, with head_dim as its number."""
     return {**{name: getattr(spec, name) for name in spec.__dataclass_fields__}, "head_dim": int(spec.head_dim)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Show:
-    """What a report shows beyond names, shapes and axes."""
+    """The content of a report beyond names, shapes and axes."""
 
     ops: bool = False
     """Every operation that PyTorch ran, with its inputs, outputs and source line."""
@@ -195,20 +195,20 @@ class Show:
     values: bool = False
     """The content of each tensor as text, shortened as torch shortens it."""
     full_values: bool = False
-    """Every element as nested lists beside the shortened text, for a program that reads the JSON."""
+    """Whether every element is added as data, beside the shortened text."""
     precision: int = 4
     """Digits after the point in shortened text."""
     edge_items: int = 3
     """Elements at each edge in shortened text."""
 
     def without_numbers(self, device: str) -> tuple[str, ...]:
-        """Return what is to be said where a device has none of the numbers that are to be shown: nothing, or a note."""
+        """Return a note if numbers were requested on device meta, which has none; otherwise empty."""
         asked = " and ".join(f"--{name}" for name in ("stats", "values") if getattr(self, name))
         return (f"{asked}: device meta has shapes and no numbers to show.",) if asked and device == "meta" else ()
 
 
 def spec_of(module: MultiheadAttention) -> AttentionSpec:
-    """Return the spec of torch's own layer; a dtype that no layer is built in is float32, a dropout of 1 is 0."""
+    """Return the spec of torch's own layer; an unsupported dtype becomes float32, a dropout of 1 becomes 0."""
     dtype = str(module.out_proj.weight.dtype).removeprefix("torch.")
     same = ("embed_dim", "num_heads", "kdim", "vdim", "add_zero_attn", "batch_first", "training")
     return AttentionSpec(

@@ -1,4 +1,4 @@
-"""Heads split by view and permute, as TensorFlow's transformer tutorial writes it."""
+"""Attention that splits heads with view and permute, as in TensorFlow's transformer tutorial."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """softmax(q kᵀ / √depth + mask · -1e9) v, and the weights; the mask is 1 where a query may not look.
+    """Return softmax(q kᵀ / √depth + mask · -1e9) v, and the weights; the mask is 1 for masked-out keys.
 
-    Every key of a row masked moves all its scores by the same amount: its weights are finite where -inf gives NaN.
+    If every key of a row is masked out, all its scores change by the same number: its weights are finite, unlike with
+    -inf.
     """
     matmul_qk = torch.matmul(q, k.transpose(-2, -1))
     scaled_attention_logits = matmul_qk / math.sqrt(k.size(-1))

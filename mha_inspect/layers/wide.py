@@ -1,4 +1,4 @@
-"""Every head as wide as the embedding: the parameters grow with the heads."""
+"""Attention whose every head is as wide as the embedding: the parameters grow with the heads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .per_head import masked
 class WideAttention(nn.Module):
     """concat(head_1 … head_h) W_o, head_i = softmax(q_i k_iᵀ / √k) v_i, every head with k = emb features of its own.
 
-    Queries and keys are each divided by k^¼ before they meet, which takes less memory than dividing their product.
+    Queries and keys are each divided by k^¼ before the product, which takes less memory than dividing the product.
     Source of the style: "wide" self-attention in Peter Bloem's https://peterbloem.nl/blog/transformers.
     """
 

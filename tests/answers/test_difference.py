@@ -258,9 +258,9 @@ def test_dropout_is_named_and_not_called_rounding():
     ("left", "right", "settings", "said"),
     [
         ("torch", "wide", {}, "head_dim is 11 on the left (torch has no other head_dim) and 33 on the right"),
-        ("torch", "torch", {"right_set": {"num_heads": 2}}, "right side: embed_dim 33 cannot be split"),
-        ("torch", "bert", {"right_set": {"add_zero_attn": True}}, "layer bert has no use for add_zero_attn true"),
-        ("split-heads", "bert", {"add_zero_attn": True}, "Layers that have: torch"),
+        ("torch", "torch", {"right_set": {"num_heads": 2}}, "right side: embed_dim 33 is not divisible"),
+        ("torch", "bert", {"right_set": {"add_zero_attn": True}}, "layer bert does not take add_zero_attn true"),
+        ("split-heads", "bert", {"add_zero_attn": True}, "Layers that do: torch"),
         ("torch", "brt", {}, "Did you mean bert?"),
     ],
 )

@@ -145,8 +145,8 @@ def test_a_mask_for_each_head_fits_one_head_count(tmp_path):
         ((1, 2), {"device": "meta"}, "no numbers"),
         ((1, 2), {"training": True, "dropout": 0.1}, "dropout alone makes the outputs of all head counts differ"),
         ((), {}, "no head counts"),
-        ((1, 2), {"layer": "tensorflow"}, "not one that can be built"),
-        ((1, 2), {"layer": "bert", "kdim": 3}, "has no use for kdim"),
+        ((1, 2), {"layer": "tensorflow"}, "was not found"),
+        ((1, 2), {"layer": "bert", "kdim": 3}, "does not take kdim"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(heads, settings, message):

@@ -86,16 +86,13 @@ def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
         ("torch narow", ["layer 'narow'", "Did you mean narrow?"]),
         ("trch", ["layer 'trch'", "Did you mean torch?"]),
         ("torch bert --layer narrow", ["layer narrow is a third layer beside torch and bert"]),
-        (
-            "split-heads bert --kdim 7",
-            ["no use for kdim 7", "Layers that have: torch, fold-heads, per-head"],
-        ),
+        ("split-heads bert --kdim 7", ["does not take kdim 7", "Layers that do: torch, fold-heads, per-head"]),
         ("torch split-heads --kdim 7", ["takes k [3, 5, 22] and Multi", "key [3, 5, 7]", "Give both the same sizes"]),
         ("torch wide", ["head_dim is 11 on the left", "22 on the right", "Try --head-dim 11."]),
         ("torch --left-set seq_len=7", ["--left-set seq_len affects both sides", "--seq-len"]),
         ("torch --left-set batch=7", ["--left-set batch affects both sides"]),
         ("torch --right-set embed_dim=44", ["takes query [3, 5, 44] and", "query [3, 5, 22]"]),
-        ("torch --right-set head_dim=4", ["layer torch has no use for head_dim 4", "grouped-query"]),
+        ("torch --right-set head_dim=4", ["layer torch does not take head_dim 4", "grouped-query"]),
         (
             "torch --right-set dtyp=float16",
             ["--right-set dtyp is not a setting", "Did you mean dtype?", "need_weights"],

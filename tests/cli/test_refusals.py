@@ -122,7 +122,7 @@ LINES: list[tuple[str, ...]] = [
     # sizes and settings of a layer
     ("trace --embed-dim 10 --num-heads 3", "divide 10: 1, 2, 5, 10."),
     ("compare-heads --embed-dim 10 --heads 1,3", "num_heads 3", "1, 2, 5, 10."),
-    ("trace --layer bert --kdim 3", "layer bert", "kdim 3", "Layers that have: torch"),
+    ("trace --layer bert --kdim 3", "layer bert", "kdim 3", "Layers that do: torch"),
     ("trace --layer grouped-query --num-kv-heads 3", "num_kv_heads 3", "num_heads 8", "1, 2, 4, 8"),
     ("diff torch narow", "'narow'", "Did you mean narrow?"),
     ("diff torch wide --embed-dim 22 --num-heads 2", "11 on the left", "22 on the right"),

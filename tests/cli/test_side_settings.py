@@ -88,7 +88,7 @@ def test_a_flag_that_one_layer_has_no_use_for_stays_with_the_other():
 
 
 def test_a_setting_of_one_side_is_not_left_unheard():
-    with pytest.raises(SpecError, match="layer torch has no use for num_kv_heads 2"):
+    with pytest.raises(SpecError, match="layer torch does not take num_kv_heads 2"):
         planned("torch", "grouped-query", "num_kv_heads=2")
 
 

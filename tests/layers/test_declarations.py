@@ -135,9 +135,7 @@ def test_a_setting_is_taken_or_refused_with_those_that_take_it(name, setting):
         return
     takers = [other.name for other in LAYERS.values() if setting in other.takes]
     assert takers
-    with pytest.raises(
-        SpecError, match=f"layer {name} has no use for {setting} .*Layers that have: {', '.join(takers)}"
-    ):
+    with pytest.raises(SpecError, match=f"layer {name} does not take {setting} .*Layers that do: {', '.join(takers)}"):
         kind.check(spec, inputs, run)
 
 

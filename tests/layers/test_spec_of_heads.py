@@ -30,7 +30,7 @@ def test_a_given_head_dim_stays_under_a_new_head_count():
 
 
 def test_a_new_head_count_is_checked_again():
-    with pytest.raises(SpecError, match=r"embed_dim 30 cannot be split over num_heads 4.*1, 2, 3, 5, 6, 10, 15, 30"):
+    with pytest.raises(SpecError, match=r"embed_dim 30 is not divisible by num_heads 4.*1, 2, 3, 5, 6, 10, 15, 30"):
         replace(AttentionSpec(embed_dim=30, num_heads=5), num_heads=4)
 
 
@@ -41,10 +41,10 @@ def test_a_given_head_dim_needs_no_division():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_heads": 8, "num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 8.*those that do: 1, 2, 4, 8"),
-        ({"num_heads": 2, "num_kv_heads": 4}, "num_kv_heads 4 does not divide num_heads 2.*those that do: 1, 2"),
-        ({"num_kv_heads": 0}, "num_kv_heads 0 is not a size"),
-        ({"head_dim": 0}, "head_dim 0 is not a size"),
+        ({"num_heads": 8, "num_kv_heads": 3}, "num_kv_heads 3 does not divide num_heads 8.*divisors of 8: 1, 2, 4, 8"),
+        ({"num_heads": 2, "num_kv_heads": 4}, "num_kv_heads 4 does not divide num_heads 2.*divisors of 2: 1, 2"),
+        ({"num_kv_heads": 0}, "num_kv_heads 0 is too small"),
+        ({"head_dim": 0}, "head_dim 0 is too small"),
         ({"embed_dim": 15, "num_heads": 3, "rope": True}, "head_dim 5.*must be even.*head_dim 6"),
     ],
 )
