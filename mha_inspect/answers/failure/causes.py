@@ -116,7 +116,7 @@ def _width(facts: Facts, x: Operand, takes: int, weight: Operand | None) -> Iter
     if weight is not None and facts.pair is not None and weight.shape[-1] == has:
         yield Cause(
             "weight_not_transposed",
-            f"{weight.is_shape}, which is (out_features, in_features); {x.name} has {has} features.",
+            f"{weight.is_shape}, (out_features, in_features) as in nn.Linear; {x.name} has {has} features.",
             f"{x.name} @ {weight.name}.T, or call the layer.",
         )
     places = [place for place, size in enumerate(x.shape[:-1]) if size == takes]
@@ -181,7 +181,8 @@ def _sequences(facts: Facts) -> Iterator[Cause]:
         way = "x.transpose(0, 1)" if batch_first else "batch_first=True"
         yield Cause(
             "batch_and_sequence_swapped",
-            f"{reading}: batch {key_batch}, key {key_length}; {padding.is_shape}, not [{key_batch}, {key_length}].",
+            f"{reading}: batch {key_batch}, key {key_length}. {padding.is_shape}; with either batch_first, "
+            f"key_padding_mask must be batch key, [{key_batch}, {key_length}].",
             f"If {key.name} is right, use {padding.name}.T. If the mask is right, use {way} for {key.name}.",
         )
     if why:
@@ -420,7 +421,7 @@ def _einops(facts: Facts) -> Iterator[Cause]:
 def _uneven(width: int, heads: int, asked: str = "") -> Cause:
     """Return the cause of a width that is not divisible by the heads; `asked` is the width that the call asks for."""
     counts = ", ".join(str(n) for n in range(1, min(width, 64) + 1) if width % n == 0)
-    asked = asked or (f"{width} / {heads} = {width / heads:.4g}" if heads else "0 heads")
+    asked = asked or (f"{width} / {heads} = {width / heads:.4g}" if heads else "use at least 1")
     return Cause(
         "heads_do_not_divide",
         f"Width {width} cannot be split into {heads} heads: {asked}.",
