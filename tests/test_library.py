@@ -202,9 +202,9 @@ def test_what_compare_heads_cannot_take_is_named(heads, settings, said):
 def test_a_head_that_is_not_there_is_named(layer, x):
     weights = mha_inspect.trace(layer, x, x, x, keep=True).attentions[0].weights
     for head in (9, "a", 0.5):
-        with pytest.raises(SpecError, match=f"head {head} was not found: weights has"):
+        with pytest.raises(SpecError, match=f"head {head} does not exist: weights has"):
             weights.picture([head])
-    with pytest.raises(SpecError, match="batch item first was not found"):
+    with pytest.raises(SpecError, match="batch item first does not exist"):
         weights.picture(batch_row="first")
 
 

@@ -1,1 +1,1 @@
-"""Files of tensors, read by their headers: nothing in them is run, and nothing here needs torch."""
+"""Read files of tensors by their headers, without running their code and without importing torch."""

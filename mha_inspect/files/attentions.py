@@ -32,7 +32,7 @@ _NORMS = {
     **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "scales the queries after their projection"),
     **dict.fromkeys(("k_norm", "k_layernorm", "k_ln", "key_norm"), "scales the keys after their projection"),
 }
-_BESIDE = {
+_OTHER_ROLES = {
     **_NORMS,
     "q_a_proj": f"projects the input down, before the queries{_NO_HEAD}",
     "q_a_layernorm": f"scales the input of the projection to the queries{_NO_HEAD}",
@@ -88,7 +88,7 @@ class _Owner:
     path: str
     parts: dict[str, _Tensor] = field(default_factory=dict)
     """Tensors by part, e.g. `W_q`, `b_qkv`."""
-    beside: dict[str, str] = field(default_factory=dict)
+    other_roles: dict[str, str] = field(default_factory=dict)
     """Name to purpose, for the other tensors."""
     head_dim: int | None = None
     """Features of a head, if a norm of a head's features gives them; otherwise None."""
@@ -113,11 +113,11 @@ class _Owner:
 
 
 def find_attentions(
-    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], asked: int | None
+    tensors: Mapping[str, StoredTensor], config: Mapping[str, Any], wanted: int | None
 ) -> list[NamedAttention]:
     """Return the attentions in the order of their layers; empty if there are none.
 
-    The number of heads is `asked` if it fits, otherwise the number in config.json if that fits.
+    The number of heads is `wanted` if it fits, otherwise the number in config.json if that fits.
     """
     owners: dict[str, _Owner] = {}
     for name, match in ((name, _NAME.fullmatch(name)) for name in tensors):
@@ -130,14 +130,14 @@ def find_attentions(
             output = owners.get(f"{around}.output", owner).parts
             owner.parts |= {part: output[part] for part in ("W_o", "b_o") if part in output}
     widths = [(owner, _widths(owner)) for owner in owners.values() if owner.is_whole]
-    return [_attention(owner, width, config, asked) for owner, width in widths if min(width.values()) > 0]
+    return [_attention(owner, width, config, wanted) for owner, width in widths if min(width.values()) > 0]
 
 
 def _add(owner: _Owner, tensor: _Tensor, kind: str) -> None:
     """Add a tensor to its owner, if its name is known."""
     word = tensor.word.casefold()
-    if word in _BESIDE:
-        owner.beside[tensor.name] = _BESIDE[word]
+    if word in _OTHER_ROLES:
+        owner.other_roles[tensor.name] = _OTHER_ROLES[word]
         if word in _NORMS and len(tensor.shape) == 1:
             owner.head_dim = tensor.shape[0]
         if word == _LATENT and kind == "W":
@@ -160,14 +160,14 @@ def _widths(owner: _Owner) -> dict[str, int]:
     return {"q": query, "k": key, "v": value, "o": out or query}
 
 
-def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any], asked: int | None) -> NamedAttention:
+def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any], wanted: int | None) -> NamedAttention:
     fits = fitting_counts(*widths.values(), owner.head_dim)
     if owner.latent is not None and "W_kv" in owner.parts:
         # A query is as wide as its key: the head's own part, and the position part that all heads share.
         shared = owner.latent - owner.parts["W_kv"].shape[1]
         count, rest = divmod(widths["q"] - widths["k"], shared) if shared > 0 else (0, 0)
         fits = (count,) if count > 0 and not (rest or any(widths[letter] % count for letter in "qkv")) else ()
-    candidates = (asked, *_of_config(config, owner, widths["q"]))
+    candidates = (wanted, *_of_config(config, owner, widths["q"]))
     heads = next((n for n in candidates if n in fits), fits[0] if len(fits) == 1 else None)
     head_dim = None if heads is None else widths["q"] // heads
     kv_heads = heads if owner.latent is not None or head_dim is None else widths["k"] // head_dim
@@ -179,7 +179,7 @@ def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any],
             by_group = False if len(part) == 3 else _is_by_group(tensor.word, config)
             layout = _Layout(owner, part, widths, heads, kv_heads, by_group)
             roles[tensor.name] = Role(layout.pattern(), layout.text(), layout.slices(), owner.axis(part))
-    roles |= {name: Role("", text) for name, text in owner.beside.items()}
+    roles |= {name: Role("", text) for name, text in owner.other_roles.items()}
     stored = StoredAttention(owner.path, tuple(roles), heads, kv_heads, head_dim, fits if heads is None else ())
     return NamedAttention(stored, roles)
 

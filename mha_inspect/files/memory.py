@@ -75,16 +75,16 @@ def limited_to_what_is_free(device: str = "cpu") -> Iterator[int | None]:
         setrlimit(RLIMIT_DATA, (soft, hard))
 
 
-def require_memory(need: int, device: torch.device | str, asked: str, way_out: str) -> None:
+def require_memory(need: int, device: torch.device | str, request: str, way_out: str) -> None:
     """Raise `DoesNotFitError` if `need` bytes do not fit on the device. Return if the free memory is unknown.
 
-    `asked` is the request with its numbers, e.g. `seq_len 131072 with 128 heads`; `way_out` is a request that would
+    `request` is described with its numbers, e.g. `seq_len 131072 with 128 heads`; `way_out` is a request that would
     fit.
     """
     free = free_memory(device) if need > _SMALL else None
     if free is not None and need > free:
         raise DoesNotFitError(
-            f"{asked} needs about {byte_size(need)}, but only {byte_size(free)} is free on {device}. {way_out}"
+            f"{request} needs about {byte_size(need)}, but only {byte_size(free)} is free on {device}. {way_out}"
         )
 
 

@@ -1,1 +1,1 @@
-"""Where every dimension of a recording goes, and the walks that find an attention in it."""
+"""Follow every dimension through a recording, and find the attentions in it."""

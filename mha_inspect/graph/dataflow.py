@@ -113,7 +113,7 @@ class Graph:
 
     def inputs_of(self, tensor: TensorRef) -> set[int]:
         """Return the ids of the forward's inputs that a tensor depends on."""
-        return {input_id for input_id, made in self._from_each_input.items() if tensor.id in made}
+        return {input_id for input_id, dependent in self._from_each_input.items() if tensor.id in dependent}
 
     def leads_to(self, start: TensorRef, end: TensorRef) -> bool:
         """Return whether `end` depends on `start`, by any operations."""
@@ -237,7 +237,7 @@ class Graph:
 
     def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
         """Yield the tensors that `start` was computed from, nearest first, through operations accepted by `through`."""
-        queue, seen = deque([Step(start)]), {start.id}
+        queue, visited = deque([Step(start)]), {start.id}
         while queue:
             step = queue.popleft()
             yield step
@@ -245,23 +245,23 @@ class Graph:
             if op is None or len(step.path) >= _FAR or not through(op):
                 continue
             for tensor in op.inputs:
-                if tensor.id not in seen and tensor.dtype != "bool":
-                    seen.add(tensor.id)
+                if tensor.id not in visited and tensor.dtype != "bool":
+                    visited.add(tensor.id)
                     queue.append(Step(tensor, (*step.path, op)))
 
     def forward(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
         """Yield the operations that read results of `start`, nearest first, with the step to the tensor they read."""
         writer = self.recording.producers.get(start.id, -1)
         queue = deque(Step(tensor) for tensor in (start, *self._reread.get(writer, ())))
-        seen = {step.tensor.id for step in queue}
+        visited = {step.tensor.id for step in queue}
         while queue:
             step = queue.popleft()
             for op in self.recording.consumers.get(step.tensor.id, ()):
                 yield op, step
                 if len(step.path) < _FAR and through(op):
                     for tensor in (*op.outputs, *self._reread.get(op.index, ())):
-                        if tensor.id not in seen and tensor.dtype not in _INDICES:
-                            seen.add(tensor.id)
+                        if tensor.id not in visited and tensor.dtype not in _INDICES:
+                            visited.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
 
     def before(self, tensor: TensorRef, passes: Callable[[Op], bool]) -> TensorRef:
@@ -272,7 +272,7 @@ class Graph:
 
     def before_call(self, op: Op, tensor: TensorRef) -> TensorRef:
         """Return the operand as it was given to the call of an operation, before the call rearranged it."""
-        return self.before(tensor, lambda behind: behind.call == op.call and self.moves(behind))
+        return self.before(tensor, lambda earlier: earlier.call == op.call and self.moves(earlier))
 
     def before_moves(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor before all views and copies."""
@@ -339,13 +339,13 @@ def _keeps_features(op: Op) -> bool:
 
 def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:
     """Return these tensor ids, and the ids of all tensors that the operations, in order, compute from them."""
-    made = set(ids)
+    dependent = set(ids)
     for op in ops:
         for tensor in op.inputs:
-            if tensor.id in made:
-                made.update([output.id for output in op.outputs])
+            if tensor.id in dependent:
+                dependent.update([output.id for output in op.outputs])
                 break
-    return made
+    return dependent
 
 
 def inside(path: str, module: str) -> bool:

@@ -142,10 +142,10 @@ def _scales(graph: Graph, op: Op) -> bool:
     """Return whether this multiplies every element by one number, except as the second half of a mean."""
     if not graph.is_scale(op):
         return False
-    behind = graph.recording.producer(max(op.inputs, key=lambda read: read.numel))
-    if behind is None or behind.base_name != "sum":
+    maker = graph.recording.producer(max(op.inputs, key=lambda read: read.numel))
+    if maker is None or maker.base_name != "sum":
         return True
-    summed = behind.inputs[0].numel / max(behind.output.numel, 1)
+    summed = maker.inputs[0].numel / max(maker.output.numel, 1)
     return not isclose((graph.scale_of(op) or 0) * summed, 1, rel_tol=1e-6)
 
 

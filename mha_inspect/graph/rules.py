@@ -24,8 +24,8 @@ def rule_of(name: str, kind: str, pointwise: bool) -> Rule:
 def reduced_places(op: Op) -> tuple[int, ...]:
     """Return the dimensions that a sum, a mean or another reduction runs over."""
     rank = len(op.inputs[0].shape)
-    asked = setting(op, 2 if "norm" in op.base_name else 1, "dim", 0 if op.base_name == "unbind" else None)
-    places = range(rank) if asked is None else asked if isinstance(asked, tuple) else (asked,)
+    dims = setting(op, 2 if "norm" in op.base_name else 1, "dim", 0 if op.base_name == "unbind" else None)
+    places = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
     return tuple(sorted({int(place) % max(rank, 1) for place in places}))
 
 
@@ -102,7 +102,7 @@ def _permute(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Expand or repeat: the axis of copies comes before the repeated axis."""
+    """Expand or repeat a dimension: the axis of copies comes before it."""
     shape = op.output.shape
     dims = ((),) * (len(shape) - len(inputs[0])) + inputs[0]
     times = [size // max(size_of(dim), 1) for dim, size in zip(dims, shape, strict=True)]
@@ -114,7 +114,7 @@ def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _reduce(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Sum, mean, select or squeeze: dimensions are removed, or become 1."""
+    """Remove dimensions, or make them 1: sum, mean, select or squeeze."""
     places, keep = set(reduced_places(op)), len(op.output.shape) == len(inputs[0])
     if op.does("reshapes"):
         places = {place for place in places if op.inputs[0].shape[place] == 1}
@@ -220,7 +220,7 @@ def _pad(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """`batch n k, batch k m -> batch n m`, with an added term; the second factor of cdist is `batch m k`."""
+    """Multiply `batch n k, batch k m -> batch n m`, with an added term; the second factor of cdist is `batch m k`."""
     *added, a, b = inputs
     if op.does("distances"):
         b = (*b[:-2], b[-1], b[-2])
@@ -236,7 +236,7 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """`batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis."""
+    """Convolve `batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis."""
     (source, weight), (before, after) = inputs[:2], (op.inputs[0].shape, op.output.shape)
     channels = source[1] if setting(op, 8, "groups", 1) == after[1] == before[1] else weight[0]
     space = zip(source[2:], before[2:], after[2:], strict=True)
@@ -244,7 +244,7 @@ def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _index(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """`table[..., indices, ...]` with one tensor of indices, whose axes replace the indexed dimension."""
+    """Read `table[..., indices, ...]` with one tensor of indices, whose axes replace the indexed dimension."""
     table, place = inputs[0], _place(op, 1, len(inputs[0])) if op.base_name == "index_select" else 0
     if op.base_name == "index":
         given = [place for place, index in enumerate(op.args[1]) if index is not None]
@@ -284,7 +284,7 @@ def _strided(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _columns(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """im2col: `*batch channels height width -> *batch (channels kernel) positions`."""
+    """Unfold (im2col) `*batch channels height width -> *batch (channels kernel) positions`."""
     *batch, channels, _, _ = inputs[0]
     shape = op.output.shape
     return [(*batch, (*channels, *fresh(shape[-2] // max(op.inputs[0].shape[-3], 1))), fresh(shape[-1]))]

@@ -50,8 +50,8 @@ def softmax_of(recording: Recording, op: Op) -> Softmax | None:
         masked = shift.inputs[0] if shift is not None and is_shift(recording, shift) else exponential.inputs[0]
         if above.numel >= total.output.numel and _exponential(recording, above)[0] is exponential:
             return Softmax(op, masked, dim, masks)
-        behind = _maker(recording, above)
-        values_product = None if behind is None else product_of(recording, behind)
+        maker = _maker(recording, above)
+        values_product = None if maker is None else product_of(recording, maker)
         if values_product is not None:
             for factor in (values_product.left, values_product.right):
                 if _exponential(recording, factor)[0] is exponential:
@@ -108,8 +108,8 @@ def _exponential(recording: Recording, tensor: TensorRef) -> tuple[Op | None, tu
         if op.does("fills_where") or len(op.inputs) == 2:
             masks = (op, *masks)
         # The operand of a mask that an `exp` computed directly has the exponentials.
-        behind = [maker for t in op.inputs if t.dtype != "bool" and (maker := recording.producer(t)) is not None]
-        op = next((maker for maker in behind if maker.base_name.rstrip("_") == "exp"), behind[0] if behind else None)
+        makers = [maker for t in op.inputs if t.dtype != "bool" and (maker := recording.producer(t)) is not None]
+        op = next((maker for maker in makers if maker.base_name.rstrip("_") == "exp"), makers[0] if makers else None)
     return None, ()
 
 
@@ -123,11 +123,11 @@ def is_shift(recording: Recording, op: Op) -> bool:
 
 def _of_logarithm(recording: Recording, op: Op) -> Softmax | None:
     """Return the softmax in `exp(log_softmax(x))` and `exp(x - logsumexp(x))`; None for any other `exp`."""
-    behind = recording.producer(op.inputs[0])
-    total = behind
-    if behind is not None and behind.base_name.rstrip("_") == "sub":
-        total = _maker(recording, behind.inputs[-1])
-    if behind is None or total is None or total.base_name not in ("_log_softmax", "logsumexp"):
+    maker = recording.producer(op.inputs[0])
+    total = maker
+    if maker is not None and maker.base_name.rstrip("_") == "sub":
+        total = _maker(recording, maker.inputs[-1])
+    if maker is None or total is None or total.base_name not in ("_log_softmax", "logsumexp"):
         return None
     dim = total.args[1][0] if isinstance(total.args[1], tuple) else total.args[1]
-    return Softmax(op, behind.inputs[0], int(dim) % max(len(op.output.shape), 1))
+    return Softmax(op, maker.inputs[0], int(dim) % max(len(op.output.shape), 1))

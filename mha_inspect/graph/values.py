@@ -139,19 +139,19 @@ def _weighing(graph: Graph, values: ProductPath, taken: set[int]) -> Weighing | 
         scores = None if dim is None else score_product(graph, masked, dim)
         if dim is None or scores is None or scores.product.op.index in taken or not _compares(graph, scores.product):
             return None
-        made = Softmax(path[stop - 1], masked, dim, ops=path[start:stop])
-        return made, scores, ProductPath(values.product, path[stop:], values.tensor)
+        softmax = Softmax(path[stop - 1], masked, dim, ops=path[start:stop])
+        return softmax, scores, ProductPath(values.product, path[stop:], values.tensor)
     return None
 
 
 def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> tuple[int, int] | None:
     """Return the start and end of the steps that compute weights from scores; None without a nonlinear function."""
     since = graph.recording.producers[scores.id] + 1
-    made = made_of({scores.id}, graph.recording.ops[since : path[-1].index] if path else ())
+    dependent = made_of({scores.id}, graph.recording.ops[since : path[-1].index] if path else ())
     parts = []
     for place, op in enumerate(path):
         came_by = path[place - 1].outputs if place else op.inputs[:1]
-        others = [tensor for tensor in op.inputs if tensor.id in made and tensor not in came_by]
+        others = [tensor for tensor in op.inputs if tensor.id in dependent and tensor not in came_by]
         if any(other.numel > 1 and not _repeated(graph, other, op.output) <= over for other in others):
             return None  # weights compared with those of other queries
         if others or graph.bends(op):

@@ -1,1 +1,1 @@
-"""The attention layers that can be built, one file each, and their catalog."""
+"""Build attention layers: one file each, and their catalog."""

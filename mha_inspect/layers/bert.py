@@ -29,7 +29,7 @@ class BertSelfAttention(nn.Module):
         self.dropout = nn.Dropout(attention_probs_dropout_prob)
 
     def transpose_for_scores(self, x: Tensor) -> Tensor:
-        """`... seq (heads head_dim) -> ... heads seq head_dim`."""
+        """Split heads: `... seq (heads head_dim) -> ... heads seq head_dim`."""
         x = x.view(*x.shape[:-1], self.num_attention_heads, self.attention_head_size)
         return x.transpose(-3, -2)
 
@@ -40,7 +40,7 @@ class BertSelfAttention(nn.Module):
         encoder_hidden_states: Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`... query hidden, ... key hidden -> ... query hidden, ... heads query key`, with or without a batch."""
+        """Attend: `... query hidden, ... key hidden -> ... query hidden, ... heads query key`; a batch is optional."""
         key_states = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query_layer = self.transpose_for_scores(self.query(hidden_states))
         key_layer = self.transpose_for_scores(self.key(key_states))

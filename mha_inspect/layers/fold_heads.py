@@ -21,7 +21,7 @@ class DotProductAttention(nn.Module):
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`batch query d, batch key d, batch key d -> batch query d, batch query key`."""
+        """Attend: `batch query d, batch key d, batch key d -> batch query d, batch query key`."""
         scores = masked(torch.bmm(queries, keys.transpose(1, 2)) / math.sqrt(queries.size(-1)), mask)
         weights = torch.softmax(scores, dim=-1)
         return torch.bmm(self.dropout(weights), values), weights
@@ -48,7 +48,7 @@ class FoldHeadsAttention(nn.Module):
     def forward(
         self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """`batch query embed, batch key kdim, batch key vdim -> batch query embed, batch heads query key`."""
+        """Attend: `batch query embed, batch key kdim, batch key vdim -> batch query embed, batch heads query key`."""
         fold = "batch seq (heads head_dim) -> (batch heads) seq head_dim"
         projections = ((self.W_q, queries), (self.W_k, keys), (self.W_v, values))
         folded = [rearrange(project(x), fold, heads=self.num_heads) for project, x in projections]

@@ -34,7 +34,7 @@ def apply_rotary(x: Tensor) -> Tensor:
 
 
 def repeat_kv(hidden_states: Tensor, n_rep: int) -> Tensor:
-    """`batch kv_heads key head_dim -> batch (kv_heads n_rep) key head_dim`: each head n_rep times in a row."""
+    """Repeat each head n_rep times in a row: `batch kv_heads key head_dim -> batch (kv_heads n_rep) key head_dim`."""
     batch, num_key_value_heads, slen, head_dim = hidden_states.shape
     if n_rep == 1:
         return hidden_states
@@ -79,7 +79,7 @@ class GroupedQueryAttention(nn.Module):
         key_value_states: Tensor | None = None,
         output_attentions: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """`batch query embed, batch key embed -> batch query embed, batch heads query key`, with an additive mask."""
+        """Attend, mask added: `batch query embed, batch key embed -> batch query embed, batch heads query key`."""
         batch, query_len, _ = hidden_states.shape
         states = hidden_states if key_value_states is None else key_value_states
         of_keys = (batch, states.shape[1], self.num_key_value_heads, self.head_dim)

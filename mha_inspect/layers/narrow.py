@@ -31,7 +31,7 @@ class NarrowAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`... query embed, ... key embed, ... key embed -> ... query embed, ... heads query key`."""
+        """Attend: `... query embed, ... key embed, ... key embed -> ... query embed, ... heads query key`."""
         slices = zip(query.chunk(self.heads, -1), key.chunk(self.heads, -1), value.chunk(self.heads, -1), strict=True)
         outputs, weights = [], []
         for i, (query_slice, key_slice, value_slice) in enumerate(slices):

@@ -52,7 +52,7 @@ class PerHeadAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`... query embed, ... key kdim, ... key vdim -> ... query embed, ... heads query key`."""
+        """Attend: `... query embed, ... key kdim, ... key vdim -> ... query embed, ... heads query key`."""
         projections = zip(self.W_q, self.W_k, self.W_v, strict=True)
         heads = [
             attention(w_q(query), w_k(key), w_v(value), mask_of_head(mask, i))

@@ -203,8 +203,8 @@ class Show:
 
     def without_numbers(self, device: str) -> tuple[str, ...]:
         """Return a note if numbers were requested on device meta, which has none; otherwise empty."""
-        asked = " and ".join(f"--{name}" for name in ("stats", "values") if getattr(self, name))
-        return (f"{asked}: device meta has shapes and no numbers to show.",) if asked and device == "meta" else ()
+        options = " and ".join(f"--{name}" for name in ("stats", "values") if getattr(self, name))
+        return (f"{options}: device meta has shapes and no numbers to show.",) if options and device == "meta" else ()
 
 
 def spec_of(module: MultiheadAttention) -> AttentionSpec:

@@ -40,12 +40,12 @@ class SplitHeadsAttention(nn.Module):
         self.dense = nn.Linear(d_model, d_model, bias=bias)
 
     def split_heads(self, x: Tensor, batch_size: int) -> Tensor:
-        """`batch seq (heads depth) -> batch heads seq depth`."""
+        """Split heads: `batch seq (heads depth) -> batch heads seq depth`."""
         x = x.view(batch_size, -1, self.num_heads, self.depth)
         return x.permute(0, 2, 1, 3)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """`batch query d_model, batch key d_model, batch key d_model -> batch query d_model, batch heads query key`."""
+        """Attend: `batch query embed, batch key embed, batch key embed -> batch query embed, batch heads query key`."""
         batch_size = q.size(0)
         q = self.split_heads(self.wq(q), batch_size)
         k = self.split_heads(self.wk(k), batch_size)

@@ -27,7 +27,7 @@ class WideAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """`batch query embed, batch key embed, batch key embed -> batch query embed, batch heads query key`."""
+        """Attend: `batch query embed, batch key embed, batch key embed -> batch query embed, batch heads query key`."""
         b, t, h, k = query.size(0), query.size(1), self.heads, self.k
         queries = self.toqueries(query).view(b, t, h, k)
         keys = self.tokeys(key).view(b, -1, h, k)

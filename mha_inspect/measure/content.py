@@ -107,8 +107,8 @@ def compare_stage(stage: str, left: Tensor, right: Tensor, noise_floor: Callable
     if pair is None:
         note = f"shapes differ: {list(left.shape)} and {list(right.shape)} in {axes}"
         return StageDifference(None, None, None, None, "differs", axes, note)
-    ours, theirs, how = pair
-    largest, relative = distances(ours, theirs)
+    left, right, how = pair
+    largest, relative = distances(left, right)
     floor = noise_floor() if largest else None
     return StageDifference(largest, relative, floor, *judge(largest, floor or 0.0), how or axes)
 
@@ -133,7 +133,7 @@ def _comparable(stage: str, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor
 
 
 def _reduce_heads(content: Tensor, how: str) -> Tensor:
-    """`batch heads query key` to `batch query key`, or `batch heads query head_dim` to `batch query (heads head_dim)`.
+    """Reduce `batch heads query key` to `batch query key`, or concatenate the heads of `batch heads query head_dim`.
 
     The mean is taken in float64: in a smaller dtype the lowest numbers of masked heads would sum to -inf.
     """

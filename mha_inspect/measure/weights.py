@@ -136,7 +136,7 @@ def copy_by_head(source: Weights, destination: Weights, numbers: Mapping[str, Te
             fitted, reason = _fitted(part, given, source, destination)
             sizes = _sizes(part, given[part], destination)
         elif part in destination.projections:
-            fitted, reason = _filling(part, destination.projections[part].shape, given)
+            fitted, reason = _neutral(part, destination.projections[part].shape, given)
             sizes = None
         else:
             continue
@@ -147,7 +147,7 @@ def copy_by_head(source: Weights, destination: Weights, numbers: Mapping[str, Te
     destination.write(fitting)
     after = destination.read()
     changed = [part for part, wanted in fitting.items() if not same_bits(after[part], wanted.to(after[part].dtype))]
-    not_copied += [NotCopied(part, _why_not(part, destination)) for part in changed]
+    not_copied += [NotCopied(part, _why_changed(part, destination)) for part in changed]
     copied = tuple(part for part in fitting if part in given and part not in changed)
     filled = tuple(part for part in fitting if part not in given)
     return CopiedParts(copied, filled, tuple(sorted(not_copied, key=lambda absent: PARTS.index(absent.part))))
@@ -157,16 +157,16 @@ def _fitted(part: str, given: Numbers, source: Weights, destination: Weights) ->
     """Return a part in the destination's form; otherwise None and the reason, empty if no information is lost."""
     projection, numbers = destination.projections.get(part), given[part]
     if projection is None:
-        return None, _of_no_place(part, numbers)
+        return None, _why_lost(part, numbers)
     wanted = projection.shape
     if tuple(numbers.shape) == wanted and (part not in _OF_KEYS or source.users() == destination.users()):
         return numbers, ""
     if part in _OF_KEYS and source.num_heads == destination.num_heads and numbers.shape[1:] == wanted[1:]:
-        return _shared_anew(numbers, source.users(), destination.users(), wanted[0])
-    mine, theirs = matrix_shape(part, tuple(numbers.shape)), matrix_shape(part, wanted)
+        return _regrouped(numbers, source.users(), destination.users(), wanted[0])
+    source_size, destination_size = matrix_shape(part, tuple(numbers.shape)), matrix_shape(part, wanted)
     unshared = all(side.num_kv_heads == side.num_heads for side in (source, destination))
-    fits = mine == theirs and (unshared or part not in _OF_KEYS)
-    return (numbers.reshape(wanted), "") if fits else (None, f"{[*mine]} becomes {[*theirs]}")
+    fits = source_size == destination_size and (unshared or part not in _OF_KEYS)
+    return (numbers.reshape(wanted), "") if fits else (None, f"{[*source_size]} becomes {[*destination_size]}")
 
 
 def _sizes(part: str, numbers: Tensor, destination: Weights) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -185,7 +185,7 @@ def matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     return flat[::-1] if part == "W_o" else flat
 
 
-def _shared_anew(numbers: Tensor, users: list[int], wanted: list[int], count: int) -> tuple[Tensor | None, str]:
+def _regrouped(numbers: Tensor, users: list[int], wanted: list[int], count: int) -> tuple[Tensor | None, str]:
     """Return keys and values regrouped for other query heads; None and the reason if heads to merge differ."""
     heads: list[Tensor] = []
     for number in range(count):
@@ -196,7 +196,7 @@ def _shared_anew(numbers: Tensor, users: list[int], wanted: list[int], count: in
     return torch.stack(heads), ""
 
 
-def _of_no_place(part: str, numbers: Tensor) -> str:
+def _why_lost(part: str, numbers: Tensor) -> str:
     """Return why a part without a place in the destination matters; empty if it has no effect."""
     if part in _BIASES:
         return "" if not bool(numbers.count_nonzero()) else "it has no such bias, but the other side's bias is not zero"
@@ -208,7 +208,7 @@ def _of_no_place(part: str, numbers: Tensor) -> str:
     return f"it has no {part} that could be matched to heads"
 
 
-def _filling(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor | None, str]:
+def _neutral(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor | None, str]:
     """Return numbers without effect for a part that the source lacks; None and the reason if there are none."""
     like = next(iter(given.values()))
     if part in _BIASES:
@@ -221,7 +221,7 @@ def _filling(part: str, shape: tuple[int, ...], given: Numbers) -> tuple[Tensor 
     return None, f"the other side has no {part}"
 
 
-def _why_not(part: str, destination: Weights) -> str:
+def _why_changed(part: str, destination: Weights) -> str:
     shape, first = destination.projections[part].shape, destination.projections[part].parts[0]
     if first.inner is not None and first.inner[0] < shape[-1] and part != "W_o":
         features = len(next(iter(first.heads.values())))

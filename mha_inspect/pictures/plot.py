@@ -25,10 +25,10 @@ _INCHES = 2.6
 _TICKS = 9
 
 
-def require_matplotlib(asked: str) -> None:
+def require_matplotlib(feature: str) -> None:
     """Raise `InputError` with the install command if matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise InputError(f"{asked} needs the library matplotlib, which is not installed. Install it: {INSTALL}")
+        raise InputError(f"{feature} needs the library matplotlib, which is not installed. Install it: {INSTALL}")
 
 
 def to_file(pictures: Sequence[Picture], format: Literal["png", "svg"]) -> bytes:

@@ -65,7 +65,7 @@ class Attended:
                 "Try a smaller --seq-len."
             )
         if batch_row not in range(tensor.shape[0]):
-            raise SpecError(f"batch item {batch_row} was not found: the batch has {tensor.shape[0]}, counted from 0.")
+            raise SpecError(f"batch item {batch_row} does not exist: the batch has {tensor.shape[0]}, counted from 0.")
         panels = tensor[batch_row]
         if "(" in CANONICAL_AXES[stage]:
             count = self.num_kv_heads if stage in ("k_proj", "v_proj") else self.num_heads
@@ -77,7 +77,7 @@ class Attended:
         chosen = list(heads) if has_heads and heads is not None else list(range(len(panels)))
         absent = next((head for head in chosen if head not in range(len(panels))), None)
         if absent is not None:
-            raise SpecError(f"head {absent} was not found: {stage} has {len(panels)}, counted from 0.")
+            raise SpecError(f"head {absent} does not exist: {stage} has {len(panels)}, counted from 0.")
         rows, columns = (
             PictureAxis(name, tuple(labels) if name in ("query", "key") and len(labels) == size else ())
             for name, size in zip(("query" if "query" in axes else "key", axes[-1]), panels.shape[1:], strict=True)

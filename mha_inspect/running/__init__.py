@@ -1,1 +1,1 @@
-"""A module and its arguments, run and recorded."""
+"""Run and record a module with its arguments."""

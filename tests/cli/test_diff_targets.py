@@ -385,7 +385,7 @@ def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke,
         ("mine:Broken torch", 1, "Broken failed on x float32 [3, 5, 22]"),
         ("mine:Packed mine:Broken", 1, "Broken failed on x float32 [3, 5, 22]"),
         ("mine:Packed torch --device meta", 2, "no numbers"),
-        ("mine:Packed narrow --right-set kdim=7", 2, "no use for kdim 7"),
+        ("mine:Packed narrow --right-set kdim=7", 2, "does not take kdim 7"),
         ("mine:Packed torch --right-set kdim=7", 2, "takes key [3, 5, 7] and Packed.forward takes x [3, 5, 22]"),
         (
             "torch mine:Packed --left-set embed_dim=44",

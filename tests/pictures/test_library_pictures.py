@@ -72,9 +72,9 @@ def test_every_head_of_a_loop_is_drawn():
 def test_what_was_not_kept_or_is_not_there(seen):
     with pytest.raises(ValueError, match="trace with keep=True"):
         mha_inspect.trace(nn.MultiheadAttention(4, 2), *[torch.randn(3, 4)] * 3).attentions[0].weights.picture()
-    with pytest.raises(SpecError, match="head 3 was not found"):
+    with pytest.raises(SpecError, match="head 3 does not exist"):
         seen.attentions[0].weights.picture(head=3)
-    with pytest.raises(SpecError, match="batch item 2 was not found"):
+    with pytest.raises(SpecError, match="batch item 2 does not exist"):
         seen.attentions[0].weights.picture(batch_row=2)
 
 

@@ -104,10 +104,10 @@ def test_stages_without_heads_and_with_features(invoke):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--head", "3"), "head 3 was not found: weights has 3, counted from 0."),
+        (("--head", "3"), "head 3 does not exist: weights has 3, counted from 0."),
         (("--head", "3-1"), "head 3-1 is no list of heads"),
         (("--head", "x"), "head x is no list of heads"),
-        (("--batch-row", "2"), "batch item 2 was not found: the batch has 2, counted from 0."),
+        (("--batch-row", "2"), "batch item 2 does not exist: the batch has 2, counted from 0."),
         (("--tokens", "a,b"), "2 tokens fit no axis of weights"),
         (("--tokens", "no/such.txt"), "tokens no/such.txt: there is no such file."),
         (("--format", "json"), "--picture draws, and --format json has no pictures."),
@@ -125,7 +125,7 @@ def test_what_cannot_be_drawn(invoke, more, said):
 def test_a_row_that_a_page_has_not_is_an_error_where_there_is_something_to_show(invoke, tmp_path):
     line = ("trace", "--embed-dim", "6", "--num-heads", "3", "--export", str(tmp_path / "a.html"), "--batch-row", "1")
     code, _, err = invoke(*line)
-    assert (code, "batch item 1 was not found: the batch has 1" in err) == (2, True)
+    assert (code, "batch item 1 does not exist: the batch has 1" in err) == (2, True)
     assert invoke(*line, "--batch", "2").code == 0
 
 
