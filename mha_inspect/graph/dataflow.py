@@ -338,13 +338,19 @@ def _keeps_features(op: Op) -> bool:
 
 
 def made_of(ids: Iterable[int], ops: Iterable[Op]) -> set[int]:
-    """Return these tensor ids, and the ids of all tensors that the operations, in order, compute from them."""
+    """Return these tensor ids, and the ids of all tensors that the operations, in order, compute from them.
+
+    A tensor that is read from memory after one of these operations has written into it, e.g. a cache, is among them.
+    """
     dependent = set(ids)
+    written: dict[int, int] = {}  # storage to the id of the first tensor written there; a later look has a higher id
     for op in ops:
-        for tensor in op.inputs:
-            if tensor.id in dependent:
-                dependent.update([output.id for output in op.outputs])
-                break
+        read = [t.id for t in op.inputs if t.id in dependent or (written and t.id > written.get(t.storage, t.id))]
+        if read:
+            dependent.update(read)
+            dependent.update([output.id for output in op.outputs])
+            if op.kind == "write":
+                written.setdefault(op.output.storage, op.output.id)
     return dependent
 
 

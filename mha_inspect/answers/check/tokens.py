@@ -7,7 +7,7 @@ contains, whatever reshapes, norms and rotations are in between.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
@@ -85,21 +85,64 @@ def content_of(evidence: Evidence, tensor: TensorRef) -> Tensor:
 def again(evidence: Evidence, source: TensorRef, value: Tensor, target: TensorRef) -> Tensor:
     """Return the value of `target` if `source` had this value. Raise `LostError` if it cannot be computed."""
     known = {source.id: value}
+    memory = _Memory(evidence.run.recording)
     for op in between(evidence.run.recording, {source.id}, target):
 
         def content(tensor: TensorRef, op: Op = op) -> Tensor:
-            value = known[tensor.id] if tensor.id in known else content_of(evidence, tensor)
+            value = known[tensor.id] if tensor.id in known else memory.read(tensor, content_of(evidence, tensor))
             return value.clone() if op.kind == "write" else value  # the recorded tensor must not be overwritten
 
         try:
             with torch.no_grad():
                 results = zip(op.outputs, _results(op, content), strict=False)
                 known.update({tensor.id: result for tensor, result in results if tensor.id != source.id})
+                if op.kind == "write":
+                    memory.write(op, known)
         except Exception as error:  # an operation may raise anything when called directly
             raise LostError from error
-    if target.id not in known:
+    if target.id not in known and not memory.has(target):
         raise LostError
-    return known[target.id]
+    return known[target.id] if target.id in known else memory.read(target, content_of(evidence, target))
+
+
+class _Memory:
+    """What recomputed operations wrote into memory that later tensors read, such as a cache."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._producers = recording.producers
+        self._writes: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        """Storage to the addresses of each write and the numbers written, in order."""
+        self._written: set[int] = set()
+
+    def write(self, op: Op, known: Mapping[int, Tensor]) -> None:
+        """Note what a write operation wrote."""
+        self._written.add(op.index)
+        written = known[op.output.id]
+        self._writes.setdefault(op.output.storage, []).append((_addresses(op.output).to(written.device), written))
+
+    def has(self, tensor: TensorRef) -> bool:
+        """Return whether a tensor was read from memory after a write operation that was recomputed."""
+        return self._producers.get(tensor.id) in self._written
+
+    def read(self, tensor: TensorRef, value: Tensor) -> Tensor:
+        """Return the recorded value of a tensor, with what was written into its memory since in its place."""
+        if not self.has(tensor):
+            return value
+        places = _addresses(tensor).to(value.device)
+        size = 1 + max(int(at.max()) for at, _ in [*self._writes[tensor.storage], (places, value)])
+        flat = value.new_empty(size)
+        flat[places] = value
+        for at, numbers in self._writes[tensor.storage]:
+            flat[at] = numbers.to(flat.dtype)
+        return flat[places]
+
+
+def _addresses(tensor: TensorRef) -> Tensor:
+    """Return the position of each element of a tensor in its storage."""
+    places = torch.full(tensor.shape, tensor.offset)
+    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride, strict=True)):
+        places += (torch.arange(size) * step).view(-1, *[1] * (len(tensor.shape) - dim - 1))
+    return places
 
 
 def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
