@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from .arguments import Source, batch_axis_of
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .scores import masking
 from .tokens import heads
+
+_ALMOST_CAUSAL = "The mask looks causal, one diagonal late: each position can see one future token."
 
 
 def inputs(evidence: Evidence) -> Iterator[Finding]:
@@ -139,7 +142,8 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
         return
     judged = (sight.against_causal(evidence.intent.window) for sight in evidence.sights)
     if evidence.intent.causal is None:
-        finding = next(_not_as_called(evidence), None)
+        findings = chain(_not_as_called(evidence), _almost_causal(evidence))
+        finding = next(findings, None)
         if finding is None:
             raise UndeclaredError("--causal")
     elif not evidence.follows and not evidence.sights:
@@ -152,7 +156,10 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
 def _by_outputs(evidence: Evidence) -> Finding | None:
     """Return a finding if a future token changes an output although its weight is zero."""
     for place, changed in evidence.reach.items() if evidence.follows else ():
-        early = (changed[0, :place] > 0).nonzero().flatten().tolist()
+        before = changed[0, :place] > 0
+        if evidence.padded is not None:
+            before &= ~evidence.padded[0, :place]  # padding may see anything
+        early = before.nonzero().flatten().tolist()
         if not early:
             continue
         with suppress(NotPossibleError):
@@ -181,6 +188,14 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
         finding = sight.against_causal(evidence.intent.window or sight.width) if reasons else None
         if finding is not None:
             yield replace(finding, evidence=f"{finding.evidence} It should be causal: {reasons[0]}.")
+
+
+def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
+    """Yield attention that would be causal with its mask moved by one diagonal."""
+    for sight in evidence.sights:
+        finding = sight.against_causal(None) if sight.is_late else None
+        if finding is not None:
+            yield replace(finding, sentence=_ALMOST_CAUSAL, sure=False)
 
 
 def window(evidence: Evidence) -> Iterator[Finding]:

@@ -63,6 +63,8 @@ _CHECKS = {
     "reference": Check(reference),
 }
 """In the order of `CHECKS`."""
+_OF_POSITIONS = ("rotary", "mixing", "causal", "window", "padding", "cache")
+"""Checks that rely on one token per position."""
 
 
 def check(
@@ -100,6 +102,10 @@ def check(
             results += [r for r in _results(evidence, name) if r.check == name or r.check not in failed]
         facts, head_effects = tuple(_facts(evidence)), tuple(heads_of(evidence))
     failed, order = _failed(results), list(CHECKS)
+    if "heads" in failed:
+        results = [_unknown(r) if isinstance(r, PassedCheck) and r.check in _OF_POSITIONS else r for r in results]
+    if not failed:
+        _require_declared(intent, results)
     findings = [r for r in results if isinstance(r, Finding) and not failed.intersection(_CHECKS[r.check].follows)]
     return CheckReport(
         environment=replace(environment_of(subject), seed=runner.subject.seed),
@@ -113,6 +119,20 @@ def check(
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run)),
     )
+
+
+def _unknown(passed: PassedCheck) -> SkippedCheck:
+    return SkippedCheck(passed.check, "heads are mixed, so a position is not one token", "heads are mixed")
+
+
+def _require_declared(intent: Intent, results: Iterable[object]) -> None:
+    """Raise `InputError` if a declared check was skipped: no finding would then look like a pass."""
+    for result in results:
+        if isinstance(result, SkippedCheck) and result.check in intent.declared():
+            raise InputError(
+                f"The check {result.check} was declared and could not run: {result.reason}. Give an input that it "
+                f"can change, or skip it with --skip {result.check}."
+            )
 
 
 def _failed(results: Iterable[object]) -> set[str]:

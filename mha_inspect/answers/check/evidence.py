@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, wraps
+from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
 from ...naming.named_run import NamedRun
 from ...record.arguments import dense, tensors_in
 from ...record.ops import Op, TensorRef
@@ -110,7 +113,32 @@ class Evidence:
     @cached_property
     def sights(self) -> tuple[SeenKeys, ...]:
         """The visible keys of each attention."""
-        return sights_of(self.run)
+        return sights_of(self.run, self._first_key, self.padded)
+
+    @cached_property
+    def padded(self) -> Tensor | None:
+        """Padding tokens, `batch position`: an argument marks them, and no other query sees them. None if none are."""
+        source = next(iter(self.sources), None)
+        if source is None:
+            return None
+        shape = (source.rows, source.length)
+        seen = [sight.seen for sight in sights_of(self.run, self._first_key)]
+        seen = [each for each in seen if each.shape == (*shape, source.length)]
+        for name, value in self.values.items() if seen else ():
+            if not isinstance(value, Tensor) or value.numel() != prod(shape) or name in source.names:
+                continue
+            marks = torch.unique(value)
+            for mark in marks if len(marks) == 2 else ():
+                pads: Tensor = (value == mark).reshape(shape).cpu()
+                if not any(bool((each & ~pads[:, :, None] & pads[:, None]).any()) for each in seen):
+                    return pads
+        return None
+
+    def _first_key(self, attention: Attention, names: AxisNames) -> int | None:
+        """Return the key that the first token of this run makes; None if it is unknown."""
+        from .tokens import first_key
+
+        return first_key(self, attention, names)
 
     @cached_property
     def _leaves(self) -> dict[int, Tensor]:
@@ -254,7 +282,9 @@ class Evidence:
 
         Empty if only one run is allowed. Raises `NotPossibleError` if no token can be changed, or the forward raises.
         """
-        source, places = self.source, {self.source.length // 2, self.source.length - 1}
+        source, padded = self.source, self.padded
+        real = range(source.length) if padded is None else (~padded[0]).nonzero().flatten().tolist()
+        places = {real[len(real) // 2], real[-1]} if real else set[int]()
         outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
         return {place: self.differences(output, times=0) for place, output in outputs.items()}
 

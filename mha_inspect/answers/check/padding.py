@@ -29,6 +29,8 @@ class Masked:
     """A run with a mask argument changed at some keys."""
 
     name: str
+    given: Tensor
+    """The original mask."""
     value: Tensor
     """The original value at the changed keys."""
     other: Tensor
@@ -66,8 +68,15 @@ def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
     if name is not None and values.get(name) is None and any(s.positions is not None for s in evidence.sources):
         source = _padded_source(evidence, name)
         ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (evidence.intent.padding_true != "ignore")
-        run = _masked_run(evidence, name, ones)
-        runs += filter(None, [_masked_run(evidence, name, ones.long()) if isinstance(run, Fact) else run])
+        forms = (ones, ones.long(), ones[:, None, None], ones.long()[:, None, None], ones[:, None], ones.float())
+        rejected: list[Masked | Fact] = []
+        for form in forms:
+            run = _masked_run(evidence, name, form)
+            if isinstance(run, Masked):
+                rejected = [run]
+                break
+            rejected += [run] if run is not None and not rejected else []
+        runs += rejected
     for name, value in masks.items():
         runs += filter(None, [_masked_run(evidence, name, value) if value.dim() > 1 and len(runs) < _MOST else None])
     return runs
@@ -109,7 +118,7 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
     meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
     places = f"keys {_places(keys[0])} of batch item 0"
-    return Masked(name, value, other, keys, source, pairs, hides, opens, output, faults, meaning, places, line)
+    return Masked(name, given, value, other, keys, source, pairs, hides, opens, output, faults, meaning, places, line)
 
 
 def _padded_source(evidence: Evidence, name: str) -> Source:
@@ -285,7 +294,7 @@ def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) ->
     like, keeps = evidence.values.get(name), evidence.intent.padding_true != "ignore"
     for run in masked_runs(evidence):
         if isinstance(run, Masked) and run.name == name:
-            like = run.value.new_zeros(padded.shape) if like is None else like
+            like = run.given if like is None else like
             keeps = bool(run.meaning[0]) if run.hides != run.opens else keeps
     mask = padded != keeps
     if not isinstance(like, Tensor):

@@ -31,6 +31,7 @@ _SMALLER_SCORES = "Scale the queries before the product, or compute the scores i
 def scale(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if the declared scale is 1/√head_dim and the scores have another."""
     if evidence.intent.scale is None:
+        yield from _unscaled(evidence)
         raise UndeclaredError("--scale sqrt_head_dim")
     for attention, names in evidence.run.attentions:
         if not attention.is_dot:
@@ -49,6 +50,29 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
                 fix="Divide by math.sqrt(head_dim) once.",
             )
             return
+
+
+def _unscaled(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a possible fault if no dot product of queries and keys is scaled, and none of them is normalized."""
+    for attention, names in evidence.run.attentions:
+        sides = [attention.stages.get(f"{side}_proj") for side in "qk"]
+        ends = (attention.score_product.left, attention.score_product.right)
+        ops = [op for side in sides if side for end in ends for op in between(evidence.run.recording, {side.id}, end)]
+        scaled = attention.scale is None or not _is_one(attention.scale)
+        normed = any(op.does("norms") for op in ops)
+        if not attention.is_dot or names.head_dim < 2 or scaled or normed or attention.weighing or None in sides:
+            return
+    attention, names = evidence.run.attentions[0]
+    wanted = f"1/√{names.head_dim} = {names.head_dim**-0.5:.4g}"
+    yield Finding(
+        "scale",
+        f"The scores are not scaled; expected {wanted}, unless the weights were trained without a scale (T5).",
+        "The recorded factor between q·kᵀ and the softmax is 1, and queries and keys are not normalized.",
+        sure=False,
+        source=attention.score_product.op.source,
+        module=attention.module,
+        fix="Divide by math.sqrt(head_dim) once.",
+    )
 
 
 def scale_words(attention: Attention, names: AxisNames) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,17 @@ _SIDE = 12
 class SeenKeys:
     """The keys that each query of one attention sees."""
 
-    def __init__(self, seen: Tensor, line: str, module: str, *, masked: bool, heavy: Tensor) -> None:
+    def __init__(
+        self,
+        seen: Tensor,
+        line: str,
+        module: str,
+        *,
+        masked: bool,
+        heavy: Tensor,
+        first: int | None = None,
+        padded: Tensor | None = None,
+    ) -> None:
         self.seen, self.line, self.module = seen, line, module
         """`batch query key`: True if any head sees the key."""
         self.masked = masked
@@ -29,13 +41,16 @@ class SeenKeys:
         self.heavy = heavy
         """`query key`: True if any head of the first batch item has a weight above `_HEAVY`."""
         self.queries, self.keys = seen.shape[1:]
-        self.any_row = seen.any(0)
-        """`query key`: True if the query sees the key in any batch item."""
+        self.first = max(self.keys - self.queries, 0) if first is None else first
+        """The key at the position of the first query: cached keys come before it, empty slots of a cache after."""
+        pads = None if padded is None else padded[:, self.first : self.first + self.queries]
+        real = seen if pads is None or pads.shape != seen.shape[:2] else seen & ~pads[:, :, None]
+        self.any_row = real.any(0)
+        """`query key`: True if the query sees the key in any batch item where the query is no padding."""
         self.known = self.any_row.any(0)[None]
         """`1 key`: True if any query sees the key; a key masked out for every query is padding."""
-        first = max(self.keys - self.queries, 0)
-        self.distance = torch.arange(self.queries)[:, None] + first - torch.arange(self.keys)[None]
-        """`query key`: query position minus key position, negative for future keys. Cached keys come first."""
+        self.distance = torch.arange(self.queries)[:, None] + self.first - torch.arange(self.keys)[None]
+        """`query key`: query position minus key position, negative for future keys."""
         self.open = bool(seen.all())
         """Whether every query sees every key."""
         self.alone = self.queries == self.keys and not bool((self.any_row & (self.distance != 0)).any())
@@ -44,8 +59,14 @@ class SeenKeys:
         self.is_causal = not self.open and not self.alone and not self.sees_future
         past = self.distance[self.any_row & (self.distance >= 0)]
         far = int(past.max()) + 1 if past.numel() else 0
-        self.width = far if far < self.keys and self.keys > 2 else None
+        self.width = far if far < min(self.keys, self.first + self.queries) and self.keys > 2 else None
         """The largest number of positions that a query sees, including its own; None if it is all of them."""
+
+    @property
+    def is_late(self) -> bool:
+        """Whether every query sees one future key besides its past, and no other."""
+        late = (self.distance >= -1) & self.known
+        return self.queries > 2 and self.sees_future and not self.open and torch.equal(self.any_row, late)
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -137,8 +158,16 @@ class SeenKeys:
         return f"Query {query} gives {what} to key {key}, {place}"
 
 
-def sights_of(run: Run) -> tuple[SeenKeys, ...]:
-    """Return the visible keys of each attention whose weights are known."""
+def sights_of(
+    run: Run, first_key: Callable[[Attention, AxisNames], int | None], padded: Tensor | None = None
+) -> tuple[SeenKeys, ...]:
+    """Return the visible keys of each attention whose weights are known.
+
+    Args:
+        run: a run with its tensors.
+        first_key: returns the key at the position of the first query, if there are more keys than queries.
+        padded: `batch position`, True at padding, whose queries may see anything.
+    """
     sights = []
     for attention, names in run.attentions:
         weights, scores = (_content(run, attention, names, stage) for stage in ("weights", "masked_scores"))
@@ -150,7 +179,9 @@ def sights_of(run: Run) -> tuple[SeenKeys, ...]:
             seen = torch.ones(weights[:, 0].shape, dtype=torch.bool)
         heavy = (weights[0] > _HEAVY).any(0).cpu() & (not attention.weights_changed)
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        sights.append(SeenKeys(seen, line, attention.module, masked=bool(attention.masks), heavy=heavy))
+        first = first_key(attention, names) if seen.shape[1] < seen.shape[2] else None
+        masked = bool(attention.masks)
+        sights.append(SeenKeys(seen, line, attention.module, masked=masked, heavy=heavy, first=first, padded=padded))
     return tuple(sights)
 
 

@@ -234,6 +234,16 @@ class Factor:
         return {start: rows for start, rows in reached.items() if rows}
 
 
+def first_key(evidence: Evidence, attention: Attention, names: AxisNames) -> int | None:
+    """Return the key that the first token of a run makes, behind those of a cache; None if it is unknown."""
+    try:
+        factor = Factor(evidence, attention, names, "key")
+        rows = {row for _, row in factor.changed(factor.token(0))}
+    except LostError:
+        return None
+    return rows.pop() if len(rows) == 1 else None
+
+
 @partial(of_each_kind, "the steps from a projection to the products could not be recomputed")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if splitting or merging heads mixes tokens."""

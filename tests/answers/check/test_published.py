@@ -1,0 +1,105 @@
+"""Code as it is published: what is right is not accused, and a planted mistake is found, with a cache or without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect
+from mha_inspect import Intent
+from mha_inspect.errors import InputError
+from mha_inspect.reports.check import CheckReport
+
+from . import published
+
+TOKENS = torch.arange(12).reshape(2, 6)
+X = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
+PADDED = Intent(causal=True, padding="attention_mask", padding_true="keep", padding_side="left")
+
+
+def checked(made: object, intent: Intent | None = None) -> CheckReport:
+    module, args, kwargs = (*made, {})[:3] if isinstance(made, tuple) else (made, (X,), {})  # type: ignore[misc]
+    assert isinstance(module, nn.Module)
+    return mha_inspect.check(module.eval(), *args, intent=intent, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("name", "intent"),
+    [
+        ("llama", Intent(causal=True, scale="sqrt_head_dim")),
+        ("gpt_fast", Intent(causal=True, scale="sqrt_head_dim")),
+        ("left_padded", Intent(causal=True)),
+        ("left_padded", PADDED),
+        ("left_unmasked", PADDED),
+        ("esm", Intent(scale="sqrt_head_dim")),
+    ],
+)
+def test_published_code_is_not_accused(name: str, intent: Intent) -> None:
+    report = checked(getattr(published, name)(), intent)
+    assert report.findings == ()
+    assert set(intent.declared()) & {skipped.check for skipped in report.left_out} == set()
+
+
+@pytest.mark.parametrize("model", [published.LlamaModel, published.LlamaModelUnrotated, published.LlamaModelTiled])
+def test_a_mistake_behind_a_cache_is_found(model: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    report = mha_inspect.check(model(), TOKENS, intent=Intent(causal=True))
+    planted = {
+        published.LlamaModel: [],
+        published.LlamaModelUnrotated: ["rotary"],
+        published.LlamaModelTiled: ["grouped"],
+    }
+    assert [finding.check for finding in report.findings] == planted.get(model, [])
+    assert {"grouped", "rotary"} <= {result.check for result in (*report.held, *report.findings)}
+
+
+def test_the_keys_of_a_static_cache_are_aligned_with_what_was_written() -> None:
+    module, (tokens, positions) = published.gpt_fast()
+    late = positions + 3  # the first three slots are empty, and masked for nobody: the past is visible
+    facts = {fact.name: fact.sentence for fact in checked((module, (tokens, late))).facts}
+    assert facts["who sees whom"] == "causal; 7 keys are masked out for every query"
+
+
+def test_three_mistakes_are_three_findings() -> None:
+    report = checked(published.Three())
+    assert [(finding.check, finding.sure) for finding in report.findings] == [
+        ("heads", True),
+        ("causal", False),
+        ("scale", False),
+    ]
+    # Nothing that relies on one token per position has passed.
+    assert {result.check for result in report.held} & {
+        "rotary",
+        "mixing",
+        "causal",
+        "window",
+        "padding",
+        "cache",
+    } == set()
+    assert [finding.check for finding in checked(published.Three(), Intent(causal=True)).findings if finding.sure] == [
+        "heads",
+        "causal",
+    ]
+
+
+@pytest.mark.parametrize(("layer", "check"), [(published.NoScale, "scale"), (published.LateMask, "causal")])
+def test_what_may_be_a_mistake_is_said_and_does_not_fail(layer: type[nn.Module], check: str) -> None:
+    report = checked(layer())
+    assert [(finding.check, finding.sure) for finding in report.findings] == [(check, False)]
+    assert report.ok
+
+
+def test_a_mask_is_given_in_the_form_that_the_forward_takes() -> None:
+    report = checked(published.FourD(), Intent(padding="attention_mask", padding_true="keep"))
+    assert "padding" in {passed.check for passed in report.held}
+
+
+def test_a_declared_check_that_cannot_run_is_an_error() -> None:
+    class NoMask(published.Esm):
+        def forward(self, x: torch.Tensor, attention_mask: object = None) -> torch.Tensor:
+            assert attention_mask is None, "no mask is taken"
+            return super().forward(x)
+
+    with pytest.raises(InputError, match=r"padding was declared and could not run.*no mask is taken"):
+        checked(NoMask(), Intent(padding="attention_mask"))
