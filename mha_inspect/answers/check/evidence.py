@@ -24,6 +24,7 @@ from ...running.subject import Run, Subject
 from ...text import message_of
 from .arguments import Arguments, Source, sources_of
 from .intent import Intent
+from .replay import first_key
 from .sight import SeenKeys, sights_of
 
 OTHER_SIZES = 100.0
@@ -136,8 +137,6 @@ class Evidence:
 
     def _first_key(self, attention: Attention, names: AxisNames) -> int | None:
         """Return the key that the first token of this run makes; None if it is unknown."""
-        from .tokens import first_key
-
         return first_key(self, attention, names)
 
     @cached_property

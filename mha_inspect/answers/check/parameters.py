@@ -25,8 +25,9 @@ from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
 from ...text import shortened, spans
 from .evidence import Evidence, NotPossibleError, remembered
+from .replay import SIDES, LostError, again, content_of
 from .scores import masks_everything
-from .tokens import SIDES, LostError, again, content_of, kinds, of_each_kind
+from .tokens import kinds, of_each_kind
 
 _EXACT = (torch.float32, torch.float64)
 """Dtypes in which small gradients do not underflow to zero."""

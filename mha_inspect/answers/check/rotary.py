@@ -14,7 +14,8 @@ from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .tokens import SIDES, Factor, LostError, again, between, content_of, of_each_kind
+from .replay import SIDES, Factor, LostError, again, between, content_of
+from .tokens import of_each_kind
 
 _NEAR = 1e-3
 """Relative differences below this count as equal."""

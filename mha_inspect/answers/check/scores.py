@@ -20,8 +20,9 @@ from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence, NotPossibleError, UndeclaredError
+from .replay import LostError, between, content_of
 from .sight import SeenKeys
-from .tokens import LostError, between, content_of, of_each_kind
+from .tokens import of_each_kind
 
 _WEAK = 1.0
 """A mask that fills in a constant of at most this size has no effect."""
