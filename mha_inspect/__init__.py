@@ -3,7 +3,7 @@
     import mha_inspect
     print(mha_inspect.trace(my_layer, x))
 
-Nothing is imported until it is used: `import mha_inspect` costs nothing, and its first use costs `import torch`.
+Imports are lazy: `import mha_inspect` takes no time, and the first use imports torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 __version__ = "0.1.0"
 
 TYPE_CHECKING = False
-"""What `typing` calls so, whose import would be most of what starting takes before an interrupt is answered."""
+"""A copy of `typing.TYPE_CHECKING`: importing typing would take most of the startup time before Ctrl-C is handled."""
 
 if TYPE_CHECKING:
     from typing import Any

@@ -1,4 +1,4 @@
-"""`mha-inspect` and `python -m mha_inspect`: run a command, and turn what happens into an exit code."""
+"""Run `mha-inspect` or `python -m mha_inspect`, and return an exit code for every outcome."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def main() -> int:
-    """Run the command line of this process; the exit code."""
+    """Run the command line of this process, and return the exit code."""
     try:
         import gc
 
@@ -19,14 +19,14 @@ def main() -> int:
         gc.disable()
         with leave_on_interrupt():
             code = run()
-        gc.freeze()  # all of it goes with the process
-    except KeyboardInterrupt:  # before it is answered elsewhere, or after
+        gc.freeze()  # the process ends: no need to collect garbage
+    except KeyboardInterrupt:  # before or after `leave_on_interrupt` handles it
         code = 130
     return code
 
 
 def run(args: Sequence[str] | None = None) -> int:
-    """Run a command line; the exit code. Whatever goes wrong is said on stderr."""
+    """Run a command line, and return the exit code; print any error on stderr."""
     try:
         from .cli.app import main_command
 
@@ -39,6 +39,6 @@ def run(args: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     if not getattr(sys.flags, "safe_path", False):
-        # `python -m` puts the current folder first: what lies there is not run in the place of what is installed.
+        # `python -m` puts the current folder first; move it last, so that its files do not replace installed packages.
         sys.path.append(sys.path.pop(0))
     sys.exit(main())

@@ -1,4 +1,4 @@
-"""The public functions: the answers of the command line for a REPL, a debugger, a notebook, or code."""
+"""Define the public functions: the command line's answers for a REPL, a debugger, a notebook or code."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from .text import shown
 
 
 def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None = None, **kwargs: Any) -> LiveTrace:
-    """Run `module(*args, **kwargs)` and report every attention in it, found by its dataflow.
+    """Run `module(*args, **kwargs)` and return a report of every attention in it, found by its dataflow.
 
-    The module is run once, as it is. Where that run hides stages in fused kernels, each is opened beside its result;
-    outputs, gradients, buffers and generators are as one call leaves them.
+    The module is run once, unchanged. Fused kernels are also computed step by step to show the stages that they hide.
+    Outputs, gradients, buffers and random generators are as after a single call.
 
     Args:
         module: any module.
-        keep: hold the tensor of each stage: `trace(...).attentions[0].scores.tensor`.
-        show: what else the report holds (`mha_inspect.Show(ops=True, stats=True, values=True)`).
+        keep: keep the tensor of each stage: `trace(...).attentions[0].scores.tensor`.
+        show: additional content of the report (`mha_inspect.Show(ops=True, stats=True, values=True)`).
 
-    An argument of the module's own that is called keep or show goes in by place, or through `functools.partial`.
+    If the module has its own argument named keep or show, pass it by position or through `functools.partial`.
     """
     require_module(module, "trace")
     show = show or Show()
@@ -50,7 +50,7 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     except ForwardError as failed:
         failed.trace = LiveTrace.of(failed.trace)
         raise
-    # What was returned, and the graph behind it, is no longer held: what nobody holds need not be copied.
+    # Drop the result and its autograd graph: kept tensors whose memory is used by nothing else need no copy.
     run = replace(run, returned=None)
     return LiveTrace.of(report, keep_tensors(run) if keep else ())
 
@@ -64,16 +64,16 @@ def params(
     num_heads: int | None = None,
     **kwargs: Any,
 ) -> ParamsReport:
-    """Report every parameter tensor of a module, or of a checkpoint by its path; the report prints itself.
+    """Return a report of every parameter tensor of a module, or of the checkpoint at a path; the report prints itself.
 
-    With arguments, `module(*args, **kwargs)` is run once and recorded, and what each parameter is for is read off that:
-    W_q, W_k, W_v and W_o, however they are packed, and with `per_head` which rows and columns belong to which head.
+    With arguments, `module(*args, **kwargs)` is run once, and the recording shows the use of each parameter: W_q, W_k,
+    W_v and W_o in any packing, and with `per_head` the rows and columns of each head.
 
-    A checkpoint is told by the names and shapes of its tensors. `like` is the module that it belongs to: what is
-    missing or does not fit is listed, and with arguments what tensors are for is read off a run of that. `num_heads` is
-    the number of heads of a checkpoint, where nothing in it tells.
+    A checkpoint is read by the names and shapes of its tensors. `like` is the module that it belongs to: missing and
+    wrong tensors are listed, and with arguments a run of that module shows the use of each tensor. `num_heads` is the
+    number of heads, if the checkpoint does not determine it.
 
-    Raises `InputError` where a file cannot be read, `UnsafeFileError` where that would run code.
+    Raises `InputError` if a file cannot be read, `UnsafeFileError` if reading it would run code.
     """
     from .answers.params import params as report_of
 
@@ -84,7 +84,7 @@ def params(
         return params_of_checkpoint(Path(module), num_heads=num_heads, per_head=per_head, show=show, like=against)
     require_module(module, "params")
     if like is not None or num_heads is not None:
-        raise TypeError("like and num_heads are for a checkpoint: mha_inspect.params(path, like=module).")
+        raise TypeError("like and num_heads apply to a checkpoint. Use mha_inspect.params(path, like=module).")
     return report_of(Subject(module, args, kwargs), show, per_head=per_head, called=bool(args or kwargs))
 
 
@@ -98,33 +98,33 @@ def compare_heads(
     time: bool = False,
     **kwargs: Any,
 ) -> CompareHeadsReport:
-    """Run the same weights and the same input through several head counts, the first being the baseline.
+    """Run the same weights and input with several head counts, and return a comparison with the first.
 
-    A layer by its name takes settings: those of `AttentionSpec`, `InputSpec` and `RunSpec`, by name.
+    A layer given by name takes the settings of `AttentionSpec`, `InputSpec` and `RunSpec` as keyword arguments.
 
         compare_heads((1, 2, 4), embed_dim=64, seq_len=7, causal=True)
 
-    A class, or a function that returns a module, is called with each number of heads, and what it returns with the
-    arguments that follow. Modules are run in the mode that they come in: `.eval()` those that drop weights.
+    A class, or a function that returns a module, is called with each head count, and the module is called with the
+    remaining arguments. Modules run in their current mode: call `.eval()` if they use dropout.
 
         compare_heads((1, 2, 4), functools.partial(MyAttention, 64), x, gradients=True)
         compare_heads((1, 2, 4), lambda heads: MyAttention(64, heads).eval(), x, mask)
 
     Args:
-        heads: head counts.
-        layer: a layer by its name, a class or a function.
-        *args: for the forward of what a class or a function returns.
-        gradients: whether the gradient of every parameter is compared.
-        steps: how many steps each head count is trained for, to compare what it has learned.
-        focus: whether to measure what each head looks at; with steps before training and after it.
-        time: whether to measure how long each head count takes.
+        heads: the head counts; the first is the baseline.
+        layer: the name of a layer, a class or a function.
+        *args: arguments of the forward, for a class or a function.
+        gradients: whether to compare the gradient of every parameter.
+        steps: number of training steps for each head count, to compare the learned weights.
+        focus: whether to measure which keys each head attends to; with `steps`, before and after training.
+        time: whether to measure the time that each head count takes.
         **kwargs: settings of a layer, or arguments of the forward.
 
     Raises:
         SpecError: a head count does not fit, there is nothing to compare, or settings contradict each other.
-        InputError: it cannot be run in float64, which rounding is measured against; or there is no gradient.
-        RecordingError: the weights cannot be told by head, and what heads look at was asked for.
-        DoesNotFitError: it needs more memory than there is.
+        InputError: the module cannot run in float64, which rounding is measured against, or it has no gradient.
+        RecordingError: `focus` is set, and the weights cannot be separated by head.
+        DoesNotFitError: it needs more memory than is free.
     """
     from .answers.compare_heads import compare_heads as report_of
     from .call.load import counts_of, layers_by_name, modules_with_heads
@@ -133,7 +133,7 @@ def compare_heads(
         require_steps(steps)
     heads = counts_of(heads)
     if isinstance(layer, str) and args:
-        raise TypeError(f"layer {layer!r} is built with its inputs: give settings by name, as in seq_len=12.")
+        raise TypeError(f"layer {layer!r} takes no positional arguments. Give settings by name, e.g. seq_len=12.")
     if isinstance(layer, str):
         subjects = layers_by_name(layer, heads, kwargs)
     else:
@@ -149,28 +149,27 @@ def diff(
     num_heads: int | None = None,
     **kwargs: Any,
 ) -> DiffReport | CheckpointDiffReport:
-    """Show where two modules part ways: both run on the same arguments, and are compared stage by stage.
+    """Run two modules on the same arguments, compare them stage by stage, and return where they differ.
 
-    Each keeps the weights that it has, as when a port is checked. With `same_weights` those of the one are carried into
-    a copy of the other, however each packs them. Neither module is changed.
+    Each module keeps its own weights, as needed to check a port. With `same_weights`, one module's weights are copied
+    into a copy of the other, in any packing. The modules themselves are not changed.
 
-    Two checkpoints, by their paths, are compared tensor by tensor and head by head; `num_heads` is their number of
-    heads where nothing in them tells.
+    Two checkpoints, given by their paths, are compared tensor by tensor and head by head; `num_heads` is their number
+    of heads, if the files do not determine it.
 
-    Raises `InputError` where a side cannot be run in float64, against which rounding is measured, or a file cannot be
-    read.
+    Raises `InputError` if a module cannot run in float64, which rounding is measured against, or a file cannot be read.
     """
     if isinstance(left, (str, PathLike)) and isinstance(right, (str, PathLike)):
         from .answers.checkpoint.diff import diff_of_checkpoints
 
         if args or kwargs or same_weights:
             raise TypeError(
-                f"{str(left)!r} and {str(right)!r} are paths of checkpoints, which are compared without a call: "
-                "mha_inspect.diff(path, path). A module stands for itself."
+                f"{str(left)!r} and {str(right)!r} are paths of checkpoints, which take no other arguments. "
+                "Use mha_inspect.diff(path, path), or give the modules themselves."
             )
         return diff_of_checkpoints(Path(left), Path(right), num_heads=num_heads)
     if num_heads is not None:
-        raise TypeError("num_heads is for two checkpoints: mha_inspect.diff(path, path, num_heads=8).")
+        raise TypeError("num_heads applies to two checkpoints. Use mha_inspect.diff(path, path, num_heads=8).")
     from .answers.diff import Side
     from .answers.diff import diff as report_of
 
@@ -189,22 +188,22 @@ def check(
     evidence_only: bool = False,
     **kwargs: Any,
 ) -> CheckReport:
-    """Check whether the attention of a module is right: run it again with one thing changed, and see what moves.
+    """Check whether the attention of a module is right: change one input at a time, and see which outputs change.
 
-    The module is run in eval, always from the same state, and left as it was.
+    The module is run in eval mode, always from the same state, and is unchanged afterwards.
 
     Args:
-        module: any module with attention in it.
-        *args: of its forward.
-        intent: what it is meant to do, `mha_inspect.Intent(causal=True, window=4, ...)`.
-        only: names of checks: no others are made.
-        skip: names of checks that are not made.
-        evidence_only: run it once, and tell what one recording shows.
-        **kwargs: of its forward.
+        module: any module with attention.
+        *args: arguments of its forward.
+        intent: its intended behavior: `mha_inspect.Intent(causal=True, window=4, ...)`.
+        only: names of the checks to run; all others are skipped.
+        skip: names of the checks to skip.
+        evidence_only: run the module only once, and report what that recording shows.
+        **kwargs: arguments of its forward.
 
     Raises:
-        InputError: there is no attention in it, or the intent names no argument of its forward.
-        SpecError: there is no check of a name.
+        InputError: the module has no attention, or the intent names an argument that its forward does not have.
+        SpecError: a check name is unknown.
     """
     from .answers.check.check import check as report_of
 
@@ -212,32 +211,32 @@ def check(
     for name, tensor in tensors_in((args, kwargs)):
         if not tensor.numel():
             raise InputError(
-                f"an argument{f' ({shown(name)})' if name else ''} has the shape {list(tensor.shape)}, and no element "
-                "to change. Give sizes of 1 or more."
+                f"an argument{f' ({shown(name)})' if name else ''} has the shape {list(tensor.shape)}, which has no "
+                "elements to change. Give sizes of 1 or more."
             )
     return report_of(Subject(module, args, kwargs), intent, only=only, skip=skip, evidence_only=evidence_only)
 
 
 def require_module(value: object, asked: str) -> nn.Module:
-    """Return a module as it is. Raises `TypeError` with what to do for what is none."""
+    """Return a module unchanged. Raises `TypeError` with a way out for anything else."""
     if isinstance(value, nn.Module):
         return value
-    way_out = "Give a module, such as MyAttention(64, 8)."
+    way_out = "Give a module, e.g. MyAttention(64, 8)."
     if callable(value) and not isinstance(value, type):
-        way_out = "Call it inside of a block instead: with mha_inspect.recording() as r."
-    raise TypeError(f"mha_inspect.{asked} takes a torch.nn.Module, and {value!r:.60} is none. {way_out}")
+        way_out = "Call it in a block instead: with mha_inspect.recording() as r."
+    raise TypeError(f"mha_inspect.{asked} expects a torch.nn.Module, got {value!r:.60}. {way_out}")
 
 
 class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no_grad`
-    """Record whatever runs in a `with` block: a training step, a generate loop, code that nobody calls from outside.
+    """Record the code in a `with` block: e.g. a training step, a generate loop, or a function deep inside a program.
 
         with mha_inspect.recording() as r:
             model(x)
         print(r.trace)
 
-    Nothing is run twice and nothing runs otherwise than without it: what a fused kernel hides is computed once more
-    beside it, and compared. A block that raises raises as ever, and the trace has the failure, with its cause where the
-    evidence shows one.
+    The code runs once, with the same results as without the recording. Each fused kernel is also computed step by step
+    and compared. If the block raises, the error passes through, and the trace describes the failure, with its cause if
+    the evidence shows one.
     """
 
     def __init__(self, *, keep: bool = False) -> None:
@@ -259,23 +258,23 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         if isinstance(error, Exception):
             from .answers.failure.report import describe_failure
 
-            with suppress(Exception):  # the error that is on its way is the one that matters
+            with suppress(Exception):  # the block's own error matters more
                 self._failed = describe_failure(error, self._ran.recording, self._recorder, in_block=True)
         if self._keep:
             with suppress(Exception) if error is not None else nullcontext():
                 self._kept = keep_tensors(self._ran)
 
     def __repr__(self) -> str:
-        return repr(self.trace) if self._is_over else "a recording that is still under way"
+        return repr(self.trace) if self._is_over else "a recording that is still running"
 
     @cached_property
     def _ran(self) -> Run:
-        """What ran, worked out when it is asked for: a training step need not wait for that."""
+        """The recorded run, built on first use, so that a training step does not wait for it."""
         return Run(self._recorder.finish())
 
     @property
     def trace(self) -> LiveTrace:
-        """What ran in the block. Raises `ValueError` inside it."""
+        """The trace of the block. Raises `ValueError` inside the block."""
         if not self._is_over:
-            raise ValueError("the recording is still under way: ask for its trace after the with block.")
+            raise ValueError("the recording is still running. Read its trace after the with block.")
         return LiveTrace.of(of_block(self._ran, self._failed), self._kept)

@@ -1,6 +1,6 @@
-"""The errors that mha-inspect raises on purpose, and the exit codes of the command line.
+"""Define the errors that mha-inspect raises on purpose, and the exit codes of the command line.
 
-Every message says what was asked with its numbers, the rule, and a way out, in one or two lines.
+Every message gives the request with its numbers, the rule, and a way out, in one or two lines.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 class ExitCode(IntEnum):
-    """What the process returns to the shell."""
+    """The exit codes of the process."""
 
     OK = 0  # the answer is on stdout
-    CONDITION = 1  # a condition that was asked about holds: outputs differ, a fault was found, the forward raised
-    USAGE = 2  # the flags or the input cannot be used as they are
-    REFUSED = 3  # it could be tried, and would do harm: it does not fit in memory, or a file is not safe to open
-    BUG = 70  # a fault of mha-inspect itself; the traceback is kept
+    CONDITION = 1  # a checked condition is true: outputs differ, a fault was found, the forward raised
+    USAGE = 2  # the flags or the input cannot be used
+    REFUSED = 3  # refused because it would do harm: not enough memory, or a file that is not safe to open
+    BUG = 70  # a bug in mha-inspect; the traceback is printed
     INTERRUPTED = 130  # Ctrl-C
-    CLOSED_PIPE = 141  # the reader of stdout went away
+    CLOSED_PIPE = 141  # output pipe closed
 
 
 class MhaInspectError(Exception):
-    """Base of every error raised on purpose. The message is meant for the user, whole as it stands."""
+    """Base class of the errors raised on purpose. The message is shown to the user as it is."""
 
     exit_code: ExitCode = ExitCode.USAGE
 
@@ -42,23 +42,23 @@ class InputError(MhaInspectError):
 
 
 class WeightsError(MhaInspectError):
-    """The weights of one layer cannot be carried over into another."""
+    """The weights of one layer cannot be copied into another."""
 
 
 class DeviceError(MhaInspectError):
-    """The device is unknown, absent, or cannot run what was asked."""
+    """The device is unknown, missing, or cannot run the request."""
 
 
 class ExportError(MhaInspectError):
-    """The report could not be written to the file that was named."""
+    """The report could not be written to the given file."""
 
 
 class RecordingError(MhaInspectError):
-    """The forward pass cannot be recorded as it is."""
+    """The forward pass cannot be recorded."""
 
 
 class ForwardError(MhaInspectError):
-    """The forward of a traced module raised. `trace` holds what was recorded up to there; `__cause__` is the error."""
+    """The forward of a traced module raised. `trace` is the recording up to the error; `__cause__` is the error."""
 
     def __init__(self, message: str, trace: Trace) -> None:
         super().__init__(message)
@@ -66,28 +66,28 @@ class ForwardError(MhaInspectError):
 
 
 class DoesNotFitError(MhaInspectError):
-    """The forward pass needs more memory than the machine has free."""
+    """The forward pass needs more memory than is free."""
 
     exit_code = ExitCode.REFUSED
 
 
 class UnsafeFileError(MhaInspectError):
-    """A file could only be read by running code that is in it, or by unpacking what may be any size."""
+    """Reading the file would run code from it, or unpack data of unlimited size."""
 
     exit_code = ExitCode.REFUSED
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, in Python or in torch, on the CPU or on a device."""
+    """Return whether an error is a failed memory allocation, in Python or torch, on the CPU or another device."""
     if isinstance(error, MemoryError):
         return True
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(error, torch.OutOfMemoryError):
         return True
-    # On the CPU torch has no class of its own for it.
+    # torch has no error class for the CPU.
     text = message_of(error)
-    said = [
+    phrases = [
         *("not enough memory", "can't allocate memory", "Storage size calculation overflowed"),
-        *("failed to map segment", "cannot allocate memory", "Cannot allocate memory"),  # of a library to be loaded
+        *("failed to map segment", "cannot allocate memory", "Cannot allocate memory"),  # while loading a library
     ]
-    return isinstance(error, (RuntimeError, ImportError, OSError)) and any(words in text for words in said)
+    return isinstance(error, (RuntimeError, ImportError, OSError)) and any(phrase in text for phrase in phrases)

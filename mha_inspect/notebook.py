@@ -1,4 +1,4 @@
-"""Traces whose stages go by name, draw themselves, and hold their tensors where these were kept."""
+"""Define traces whose stages are attributes, draw themselves, and have their tensors if these were kept."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 
 class KeptTensors(NamedTuple):
-    """The tensors of an attention when its run is over; none where they were not kept."""
+    """The tensors of an attention after its run; empty if they were not kept."""
 
     stages: Mapping[str, Tensor] = {}
     layouts: Mapping[str, tuple[str, Mapping[str, int]]] = {}
-    """The axes of each stage, and the sizes of those that share a dimension."""
+    """The axes of each stage, and the sizes of axes that share a dimension."""
     turns: Mapping[str, Tensor] = {}
-    """Of a loop over heads the stages with all of its turns side by side, in canonical axes; else empty."""
+    """For a loop over heads, the stages of all heads together in canonical axes; else empty."""
 
     def contents(self) -> Mapping[str, Tensor]:
-        """Return the stages in canonical axes, without those of which an axis has no name."""
+        """Return the stages in canonical axes, except stages with an unnamed axis."""
         if self.turns:
             return self.turns
         every = {stage: canonical(tensor, stage, *self.layouts[stage]) for stage, tensor in self.stages.items()}
@@ -42,7 +42,7 @@ class KeptTensors(NamedTuple):
 
 
 def keep_tensors(run: Run) -> list[KeptTensors]:
-    """Return the tensors of each attention; the run has none of them any longer."""
+    """Return the tensors of each attention, and remove them from the run."""
     layouts, turns = [], []
     for attention, names in run.attentions:
         layouts.append({s: (names.of_stage(s), sizes_in(attention, names, s)) for s in attention.stages})
@@ -53,16 +53,16 @@ def keep_tensors(run: Run) -> list[KeptTensors]:
 
 @dataclass(frozen=True, repr=False)
 class LiveStage(Stage):
-    """A stage of a trace, and its tensor and pictures where tensors were kept."""
+    """A stage of a trace, with its tensor and pictures if tensors were kept."""
 
     _tensor: Tensor | None = field(default=None, compare=False)
     _attended: Attended | None = field(default=None, compare=False)
 
     @property
     def tensor(self) -> Tensor:
-        """Return the content, laid out as `axes` says. Raises `ValueError` where tensors were not kept."""
+        """The content, in the layout of `axes`. Raises `ValueError` if tensors were not kept."""
         if self._tensor is None:
-            raise ValueError(f"the tensor of {self.name} was not kept: trace with keep=True.")
+            raise ValueError(f"the tensor of {self.name} was not kept. Trace with keep=True.")
         return self._tensor
 
     def picture(
@@ -77,13 +77,13 @@ class LiveStage(Stage):
         """Return a heat map for each head as text: `print(trace.attentions[0].weights.picture(head=3))`.
 
         Args:
-            head: one, or several; all by default.
-            batch_row: which row of the batch.
-            tokens: labels of the queries, or of the keys.
-            width: columns to fill; those of the terminal by default, or 80 where there is none.
-            color: whether in colour; by default where stdout shows any.
+            head: one or several heads; all by default.
+            batch_row: index of the batch item.
+            tokens: labels of the queries or the keys.
+            width: columns to fill; by default those of the terminal, or 80 without a terminal.
+            color: whether to use color; by default, if stdout shows color.
 
-        Raises `ValueError` where tensors were not kept, `SpecError` where there is no such head or row.
+        Raises `ValueError` if tensors were not kept, `SpecError` if the head or batch item does not exist.
         """
         picture = self._picture(head, batch_row, tokens)
         shows = in_color(sys.stdout) if color is None else color
@@ -93,9 +93,9 @@ class LiveStage(Stage):
     def plot(
         self, head: int | Sequence[int] | None = None, *, batch_row: int = 0, tokens: Sequence[str] = ()
     ) -> Axes | list[Axes]:
-        """Draw a heat map for each head by matplotlib, and return its axes; a list of them where heads are several.
+        """Draw a heat map for each head with matplotlib, and return its axes; a list for several heads.
 
-        The arguments are those of `picture`. Raises as that, and `InputError` where matplotlib is missing.
+        The arguments are those of `picture`. Raises the errors of `picture`, and `InputError` without matplotlib.
         """
         picture = self._picture(head, batch_row, tokens)
         require_matplotlib("plot()")
@@ -105,7 +105,7 @@ class LiveStage(Stage):
         return axes[0] if len(axes) == 1 else axes
 
     def _picture(self, head: int | Sequence[int] | None, batch_row: int, tokens: Sequence[str]) -> Picture:
-        _ = self.tensor  # it says where tensors were not kept
+        _ = self.tensor  # raises if tensors were not kept
         assert self._attended is not None
         heads = (head,) if isinstance(head, int) else head
         return self._attended.picture(self.name, heads=heads, batch_row=batch_row, labels=tokens)
@@ -115,10 +115,10 @@ class LiveStage(Stage):
 
 
 class Stages(tuple[LiveStage, ...]):
-    """The stages of an attention in order, by place or by name: `stages[0]`, `stages["weights"]`."""
+    """The stages of an attention in order, by index or name: `stages[0]`, `stages["weights"]`."""
 
     def __getitem__(self, key: Any) -> Any:
-        """Return the stage, or several for a slice. Raises `KeyError` for a name that is not among them."""
+        """Return a stage, or a tuple of stages for a slice. Raises `KeyError` for an unknown name."""
         if not isinstance(key, str):
             return super().__getitem__(key)
         stages = {stage.name: stage for stage in self}
@@ -128,7 +128,7 @@ class Stages(tuple[LiveStage, ...]):
 
 
 class _ByName:
-    """A stage of an attention as an attribute of it."""
+    """An attribute of an attention that is one of its stages."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -141,7 +141,7 @@ class _ByName:
 
 @dataclass(frozen=True, repr=False)
 class LiveAttention(AttentionReport):
-    """An attention of a trace, with each stage by its name: `attention.scores`."""
+    """An attention of a trace, with each stage as an attribute: `attention.scores`."""
 
     stages: Stages
 
@@ -181,14 +181,14 @@ class LiveAttention(AttentionReport):
 
 @dataclass(frozen=True, repr=False)
 class LiveTrace(Trace):
-    """A trace whose attentions have their stages by name, and which shows their pictures in a page."""
+    """A trace whose attentions have their stages as attributes, and whose page shows their pictures."""
 
     attentions: tuple[LiveAttention, ...]
     _attended: tuple[Attended, ...] = field(default=(), compare=False)
 
     @classmethod
     def of(cls, trace: Trace, kept: Sequence[KeptTensors] = ()) -> LiveTrace:
-        """Return a trace with what was kept of each of its attentions."""
+        """Return a trace with the kept tensors of each of its attentions."""
         attentions, attended = [], []
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
             tensors = kept[place] if kept else KeptTensors()

@@ -1,4 +1,4 @@
-"""Text as people read it: hostile names made harmless, near misses, plurals, numbers, shapes and sizes."""
+"""Format text for people: escape hostile names, suggest near matches, write plurals, numbers, shapes and sizes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from itertools import groupby
 from math import isfinite, isnan, sqrt
 
 TYPED = 60
-"""Characters of a user's own text that a message repeats."""
+"""Maximum number of characters of the user's text in a message."""
 MESSAGE = 400
-"""Characters of somebody else's message that are passed on."""
+"""Maximum number of characters of another program's message."""
 
 _BEYOND_ASCII = re.compile(r"[^\n -~]")
 _MOST_MARKS = 4
-"""Combining marks on one character that a script may need; a pile of more runs over the lines around it."""
+"""Maximum number of combining marks on one character in any script; more would overlap the neighbouring lines."""
 
 
 def printable(text: object, longest: int | None = None) -> str:
-    """Return the text on one line, with everything that is not printable written as an escape that can be read.
+    """Return the text on one line, with every character that is not printable as a readable escape.
 
-    Control bytes, bidi and zero-width marks, line separators, lone surrogates, private and unassigned characters are
-    escaped, and so are piles of combining marks. Doing it twice is doing it once. Markup needs no care here: no
-    renderer interprets any. A text of more than `longest` characters loses its middle.
+    Control characters, bidi and zero-width marks, line separators, lone surrogates, private and unassigned characters,
+    and more than four combining marks on a character are escaped. Escaping twice changes nothing. Markup is kept,
+    because no renderer interprets it. A text of more than `longest` characters loses its middle.
     """
     text = str(text)
     if not (text.isascii() and text.isprintable()):
@@ -37,25 +37,25 @@ def printable(text: object, longest: int | None = None) -> str:
 
 
 def _escape(character: str) -> str:
-    """Return `\\x1b`, `\\u202e`, `\\U000e0001`: visible, and inert in a terminal."""
+    """Return an escape that is visible and harmless in a terminal: `\\x1b`, `\\u202e`, `\\U000e0001`."""
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
 def shown(text: object, longest: int = TYPED) -> str:
-    """Return somebody else's text as a message repeats it: printable, and not too much of it."""
+    """Return the user's text for a message: printable and shortened."""
     return printable(text, longest)
 
 
 def printable_lines(text: str) -> str:
-    """Return the text as `printable` does, for one that may have several lines: line feeds stay."""
+    """Return a text with each line made printable; line feeds are kept."""
     return "\n".join(printable(line) for line in text.split("\n"))
 
 
 def printable_json(text: str) -> str:
-    """Return the same JSON document, with everything that a terminal would act on written as the escapes of JSON.
+    """Return the same JSON document with unprintable characters as JSON escapes, for safe display in a terminal.
 
-    A reader of the JSON gets the very characters that were in the name. Line feeds between values stay.
+    A JSON parser reads the original characters. Line feeds between values are kept.
     """
     import json
 
@@ -63,7 +63,7 @@ def printable_json(text: str) -> str:
 
 
 def shortened(text: str, longest: int) -> str:
-    """Return the text with its middle left out where it is longer than that: names differ at either end."""
+    """Return the text, with `…` for its middle if it is longer than `longest`: names differ at their ends."""
     if len(text) <= longest:
         return text
     end = (longest - 1) // 2
@@ -71,7 +71,7 @@ def shortened(text: str, longest: int) -> str:
 
 
 def cells(text: str) -> int:
-    """Return the columns that the text takes in a terminal: two for wide characters, none for combining ones."""
+    """Return the columns of a text in a terminal: two for a wide character, none for a combining mark."""
     return len(text) if text.isascii() else sum(map(_cells_of, text))
 
 
@@ -80,7 +80,7 @@ def _cells_of(character: str) -> int:
 
 
 def fitting(text: str, room: int) -> int:
-    """Return how many characters of the text fit into so many columns."""
+    """Return how many characters of the text fit into `room` columns."""
     used = 0
     for number, character in enumerate(text):
         used += _cells_of(character)
@@ -90,9 +90,9 @@ def fitting(text: str, room: int) -> int:
 
 
 def did_you_mean(typed: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean X?` for the nearest of the known words, or an empty string where none is near.
+    """Return ` Did you mean X?` for the nearest known word; empty if no word is near.
 
-    Near is a slip of the fingers, or some of the words of a name, or more: `heads` for `num_heads`, `--embed` for
+    Near words differ by a typing error or by missing or additional words: `heads` for `num_heads`, `--embed` for
     `--embed-dim`, `--batch-size` for `--batch`.
     """
     by_folded = {_folded(word): word for word in known}
@@ -106,7 +106,7 @@ def did_you_mean(typed: str, known: Iterable[str]) -> str:
 
 
 def _is_part(typed: str, word: str) -> bool:
-    """Return whether a text is some of the words of a name in order, or short for it: `num_layer`, `fp16`."""
+    """Return whether a text is some words of a name in order, or its abbreviation: `num_layer`, `fp16`."""
     digits = [re.sub(r"\D", "", text) for text in (typed, word)]
     short = typed[0] == word[:1] and len(typed) < len(word) and digits[0] == digits[1] != ""
     words = iter(re.split(r"[_.]", word))
@@ -129,12 +129,12 @@ def plural(number: int, noun: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return `a, b and c`; empty for none."""
+    """Return `a, b and c`; empty for no words."""
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
 
 
 def first_few(words: Sequence[str], most: int) -> str:
-    """Return `a, b and 5 more`; all of them where they are no more than that."""
+    """Return `a, b and 5 more`; all words if there are at most `most`."""
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
 
 
@@ -149,9 +149,9 @@ def shape(sizes: tuple[int, ...]) -> str:
 
 
 def _scaled(number: float, step: int, units: tuple[str, ...]) -> str:
-    """Return the number in the largest unit that leaves at least 1: `1.1 KiB`; `12 B` in the smallest."""
+    """Return the number in the largest unit in which it is at least 1: `1.1 KiB`, or `12 B` in the smallest."""
     power = 0
-    # Rounded before it is compared, so that 1023.99 KiB reads 1.0 MiB.
+    # Round before comparing, so that 1023.99 KiB becomes 1.0 MiB.
     while round(number / step**power, 1) >= step and power + 1 < len(units):
         power += 1
     scaled = number / step**power
@@ -164,7 +164,7 @@ def byte_size(nbytes: int) -> str:
 
 
 def flops(number: int) -> str:
-    """Return `6.3 MFLOP`; empty for none."""
+    """Return `6.3 MFLOP`; empty for 0."""
     return _scaled(number, 1000, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP")) if number else ""
 
 
@@ -180,42 +180,42 @@ def small(number: float) -> str:
 
 
 def statistic(number: float) -> str:
-    """Return a mean, std, min or max: four digits after the point, and powers of ten where those would say nothing."""
+    """Return a mean, std, min or max with four decimals, or in powers of ten if very large or small."""
     return _special(number) or (f"{number:.4f}" if 1e-3 <= abs(number) < 1e5 else f"{number:.3e}")
 
 
 def times(number: float) -> str:
-    """Return a multiple of a rounding error in two digits, since the rest differs between processors: `1,300,000`."""
+    """Return a multiple of a rounding error in two digits, as the others differ between processors: `1,300,000`."""
     return _special(number) or (f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.1f}")
 
 
 def multiple(number: float | None) -> str:
-    """Return a multiple as a sentence has it; None, where there is nothing to be a multiple of, is infinitely many."""
+    """Return a multiple for a sentence; None, for a rounding error of 0, becomes `infinitely many`."""
     if number is None or number == float("inf"):
         return "infinitely many"
     return times(number) if number < 1e15 else f"{number:.2g}".replace("e+", "e")
 
 
 def percent(share: float) -> str:
-    """Return `74.9 %` for 0.749, and one digit of a share so small that this would say none: `0.02 %`."""
+    """Return `74.9 %` for 0.749; a share below 0.05 % has one significant digit: `0.02 %`."""
     return f"{100 * share:.1f} %" if share == 0 or abs(share) >= 5e-4 else f"{100 * share:.1g} %"
 
 
 def scale(factor: float, head_dim: int) -> str:
-    """Return `0.0625 = 1/√256` where it is that; else the number, and what the root of head_dim would give."""
+    """Return `0.0625 = 1/√256` for the usual scale; else the number as a multiple of 1/√head_dim, if possible."""
     if not isfinite(factor):
         return "no single number"
     if factor == 1 != head_dim:
         return "1 (not scaled)"
     times = factor * sqrt(head_dim)
-    # What was applied may be a product of two rounded square roots, as in torch's math path.
+    # The factor may be a product of two rounded square roots, as in torch's math path.
     if abs(times - 1) < 1e-6:
         return f"{factor:.6g} = 1/√{head_dim}"
     return f"{factor:.6g} = {times:.3g} × 1/√{head_dim}" if isfinite(times) and times > 0 else f"{factor:.6g}"
 
 
 def span(bounds: tuple[int, int]) -> str:
-    """Return `0–255` for Python's bounds (0, 256): both ends included, as prose has it."""
+    """Return `0–255` for Python's bounds (0, 256), with both ends included; `none` for an empty range."""
     start, stop = bounds
     return f"{start}–{stop - 1}" if stop - start > 1 else str(start) if stop > start else "none"
 
@@ -228,13 +228,13 @@ def spans(indices: Iterable[int]) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """Return the message of an error that anybody may have raised, also where its own `__str__` raises."""
+    """Return the message of any error, even if its own `__str__` raises."""
     try:
         return str(error)
-    except Exception as broken:  # whatever the code of others may raise
+    except Exception as broken:  # user code may raise anything
         return f"(no message: {type(error).__name__}.__str__ raises {type(broken).__name__})"
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message; its class where it has none."""
+    """Return the first line of an error's message; its class name if the message is empty."""
     return next(iter(message_of(error).splitlines()), "") or type(error).__name__

@@ -48,7 +48,7 @@ def test_kept_tensors_are_what_torch_returns(layer, x):
 
 
 def test_tensors_are_kept_only_when_asked_for(layer, x):
-    with pytest.raises(ValueError, match="trace with keep=True"):
+    with pytest.raises(ValueError, match=r"was not kept\. Trace with keep=True"):
         _ = mha_inspect.trace(layer, x, x, x).attentions[0].scores.tensor
     with pytest.raises(AttributeError, match=r"has no masked_scores\. It has query, key, value, q_proj"):
         _ = mha_inspect.trace(layer, x, x, x).attentions[0].masked_scores
@@ -68,10 +68,10 @@ def test_copies_are_what_they_were(layer, x, again):
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        (lambda x: mha_inspect.trace(torch.relu, x), r"trace takes a torch\.nn\.Module.*mha_inspect\.recording\("),
-        (lambda x: mha_inspect.trace(nn.Linear, x), r"trace takes a torch\.nn\.Module.*MyAttention\(64, 8\)"),
-        (lambda x: mha_inspect.params(x), "params takes"),
-        (lambda x: mha_inspect.diff(nn.Identity(), "torch", x), "diff takes a torch.nn.Module, and 'torch' is none"),
+        (lambda x: mha_inspect.trace(torch.relu, x), r"trace expects a torch\.nn\.Module.*mha_inspect\.recording\("),
+        (lambda x: mha_inspect.trace(nn.Linear, x), r"trace expects a torch\.nn\.Module.*MyAttention\(64, 8\)"),
+        (lambda x: mha_inspect.params(x), "params expects"),
+        (lambda x: mha_inspect.diff(nn.Identity(), "torch", x), "diff expects a torch.nn.Module, got 'torch'"),
     ],
 )
 def test_what_is_no_module_is_answered_with_what_to_do(x, asked, said):
@@ -145,7 +145,7 @@ def test_a_block_that_raises_lets_the_error_through_and_keeps_what_ran(layer, x)
 
 
 def test_a_trace_inside_its_block_is_refused():
-    with mha_inspect.recording() as seen, pytest.raises(ValueError, match="still under way"):
+    with mha_inspect.recording() as seen, pytest.raises(ValueError, match="still running"):
         _ = seen.trace
 
 
@@ -209,9 +209,9 @@ def test_a_head_that_is_not_there_is_named(layer, x):
 
 
 def test_an_assertion_says_what_it_cannot_take(layer, x):
-    with pytest.raises(ValueError, match=r"no stage was named: .* Did you mean scores\?"):
+    with pytest.raises(ValueError, match=r"no stage was given\. .* Did you mean scores\?"):
         assert_stage_shapes(layer, x, x, x, scors="bh q k")
-    with pytest.raises(TypeError, match="and None is none"):
+    with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module, got None"):
         assert_same_attention(layer, None, x)
 
 

@@ -32,10 +32,10 @@ def test_shapes_that_hold(x):
 @pytest.mark.parametrize(
     ("patterns", "said"),
     [
-        ({"scores": "bh q 5"}, "says 5 where it has 7"),
-        ({"scores": "b h q k"}, "3 dimensions, and 'b h q k' names 4"),
-        ({"scores": "a q k", "context": "a d q"}, "says q, which is 7 in scores where it has 5"),
-        ({"masked_scores": "bh q k"}, "there is no stage masked_scores"),
+        ({"scores": "bh q 5"}, "scores: expected 5 (bh q 5), got 7: [6, 7, 7]"),
+        ({"scores": "b h q k"}, "scores: expected 4 dimensions (b h q k), got 3: [6, 7, 7]"),
+        ({"scores": "a q k", "context": "a d q"}, "context: expected q = 7 as in scores (a d q), got 5: [6, 7, 5]"),
+        ({"masked_scores": "bh q k"}, "the attention has no masked_scores. It has query"),
     ],
 )
 def test_shapes_that_do_not(x, patterns, said):
@@ -50,9 +50,9 @@ def test_a_tensor_under_a_stage_name_is_an_argument(x):
 
 
 def test_a_call_without_a_pattern_and_a_module_without_attention(x):
-    with pytest.raises(ValueError, match="no stage was named"):
+    with pytest.raises(ValueError, match="no stage was given"):
         assert_stage_shapes(layer("torch"), x, x, x)
-    with pytest.raises(AssertionError, match="Linear has no attention"):
+    with pytest.raises(AssertionError, match="Linear has no softmax attention"):
         assert_stage_shapes(nn.Linear(15, 15), x, scores="b q k")
 
 
@@ -87,7 +87,7 @@ def test_another_weight_is_found_where_it_stands(x):
     with pytest.raises(AssertionError) as raised:
         assert_same_attention(left, right, x, x, x)
     text = str(raised.value)
-    assert text.splitlines()[0] == "attention 1 differs from v_proj on"
+    assert text.splitlines()[0] == "attention 1 differs, starting at v_proj"
     marked = [line for line in text.splitlines() if line.startswith(">")]
     assert len(marked) == 1
     assert marked[0].split()[:3] == [">", "v_proj", "differs"]
@@ -95,5 +95,5 @@ def test_another_weight_is_found_where_it_stands(x):
 
 
 def test_not_as_many_attentions(x):
-    with pytest.raises(AssertionError, match="1 attentions on the left and 2 on the right"):
+    with pytest.raises(AssertionError, match="1 attention on the left, 2 attentions on the right"):
         assert_same_attention(Self(layer("torch")), nn.Sequential(Self(layer("torch")), Self(layer("torch"))), x)

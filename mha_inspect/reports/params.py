@@ -13,7 +13,7 @@ class HeadSlice:
 
     head: int
     part: str
-    """The matrix or bias that contains it: `W_q`, `b_v`, `W_o`; `norm_q` for the weight of the queries' norm."""
+    """The matrix or bias that contains it: `W_q`, `b_v`, `W_o`; `norm_q` for a weight that scales the queries."""
     rows: tuple[int, int]
     columns: tuple[int, int] | None
     """None for a bias."""

@@ -250,7 +250,7 @@ class Trace(Report):
     failure: Failure | None = None
     """The failure of a forward that raised, after which the rest is what was completed before; None if it returned."""
     chosen: tuple[int, ...] | None = None
-    """Numbers, from 1, of the attentions to show in full; None for all. The report contains all of them in any case."""
+    """Numbers, from 1, of the attentions requested in full; None if not requested. The report has every attention."""
 
     @property
     def ok(self) -> bool:

@@ -1,4 +1,4 @@
-"""The JSON Schema (2020-12) of what the commands print as JSON: the contract that scripts may rely on."""
+"""Load the JSON Schema (2020-12) of the commands' JSON output, a contract that scripts can rely on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def commands() -> tuple[str, ...]:
 
 
 def load_schema(command: str) -> dict[str, Any]:
-    """Return the schema of a command's JSON output. Raises `KeyError` for a command that has none."""
+    """Return the schema of a command's JSON output. Raises `KeyError` for a command without a schema."""
     parts = _parts()
     needed = [_names(parts)[command]]
     for name in needed:
@@ -35,6 +35,6 @@ def _parts() -> dict[str, Any]:
 
 
 def _names(parts: dict[str, Any]) -> dict[str, str]:
-    """Return the commands, each with the part that its output follows."""
+    """Return each command with the name of its part of the schema."""
     const = {name: part.get("properties", {}).get("command", {}).get("const") for name, part in parts.items()}
     return {command: name for name, command in const.items() if command}

@@ -70,7 +70,7 @@ def test_every_head_of_a_loop_is_drawn():
 
 
 def test_what_was_not_kept_or_is_not_there(seen):
-    with pytest.raises(ValueError, match="trace with keep=True"):
+    with pytest.raises(ValueError, match=r"was not kept\. Trace with keep=True"):
         mha_inspect.trace(nn.MultiheadAttention(4, 2), *[torch.randn(3, 4)] * 3).attentions[0].weights.picture()
     with pytest.raises(SpecError, match="head 3 does not exist"):
         seen.attentions[0].weights.picture(head=3)
