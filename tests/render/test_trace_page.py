@@ -58,7 +58,7 @@ def test_a_sequence_first_layer_does_not_turn(batch_first: bool) -> None:
 def test_the_heads_of_a_model_are_folded() -> None:
     model = nn.TransformerEncoder(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True), 2).eval()
     report = mha_inspect.params(model, torch.randn(2, 5, 12), per_head=True)
-    rows = [re.split("  +", line) for line in repr(report).partition("by head")[2].partition("\n\n")[0].splitlines()]
+    rows = [re.split("  +", line) for line in repr(report).partition("\nby head")[2].partition("\n\n")[0].splitlines()]
     folded = {(name, part): (heads, rows, columns) for name, part, heads, rows, columns in rows[2:]}
     name = "layers.0–1.self_attn.{} ×2"
     assert folded[name.format("in_proj_weight"), "W_k"] == ("0–2", "4h+12 to 4h+15", "0–11")
