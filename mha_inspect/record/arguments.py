@@ -60,13 +60,13 @@ def with_parts(value: Any, parts: list[Any]) -> Any:
         return type(value)(*parts)
     if not isinstance(value, dict) and not is_dataclass(value):
         return value
-    other = copy.copy(value)
+    copied = copy.copy(value)
     for (key, _), part in zip(parts_of(value), parts, strict=True):
-        if isinstance(other, dict):
-            other[key] = part
+        if isinstance(copied, dict):
+            copied[key] = part
         else:
-            object.__setattr__(other, key, part)  # works on frozen dataclasses too
-    return other
+            object.__setattr__(copied, key, part)  # works on frozen dataclasses too
+    return copied
 
 
 def first_tensor(result: Any) -> Tensor:

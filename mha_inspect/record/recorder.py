@@ -1,7 +1,7 @@
 """Record a forward pass with a torch dispatch mode.
 
-A `TorchDispatchMode` sees every operation of any module, with gradients on or off, on every device. Nothing is hooked,
-wrapped or replaced, so the recorded run computes the same bits as a run without the recorder.
+A `TorchDispatchMode` sees every operation of any module, with gradients on or off, on every device. The module is not
+hooked, wrapped or replaced, so the recorded run computes the same bits as a run without the recorder.
 
 A module of two operations, y = softmax(x · W):
 

@@ -245,10 +245,10 @@ class XRay(Recorder):
 
         If tensors are kept the steps are computed; else they get shapes only, from tensors on meta.
         """
-        tensors, kept = self._tensors, self._tensors.keep
+        tensors, keeps = self._tensors, self._tensors.keep
         known, args, kwargs, results, _, site, number, place, *_ = entry
         call = read_kernel(opening.func, _given(tensors, args), _given(tensors, kwargs))
-        computed = kept and not opening.shapes_only
+        computed = keeps and not opening.shapes_only
         note = tensors.note
 
         def add(known: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
@@ -270,14 +270,14 @@ class XRay(Recorder):
             for last, outputs in zip(steps, looks, strict=True):
                 add(LINK, (last,), {"kernel": known.name}, outputs, "copy", None)
         finally:
-            tensors.keep = kept
+            tensors.keep = keeps
         self._whole.add(number)
         if call.dropout > 0:
             reason = "not compared: the kernel applies dropout, and its steps do not"
             return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
         check = opening.check
-        whole: list[Any] = [look[6] for look in results] if kept else []
-        if kept and _is_comparable(whole[0]):
+        whole: list[Any] = [look[6] for look in results] if keeps else []
+        if keeps and _is_comparable(whole[0]):
             few, rows = call.of_few(whole, opening.place + 1, steps if computed else None)
             check = partial(_judged, few, rows, max(map(max_difference, whole, steps)) if computed else None)
         return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})

@@ -229,7 +229,7 @@ class Failure:
     num_ops: int
     """Number of completed operations."""
     note: str = ""
-    """What could not be recorded, and why; empty if everything was."""
+    """The parts that could not be recorded, and why; empty if everything was recorded."""
 
 
 @dataclass(frozen=True, repr=False)
