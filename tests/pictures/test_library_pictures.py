@@ -133,7 +133,7 @@ def test_files_of_the_picture_alone(invoke, tmp_path):
     assert "query ↓" not in invoke(*LINE, "--export", str(tmp_path / "a.png")).out
     code, out, err = invoke(*LINE, "--export", str(tmp_path / "b.svg"))
     assert (code, out, (tmp_path / "b.svg").exists()) == (2, "", False)
-    assert "b.svg is a picture, and none is drawn. Add --picture, or end it in .html, .txt or .json." in err
+    assert "b.svg is a picture, but none is drawn. Add --picture, or use .html, .txt or .json." in err
 
 
 def test_without_matplotlib_it_says_what_to_install(invoke, tmp_path, monkeypatch):
@@ -162,7 +162,7 @@ def test_what_is_no_attention_has_a_page_and_no_picture(invoke, tmp_path):
 
 
 def test_other_commands_draw_nothing_into_a_png(invoke, tmp_path):
-    assert "a.png is a picture, and none is drawn." in invoke("layers", "--export", str(tmp_path / "a.png")).err
+    assert "a.png is a picture, but none is drawn." in invoke("layers", "--export", str(tmp_path / "a.png")).err
 
 
 def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_path, monkeypatch):
@@ -178,7 +178,7 @@ def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_pa
     monkeypatch.setattr(trace, "traced", traced)
     code, _, err = invoke(*LINE, "--export", str(tmp_path / "a.html"))
     assert code == 0
-    assert "The page has no pictures, for which the tensors have to be kept: out of memory: you tried to" in err
+    assert "The page has no pictures, because their tensors do not fit in memory: out of memory: you tried to" in err
     assert "mha-viewer" not in (tmp_path / "a.html").read_text()
     assert invoke(*LINE, "--picture", "weights").code == 3
 

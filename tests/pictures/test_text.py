@@ -48,7 +48,7 @@ def test_other_words_are_another_input(invoke, directory):
         (("--text", "a"), "--text needs a tokenizer: name a model with one"),
         (("torch.nn:Linear", "--text", "a"), "--text needs a tokenizer: name a model with one"),
         (("hf:bert", "--text", "a"), "--text needs a tokenizer, and hf:bert has none"),
-        (("hf:bert", "--text", "a", "--seq-len", "3"), "--text and --seq-len both say what goes in"),
+        (("hf:bert", "--text", "a", "--seq-len", "3"), "--text and --seq-len both set the input"),
     ],
 )
 def test_where_there_is_no_tokenizer(invoke, line, said):

@@ -89,7 +89,7 @@ def test_several_attentions(invoke, tmp_path):
     )
     line = ("trace", f"{file}:Two", "--input-shape", "x=2x5x8", "--picture", "scores")
     assert "scores of attention 1 of 2 in a" in invoke(*line).out
-    assert "Attention 2 is drawn with --attention N" in invoke(*line).out
+    assert "To draw attention 2: --attention N" in invoke(*line).out
     assert "scores of attention 2 of 2 in b" in invoke(*line, "--attention", "2").out
     assert invoke(*line, "--module", "b").out.count("scores of attention") == 1
 
@@ -105,15 +105,15 @@ def test_stages_without_heads_and_with_features(invoke):
     ("more", "said"),
     [
         (("--head", "3"), "head 3 does not exist: weights has 3, counted from 0."),
-        (("--head", "3-1"), "head 3-1 is no list of heads"),
-        (("--head", "x"), "head x is no list of heads"),
+        (("--head", "3-1"), "head 3-1 is not a list of heads"),
+        (("--head", "x"), "head x is not a list of heads"),
         (("--batch-row", "2"), "batch item 2 does not exist: the batch has 2, counted from 0."),
         (("--tokens", "a,b"), "2 tokens fit no axis of weights"),
-        (("--tokens", "no/such.txt"), "tokens no/such.txt: there is no such file."),
-        (("--format", "json"), "--picture draws, and --format json has no pictures."),
+        (("--tokens", "no/such.txt"), "tokens no/such.txt: no such file."),
+        (("--format", "json"), "--picture draws, but --format json has no pictures."),
         (("--device", "meta"), "device meta has shapes and no numbers to draw."),
         (("--picture", "weihgts"), "Did you mean weights?"),
-        (("--attention", "2"), "attention 2 is not there"),
+        (("--attention", "2"), "attention 2 does not exist"),
     ],
 )
 def test_what_cannot_be_drawn(invoke, more, said):
