@@ -58,7 +58,8 @@ class Side(ComparableRun):
     @property
     def notes(self) -> tuple[str, ...]:
         """What was decided about it, as sentences that name its forward."""
-        return tuple(note.replace("The forward", f"{self.subject.label}.forward", 1) for note in self.subject.notes)
+        named = "" if self.subject.layer else f"{self.subject.label}: "
+        return tuple(f"{named}{note}" for note in self.subject.notes)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
         """Return how this side has a stage; None where it does not."""

@@ -1,6 +1,6 @@
-"""The arguments of a target's constructor: what --set gives, and our own flags under the names that it takes them by.
+"""The arguments of a target's constructor, from --set and from flags of a matching name.
 
-Only what is needed, or was asked for, is passed; the rest stays as the target's author left it.
+Only required arguments and those that the user set are passed; the others keep their defaults.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ _WORDS = {
     **{"inf": float("inf"), "-inf": float("-inf")},
 }
 _DIGITS = 20
-"""More than any size or seed has."""
+"""More digits than any size or seed has."""
 _EXAMPLES = {int: ("a whole number", "8"), float: ("a number", "0.1"), bool: ("true or false", "true")}
 _LARGEST = 2**40
 _SHAPE = re.compile(r"(?:(?P<name>[^=:\s]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>[\w.]+))?")
 _CONFIGS = ("config", "cfg", "conf", "args", "params", "opt", "options", "configuration", "arguments")
-"""How names of configs end, and those of their classes."""
+"""Endings of names of configs and of their classes."""
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
 _TENSORS = ("query", "key", "value", "hidden", "mask")
 _MOST_PARAMETERS = 100_000
-"""Tensors: a mixture of 256 experts in 61 layers, each matrix for itself, has half of it."""
+"""In tensors. A mixture of 256 experts in 61 layers, with separate matrices, has half as many."""
 
 
-# -- what is typed ----------------------------------------------------------------------------------------------------
+# -- parsing the flags ------------------------------------------------------------------------------------------------
 
 
 def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> dict[str, str]:
-    """Return `NAME=VALUE` texts as a mapping; the last one of a name counts.
+    """Return `NAME=VALUE` texts as a mapping. The last one of a name counts.
 
     Raises `SpecError` for a text without a name or an equals sign.
     """
@@ -60,7 +60,7 @@ def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> d
     for text in typed:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            raise SpecError(f"{flag} {shown(text)} is not NAME=VALUE. Write it as in {flag} embed_dim=512.")
+            raise SpecError(f"{flag} {shown(text)} is not NAME=VALUE. Write e.g. {flag} embed_dim=512.")
         settings[name.strip()] = value.strip()
     return settings
 
@@ -68,11 +68,11 @@ def parse_settings(typed: list[str] | tuple[str, ...], flag: str = "--set") -> d
 def convert(
     name: str, text: str, annotation: Any, default: Any, namespace: Mapping[str, Any], flag: str = "--set"
 ) -> Any:
-    """Return the value that a flag gives an argument: a literal, yes, no or none, a name, or else the text.
+    """Return the value of a flag's text: a literal, yes, no or none, a named object, or else the text.
 
-    Names are those of `namespace`, the target's own module, and of torch. Nothing is evaluated.
+    Names are looked up in `namespace`, the target's module, and in torch. Nothing is evaluated.
 
-    Raises `SpecError` where a number or a switch is meant by the annotation, or by the default, and the text is none.
+    Raises `SpecError` if the annotation or the default is a number or a switch, and the text is not.
     """
     kind = type(default) if annotation in (Parameter.empty, Any) else annotation
     if kind is str:
@@ -88,14 +88,14 @@ def convert(
     if len(text) > _DIGITS or not isinstance(value, (int, kind)) or (isinstance(value, bool) and kind is not bool):
         words, example = _EXAMPLES[kind]
         raise SpecError(
-            f"{flag} {shown(name)}={shown(text)} does not fit: {name} is {words}. "
-            f"Write it as in {flag} {name}={example}."
+            f"{flag} {shown(name)}={shown(text)} is invalid: {name} must be {words}. "
+            f"Write e.g. {flag} {name}={example}."
         )
     return kind(value)
 
 
 def _named_or_literal(text: str, namespace: Mapping[str, Any]) -> Any:
-    """Return what the text names in the target's module or in torch, the literal that it is, or the text."""
+    """Return the object of this name in the target's module or in torch, the literal, or else the text."""
     first, *rest = text.split(".")
     torch = sys.modules["torch"]
     if isinstance(getattr(torch, text, None), torch.dtype):
@@ -111,61 +111,61 @@ def _named_or_literal(text: str, namespace: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True)
 class InputShape:
-    """What somebody said of one argument of the forward, as in `--input-shape x=2x10x512:float32`."""
+    """The shape of one argument of the forward, e.g. of `--input-shape x=2x10x512:float32`."""
 
     shape: tuple[int, ...]
     dtype: str | None
-    """None: as the module's own parameters, or whole numbers where they are token ids."""
+    """None for the dtype of the module's parameters, or of whole numbers for token ids."""
 
 
 def parse_shapes(typed: list[str] | tuple[str, ...]) -> dict[str, InputShape]:
-    """Return `NAME=SIZExSIZE:DTYPE` texts as a mapping; the name is empty where the text has none.
+    """Return `NAME=SIZExSIZE:DTYPE` texts as a mapping. The name is empty if the text has none.
 
-    Raises `SpecError` for a text of another form, a size of zero, or a dtype that is unknown.
+    Raises `SpecError` for a text of another form, a size of zero, or an unknown dtype.
     """
     shapes: dict[str, InputShape] = {}
     for text in typed:
         match, said = _SHAPE.fullmatch(text.strip()), f"--input-shape {shown(text)}"
         if match is None:
-            raise SpecError(f"{said} is not NAME=SIZExSIZE:DTYPE. Write it as in --input-shape x=2x10x512:float32.")
+            raise SpecError(f"{said} is not NAME=SIZExSIZE:DTYPE. Write e.g. --input-shape x=2x10x512:float32.")
         sizes = tuple(int(size) if len(size) < _DIGITS else _LARGEST + 1 for size in match["sizes"].split("x"))
         if min(sizes) < 1 or prod(sizes) > _LARGEST:
-            raise SpecError(f"{said} is no shape: every size is 1 or more, and all fit in memory.")
+            raise SpecError(f"{said} is not a shape: every size must be 1 or more, and the tensor must fit in memory.")
         dtype = (match["dtype"] or "").removeprefix("torch.") or None
         if dtype is not None and dtype not in INPUT_DTYPES:
-            raise SpecError(f"{said}: {shown(dtype)} is not a dtype of inputs: {', '.join(INPUT_DTYPES)}.")
+            raise SpecError(f"{said}: {shown(dtype)} is not one of {', '.join(INPUT_DTYPES)}.")
         if (match["name"] or "") in shapes:
             raise SpecError(f"--input-shape gives {shown(match['name'] or 'one argument')} twice. Give each once.")
         shapes[match["name"] or ""] = InputShape(sizes, dtype)
     return shapes
 
 
-# -- what a constructor gets ------------------------------------------------------------------------------------------
+# -- calling a constructor -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Arguments:
-    """What a constructor is called with, and which flags gave it."""
+    """The arguments of a constructor, and the flags that gave them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """Name to the flag that gave it, for those that --set did not."""
+    """Name to the flag that gave it, except for --set."""
     left: dict[str, str] = field(default_factory=dict)
-    """What --set gave that the constructor has no name for."""
+    """Settings of --set that the constructor does not take."""
     names: list[str] = field(default_factory=list)
-    """Every name that --set could give; after a point those of a config."""
+    """Every name that --set could give, those in a config after a point."""
     used: set[str] = field(default_factory=set)
-    """The flags that were passed."""
+    """The flags that gave an argument."""
 
 
 class MissingSettingError(AttributeError, KeyError):
-    """A config was asked for something that nobody has given: its path, as `config.n_layer`."""
+    """A config was asked for a setting that was not given: its path, e.g. `config.n_layer`."""
 
 
 class FlagConfig(dict[str, Any]):
-    """A config for a class that takes one without saying of what type: it answers by --set, and by our flags.
+    """A config for a class that does not say its type: its values come from --set and from flags.
 
-    `config.n_embd` and `config["n_embd"]` both give --embed-dim. What it gave, it notes in `bound`.
+    `config.n_embd` and `config["n_embd"]` both return --embed-dim. `bound` records the flags it used.
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags, bound: Arguments) -> None:
@@ -187,14 +187,14 @@ class FlagConfig(dict[str, Any]):
 
 
 def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
-    """Return the parameters of a class or a function, annotations resolved as far as they can be."""
+    """Return the parameters of a class or a function, with annotations resolved as far as possible."""
     try:
         parameters = dict(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return {}
     hints: dict[str, Any] = {}
-    with suppress(Exception):  # an annotation may name anything
-        # Those of a class that is called are those of its __init__, of which mypy says that a subclass may change it.
+    with suppress(Exception):  # an annotation may name something undefined
+        # A class has the hints of its __init__; mypy objects that a subclass may change it.
         hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
     return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
 
@@ -210,9 +210,9 @@ def bind(
 ) -> Arguments:
     """Return the arguments for a call of `function`.
 
-    With `guess` a config of no known type is of the only class for it that the target's file defines.
+    With `guess`, a config of unknown type gets the config class of the target's file, if there is exactly one.
 
-    Raises `SpecError` when a value does not fit, or one that is needed was not given.
+    Raises `SpecError` if a value is invalid, or a required one is missing.
     """
     parameters = signature_of(function)
     plain = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
@@ -234,24 +234,24 @@ def bind(
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
     if missing and all(kind_of(plain[n]) in _TENSORS for n in missing):
         raise SpecError(
-            f"{name} takes tensors ({', '.join(missing)}): it is a function of them, and not a class or a function "
+            f"{name} takes tensors ({', '.join(missing)}), and a target must be a class or a function "
             "that returns a module. Call it in the forward of a torch.nn.Module."
         )
     if missing:
         left = [key for key in bound.left if key not in bound.names]
-        unknown = f" {flag} {left[0]} is none of its arguments ({', '.join(bound.names)})." if left else ""
+        unknown = f" {flag} {left[0]} is not one of its arguments ({', '.join(bound.names)})." if left else ""
         raise SpecError(
-            f"{name} needs {', '.join(missing)}, and no flag of ours says what that is.{unknown} Give "
-            f"{'it' if len(missing) == 1 else 'them'}: {' '.join(f'{flag} {argument}=VALUE' for argument in missing)}."
+            f"{name} needs {', '.join(missing)}, and mha-inspect has no option for it.{unknown} "
+            f"Give {' '.join(f'{flag} {argument}=VALUE' for argument in missing)}."
         )
     return bound
 
 
 def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
-    """Pass flags for what is required, and flags that were given under the most telling name that there is."""
+    """Pass flags for required arguments, and the user's flags to the argument of the most specific name."""
     for flag in ALIASES:
         matching = named_for(flag, plain)
-        # What --set says of one name goes for the others: d_in and d_out are one width.
+        # A value of --set for one name counts for the others: d_in and d_out are one width.
         said = [bound.values[n] for n in matching if n in bound.values]
         value = said[0] if said else flags.value(flag)
         needed = [n for n in matching if plain[n].default is Parameter.empty and n not in bound.values]
@@ -265,18 +265,18 @@ def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) 
 def _pass_config(
     parameter: Parameter, kind: type | None, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]
 ) -> None:
-    """Pass a config object where one is required: of its class, or of --set and flags where its class is unknown."""
+    """Pass a required config: of its class, or made of --set and flags if its class is unknown."""
     name = parameter.name
-    its = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
-    settings = {key: text for key, text in bound.left.items() if "." not in key} | its
+    dotted = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
+    settings = {key: text for key, text in bound.left.items() if "." not in key} | dotted
     is_needed, left = parameter.default is Parameter.empty, dict[str, str]()
-    if kind is not None and (is_needed or its):
+    if kind is not None and (is_needed or dotted):
         inner = bind(kind, settings, flags, namespace, kind.__name__)
         left = inner.left
-        strange = next((key for key in its if key in left), None)
-        if strange is not None:
+        unknown = next((key for key in dotted if key in left), None)
+        if unknown is not None:
             names = [f"{name}.{n}" for n in inner.names]
-            raise SpecError(unknown_setting(f"{name}.{strange}", names, name, flags.setting))
+            raise SpecError(unknown_setting(f"{name}.{unknown}", names, name, flags.setting))
         bound.values[name] = kind(**inner.values)
         bound.names += [f"{name}.{n}" for n in inner.names]
         bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
@@ -292,7 +292,7 @@ def _pass_config(
 
 
 def _config_class(parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
-    """Return the class of a config: annotated, or the only one that the target's file defines for it; None for none."""
+    """Return the class of a config: annotated, or the only one in the target's file. None if unknown."""
 
     def named(kind: type) -> bool:
         return kind.__name__.casefold().endswith(_CONFIGS)
@@ -310,16 +310,16 @@ def _config_class(parameter: Parameter, namespace: Mapping[str, Any], *, guess: 
 def settings_of_forward(
     module: nn.Module, left: Mapping[str, str], names: list[str], owner: str, namespace: Mapping[str, Any], flag: str
 ) -> dict[str, Any]:
-    """Return what a flag gives for arguments of the forward, where the constructor has none of that name.
+    """Return the values of settings that the constructor does not take and the forward does.
 
-    Raises `SpecError` for a name that neither has.
+    Raises `SpecError` for a name that neither takes.
     """
     every = signature_of(module.forward)
     taken = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    strange = next((key for key in left if key not in taken), None)
-    if strange is not None:
+    unknown = next((key for key in left if key not in taken), None)
+    if unknown is not None:
         owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
-        raise SpecError(unknown_setting(strange, [*dict.fromkeys((*names, *taken))], owner, flag))
+        raise SpecError(unknown_setting(unknown, [*dict.fromkeys((*names, *taken))], owner, flag))
     return {
         key: convert(key, text, taken[key].annotation, taken[key].default, namespace, flag)
         for key, text in left.items()
@@ -327,16 +327,16 @@ def settings_of_forward(
 
 
 def unknown_setting(key: str, names: list[str], owner: str, flag: str) -> str:
-    """Return the message for a setting that nothing takes."""
+    """Return the message for an unknown setting."""
     listed = first_few(names, 12) or "none"
-    return f"{flag} {shown(key)} is no argument of {owner}. Its arguments: {listed}.{did_you_mean(key, names)}"
+    return f"{flag} {shown(key)} is not an argument of {owner}. Arguments: {listed}.{did_you_mean(key, names)}"
 
 
 @contextmanager
 def of_bounded_number(called: str) -> Iterator[None]:
-    """Raise `DoesNotFitError` in a constructor that makes more parameters than any model has: they take memory on meta.
+    """Raise `DoesNotFitError` in a constructor that makes too many parameters: even on meta they take memory.
 
-    `called` is what the message names.
+    `called` is the call for the message.
     """
     from torch.nn.modules.module import register_module_parameter_registration_hook
 
@@ -345,7 +345,7 @@ def of_bounded_number(called: str) -> Iterator[None]:
     def registered(*_: object) -> None:
         if next(numbers) > _MOST_PARAMETERS:
             raise DoesNotFitError(
-                f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is more than can be looked at. "
+                f"{called} has more than {_MOST_PARAMETERS:,} parameter tensors, which is the limit. "
                 "Give it fewer layers."
             )
 

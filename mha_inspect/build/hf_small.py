@@ -1,8 +1,7 @@
-"""A small configuration of a Hugging Face model: fewer layers and narrower ones, of every kind that it has.
+"""A small configuration of a Hugging Face model: fewer and narrower layers, but some of every kind.
 
-Its own configuration is taken, and its numbers are made smaller by what their names say they are. All widths are
-divided by one factor: what has to be as wide as something else still is. Heads, and keys that heads share, are as many
-as before.
+The numbers of its full configuration are made smaller according to their names. All widths are divided by one factor,
+so that equal widths stay equal. The numbers of heads and of shared keys do not change.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from ..text import listed
 
 _LAYERS, _WORDS = 2, 128
 _SIDE = 64
-"""Pixels along a side of an image, where its patches allow it."""
+"""Pixels along a side of an image, if its patches allow it."""
 _KINDS = 4
-"""Of layers, at most: what is listed layer by layer and has more is not about kinds."""
+"""Kinds of layers at most: a list by layer with more values is not about kinds."""
 _FACTORS = (16, 8, 4, 2, 1)
 _EVEN = 64
-"""Features of a head that can be made fewer by any factor."""
+"""A head with a multiple of this many features can be divided by any factor."""
 _LEAST = 8
-"""Features that a head has at least, of those that its rotation turns."""
+"""Minimum of rotated features in a head."""
 
 _DEPTHS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "layers", "depth", "encoder_layers")
 _HIDDEN = ("hidden_size", "d_model", "n_embd", "embed_dim", "dim", "width", "emb_dim")
@@ -43,7 +42,7 @@ _MOST = {
     r"attn_layer_offset": _LAYERS - 1,
     _DEPTH: _LAYERS,
 }
-"""What a number is at most, by its name: the first that fits."""
+"""Maximum of a number by its name: the first pattern that matches counts."""
 _WORD = r"\w*(token_ids?|token_index|_idx|word_id)"
 _MARKS = r"\w*(indices|indexes|idxs|_index|layers|layer_ids)"
 _IMAGE = r"(pretrain_)?(image|img)_size|crop_size"
@@ -61,20 +60,20 @@ _NO_WIDTH = (
 
 
 def small_values(whole: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield what a configuration says once it is small, and how that was made of it, in words: the smallest first.
+    """Yield the values of smaller configurations, and in words how each was made: the smallest first.
 
-    Last come those that also say what this one leaves open, and some models cannot be built without.
+    Later ones also fill in values that the configuration leaves open, which some models cannot be built without.
     """
     full = copy.deepcopy(whole)
     chosen = listed([*dict.fromkeys(name for config in [*_configs(full)] for name in _fill(config))])
-    for values, said in ((whole, ""), (full, f", and {chosen} chosen so that it can be built" if chosen else "")):
+    for values, said in ((whole, ""), (full, f", {chosen} filled in" if chosen else "")):
         for factor in _FACTORS:
             if all(_divides(factor, config) for config in _configs(values)):
-                yield _made_small(copy.deepcopy(values), factor), f"its widths divided by {factor}{said}"
+                yield _made_small(copy.deepcopy(values), factor), f"widths divided by {factor}{said}"
 
 
 def _configs(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a configuration, and those in it."""
+    """Yield a configuration, and the configurations in it."""
     yield values
     for value in values.values():
         if isinstance(value, dict):
@@ -86,7 +85,7 @@ def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
 
 
 def _fill(config: dict[str, Any]) -> Iterator[str]:
-    """Say what a configuration leaves open, in place; yield the names of it."""
+    """Fill in values that a configuration leaves open, in place; yield their names."""
     hidden, heads, depth = (_first(config, names) for names in (_HIDDEN, _HEADS, _DEPTHS))
     if hidden and heads and not config.get("head_dim") and (hidden % heads or hidden // heads % _EVEN):
         name = next(name for name in _HEADS if config.get(name) == heads)
@@ -114,9 +113,9 @@ def _fill(config: dict[str, Any]) -> Iterator[str]:
 
 
 def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
-    """Return the values of a configuration, made smaller in place."""
+    """Return a configuration's values, made smaller in place."""
     words: dict[int, int] = {}
-    # What has no heads cannot be narrower by theirs: the convolutions that see an image before a decoder does.
+    # A part without heads keeps its widths: the convolutions that process an image before a decoder.
     parents = [values, *(config["backbone_config"] for config in _configs(values) if config.get("backbone_config"))]
     wide = {id(c) for c in parents if "vocab_size" not in c and not any(_first(part, _HEADS) for part in _configs(c))}
     configs = [(config, _image_side(config)) for config in _configs(values)]
@@ -127,13 +126,13 @@ def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
             config["attn_layer_indices"] = [_LAYERS - 1]
         if set(map(str, config.get("layer_types") or ())) == {"linear_attention"}:
             config["layer_types"][_LAYERS - 1] = "full_attention"
-        for name in ("out_features", "num_layers_per_stack"):  # other numbers say it as well
+        for name in ("out_features", "num_layers_per_stack"):  # other numbers determine it
             config.pop(name, None)
         _cut_layers(config)
         config |= _with_smaller_numbers(config, 1 if id(config) in wide else factor, words)
         head_dim = _head_dim(config)
         for rope in _ropes(config) if head_dim else ():  # in time, height and width
-            half = (_turned(config, rope, head_dim or 0) + 1) // 2
+            half = (_rotated(config, rope, head_dim or 0) + 1) // 2
             rope["mrope_section"] = [half * 3 // 8, half * 3 // 8, half - 2 * (half * 3 // 8)]
     for config, before in configs:
         if "backbone_feature_sizes" in config and before:
@@ -143,20 +142,20 @@ def _made_small(values: dict[str, Any], factor: int) -> dict[str, Any]:
 
 
 def _image_side(config: Mapping[str, Any]) -> int:
-    """Return the pixels along a side of what a backbone sees; 0 where nobody says."""
+    """Return the side of a backbone's images in pixels; 0 if unknown."""
     size = (config.get("backbone_config") or {}).get("image_size")
     size = size[0] if isinstance(size, list) and size else size
     return size if type(size) is int else 0
 
 
 def _cut_layers(config: dict[str, Any]) -> None:
-    """Keep two layers, or as many as have one of each kind, and what is listed for them."""
+    """Keep two layers, or enough for one of each kind, and the list values for them."""
     depth = _first(config, _DEPTHS)
     if depth is None or depth <= _LAYERS or isinstance(config.get("depths"), list):
         return
     keep = _LAYERS
     lists = {name: value for name, value in config.items() if isinstance(value, list) and value}
-    # The numbers of the layers of a kind go with the list of the kinds.
+    # A list of the layers of one kind follows from the list of kinds.
     kinds_of = [value for value in lists.values() if len(value) == depth]
     of_a_kind = [[at for at, kind in enumerate(kinds) if kind == chosen] for kinds in kinds_of for chosen in kinds]
     for name, value in lists.items():
@@ -181,9 +180,9 @@ def _with_smaller_numbers(config: Mapping[str, Any], factor: int, words: dict[in
     depth, lengths = _first(config, _DEPTHS), [len(value) for value in config.values() if isinstance(value, list)]
     for name, value in config.items():
         numbers = value if isinstance(value, list) else [value]
-        # What is listed layer by layer was cut with the layers, and so was their number.
+        # Lists by layer were cut with the layers, and so was the number of layers.
         is_cut = name in _DEPTHS or value in lengths or (isinstance(value, list) and len(value) == depth)
-        # Labels have numbers for names.
+        # The names of labels are numbers.
         if isinstance(name, str) and not (is_cut and re.fullmatch(_DEPTH, name) and not name.endswith("depths")):
             changed = [_smaller(name, n, config, factor, words) if type(n) is int else n for n in numbers]
             smaller[name] = changed if isinstance(value, list) else changed[0]
@@ -191,12 +190,12 @@ def _with_smaller_numbers(config: Mapping[str, Any], factor: int, words: dict[in
 
 
 def _smaller(name: str, number: int, config: Mapping[str, Any], factor: int, words: dict[int, int]) -> int:
-    """Return a number made smaller as its name says.
+    """Return a number made smaller according to its name.
 
-    `words` are those that mean something, to their new numbers: configurations in one name the same.
+    `words` maps special token ids to their new ids, because the configurations in one share token ids.
     """
     if re.fullmatch(_WORD, name):
-        # The last ones: what is drawn keeps clear of them.
+        # The last ids: drawn ids avoid them.
         return number if number < _WORDS else words.setdefault(number, _WORDS - 1 - len(words))
     most = next((most for pattern, most in _MOST.items() if re.fullmatch(pattern, name)), None)
     if most is not None:
@@ -204,38 +203,38 @@ def _smaller(name: str, number: int, config: Mapping[str, Any], factor: int, wor
     if re.fullmatch(_IMAGE, name):
         patch = config.get("patch_stride", config.get("patch_size"))
         patch = next((size for size in (patch if isinstance(patch, list) else [patch]) if type(size) is int), 4)
-        windows = "depths" in config and "window_size" in config  # which want to be whole ones at each depth
+        windows = "depths" in config and "window_size" in config  # windows must divide the image at each depth
         return number if windows else min(number, patch * max(2, _SIDE // patch))
     widths = {value for n, value in config.items() if str(n).endswith(("hidden_size", "hidden_dim", "d_model"))}
     as_wide = name.endswith("_channels") and number in widths
     if number > 4 and (as_wide or (re.fullmatch(_WIDTH, name) and not re.fullmatch(_NO_WIDTH, name))):
-        # The rows of experts are multiplied in groups, whose rows begin at whole sixteen bytes.
+        # Grouped products of experts need rows that begin at multiples of sixteen bytes.
         step = 4 if name.startswith("moe_") else 1
         return max(step, number // factor // step * step)
     return number
 
 
 def _head_dim(config: Mapping[str, Any]) -> int | None:
-    """Return the features of a head; None where there are no heads, or nobody says how wide all of them are."""
+    """Return the features of a head; None without heads, or if their total width is unknown."""
     hidden, heads = _first(config, _HIDDEN), _first(config, _HEADS)
     return _first(config, ("head_dim", "d_kv")) or (hidden // heads if hidden and heads else None)
 
 
 def _ropes(config: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return what is said of rotations, of which each kind of layer may have its own."""
+    """Return the settings of rotations: one, or one for each kind of layer."""
     said = config.get("rope_parameters")
     return [rope for rope in _configs(said) if "rope_theta" in rope] if isinstance(said, dict) else []
 
 
-def _turned(config: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int) -> int:
-    """Return how many features of a head are turned by a rotation."""
+def _rotated(config: Mapping[str, Any], rope: Mapping[str, Any], head_dim: int) -> int:
+    """Return how many features of a head a rotation affects."""
     return int(head_dim * (rope.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1))
 
 
 def _divides(factor: int, config: dict[str, Any]) -> bool:
-    """Return whether each head is left with pairs of pairs, as a rotation in two directions takes them."""
+    """Return whether heads keep a multiple of four features, as a rotation in two directions needs."""
     hidden, head_dim = _first(config, _HIDDEN), _head_dim(config)
     if factor == 1 or hidden is None or head_dim is None:
         return True
-    least = min(_turned(config, rope, head_dim) for rope in (*_ropes(config), {}))
+    least = min(_rotated(config, rope, head_dim) for rope in (*_ropes(config), {}))
     return hidden % factor == 0 and head_dim % (4 * factor) == 0 and least >= _LEAST * factor

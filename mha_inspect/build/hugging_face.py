@@ -1,6 +1,6 @@
-"""Models of Hugging Face transformers, from a configuration: `hf:TYPE` and `hf:DIRECTORY`.
+"""Models of Hugging Face transformers from a configuration: `hf:TYPE` and `hf:DIRECTORY`.
 
-Nothing here touches the network, and no code is imported because a configuration names it.
+The network is never used, and code that a configuration names is never imported.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
 _SMALL = "small"
 _LARGE = 60_000_000
-"""Parameters from which a small model is made smaller still, if it can be."""
+"""A small model with more parameters is made smaller, if possible."""
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 _TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
-"""How the files of tokenizers begin."""
+"""Beginnings of names of tokenizer files."""
 
 Built = tuple[nn.Module, dict[str, Any], tuple[str, ...], dict[str, Any]]
 
 
 class NetworkNeededError(MhaInspectError):
-    """What was asked for is not on this machine, and nothing is downloaded."""
+    """The model is not on this machine, and nothing is downloaded."""
 
     exit_code = ExitCode.REFUSED
 
@@ -49,15 +49,15 @@ class NetworkNeededError(MhaInspectError):
 def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: str, seed: int) -> Built:
     """Build the model that `hf:TYPE` or `hf:DIRECTORY` names.
 
-    Returns it, what its configuration was given by name as plain data, notes on how it was built, and what --set gave
-    for arguments of its forward.
+    Returns the module, the values passed to its configuration by name as plain data, notes on how it was built, and
+    the arguments of its forward that --set gave.
 
-    Raises `MhaInspectError` where it cannot be: what is missing, unknown, unsafe, too large or not on this machine.
+    Raises `MhaInspectError` if the model is missing, unknown, unsafe, too large or not on this machine.
     """
     transformers = _transformers()
     kind = text.removeprefix("hf:")
     if not kind:
-        raise InputError("hf: names no model. Write hf:TYPE, as in hf:bert, or hf:DIRECTORY.")
+        raise InputError("hf: is missing the model. Write hf:TYPE, e.g. hf:bert, or hf:DIRECTORY.")
     settings = dict(settings)
     attention, small = settings.pop(_ATTENTION, None), settings.pop(_SMALL, "false")
     values, weights, is_file = dict[str, Any](), list[Path](), Path(kind).exists()
@@ -69,19 +69,19 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     config_class = _config_class(transformers, kind, text, values if is_file else None)
     described = f"a configuration of type {kind}"
     if convert(_SMALL, small, bool, False, {}, flags.setting):
-        # Weights would not fit it.
+        # The weights do not fit a small model.
         (values, smaller), weights = _small(transformers, config_class, values, text), []
-        described = f"a small configuration of type {kind}, {smaller}"
+        described = f"a small configuration of type {kind} ({smaller})"
     changes, left = _of_settings(config_class, values, settings, flags.setting)
     of_flags = _of_flags(config_class, values, changes, flags)
     config = _config(config_class, {**_with_layers_cut(values, changes), **changes}, text)
     extra = {} if attention is None else {_ATTENTION: attention}
     module = _build(_model_class(transformers, config, kind), config, extra, weights, text, device, seed)
-    said = "its weights are those in the directory" if weights else f"its weights are random, from seed {seed}"
-    said = "on meta it has shapes and no weights" if device == "meta" else said
-    notes = [f"{type(module).__name__} was built from {described}; {said}."]
+    said = "with the weights of the directory" if weights else f"with random weights from seed {seed}"
+    said = "without weights, on meta" if device == "meta" else said
+    notes = [f"Built from {described}, {said}."]
     if of_flags:
-        notes.append(f"The configuration got {', '.join(of_flags)}.")
+        notes.append(f"Configured with {', '.join(of_flags)}.")
     passed = {name: value for name, value in changes.items() if not isinstance(value, dict)}
     for part, inner in changes.items():
         plain_values = inner.items() if isinstance(inner, dict) else ()
@@ -92,49 +92,49 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
 
 
 def _transformers() -> ModuleType:
-    """Return the library, told to stay off the network.
+    """Return the library, set to offline mode.
 
-    Raises `InputError` with the command that installs it, where it is missing.
+    Raises `InputError` with the command that installs it if it is missing.
     """
     os.environ["HF_HUB_OFFLINE"] = os.environ["TRANSFORMERS_OFFLINE"] = "1"
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if importlib.util.find_spec("transformers") is None:
-        raise InputError(f"hf: needs the library transformers, which is not installed. Install it: {INSTALL}")
+        raise InputError(f"hf: needs transformers, which is not installed. Install it: {INSTALL}")
     try:
         import transformers
     except Exception as error:
-        raise InputError(f"transformers is installed and cannot be imported: {in_one_line(error)}") from None
+        raise InputError(f"transformers is installed but cannot be imported: {in_one_line(error)}") from None
     hub = sys.modules.get("huggingface_hub.constants")
     if hub is not None:
-        # The environment is read once, and may have been: the constant is what is asked afterwards.
+        # The environment may have been read already: set the constant made from it too.
         vars(hub)["HF_HUB_OFFLINE"] = True
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    # An optional library: where it is absent, mypy knows it as Any.
+    # An optional library: Any for mypy if it is not installed.
     return transformers  # type: ignore[no-any-return]
 
 
 def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Return the ids of a text, `batch seq`, and what each stands for, by the tokenizer in `hf:DIRECTORY`.
+    """Return the token ids of a text, `batch seq`, and their tokens, from the tokenizer in `hf:DIRECTORY`.
 
-    Raises `InputError` where there is none, or it cannot be read.
+    Raises `InputError` if there is no tokenizer, or it cannot be read.
     """
     place = Path(target.removeprefix("hf:"))
     if not target.startswith("hf:") or not place.is_dir():
-        raise InputError(f"--text needs a tokenizer, and {shown(target)} has none: name a directory, as in hf:path/to.")
-    # Where there is none, transformers makes one up that knows no word.
+        raise InputError(f"--text needs a tokenizer, and {shown(target)} has none. Name a directory, e.g. hf:path/to.")
+    # Without its files, transformers makes an empty tokenizer.
     if not any(file.name.startswith(_TOKENIZERS) for file in place.iterdir()):
-        raise InputError(f"{shown(target)} has no tokenizer: save one there, with tokenizer.save_pretrained.")
+        raise InputError(f"{shown(target)} has no tokenizer. Save one there with tokenizer.save_pretrained.")
     loader = _transformers().AutoTokenizer
     try:
         tokenizer = loader.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
         ids = tokenizer(text)["input_ids"]
         names = tokenizer.convert_ids_to_tokens(ids)
     except Exception as error:
-        raise InputError(f"{shown(target)} has no tokenizer that can be read: {in_one_line(error)}") from None
+        raise InputError(f"the tokenizer of {shown(target)} cannot be read: {in_one_line(error)}") from None
     if not ids:
-        raise InputError(f"--text {shown(text)} has no tokens. Give some words.")
+        raise InputError(f"--text {shown(text)} has no tokens. Give a longer text.")
     return torch.tensor([ids]), tuple(map(str, names))
 
 
@@ -142,20 +142,20 @@ def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
 
 
 def read_config(file: Path, text: str) -> dict[str, Any]:
-    """Return what the file of a configuration says. Raises `InputError` where it is none."""
-    way_out = "Give a folder that save_pretrained wrote, or a type, as in hf:bert."
+    """Return the values of a configuration file. Raises `InputError` if it is not one."""
+    way_out = "Give a folder that save_pretrained wrote, or a type, e.g. hf:bert."
     if not os.path.isfile(file):
-        raise InputError(f"{shown(text)}: there is no config.json in {shown(str(file.parent))}. {way_out}")
+        raise InputError(f"{shown(text)}: config.json not found in {shown(str(file.parent))}. {way_out}")
     values = read_json(file)
     if not isinstance(values.get("model_type"), str):
         raise InputError(
-            f"{shown(str(file))} is not a configuration of a Hugging Face model: it has no model_type. {way_out}"
+            f"{shown(str(file))} is not a configuration of a Hugging Face model: model_type is missing. {way_out}"
         )
     return values
 
 
 def _config_class(transformers: ModuleType, kind: str, text: str, values: Mapping[str, Any] | None) -> Any:
-    """Return the class of a type's configuration; `values` are what its file says, where it is out of one."""
+    """Return the configuration class of a type; `values` is the content of its file, None without a file."""
     known = sorted(transformers.CONFIG_MAPPING.keys())
     spelled = {plain(name.replace("-", "_")): name for name in known}
     name = kind if kind in known or values is not None else spelled.get(plain(kind.replace("-", "_")))
@@ -165,27 +165,27 @@ def _config_class(transformers: ModuleType, kind: str, text: str, values: Mappin
         said = f"{shown(text)} is of type {shown(kind)}, which transformers"
         if "auto_map" in values:
             raise UnsafeFileError(
-                f"{said} does not have: its configuration names code of its own, and that is not run. Import the class "
+                f"{said} does not have. Its configuration names custom code, which is never run. Import the class "
                 "yourself: path/to/file.py:Name."
             )
         raise InputError(f"{said} {transformers.__version__} does not have.{did_you_mean(kind, known)}")
     if kind.startswith((".", "/", "~")):
         raise InputError(
-            f"there is no folder {shown(kind)}. Give one that save_pretrained wrote, or a type, as hf:bert."
+            f"there is no folder {shown(kind)}. Give one that save_pretrained wrote, or a type, e.g. hf:bert."
         )
     started = [name for name in known if kind.casefold().startswith((f"{name}-", f"{name}_"))]
     if "/" in kind or started:
-        guess = f" Its shapes with random weights: hf:{max(started, key=len)}." if started else ""
+        guess = f" For its shapes with random weights: hf:{max(started, key=len)}." if started else ""
         raise NetworkNeededError(
             f"{shown(kind)} is not a folder here, and nothing is downloaded. Download it first "
             f"(hf download {shown(kind)} --local-dir DIR) and give hf:DIR.{guess}"
         )
-    near = did_you_mean(kind, known) or f" There are {len(known)}, among them bert, gpt2, llama, t5 and vit."
-    raise InputError(f"{shown(kind)} is neither a folder nor a type of model that transformers has.{near}")
+    near = did_you_mean(kind, known) or f" There are {len(known)} types, e.g. bert, gpt2, llama, t5 and vit."
+    raise InputError(f"{shown(kind)} is not a folder, and not a model type of transformers.{near}")
 
 
 def _setting_names(config_class: Any) -> list[str]:
-    """Return every name that --set could give a configuration, those that every configuration has last."""
+    """Return every name that --set could give a configuration, with names of all configurations last."""
     every = [f.name for f in dataclasses.fields(config_class)] if dataclasses.is_dataclass(config_class) else []
     special = [name for name in every if name in vars(config_class).get("__annotations__", {})]
     names = dict.fromkeys((*special, *getattr(config_class, "attribute_map", {}), *every))
@@ -199,7 +199,7 @@ def _mapped(config_class: Any, name: str) -> str:
 def _of_settings(
     config_class: Any, values: Mapping[str, Any], settings: Mapping[str, str], flag: str
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return what settings change in a configuration, and what they say of something else."""
+    """Return the settings of a configuration by name, and the settings that it does not have."""
     changes: dict[str, Any] = {}
     left: dict[str, str] = {}
     parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
@@ -222,29 +222,29 @@ def _of_settings(
 
 
 def _of_flags(config_class: Any, values: Mapping[str, Any], changes: dict[str, Any], flags: Flags) -> list[str]:
-    """Add what our flags change in a configuration to `changes`; return which went where, in words."""
+    """Add the values of flags to the `changes` of a configuration; return in words which were added."""
     names, said = _setting_names(config_class), []
     for flag in sorted(flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
         name = next(iter(named_for(flag, names)), None)
         if name is None and flag in flags.typed:
             raise SpecError(
-                f"the configuration {config_class.__name__} has nothing that {dashed(flag)} could be. Name it: "
+                f"the configuration {config_class.__name__} has no setting for {dashed(flag)}. Name the setting: "
                 f"{flags.setting} NAME=VALUE."
             )
         if name is not None and _mapped(config_class, name) not in changes:
             changes[_mapped(config_class, name)] = flags.value(flag)
             said.append(f"{name}={flags.value(flag)} ({dashed(flag)})")
-    with suppress(Exception):  # a configuration may have no default at all
+    with suppress(Exception):  # a configuration may have no defaults
         default = config_class()
         if default.vocab_size is None and values.get("vocab_size", changes.get("vocab_size")) is None:
             opened_up = {"vocab_size": 32} | ({"pad_token_id": 0} if default.pad_token_id is None else {})
             changes |= opened_up
-            said += [f"{name}={value} (it says none)" for name, value in opened_up.items()]
+            said += [f"{name}={value} (it had none)" for name, value in opened_up.items()]
     return said
 
 
 def _with_layers_cut(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration with fewer layers: what is listed layer by layer is cut with them."""
+    """Return the values of a configuration with fewer layers: lists by layer are cut with them."""
     count = next((name for name in _COUNTS if name in changes and name in values), None)
     if count is None:
         return values
@@ -254,19 +254,19 @@ def _with_layers_cut(values: dict[str, Any], changes: Mapping[str, Any]) -> dict
 
 
 def _config(config_class: Any, values: dict[str, Any], text: str) -> Any:
-    """Return the configuration with these values. Raises `InputError` where its own checks refuse them."""
+    """Return the configuration with these values. Raises `InputError` if its checks refuse them."""
     try:
         return config_class.from_dict(values) if values else config_class()
     except Exception as error:
-        raise InputError(f"{shown(text)} cannot be configured so: {in_one_line(error)}") from None
+        raise InputError(f"{shown(text)} cannot have these settings: {in_one_line(error)}") from None
 
 
 def _small(
     transformers: ModuleType, config_class: Any, values: Mapping[str, Any], text: str
 ) -> tuple[dict[str, Any], str]:
-    """Return the first small configuration that can be built, or a smaller one where that is still large.
+    """Return the first small configuration that can be built, or the smallest if that is still large.
 
-    Also returns how it was made smaller, in words.
+    Also returns in words how it was made smaller.
     """
     before = torch.get_default_dtype()
     ways = [*small_values(_config(config_class, dict(values), text).to_dict())]
@@ -279,7 +279,7 @@ def _small(
         torch.set_default_dtype(before)
         if built and built[-1][0] <= _LARGE:
             break
-    return ways[min(built)[1] if built else -1]  # why it cannot be built is told where it is
+    return ways[min(built)[1] if built else -1]  # the real build raises the reason
 
 
 # -- the model --------------------------------------------------------------------------------------------------------
@@ -289,8 +289,8 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
     mapping = transformers.MODEL_MAPPING
     if type(config) not in mapping:
         raise InputError(
-            f"transformers has no plain model for type {shown(kind)}: it is a part of another one. "
-            "Give the class: transformers:NAME, or another type."
+            f"transformers has no base model for type {shown(kind)}, which is a part of other models. "
+            "Give its class, transformers:NAME, or another type."
         )
     kind_of_model = mapping[type(config)]
     return kind_of_model[0] if isinstance(kind_of_model, (tuple, list)) else kind_of_model
@@ -299,7 +299,7 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
 def _build(
     model_class: Any, config: Any, extra: Mapping[str, Any], weights: list[Path], text: str, device: str, seed: int
 ) -> nn.Module:
-    """Return the model, which is made without memory first, to learn how much it would take."""
+    """Return the model. It is made without memory first, to compute how much it needs."""
     before = torch.get_default_dtype()
     try:
         with torch.device("meta"), of_bounded_number(shown(text)):
@@ -313,7 +313,7 @@ def _build(
             size + 8 * count,
             "cpu",
             f"{shown(text)} with {count:,} parameters".replace(",", " "),
-            f"A small one of its kind needs less (--set {_SMALL}=true); shapes need none (--device meta).",
+            f"Use a small one of this type (--set {_SMALL}=true), or shapes only (--device meta).",
         )
         torch.manual_seed(seed)
         if not weights:

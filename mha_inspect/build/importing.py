@@ -1,6 +1,6 @@
-"""Import what a target names. Importing runs its code: that is what was asked for, and nothing else is ever imported.
+"""Import the object that a target names, and nothing else. Importing runs its code.
 
-A file may say what it likes: no name that stands in a config or a weight file is imported.
+Names in a config or a weight file are never imported.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PYTHONS = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 _LONGEST_SOURCE = 2**22
 _LOADED: dict[Path, str] = {}
-"""Files that were imported by their path, to the name under which they are in sys.modules."""
+"""Files that were imported by path, to their names in sys.modules."""
 
 
 def split_target(text: str) -> tuple[str, str]:
     """Return the module or file of a target, and the name in it.
 
-    Raises `InputError` when it is not of a form that a target has.
+    Raises `InputError` if the text does not have the form of a target.
     """
     where, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
     if where.endswith((".py", ".py:")) or (colon and (os.sep in where or "/" in where)):
@@ -43,29 +43,29 @@ def split_target(text: str) -> tuple[str, str]:
             return where, name
         if name:
             file = where.rstrip(":").removesuffix(".py")
-            raise InputError(f"{shown(where)} is no path of a Python file. Write {shown(file)}.py:{name}.")
+            raise InputError(f"{shown(where)} is not a Python file. Write {shown(file)}.py:{name}.")
         classes = first_few([f"{where}:{name}" for name in _names_in_file(Path(where))], 6)
-        there = f"There are {classes}." if classes else f"Write {shown(where)}:Name."
-        raise InputError(f"{shown(text)} does not say what to look at in it. {there}")
+        there = f"Choose from {classes}." if classes else f"Write {shown(where)}:Name."
+        raise InputError(f"{shown(text)} is missing the name of a class. {there}")
     if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
         raise InputError(f"{shown(text)} is not a target: write {FORMS}.")
     return where, name
 
 
 def _names_in_file(path: Path) -> list[str]:
-    """Return the classes that a file defines, read and not run."""
+    """Return the classes that a file defines, without running it."""
     try:
         with opened(path, ".py") as (file, _):
             tree = ast.parse(file.read(_LONGEST_SOURCE))
-    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):  # as a parser ends that is too deep
+    except (InputError, SyntaxError, ValueError, RecursionError, MemoryError):  # the errors of a parser on deep nesting
         return []
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
 def load_object(text: str) -> tuple[Any, ModuleType]:
-    """Return what a target names, and the module that it is in.
+    """Return the object that a target names, and its module.
 
-    Raises `InputError` when the module cannot be imported, or has no such name.
+    Raises `InputError` if the module cannot be imported, or has no such name.
     """
     where, name = split_target(text)
     try:
@@ -80,30 +80,30 @@ def load_object(text: str) -> tuple[Any, ModuleType]:
         try:
             value = getattr(value, part)
         except AttributeError:
-            raise InputError(f"{shown(owner)} has no {shown(part)}. {_there_is(value, part)}") from None
+            raise InputError(f"{shown(owner)} has no {shown(part)}. {_modules_in(value, part)}") from None
         owner += f".{part}"
     return value, module
 
 
-def _there_is(owner: Any, name: str) -> str:
+def _modules_in(owner: Any, name: str) -> str:
     from torch import nn
 
     classes = [n for n, value in vars(owner).items() if isinstance(value, type) and issubclass(value, nn.Module)]
     modules = [*classes, *(n for n, value in vars(owner).items() if isinstance(value, nn.Module))]
     if not modules:
-        return "There is no torch.nn.Module in it."
+        return "It has no torch.nn.Module."
     return f"Modules in it: {first_few(modules, 8)}.{did_you_mean(name, modules)}"
 
 
 def _load_module(name: str) -> ModuleType:
     """Import a module by its name.
 
-    The current folder is looked into last, and only for a module that lies in it: whatever else lies there is not run
-    in the place of what is installed.
+    The current folder comes last on the path, and only if the module is in it: its other files never replace
+    installed modules.
     """
     importlib.invalidate_caches()
     first = name.partition(".")[0]
-    with suppress(OSError):  # a folder that is gone
+    with suppress(OSError):  # the folder was removed
         here = os.getcwd()
         if here not in sys.path and PathFinder.find_spec(first, [here]) is not None:
             sys.path.append(here)
@@ -116,25 +116,25 @@ def _load_module(name: str) -> ModuleType:
         known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
         hint = "" if first in known else did_you_mean(first, known)
         if os.path.exists(as_file):
-            hint = f" For the file write {shown(as_file)}:Name."
+            hint = f" For the file, write {shown(as_file)}:Name."
         elif first == "nn":  # as everybody imports it
             hint = f" Did you mean torch.{name}?"
         raise InputError(
-            f"there is no module {shown(error.name)} here, nor among the installed ones. Run it from the folder "
-            f"that {shown(first)} lies in, install its package, or give the file: path/to/file.py:Name.{hint}"
+            f"there is no module {shown(error.name)} here or among the installed ones. Run it from the folder "
+            f"of {shown(first)}, install its package, or give the file: path/to/file.py:Name.{hint}"
         ) from None
 
 
 def _load_file(where: str) -> ModuleType:
-    """Import a file by its path, with its folder on the path as `python file.py` has it.
+    """Import a file by its path, with its folder on the import path as in `python file.py`.
 
-    A file of a package is imported as a part of that package, so that its relative imports work.
+    A file in a package is imported as a part of it, so that its relative imports work.
     """
     if not os.path.isfile(where):
         folder, name = os.path.dirname(where) or ".", os.path.basename(where)
-        what = "is a folder" if os.path.isdir(where) else "is no file" if os.path.exists(where) else "is not there"
+        what = "is a folder" if os.path.isdir(where) else "is not a file" if os.path.exists(where) else "is not there"
         if os.path.isdir(folder) and not os.access(folder, os.X_OK):
-            what = "cannot be read: you may not enter its folder"
+            what = "cannot be read: permission denied for its folder"
         beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
         near = "" if os.path.exists(where) else did_you_mean(name, beside)
         raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
@@ -156,7 +156,7 @@ def _load_file(where: str) -> ModuleType:
                 return module
         return _execute(path)
     finally:
-        if is_new:  # before what is installed while it is imported, and behind it from then on
+        if is_new:  # first on the path during the import, last from then on
             sys.path.remove(str(root))
             sys.path.append(str(root))
 
@@ -181,10 +181,10 @@ def _execute(path: Path) -> ModuleType:
 
 @contextmanager
 def stdout_for_the_answer() -> Iterator[None]:
-    """Send what the target prints to stderr, whether Python or a library in C prints it.
+    """Send the target's output to stderr, from Python and from libraries in C.
 
-    Raises `InputError` where the target's code ends the program: it would end without an answer, and as if all were
-    well.
+    Raises `InputError` if the target's code exits, because the program would end without an answer and with exit
+    code 0.
     """
     saved = None
     with suppress(OSError, ValueError, AttributeError):
@@ -197,7 +197,7 @@ def stdout_for_the_answer() -> Iterator[None]:
     except (Exception, KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:
-        raise InputError(f"the target cannot be looked into: {in_one_line(error)}.") from None
+        raise InputError(f"the target cannot be inspected: {in_one_line(error)}.") from None
     finally:
         if saved is not None:
             os.dup2(saved, 1)
@@ -205,11 +205,11 @@ def stdout_for_the_answer() -> Iterator[None]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the line of an error that matters, and the line of code that it came from where that is not our own."""
+    """Return the main line of an error, and the line of the user's code that it came from."""
     lines = [*filter(None, map(str.strip, message_of(error).splitlines())), ""]
     text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
     frames = _frames(error)
-    # The last line of the user's code that it came through; a library's where there is none.
+    # The last line of the user's code, or else of a library.
     frame = next(reversed([frame for frame in frames if "-packages" not in frame.filename] or frames), None)
     place = (frame.filename, frame.lineno) if frame else ("", None)
     if isinstance(error, SyntaxError):
@@ -225,9 +225,9 @@ def in_one_line(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
-    """Return the frames of an error that are neither ours, nor torch's, nor Python's own."""
+    """Return the frames of an error outside mha-inspect, torch and Python's library."""
     torch = sys.modules.get("torch")
     ours = (_OURS, os.path.dirname(torch.__file__ or "") + os.sep) if torch is not None else (_OURS,)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
-    # A virtual environment may lie anywhere, also below the folder of the standard library's files.
+    # A virtual environment may be inside the folder of the standard library.
     return [f for f in frames if not f.filename.startswith((_PYTHONS, "<frozen")) or "site-packages" in f.filename]

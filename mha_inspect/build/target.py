@@ -1,6 +1,6 @@
-"""Build a module of the user's own from `package.module:Class`, `path/to/file.py:Class` or `hf:TYPE`.
+"""Build the user's module from `package.module:Class`, `path/to/file.py:Class` or `hf:TYPE`.
 
-A target is a class, a function that returns a module, or a module with the arguments of its forward, or a module.
+A target is a class, a module, or a function that returns a module, alone or with the arguments of its forward.
 Loading one runs its code.
 """
 
@@ -37,17 +37,17 @@ _OF_CONSTRUCTION = frozenset(
     {"embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn"}
     | {"dropout", "rope"}
 )
-"""Flags that can only be of use to a constructor."""
-_WANTED = "a torch.nn.Module: a target is a class of modules, a function that returns one, or a module."
+"""Flags that only a constructor can take."""
+_WANTED = "a torch.nn.Module. A target is a class of modules, a function that returns one, or a module."
 
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """What a target is built with, besides its name and what --set says."""
+    """The settings of a target besides its name and --set."""
 
     flags: Flags = field(default_factory=Flags)
     dtype: str | None = None
-    """None: as the target builds itself."""
+    """None for the dtype that the target itself chooses."""
     device: str = "cpu"
     training: bool = False
     seed: int = 0
@@ -59,19 +59,19 @@ class Target:
 
     module: nn.Module
     made_from: str
-    """The text that named it."""
+    """The text of the command line."""
     passed: dict[str, Any]
-    """What its constructor was given, by name, as plain data."""
+    """The arguments passed to its constructor, by name, as plain data."""
     notes: tuple[str, ...] = ()
-    """What was passed without having been asked for by that name."""
+    """Sentences about arguments that were passed under another name than the user's."""
     arguments: dict[str, Any] = field(default_factory=dict)
     """Every argument of its constructor, defaults included."""
     forward_settings: dict[str, Any] = field(default_factory=dict)
-    """What --set gave for arguments of the forward."""
+    """Arguments of the forward that --set gave."""
     call: tuple[tuple[Any, ...], dict[str, Any]] | None = None
-    """The arguments of its forward, by place and by name, where the function that made it returns them as well."""
+    """The arguments of its forward, positional and named, if the function that made it returned them."""
     layer: LayerKind | None = None
-    """The row of the catalog that it was built of."""
+    """The layer of the catalog, if it is one."""
 
     @property
     def name(self) -> str:
@@ -95,7 +95,7 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
         target = _load_python(text, settings, spec)
     target.module.train(spec.training)
     try:
-        # Not asked for is not touched: what builds itself in half precision stays as it is.
+        # Without --dtype, a module that builds itself in half precision keeps its dtype.
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
         if dtype is not None or spec.device != "cpu":
             target.module.to(device=torch.device(spec.device), dtype=dtype)
@@ -111,20 +111,20 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
     if isinstance(named, nn.Module):
         if typed:
             raise SpecError(
-                f"{text} is a module that its file has made already: {dashed(min(typed))} cannot change it. "
+                f"{text} is a module, not a class: {dashed(min(typed))} cannot change it. "
                 f"Name its class, {type(named).__name__}, to build another."
             )
         of_forward = settings_of_forward(named, settings, [], text, namespace, spec.flags.setting)
         return Target(named, text, {}, forward_settings=of_forward)
     if not callable(named) or (isinstance(named, type) and not issubclass(named, nn.Module)):
         what = f"the class {named.__qualname__}" if isinstance(named, type) else f"of type {type(named).__name__}"
-        raise InputError(f"{shown(text)} is {what}, and not {_WANTED}")
+        raise InputError(f"{shown(text)} is {what}, not {_WANTED}")
     name = getattr(named, "__name__", text.rpartition(":")[2])
     bound = bind(named, settings, spec.flags, namespace, name)
     try:
         module = _build(named, bound, name, spec)
     except InputError as error:
-        try:  # what was taken for its config may be another's: it may want a dictionary
+        try:  # the guessed config class may be wrong: it may expect a dictionary
             bound = bind(named, settings, spec.flags, namespace, name, guess=False)
             module = _build(named, bound, name, spec)
         except MhaInspectError:
@@ -134,25 +134,25 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         module, *returned = module
         call = _returned_call(name, returned)
     if not isinstance(module, nn.Module):
-        raise InputError(f"{name}() returned {a_kind(module)}, and not {_WANTED}")
+        raise InputError(f"{name}() returned {a_kind(module)}, not {_WANTED}")
     forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace, spec.flags.setting)
     if typed - bound.used:
         raise SpecError(
-            f"{name} takes no argument that {dashed(min(typed - bound.used))} could be: its arguments are "
+            f"{name} has no argument for {dashed(min(typed - bound.used))}. Arguments: "
             f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: {spec.flags.setting} NAME=VALUE."
         )
-    # What a config holds goes by its path.
+    # Values in a config are named by their path.
     configs = {n: _inside(value) for n, value in bound.values.items() if _is_config(value, n, bound)}
     passed = {n: _plain(value) for n, value in bound.values.items() if n not in configs}
     passed |= {f"{n}.{key}": _plain(value) for n, inner in configs.items() for key, value in inner.items()}
-    ours = [f"{n}={passed[n]} ({flag})" for n, flag in bound.origins.items() if n in passed]
+    from_flags = [f"{n}={passed[n]} ({flag})" for n, flag in bound.origins.items() if n in passed]
     defaults = {n: p.default for n, p in signature_of(named).items() if p.default is not Parameter.empty}
     insides = {key: item for value in bound.values.values() for key, item in _inside(value).items()}
     return Target(
         module=module,
         made_from=text,
         passed=passed,
-        notes=(f"{name} was built with {', '.join(ours)}.",) if ours else (),
+        notes=(f"Built with {', '.join(from_flags)}.",) if from_flags else (),
         arguments={**defaults, **insides, **bound.values},
         forward_settings=forward_settings,
         call=call,
@@ -160,12 +160,12 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
 
 
 def _is_config(value: Any, name: str, bound: Arguments) -> bool:
-    is_ours = isinstance(value, FlagConfig) or any(n.startswith(f"{name}.") for n in bound.names)
-    return is_ours or (is_dataclass(value) and not isinstance(value, type))
+    is_built = isinstance(value, FlagConfig) or any(n.startswith(f"{name}.") for n in bound.names)
+    return is_built or (is_dataclass(value) and not isinstance(value, type))
 
 
 def _inside(value: Any) -> dict[str, Any]:
-    """Return what a config holds; nothing where it is a class or a module."""
+    """Return the values in a config by name. Empty for a class or a module."""
     if isinstance(value, (type, nn.Module)):
         return {}
     inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
@@ -173,13 +173,13 @@ def _inside(value: Any) -> dict[str, Any]:
 
 
 def _returned_call(name: str, returned: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments that a function returned beside its module. Raises `InputError` where they are none."""
+    """Return the arguments that a function returned with its module. Raises `InputError` for anything else."""
     args: Any = returned[0] if returned else ()
     kwargs: Any = returned[1] if len(returned) > 1 else {}
     if len(returned) > 2 or not isinstance(args, (tuple, list)) or not isinstance(kwargs, Mapping):
         raise InputError(
-            f"{name}() returned a module and {', '.join(map(a_kind, returned))}: beside a module come the arguments of "
-            "its forward, as (module, args) or (module, args, kwargs), a tuple and a dictionary."
+            f"{name}() returned a module and {', '.join(map(a_kind, returned))}. Return (module, args) or "
+            "(module, args, kwargs): args is a tuple and kwargs a dictionary, for its forward."
         )
     return tuple(args), dict(kwargs)
 
@@ -188,12 +188,12 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
     called = f"{name}({', '.join(f'{n}={_plain(value)}' for n, value in bound.values.items())})"
     try:
         with of_bounded_number(shown(called)), torch.device("meta") if spec.device == "meta" else nullcontext():
-            seed_everything(spec.seed)  # once more: the import may have drawn numbers of its own
+            seed_everything(spec.seed)  # again, because the import may have drawn numbers
             return function(**bound.values)
     except MissingSettingError as error:
         path = error.args[0]
         raise SpecError(
-            f"{name} reads {path}, and no flag of ours says what that is. Give it: {spec.flags.setting} {path}=VALUE."
+            f"{name} reads {path}, and mha-inspect has no option for it. Give {spec.flags.setting} {path}=VALUE."
         ) from None
     except Exception as error:
         if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
@@ -202,7 +202,7 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as the report may hold it."""
+    """Return a value as plain data for the report."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, (list, tuple)):
@@ -216,28 +216,28 @@ def _plain(value: Any) -> Any:
 
 
 def available() -> list[str]:
-    """Return the names of the devices that are here: cpu, meta, and each accelerator."""
+    """Return the names of the available devices: cpu, meta, and each accelerator."""
     cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
     return ["cpu", "meta", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])]
 
 
 def resolve(name: str, dtype: str) -> torch.device:
-    """Return the device called `name` (`cuda` is the current CUDA device), known to run `dtype`.
+    """Return the device called `name` (`cuda` is the current CUDA device), which can run `dtype`.
 
-    Raises `DeviceError` where it is unknown or absent, or cannot multiply in this dtype.
+    Raises `DeviceError` if it is unknown or absent, or cannot multiply in this dtype.
     """
     here = available()
     wanted = "cuda:0" if name == "cuda" else name
     if wanted not in here:
         cpu_alone = wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None
-        why = f": torch {torch.__version__} is built for the CPU alone" if cpu_alone else ""
-        raise DeviceError(f"device {shown(repr(name))} is not here{why}. Devices that are here: {', '.join(here)}.")
+        why = f": torch {torch.__version__} is built for the CPU only" if cpu_alone else ""
+        raise DeviceError(f"device {shown(repr(name))} is not available{why}. Available devices: {', '.join(here)}.")
     device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(wanted)
     if device.type == "meta" or (device.type == "cpu" and dtype in ("float32", "float64")):
         return device
-    try:  # a small product and softmax, where it is not certain that they work
+    try:  # a small product and softmax, to see whether they work
         probe = torch.ones(2, 2, device="cpu").to(device=device, dtype=getattr(torch, dtype))
         (probe @ probe).softmax(dim=-1).cpu()
-    except (RuntimeError, TypeError, NotImplementedError):  # each backend refuses a dtype with another of these
+    except (RuntimeError, TypeError, NotImplementedError):  # backends differ in how they refuse a dtype
         raise DeviceError(f"device {device} cannot run dtype {dtype}. Try --dtype float32 or --device cpu.") from None
     return device

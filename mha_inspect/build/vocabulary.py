@@ -1,4 +1,4 @@
-"""The words that people use: for what our flags give a constructor, and for the arguments of a forward."""
+"""The names that people use for arguments: of a constructor, by flag, and of a forward, by kind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 _NAMES: dict[str, str] = {
     "embed_dim": (
         "embed_dim d_model hidden_size dim n_embd embed_size embedding_dim embedding_size emb_dim emb_size emb "
-        "model_dim dim_model hidden_dim hid_dim num_hiddens n_hidden hidden n_embed d_embed embed channels in_channels "
-        "in_dim d_in dim_in input_dim input_size in_features query_dim query_size q_dim dim_q d_hidden n_state n_feat "
-        "features width out_dim d_out dim_out output_dim output_size out_features"
+        + "model_dim dim_model hidden_dim hid_dim num_hiddens n_hidden hidden n_embed d_embed embed channels "
+        + "in_channels in_dim d_in dim_in input_dim input_size in_features query_dim query_size q_dim dim_q d_hidden "
+        + "n_state n_feat features width out_dim d_out dim_out output_dim output_size out_features"
     ),
     "num_heads": (
         "num_heads n_heads nhead num_attention_heads heads num_head n_attention_heads attention_heads "
@@ -38,11 +38,11 @@ _NAMES: dict[str, str] = {
     ),
 }
 ALIASES: dict[str, list[str]] = {flag: names.split() for flag, names in _NAMES.items()}
-"""Flag to the names of arguments that mean the same, the most telling first."""
+"""Flag to the names of arguments of the same meaning, the most specific first."""
 
 
 def plain(name: str) -> str:
-    """Return a name without what spellings differ in: `nHead`, `n_head` and `NHEAD` are one."""
+    """Return a name without case and underscores: `nHead`, `n_head` and `NHEAD` are one."""
     return name.replace("_", "").casefold()
 
 
@@ -50,12 +50,12 @@ _FLAG_OF = {plain(alias): flag for flag, aliases in ALIASES.items() for alias in
 
 
 def flag_of(name: str) -> str | None:
-    """Return the flag that gives the argument of this name; None where there is none."""
+    """Return the flag for the argument of this name; None if there is none."""
     return _FLAG_OF.get(plain(name))
 
 
 def named_for(flag: str, names: Iterable[str]) -> list[str]:
-    """Return those names that a flag gives, the most telling first."""
+    """Return the names that a flag gives, the most specific first."""
     aliases = [plain(alias) for alias in ALIASES[flag]]
     return sorted((name for name in names if plain(name) in aliases), key=lambda name: aliases.index(plain(name)))
 
@@ -67,20 +67,20 @@ def dashed(flag: str) -> str:
 
 @dataclass(frozen=True)
 class Flags:
-    """What our flags are set to, and which of them somebody has set."""
+    """The values of the flags, and which of them the user set."""
 
     values: Mapping[str, Any] = field(default_factory=dict)
     given: frozenset[str] = frozenset()
-    """Those that were typed, or set by a variable."""
+    """Flags that the user set, on the command line or by a variable."""
     typed: frozenset[str] = frozenset()
-    """Those that were typed: each must be of use."""
+    """Flags on the command line: each must have an effect."""
     setting: str = "--set"
-    """The flag that gives an argument by its name, in messages."""
+    """The flag that sets an argument by its name, for messages."""
 
     def value(self, flag: str) -> Any:
-        """Return the value of a flag; where nobody has set it, what follows from the others.
+        """Return the value of a flag, or one that follows from the other flags.
 
-        None where nothing follows.
+        None if nothing follows.
         """
         value = self.values.get(flag)
         if value is not None:
@@ -96,7 +96,7 @@ class Flags:
 
 
 Kind = Literal["query", "key", "value", "hidden", "other", "ids", "image", "mask", "lengths", "setting", "unknown"]
-"""`other` is a second sequence: a context, a memory, what the encoder gave."""
+"""`other` is a second sequence: a context, a memory, the output of an encoder."""
 
 
 _KINDS: dict[Kind, str] = {
@@ -105,8 +105,8 @@ _KINDS: dict[Kind, str] = {
     "value": "value v values x_v xv value_states v_in input_v",
     "hidden": (
         "x hidden_states hidden_state src input inputs hidden embeddings embeds inputs_embeds embedding emb sequence "
-        "seq tgt target features feats input_tensor inp h z x_in data states tensor trg batch "
-        "source"
+        + "seq tgt target features feats input_tensor inp h z x_in data states tensor trg batch "
+        + "source"
     ),
     "other": (
         "memory context encoder_hidden_states encoder_output encoder_outputs enc_output enc_out enc_outputs ctx cond y "
@@ -122,7 +122,7 @@ _KIND_OF = {plain(name): kind for kind, names in _KINDS.items() for name in name
 
 
 def kind_of(parameter: Parameter) -> Kind:
-    """Return what an argument is by its name, or by its annotation where that says that it is no tensor."""
+    """Return the kind of an argument by its name, or by an annotation that is not a tensor."""
     name = parameter.name.casefold()
     if "mask" in name:
         return "mask"

@@ -1,4 +1,4 @@
-"""What a forward takes, the arguments of one call of it, and what the forward does wrong with them."""
+"""The signature of a forward, the arguments of one call, and the errors of that call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from ..build.vocabulary import Kind, kind_of, plain
 from ..errors import ExitCode, MhaInspectError, SpecError, is_out_of_memory
 from ..files.memory import require_memory
 from ..layers.spec import InputSpec
-from ..record.arguments import described
+from ..record.arguments import described, tensors_in
 from ..running.subject import Subject
 from ..text import did_you_mean, shown
 
 Axis = int | Literal["batch", "query", "key"]
-"""A size of a tensor, or which size of the inputs it is."""
+"""A size of a tensor, or the size of the inputs that gives it."""
 
 
 @dataclass(frozen=True)
@@ -36,47 +36,47 @@ class Call:
     described: str
     """`x float32 [2, 10, 512]`."""
     drawn: tuple[str, ...] = ()
-    """Names of the tensors in whose place another forward's may stand: nobody gave them."""
+    """Names of the tensors that the user did not give: another forward's tensors may replace them."""
     guessed: Mapping[str, str] = field(default_factory=dict)
-    """Those among them of whose shape nobody said anything, with the shape that they got: `2x10x512:float32`."""
+    """Drawn tensors whose shape was guessed, with that shape: `2x10x512:float32`."""
     origin: str = "drawn from the seed"
-    """Where those come from."""
+    """Where the drawn tensors come from."""
     batch_first: bool = True
-    """Whether sequences are `batch sequence ...`, and not `sequence batch ...`."""
+    """Whether sequences are `batch sequence ...` rather than `sequence batch ...`."""
     said: tuple[str, ...] = ()
-    """What else was decided about them, as sentences."""
+    """Other decisions about the arguments, as sentences."""
 
     def of(self, module: nn.Module) -> Subject:
         """Return the module with these arguments, ready to run."""
         return Subject(module, self.args, self.kwargs)
 
     @property
-    def told(self) -> tuple[str, ...]:
-        """What the forward was called with and why, as sentences; empty where it takes nothing."""
+    def notes(self) -> tuple[str, ...]:
+        """The arguments of the call and why, as sentences; without the first if there are none."""
         if not self.described:
             return self.said
-        were = "was" if len(self.drawn) == 1 else "were"
-        drawn = f" {', '.join(self.drawn)} {were} {self.origin}." if self.drawn else ""
-        return (f"The forward was called with {self.described}.{drawn}", *self.said)
+        every = len(self.drawn) == len(list(tensors_in((self.args, self.kwargs))))
+        drawn = f", {'' if every else ' and '.join(self.drawn) + ' '}{self.origin}" if self.drawn else ""
+        return (f"Called with {self.described}{drawn}.", *self.said)
 
     @property
     def hint(self) -> str:
-        """How to call it with other inputs than those that were guessed; empty where none were."""
+        """How to replace guessed inputs; empty if none were guessed."""
         ways = [f"--input-shape {name}={shape}" for name, shape in self.guessed.items()]
-        hint = f"If that is not what it takes: {' '.join(ways)}, or --set." if ways else ""
+        hint = f"If it takes something else, use {' '.join(ways)}, or --set." if ways else ""
         masks = [name for name, value in self.kwargs.items() if value is None and "mask" in name]
-        return f"{hint} No mask was given: {masks[0]} is made by --causal or --padding." if hint and masks else hint
+        return f"{hint} No mask was given: --causal or --padding makes {masks[0]}." if hint and masks else hint
 
 
 @dataclass(frozen=True)
 class Forward:
-    """What a module's forward takes, as its signature says."""
+    """The arguments of a module's forward, from its signature."""
 
     module: nn.Module
     label: str
-    """What messages call it."""
+    """Its name in messages."""
     parameters: Mapping[str, Parameter]
-    """Its arguments by name; `*args` where there is no other."""
+    """Its arguments by name; `*args` if there is no other."""
     open_ended: bool
     """Whether it has `**kwargs`."""
     device: torch.device
@@ -85,7 +85,7 @@ class Forward:
 
     @classmethod
     def of(cls, module: nn.Module, name: str = "") -> Forward:
-        """Return the forward of a module that messages call by this name."""
+        """Return the forward of a module, which has this name in messages."""
         every = signature_of(module.forward)
         parameters = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
         weights = [*module.parameters()]
@@ -100,43 +100,43 @@ class Forward:
 
     @property
     def tensors(self) -> list[str]:
-        """The arguments that are tensors and say nothing of others."""
+        """The arguments that are tensors, other than masks and lengths."""
         return [name for name in self.parameters if self.kind(name) not in ("setting", "mask", "lengths")]
 
     @property
     def encodes_and_decodes(self) -> bool:
-        """Whether it takes what goes into a decoder beside what is encoded."""
+        """Whether it takes the input of a decoder as well as that of an encoder."""
         return any(plain(name) in ("tgt", "trg", "decoderinputids", "target") for name in self.parameters)
 
     def kind(self, name: str) -> Kind:
-        """Return what an argument is, by its name."""
+        """Return the kind of an argument by its name."""
         if name in self.parameters:
             return kind_of(self.parameters[name])
         return kind_of(Parameter(name, Parameter.KEYWORD_ONLY)) if name.isidentifier() else "unknown"
 
     def is_needed(self, name: str) -> bool:
-        """Return whether it cannot be called without an argument."""
+        """Return whether an argument is required."""
         return self.parameters[name].default is Parameter.empty
 
     def named(self, given: Mapping[str, Any], flag: str) -> dict[str, Any]:
-        """Return what a flag gave by the names of the forward; what has no name is the first argument's.
+        """Return the values of a flag by the names of the forward. A value without a name is the first argument's.
 
-        Raises `SpecError` for a name that it does not have.
+        Raises `SpecError` for an unknown name.
         """
         tensors = self.tensors or list(self.parameters)
         for name in given:
             if name == "" and not tensors:
-                raise SpecError(f"{self.label} takes no argument: {flag} has nothing to give a tensor to.")
+                raise SpecError(f"{self.label} takes no arguments, so {flag} does not apply. Drop it.")
             if name and name not in self.parameters and not self.open_ended:
                 listed = ", ".join(self.parameters)
                 raise SpecError(
-                    f"{flag} names {shown(name)}, which is no argument of {self.label}: {listed}."
+                    f"{flag} names {shown(name)}, which is not an argument of {self.label}: {listed}."
                     f"{did_you_mean(name, self.parameters)}"
                 )
         return {name or tensors[0]: value for name, value in given.items()}
 
     def call(self, values: Mapping[str, Any]) -> Call:
-        """Return a call with these values, and with None for what is needed and not there: no mask."""
+        """Return a call with these values, and with None for other required arguments: masks."""
         kwargs = {name: value for name, value in values.items() if name not in self.parameters}
         for name in self.parameters:
             if name in values or self.is_needed(name):
@@ -157,13 +157,13 @@ class Plan:
 
     kind: Kind
     axes: tuple[Axis, ...]
-    """Batch first; `batch query` and `batch key` are laid out as the forward takes them when they are drawn."""
+    """Batch first. `draw` lays out `batch query` and `batch key` as the forward takes them."""
     dtype: str = ""
-    """Empty: that of the module's parameters; whole numbers for token ids."""
+    """Empty for the dtype of the module's parameters, or of whole numbers for token ids."""
     below: int = 2
     """Token ids are drawn below this number."""
     avoid: tuple[int, ...] = ()
-    """Token ids that mean something of their own, such as padding."""
+    """Special token ids, such as padding."""
 
     def shape(self, inputs: InputSpec) -> tuple[int, ...]:
         """Return its shape for inputs, batch first."""
@@ -172,13 +172,13 @@ class Plan:
 
     @property
     def is_given(self) -> bool:
-        """Whether somebody said its shape."""
+        """Whether the user gave its shape."""
         return all(isinstance(axis, int) for axis in self.axes)
 
     def draw(self, forward: Forward, inputs: InputSpec, generator: torch.Generator) -> Tensor:
-        """Return the tensor for inputs, in the forward's dtype where the plan has none; on meta without content.
+        """Return the tensor for inputs, in the forward's dtype if the plan has none. On meta it has no content.
 
-        Raises `DoesNotFitError` where it takes more memory than is free.
+        Raises `DoesNotFitError` if it needs more memory than is free.
         """
         shape, dtype = self.shape(inputs), getattr(torch, self.dtype) if self.dtype else forward.dtype
         if forward.device.type == "meta":
@@ -187,13 +187,13 @@ class Plan:
             size = prod(shape) * dtype.itemsize
             require_memory(size, forward.device, f"an input {list(shape)}", "Try a smaller --batch or --seq-len.")
             tensor = self._drawn(shape, dtype, generator).to(device=forward.device, dtype=dtype)
-        # Always drawn batch first: the content of a row does not hang on the layout.
+        # Always drawn batch first: the content of a batch item does not depend on the layout.
         is_sequence = self.axes[:2] in (("batch", "query"), ("batch", "key"))
         return tensor.transpose(0, 1).contiguous() if is_sequence and not forward.batch_first else tensor
 
     def _drawn(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
         if dtype == torch.bool:
-            # Both words in every row: never fully masked, whichever of them means masked.
+            # Both values in every row: never fully masked, whichever value means masked.
             return (torch.arange(shape[-1]) % 2 == 0).expand(shape).clone()
         if dtype.is_floating_point:
             return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -205,23 +205,23 @@ class Plan:
 
     @property
     def code(self) -> str:
-        """How to write it in Python."""
+        """The tensor as Python code."""
         shape = self.shape(InputSpec(batch=2))
         return f"torch.randint({self.below}, {shape})" if self.kind == "ids" else f"torch.randn{shape}"
 
 
 class TargetFailedError(MhaInspectError):
-    """The target's own forward raised."""
+    """The forward of the target raised."""
 
     exit_code = ExitCode.CONDITION
 
 
 @contextmanager
 def explaining(subject: Subject, how: str = "") -> Iterator[None]:
-    """Run a subject inside: an error of its forward is raised as one that says how it was called, and a way out.
+    """Run a subject in the block. An error of its forward is raised with the call and a way out.
 
-    Any other is a fault of ours and stays as it is, as does that of a module which somebody made: who calls the library
-    sees their own. `how` says how it was built.
+    Other errors are bugs and stay unchanged. So do errors of modules that a caller of the library made. `how` says how
+    the subject was built.
     """
     try:
         yield
@@ -235,9 +235,9 @@ def explaining(subject: Subject, how: str = "") -> Iterator[None]:
 
 
 def way_out(subject: Subject) -> str:
-    """Return how to call a forward that raised otherwise, as a sentence: in training mode, where it runs so.
+    """Return a sentence on another way to call a forward that raised: in training mode, if it runs there.
 
-    Empty where nothing was guessed.
+    Empty if nothing was guessed.
     """
     if subject.module.training:
         return subject.hint
@@ -247,4 +247,4 @@ def way_out(subject: Subject) -> str:
             fresh.plain()
     except Exception:  # it has another reason
         return subject.hint
-    return "It runs in training mode: --train."
+    return "It runs in training mode. Use --train."

@@ -1,4 +1,4 @@
-"""What the arguments of a forward are: guesses by their names and the target's sizes, and one run of it with those."""
+"""The arguments of a forward, guessed by their names and the target's sizes, and by one run with these guesses."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from .call import Axis, Forward, Plan
 from .probe import Probed
 
 _UNUSUAL = 37
-"""A width that nothing has: whatever takes it, does not look at it."""
+"""An unlikely width: a forward that accepts it does not depend on the width."""
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 _CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
 _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
 _ENCODED = ("src", "source", "inputids", "xids", "srcids")
-"""What is encoded, where there is a decoder beside."""
+"""Names of the encoder's input, in a forward with a decoder."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a target says of its arguments, by their names, by names of settings and by its layers."""
+    """The sizes of a target's arguments, from their names, names of settings and its layers."""
 
     target: Target
     forward: Forward
     unbatched: bool
 
     def plan(self, name: str, kind: Kind | None = None, size: int | None = None) -> Plan:
-        """Return what an argument is likely to be, or a plan of this kind.
+        """Return the likely plan of an argument, or a plan of this kind.
 
-        `size` is the width of its last axis, of ids the number of tokens, of an image its channels.
+        `size` is the width of the last axis, for ids the number of tokens, for an image the channels.
         """
         usual = self.forward.kind(name)
         kind = kind or usual
@@ -56,38 +56,37 @@ class Sizes:
         return Plan(kind, (*places, size or self._width(kind)))
 
     def given(self, name: str, shape: InputShape) -> Plan:
-        """Return a tensor of the shape that somebody gave it."""
+        """Return the plan of an argument whose shape the user gave."""
         dtype = shape.dtype or ("int64" if self.forward.kind(name) == "ids" else "")
         if dtype.startswith("int"):
             return Plan("ids", shape.shape, dtype, self._vocabulary())
         return Plan(self.forward.kind(name) if shape.dtype is None else "unknown", shape.shape, dtype)
 
     def lazy_note(self) -> tuple[str, ...]:
-        """Return a sentence on the width that lazy layers are given; empty where there are none.
+        """Return a sentence on the width of lazy layers; empty without lazy layers.
 
-        Raises `InputError` where nothing suggests one.
+        Raises `InputError` if the width is unknown.
         """
         lazy = next((m for m in self.target.module.modules() if any(map(is_lazy, m.parameters(recurse=False)))), None)
         if lazy is None or any(self.forward.kind(name) in ("ids", "image") for name in self.forward.parameters):
             return ()
         if (width := self._width("hidden")) == _UNUSUAL:
             raise InputError(
-                f"{self.target.name} has lazy layers ({type(lazy).__name__}), which take any width, and nothing tells "
-                f"which is meant. Give it: --input-shape {next(iter(self.forward.parameters), 'x')}=2x10x512 with its "
-                "own sizes."
+                f"{self.target.name} has lazy layers ({type(lazy).__name__}), which take any width. Give the width: "
+                f"--input-shape {next(iter(self.forward.parameters), 'x')}=2x10x512 with its own sizes."
             )
-        return (f"Its lazy layers take any width, and were given {width}: --input-shape gives another.",)
+        return (f"The lazy layers take any width and were given {width}. Use --input-shape for another.",)
 
     def _width(self, kind: Kind) -> int:
-        """Return the width of vectors of a kind, or one that nothing has where nothing says it."""
+        """Return the width of vectors of a kind, `_UNUSUAL` if unknown."""
         flag = {"key": "kdim", "value": "vdim", "other": "kdim"}.get(kind, "embed_dim")
         named = (_first_int(source, *ALIASES[f]) for f in (flag, "embed_dim") for source in self._sources())
         linears = [m for m in self.target.module.modules() if isinstance(m, nn.Linear)]
-        taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # of lazy ones the first are 0
+        taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # in_features of lazy layers is 0
         return next(filter(None, (*named, *taken)), _UNUSUAL)
 
     def _vocabulary(self) -> int:
-        """Return the number of tokens that there are."""
+        """Return the size of the vocabulary."""
         named = (_first_int(source, *_VOCABULARY) for source in self._sources())
         tables = (m.num_embeddings for m in self.target.module.modules() if isinstance(m, nn.Embedding))
         return next(filter(None, (*named, *tables)), 2)
@@ -98,7 +97,7 @@ class Sizes:
         return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
 
     def _sources(self) -> tuple[Mapping[str, Any], ...]:
-        """Return what may tell a size by its name: arguments of the constructor, attributes, a configuration."""
+        """Return the sources of sizes by name: arguments of the constructor, attributes, a configuration."""
         module = self.target.module
         config = getattr(module, "config", None)
         settings = config if isinstance(config, dict) else vars(config) if hasattr(config, "__dict__") else {}
@@ -106,36 +105,36 @@ class Sizes:
 
 
 def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these names that is a size in the source, whatever its spelling; None where none is."""
+    """Return the size in the source with the first of these names, in any spelling; None if there is none."""
     known = {plain(name): value for name, value in source.items() if type(value) is int and value > 0}
     return next((known[plain(name)] for name in names if plain(name) in known), None)
 
 
-# -- which arguments, and what they are --------------------------------------------------------------------------------
+# -- which arguments, and of what kind --------------------------------------------------------------------------------
 
 
 def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collection[str]) -> list[str]:
-    """Return the names of the tensors to draw beside those that are given.
+    """Return the names of the tensors to draw besides the given arguments.
 
-    Raises `InputError` where one is no tensor that can be guessed, `SpecError` where --key-len has nothing to set.
+    Raises `InputError` if one cannot be guessed, `SpecError` if --key-len does not apply.
     """
     required = [name for name in forward.parameters if forward.is_needed(name) and name not in given]
     for name in required:
         if forward.kind(name) == "setting":
-            raise InputError(f"{forward.label} needs {name}, which is no tensor. Give it: --set {name}=VALUE.")
-        if _holds_tensors(forward.parameters[name].annotation):
-            raise InputError(_several(forward, target, name))
+            raise InputError(f"{forward.label} needs {name}, which is not a tensor. Give --set {name}=VALUE.")
+        if _is_container(forward.parameters[name].annotation):
+            raise InputError(_container_message(forward, target, name))
     names = [name for name in required if forward.kind(name) != "mask"]
     if not names and not given:
         main = str(getattr(forward.module, "main_input_name", ""))
         names = [main] if main in forward.parameters else forward.tensors[:1]
         if forward.open_ended and not forward.parameters:
-            raise InputError(_several(forward, target, "**kwargs"))
+            raise InputError(_container_message(forward, target, "**kwargs"))
     if inputs.key_len is not None and not forward.encodes_and_decodes:
         second = [name for name in forward.parameters if forward.kind(name) in ("key", "value", "other")]
         if not second:
             listed = ", ".join(forward.parameters)
-            raise SpecError(f"--key-len has nothing to set: {forward.label} takes one sequence ({listed}).")
+            raise SpecError(f"--key-len does not apply: {forward.label} takes one sequence ({listed}). Drop it.")
         source = [name for name in second if forward.kind(name) == "other"][:1] or second
         names += [name for name in source if name not in names and name not in given]
     return names
@@ -144,41 +143,41 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
 def guessed_plans(
     sizes: Sizes, names: Sequence[str], given: Collection[str], run: Callable[[Mapping[str, Plan], bool], Probed]
 ) -> dict[str, Plan]:
-    """Return plans for arguments, by what the forward does with them: in one run, or in more where it raises.
+    """Return plans for arguments, by how the forward uses them in one run, or in more if it raises.
 
-    Other arguments are `given`. `run` runs the forward with plans, to the end where that is asked for.
+    Other arguments are `given`. `run` runs the forward with plans, to the end if its second argument is true.
 
-    Raises `InputError` where it needs something that nothing tells.
+    Raises `InputError` if an argument cannot be guessed.
     """
     forward = sizes.forward
     plans = {name: sizes.plan(name) for name in names}
     loose = [name for name, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
-    # An argument of an unknown name that stands behind others may be left out, or is one that somebody must give.
-    behind = [name for name in names if name != next(iter(forward.parameters), name) and (len(names) > 1 or given)]
-    extra = [name for name in behind if forward.kind(name) in ("unknown", "lengths")]
+    # An argument of an unknown name after others is either optional, or the user has to give it.
+    later = [name for name in names if name != next(iter(forward.parameters), name) and (len(names) > 1 or given)]
+    extra = [name for name in later if forward.kind(name) in ("unknown", "lengths")]
     best: tuple[int, dict[str, Plan], Probed] | None = None
     kinds: tuple[Kind | None, ...] = (None, "ids", "image") if loose else (None,)
-    for kind, left_out in ((kind, left_out) for kind in kinds for left_out in ([extra, []] if extra else [[]])):
-        attempt = {n: sizes.plan(n, kind if n in loose else None) for n in names if n not in left_out}
+    for kind, omitted in ((kind, omitted) for kind in kinds for omitted in ([extra, []] if extra else [[]])):
+        attempt = {n: sizes.plan(n, kind if n in loose else None) for n in names if n not in omitted}
         probed = run(attempt, bool(extra))
         if probed.holder is not None:
-            raise InputError(_several(forward, sizes.target, probed.holder))
+            raise InputError(_container_message(forward, sizes.target, probed.holder))
         known = len(probed.evidence) if probed.error is not None else len(names) + 1
         best = (known, attempt, probed) if best is None or known > best[0] else best
         if known >= len(names):
             break
     assert best is not None
     _, chosen, probed = best
-    # The configuration of a model says what it does not need.
+    # Optional arguments of a model follow from its configuration.
     is_guesswork = is_hugging_face(forward.module) and probed.error is not None
     firm = {name for name, evidence in probed.evidence.items() if evidence.firm}
     open_names = [n for n in (names if is_guesswork else extra) if n in chosen or probed.error is not None]
-    untold = [name for name in open_names if name not in firm]
-    if untold:
-        lines = function_of(sizes.target, {n: None if n in untold else plans[n] for n in names})
+    unknown = [name for name in open_names if name not in firm]
+    if unknown:
+        lines = function_of(sizes.target, {n: None if n in unknown else plans[n] for n in names})
         raise InputError(
-            f"{forward.label} needs {untold[0]}, and nothing tells what that is. Give it: --input-shape "
-            f"{untold[0]}=2x10x512:float32 with its own sizes, --input FILE with {untold[0]} in it, or as a function "
+            f"{forward.label} needs {unknown[0]}, which cannot be guessed. Give --input-shape "
+            f"{unknown[0]}=2x10x512:float32 with its own sizes, --input FILE with {unknown[0]} in it, or a function "
             f"that returns it with the module:\n{lines}"
         )
     for name in chosen.keys() & probed.evidence.keys():
@@ -187,25 +186,25 @@ def guessed_plans(
     return chosen
 
 
-# -- the models of Hugging Face transformers, whose configurations tell ------------------------------------------------
+# -- the models of Hugging Face transformers, from their configurations ------------------------------------------------
 
 _OF_DECODERS = ("decoder_input_ids", "decoder_input_values")
-"""What a decoder beside an encoder cannot do without."""
+"""Required arguments of a decoder with an encoder."""
 _BESIDE = {"input_ids": "pixel_values", "pixel_values": "input_ids"}
-"""What some models of texts, or of images, need as well."""
+"""Arguments of models that may need text and images together."""
 _COMPARED_WITH = ("pixel_values", "input_features", "input_values")
-"""What a text is compared with, where both get a place in one space."""
+"""Arguments that a model compares with a text in one embedding space."""
 
 
 def is_hugging_face(module: nn.Module) -> bool:
-    """Return whether a module is a whole model of transformers, which says itself what it takes."""
+    """Return whether a module is a whole model of transformers, whose configuration describes its inputs."""
     return hasattr(module, "main_input_name") and hasattr(getattr(module, "config", None), "model_type")
 
 
 def configured_plans(module: Any, names: list[str], free: Collection[str], seq_len: int) -> dict[str, Plan]:
-    """Return plans for the arguments that a model's configuration tells about.
+    """Return plans for the arguments that a model's configuration describes.
 
-    What has to come with the `names` is planned as well, where it is among the `free` ones, which nobody has given.
+    Other arguments that the `names` require are included if they are `free`, i.e. the user did not give them.
     """
     wanted = [*names]
     if getattr(module.config, "is_encoder_decoder", False):
@@ -218,7 +217,7 @@ def configured_plans(module: Any, names: list[str], free: Collection[str], seq_l
 
 
 def beside(names: Collection[str], free: Collection[str]) -> list[str]:
-    """Return what a model of texts that takes images as well may need beside them; or the other way round."""
+    """Return the images that a model of text and images may need with its text, or the text with its images."""
     return [_BESIDE[name] for name in names if _BESIDE.get(name) in {*free} - {*names}]
 
 
@@ -239,17 +238,17 @@ def _plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None
     bins = _first(config, "num_mel_bins")
     longest = getattr(getattr(config, "audio_config", config), "max_source_positions", None)
     ratios = getattr(config, "upsampling_ratios", None)
-    if name == "input_values" and ratios:  # the wave that a codec takes, one row for each channel
+    if name == "input_values" and ratios:  # the waveform of a codec, one row per channel
         return Plan("other", ("batch", getattr(config, "audio_channels", 1), prod(ratios) * seq_len))
     if name == "input_values" and bins is None:  # a waveform of as many frames as there are positions
         return Plan("other", ("batch", 400 + 320 * (seq_len - 1)))
-    if name == "input_features" and bins is not None and longest is not None:  # the spectrogram that whisper takes
+    if name == "input_features" and bins is not None and longest is not None:  # the spectrogram of whisper
         return Plan("other", ("batch", bins, 2 * longest))
     return None
 
 
 def _first(config: Any, *names: str) -> Any:
-    """Return what a configuration, or one in it, says by the first of these names; None where none says it."""
+    """Return the value of the first of these names in a configuration or its parts; None if there is none."""
     inner = [getattr(config, part) for part in getattr(config, "sub_configs", {}) if getattr(config, part, None)]
     values = (getattr(part, name, None) for part in (config, *inner) for name in names)
     return next((value for value in values if value is not None), None)
@@ -267,33 +266,33 @@ def _image(config: Any) -> Plan:
 
 
 def _special(config: Any) -> tuple[int, ...]:
-    """Return tokens that mean something of their own: padding would be left out, and its positions counted anew."""
+    """Return special tokens: a model may mask padding, and count positions without it."""
     values = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
     numbers = [number for value in values for number in (value if isinstance(value, (list, tuple)) else [value])]
     return tuple(dict.fromkeys(number for number in numbers if isinstance(number, int) and number >= 0))
 
 
-# -- what nobody can guess ---------------------------------------------------------------------------------------------
+# -- arguments that cannot be guessed ----------------------------------------------------------------------------------
 
 
-def _holds_tensors(annotation: Any) -> bool:
-    """Return whether an annotation says that an argument holds several tensors."""
+def _is_container(annotation: Any) -> bool:
+    """Return whether an annotation is a container of several tensors."""
     kind = get_origin(annotation) or annotation
     if not isinstance(kind, type) or kind is Parameter.empty or issubclass(kind, (str, Tensor)):
         return False
     return is_dataclass(kind) or is_typeddict(kind) or issubclass(kind, (Mapping, Sequence))
 
 
-def _several(forward: Forward, target: Target, name: str) -> str:
-    """Return the message for an argument that holds several tensors, and nobody can guess which."""
+def _container_message(forward: Forward, target: Target, name: str) -> str:
+    """Return the message for an argument that is a container of unknown tensors."""
     return (
-        f"{forward.label} takes several tensors in {name}, and nothing tells what is in it. Give it as a function "
+        f"{forward.label} takes several tensors in {name}, which cannot be guessed. Give a function "
         f"that returns it with the module:\n{function_of(target, {name.strip('*'): None})}"
     )
 
 
 def function_of(target: Target, arguments: Mapping[str, Plan | None]) -> str:
-    """Return the three lines of a function that returns a module and its arguments, filled in as far as is known."""
+    """Return the three lines of a function that returns a module and its arguments, as far as they are known."""
     passed = ", ".join(f"{name}={value!r}" for name, value in target.passed.items())
     function = target.made_from.rpartition(":")[2]
     is_plain = function.isidentifier() and all(name.isidentifier() for name in target.passed)
@@ -309,13 +308,13 @@ _UNPACKED = r"^\s*(\w+), *(\w+)(?:, *\w+)* *= *(\w+)\.(?:shape|size\(\)) *(?:#.*
 
 
 def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[int, str] | None:
-    """Return the axis that the forward calls the batch where it takes a shape apart, and the words that say so.
+    """Return the axis that the forward names as the batch when it unpacks a shape, and the words for that.
 
-    `T, B, C = x.shape` gives axis 1. None where it does not do so for any of these arguments as it comes in.
+    `T, B, C = x.shape` gives axis 1. None if it unpacks the shape of none of these arguments before changing it.
     """
     try:
         code = inspect.getsource(type(module).forward)
-    except (OSError, TypeError, AttributeError):  # the class of what is scripted has no forward
+    except (OSError, TypeError, AttributeError):  # the class of a scripted module has no forward
         return None
     for line in re.finditer(_UNPACKED, code, re.MULTILINE):
         name = line[3]
@@ -329,9 +328,9 @@ def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[
 
 
 def batch_first_of(module: nn.Module, arguments: Collection[str]) -> tuple[bool, str]:
-    """Return whether the batch comes first in these arguments, and why: the end of a sentence, empty where it is plain.
+    """Return whether the batch comes first in these arguments, and why: the end of a sentence, empty if it is plain.
 
-    The module says it by `batch_first`, or its forward by `B, T, C = x.shape`; else the batch is first.
+    The module shows it by `batch_first`, or its forward by `B, T, C = x.shape`. Otherwise the batch is first.
     """
     if is_hugging_face(module):
         return True, ""
@@ -341,8 +340,8 @@ def batch_first_of(module: nn.Module, arguments: Collection[str]) -> tuple[bool,
             return said, ""
     words = batch_axis_in_words(module, arguments)
     if words is not None:
-        return words[0] == 0, "" if words[0] == 0 else f"{words[1]}. --batch-first lays it out the other way."
+        return words[0] == 0, "" if words[0] == 0 else f"{words[1]}. Use --batch-first for the other layout."
     inside = (type(part).__name__ for part in module.modules() if getattr(part, "batch_first", None) is False)
     if (kind := next(inside, None)) is None:
         return True, ""
-    return True, f"the forward does not say, and the {kind} in it takes the sequence first. --seq-first turns it."
+    return True, f"the forward does not say, but its {kind} takes the sequence first. Use --seq-first for that layout."

@@ -1,7 +1,7 @@
-"""What a forward is called with: tensors that follow its signature, and what somebody said of them.
+"""The arguments of a forward: tensors that follow its signature and the user's options.
 
-A name says what an argument is (`vocabulary`), the module how wide it is, and where it does not, one run (`guess`,
-`probe`). --input-shape and --input say it outright, and come first.
+The name of an argument gives its kind (`vocabulary`); the module, or else one run, gives its width (`guess`, `probe`).
+--input-shape and --input come first.
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ from .part import call_with
 from .probe import Probed, probe
 
 _STREAM = 0x6D68612D696E70
-"""Added to the seed of the inputs, so that they are not the numbers that the parameters were drawn from."""
+"""Added to the seed of the inputs, so that they differ from the numbers of the parameters."""
 _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
-"""Kinds that may be the tensor of an earlier one are drawn after it."""
+"""The order of drawing: a kind that may share the tensor of another kind comes after it."""
 _OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "text", "attn_mask", "padding")
-"""Flags that make the inputs."""
+"""Flags that set the inputs."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """What was asked for the inputs."""
+    """The user's settings of the inputs."""
 
     inputs: InputSpec
     flags: Flags = field(default_factory=Flags)
     shapes: Mapping[str, InputShape] = field(default_factory=dict)
     seed: int = 0
     ids: Tensor | None = None
-    """Tokens of a text, `batch seq`: the forward's `input_ids`."""
+    """Token ids of a text, `batch seq`: the forward's `input_ids`."""
 
 
 def make_call(target: Target, asked: Asked) -> Call:
     """Make the arguments of the target's forward.
 
-    Raises `InputError` where nothing tells what is needed or a file does not fit, `SpecError` for what is of no use.
+    Raises `InputError` if an argument cannot be guessed or a file does not fit, `SpecError` for a useless option.
     """
     if target.call is not None:
         return _returned_call(target, asked)
@@ -103,25 +103,24 @@ def make_call(target: Target, asked: Asked) -> Call:
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:
-    """Return a call with the arguments that came with the module. Raises `SpecError` where others are asked for."""
+    """Return a call with the arguments returned with the module. Raises `SpecError` if the user asks for others."""
     assert target.call is not None
-    unheard = asked.flags.typed - {flag_of(name) for name in target.arguments}
-    typed = next((flag for flag in _OF_INPUTS if flag in unheard), None)
+    unused = asked.flags.typed - {flag_of(name) for name in target.arguments}
+    typed = next((flag for flag in _OF_INPUTS if flag in unused), None)
     if typed is not None:
         raise SpecError(
-            f"{shown(target.made_from)} returns what its forward is called with, and {dashed(typed)} would make "
-            "another input. Drop it."
+            f"{shown(target.made_from)} returns its own inputs, so {dashed(typed)} does not apply. Drop it."
         )
     args, kwargs = target.call
     call = call_with(target.module, args, {**kwargs, **target.forward_settings}, "returned with the module")
-    said = f"--causal made no mask: {shown(target.made_from)} returns what its forward is called with."
-    return replace(call, said=(said,) if "causal" in unheard else ())
+    said = f"--causal made no mask, because {shown(target.made_from)} returns its own inputs."
+    return replace(call, said=(said,) if "causal" in unused else ())
 
 
 def _drawn(forward: Forward, plans: Mapping[str, Plan], given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
-    """Return the arguments by name: query, key and value are one tensor where nothing tells them apart.
+    """Return the arguments by name. Query, key and value share one tensor if their shapes are equal and not given.
 
-    As often as it is called, they are the same.
+    Every call returns the same values.
     """
     inputs, values = asked.inputs, dict(given)
     generator = torch.Generator("cpu").manual_seed((asked.seed + _STREAM) % 2**64)
@@ -140,7 +139,7 @@ def _drawn(forward: Forward, plans: Mapping[str, Plan], given: Mapping[str, Any]
 def _layout(
     forward: Forward, plans: Mapping[str, Plan], given: Mapping[str, Any], asked: Asked
 ) -> tuple[bool, tuple[str, ...]]:
-    """Return whether the batch is the first axis, and a sentence on that where it is not plain."""
+    """Return whether the batch is the first axis, and a sentence on that if it is not plain."""
     if "batch_first" in asked.flags.given:
         return bool(asked.flags.values.get("batch_first", True)), ()
     names = [name for name, plan in plans.items() if len(plan.axes) > 1 and plan.kind not in ("image", "mask")]
@@ -156,10 +155,10 @@ def _layout(
 def _masks(
     forward: Forward, target: Target, asked: Asked, values: Mapping[str, Any], notes: tuple[str, ...]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return masks by name, and what was learned of them, as sentences. Raises as `make_call`."""
+    """Return masks by name, and sentences on how they were found. Raises as `make_call`."""
     inputs = asked.inputs
     if target.layer is None:
-        # Where its constructor took --causal, it has a mask of its own.
+        # A module whose constructor took --causal masks by itself.
         is_built = any(bool(getattr(target.module, name, False)) for name in ("causal", "is_causal", "masked"))
         inputs = replace(inputs, causal=inputs.causal and "causal" in asked.flags.typed and not is_built)
     free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
@@ -173,18 +172,18 @@ def _masks(
 
     try:
         learned, said = learn_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
-    except SpecError as error:  # it may be laid out the other way
+    except SpecError as error:  # another layout may be the solution
         raise SpecError(" ".join((str(error), *notes))) from None
     return {**masks, **learned}, said
 
 
-# -- what was said -----------------------------------------------------------------------------------------------------
+# -- from the options --------------------------------------------------------------------------------------------------
 
 
 def _of_file(sizes: Sizes, path: Path, *, checked: bool) -> dict[str, Any]:
     """Return the tensors of a file by the names of the forward, or by their roles: query, key and value.
 
-    Raises `InputError` where one that is `checked` is not what the layer takes, `SpecError` where a name is none.
+    Raises `InputError` if a `checked` tensor does not fit the layer, `SpecError` for an unknown name.
     """
     forward, content = sizes.forward, read_tensors(path)
     tensors = {"": content} if isinstance(content, Tensor) else content
@@ -200,25 +199,25 @@ def _of_file(sizes: Sizes, path: Path, *, checked: bool) -> dict[str, Any]:
 
 
 def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
-    """Raise `InputError` where the rank, width or dtype of a tensor is not what a layer takes."""
+    """Raise `InputError` if the rank, width or dtype of a tensor does not fit a layer."""
     *places, width = sizes.plan(name).axes
     role = next((n for n in ("key", "value") if sizes.forward.kind(name) == n), "query")
     flag = {"key": "kdim", "value": "vdim"}.get(role, "embed-dim")
     ordered = places if batch_first_of(sizes.forward.module, ())[0] else reversed(places)
-    axes = f"`{' '.join(map(str, ordered))} {flag.removesuffix('-dim')}` is expected"
+    axes = f"`{' '.join(map(str, ordered))} {flag.removesuffix('-dim')}`"
     said = f"{file}: {name} has shape {list(tensor.shape)}"
     if tensor.dim() != len(places) + 1:
         ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
         way_out = ways.get(tensor.dim(), f"Save it with {len(places) + 1} dimensions.")
-        raise InputError(f"{said}: {axes}, so it must have {len(places) + 1} dimensions. {way_out}")
+        raise InputError(f"{said}, expected {len(places) + 1} dimensions: {axes}. {way_out}")
     if tensor.shape[-1] != width:
         raise InputError(
-            f"{said}: {axes} with {flag.replace('-', '_')} {width}, so the last size must be {width}. "
+            f"{said}, expected {axes} with {flag.replace('-', '_')} {width} as the last size. "
             f"Try --{flag} {tensor.shape[-1]}."
         )
     if not tensor.is_floating_point():
         kind = str(tensor.dtype).removeprefix("torch.")
-        raise InputError(f"{file}: {name} holds {kind} where floating-point numbers are meant. Save {name}.float().")
+        raise InputError(f"{file}: {name} has dtype {kind}, expected floating-point numbers. Save {name}.float().")
 
 
 def _of_text(forward: Forward, asked: Asked) -> dict[str, Any]:
@@ -235,7 +234,7 @@ def _moved(forward: Forward, tensor: Tensor) -> Tensor:
 
 
 def _switches(forward: Forward, flags: Flags) -> dict[str, bool]:
-    """Return the switches that torch's layer has, and some of the others. Raises `SpecError` for one of no use."""
+    """Return the switches for returned weights by name. Raises `SpecError` if one does not apply."""
     of_flags = {"need_weights": ["need_weights", "output_attentions"], "average_weights": ["average_attn_weights"]}
     switches = {}
     for flag, names in of_flags.items():
@@ -243,5 +242,5 @@ def _switches(forward: Forward, flags: Flags) -> dict[str, bool]:
         if flag in flags.given and name is not None:
             switches[name] = bool(flags.values[flag])
         elif flag in flags.given & flags.typed:
-            raise SpecError(f"{forward.label} has no argument {names[0]}: {dashed(flag)} is of no use to it. Drop it.")
+            raise SpecError(f"{forward.label} has no argument {names[0]}, so {dashed(flag)} does not apply. Drop it.")
     return switches

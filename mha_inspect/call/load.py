@@ -1,4 +1,4 @@
-"""Make a Subject of what was asked for: a layer of the catalog or a target, once or for each of several head counts."""
+"""Make a Subject of a layer of the catalog or a target, once or for each of several head counts."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ from .inputs import Asked, make_call
 
 
 def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: Call | None = None) -> Call:
-    """Make the arguments of a target's forward; lazy parameters get their shapes from one call with them.
+    """Make the arguments of a target's forward. Lazy parameters get their shapes from one call with them.
 
-    With `may_fail` a forward that raises in that call is left to raise again, where it is recorded. The arguments of
-    the same forward of another module, built `like` it, are taken as they are.
+    With `may_fail`, an error in that call is ignored: it is raised again when the forward is recorded. `like` is the
+    call of another module with the same forward, whose arguments are reused.
 
-    Raises as `make_call`, `InputError` where it has no forward, `TargetFailedError` where lazy parameters stay open.
+    Raises as `make_call`, `InputError` if there is no forward, `TargetFailedError` if lazy parameters get no shape.
     """
     module = target.module
     if getattr(module.forward, "__func__", None) is nn.Module.forward:
-        raise InputError(f"{target.name} has no forward, and its inside is seen in a call. Name a module that has one.")
+        raise InputError(f"{target.name} has no forward, so it cannot be called. Name a module that has one.")
     call = like or make_call(target, asked)
     if any(map(is_lazy, module.parameters())):
         try:
@@ -50,9 +50,9 @@ def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: C
 
 
 def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) -> Subject:
-    """Return a target with what its forward is called with, every run of it seeded.
+    """Return a target with the arguments of its forward. Every run of it is seeded.
 
-    Of a layer of the catalog nothing was guessed, and nothing is said of that.
+    A layer of the catalog has no notes and no hint: none of its arguments are guessed.
     """
     layer = target.layer.name if target.layer else ""
     return replace(
@@ -60,7 +60,7 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
         label=layer or target.name,
         layer=layer,
         made_with=target.passed,
-        notes=() if layer else (*target.notes, *call.told),
+        notes=() if layer else (*target.notes, *call.notes),
         hint="" if layer else call.hint,
         seed=seed,
         grad=grad,
@@ -73,12 +73,12 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
 def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Subject:
     """Build a layer of the catalog, and make its inputs.
 
-    Raises `MhaInspectError` where a setting is of no use to it, a file does not fit, or there is no device or memory.
+    Raises `MhaInspectError` if a setting does not apply, a file does not fit, or the device or memory is missing.
     """
     kind = find_layer(layer)
     kind.check(spec, inputs, run)
     resolve(run.device, spec.dtype)
-    # What is certainly there at one time: the parameters, the input, q, k, v and context, the scores and the weights.
+    # In memory at the same time: the parameters, the input, q, k, v and context, the scores and the weights.
     batch, queries, keys = (0, 0, 0) if inputs.input else (inputs.batch, inputs.seq_len, inputs.keys)
     q_width, kv_width = (heads * int(spec.head_dim) for heads in (spec.num_heads, spec.kv_heads))
     numbers = 2 * spec.embed_dim * (q_width + kv_width)
@@ -90,7 +90,7 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     subject = layer_called(kind.build(spec, run.device), spec, inputs, run, layer)
     if 1 not in (spec.num_heads, spec.head_dim):
         return subject
-    # The same layer with as many heads, or three for one, and with inputs of which no size is one.
+    # The same layer with as many heads (three instead of one), and with inputs without a size of 1.
     heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10
     given_head_dim = head_dim * (heads if spec.head_dim == spec.embed_dim else 2)
     small = replace(
@@ -114,7 +114,7 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
 
 
 def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:
-    """Return a layer that was built from this spec, with inputs."""
+    """Return the subject of a layer that was built from this spec, with inputs."""
     settings = plain_fields(spec)
     target = Target(module, layer, settings, arguments=settings, layer=find_layer(layer))
     switches = {"need_weights": run.need_weights, "average_weights": run.average_weights}
@@ -126,25 +126,25 @@ def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run:
 
 
 def counts_of(heads: Iterable[int]) -> tuple[int, ...]:
-    """Return head counts, each once. Raises `SpecError` for what are no whole numbers."""
+    """Return head counts, each once. Raises `SpecError` if they are not whole numbers."""
     try:
         return tuple(dict.fromkeys(map(index, heads)))
     except TypeError:
-        raise SpecError(f"heads {heads!r:.60} are no whole numbers: give some, as in (1, 2, 4).") from None
+        raise SpecError(f"heads {heads!r:.60} are not whole numbers. Give some, e.g. (1, 2, 4).") from None
 
 
 def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]) -> list[tuple[int, Subject]]:
-    """Return a layer of the catalog for each head count; settings are those of its specs, by name.
+    """Return a layer of the catalog for each head count. `settings` are fields of its specs, by name.
 
-    Raises `SpecError` where a head count does not fit, or a setting is none or contradicts another.
+    Raises `SpecError` if a head count does not fit, or a setting is unknown or contradicts another.
     """
     if not heads:
-        raise SpecError("no head counts were given: give two or more, as in compare_heads((1, 2, 4)).")
+        raise SpecError("no head counts were given. Give two or more, e.g. compare_heads((1, 2, 4)).")
     kind, counts = find_layer(layer), dict.fromkeys(heads)
     known = [f.name for cls in (AttentionSpec, InputSpec, RunSpec) for f in fields(cls) if f.name != "num_heads"]
     for name in settings:
         if name not in known:
-            raise SpecError(f"{name} is no setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
+            raise SpecError(f"{name} is not a setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
     of_spec, of_inputs, of_run = (
         {name: value for name, value in settings.items() if name in spec.__dataclass_fields__}
         for spec in (AttentionSpec, InputSpec, RunSpec)
@@ -152,7 +152,7 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
     inputs, run = InputSpec(**of_inputs), RunSpec(**of_run)
     if run.device == "meta":
         raise SpecError(
-            "device meta has shapes and no numbers, and compare-heads compares numbers. Take --device cpu, or "
+            "device meta has shapes and no numbers, and compare-heads compares numbers. Use --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
     specs = [kind.spec(num_heads=count, **of_spec) for count in counts]
@@ -162,31 +162,31 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
 def modules_with_heads(
     make: Callable[..., nn.Module], counts: Sequence[int], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[int, Subject]]:
-    """Yield a module for each head count, with the arguments of its forward. What `make` returns is copied.
+    """Yield a module for each head count, with the arguments of its forward. Each is a copy of the result of `make`.
 
-    The number goes to the argument that bears one of the names for it (num_heads, nhead, n_head), or else to the one
-    argument that is needed.
+    The number goes to the argument with a name for it (num_heads, nhead, n_head), or else to the only required
+    argument.
 
-    Raises `SpecError` when it takes no number of heads, returns no module, or there are not two counts to compare.
+    Raises `SpecError` if `make` takes no number of heads or returns no module, or there are fewer than two counts.
     """
     if len(counts) < 2:
-        raise SpecError(f"heads {list(counts)} leaves nothing to compare: give two or more, as in (1, 2, 4).")
+        raise SpecError(f"heads {list(counts)} are fewer than two head counts. Give two or more, e.g. (1, 2, 4).")
     name = getattr(make, "__name__", type(make).__name__)
     if isinstance(make, nn.Module):
-        raise SpecError(f"{name} has been made already, with one number of heads: give its class, or a function of it.")
+        raise SpecError(f"{name} is a module with a fixed number of heads. Give its class, or a function of heads.")
     keyword = _argument_for_heads(make, name)
     for count in counts:
         module = make(count) if keyword is None else make(**{keyword: count})
         if not isinstance(module, nn.Module):
-            raise SpecError(f"{name} returned {a_kind(module)} for {count} heads, and not a torch.nn.Module.")
+            raise SpecError(f"{name} returned {a_kind(module)} for {count} heads, not a torch.nn.Module.")
         yield count, Subject(copy_module(module), args, dict(kwargs), seed=0)
 
 
 def _argument_for_heads(make: Callable[..., nn.Module], name: str) -> str | None:
-    """Return the name of the argument that takes the number of heads; None where it goes by place."""
+    """Return the name of the argument that takes the number of heads; None if it is positional."""
     try:
         parameters = signature(make).parameters
-    except ValueError:  # what is written in C need not have one
+    except ValueError:  # a function written in C may have none
         return None
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
     named = next((n for n, p in parameters.items() if flag_of(n) == "num_heads" and p.kind in by_name), None)
@@ -194,7 +194,7 @@ def _argument_for_heads(make: Callable[..., nn.Module], name: str) -> str | None
     needed = [p for p in parameters.values() if p.default is Parameter.empty and p.kind in by_place]
     if named is None and len(needed) != 1:
         raise SpecError(
-            f"{name} takes no number of heads (its arguments: {', '.join(parameters) or 'none'}), and is called with "
-            "each. Name one num_heads, or give a function of it: lambda heads: MyAttention(64, heads)."
+            f"{name} takes no number of heads (its arguments: {', '.join(parameters) or 'none'}). "
+            "Name one num_heads, or give a function of the number, e.g. lambda heads: MyAttention(64, heads)."
         )
     return named

@@ -1,7 +1,7 @@
-"""Attention masks: made of --causal and --padding, read from files, and given as a forward takes them.
+"""Attention masks: made from --causal and --padding, read from files, in the form that a forward takes.
 
-How that is, is known of torch's modules and of the catalog's layers. What an argument of any other means is learned by
-running the forward with masks of a few forms and looking at the weights.
+The form is known for torch's modules and the catalog's layers. For other modules it is found by running the forward
+with masks of several forms and looking at the weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ..layers.catalog import MaskStyle
 
 _OF_SCORES = ("attnmask", "attentionmask", "tgtmask", "mask", "srcmask", "bias", "attnbias")
-"""Names of masks of scores, the most telling first."""
+"""Names of masks of scores, the most specific first."""
 _OF_KEYS = ("srckeypaddingmask", "memorykeypaddingmask", "keypaddingmask")
 _CAUSAL = ("iscausal", "causal")
 
@@ -49,9 +49,9 @@ def causal_mask(query: int, key: int, device: torch.device | str = "cpu") -> Ten
 
 
 def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device) -> Tensor | None:
-    """Return `batch key` (`key` when unbatched), True on the last keys of each row; None where nothing is padded.
+    """Return `batch key` (`key` when unbatched), True on the last keys of each item; None without padding.
 
-    Raises `InputError` where the padding does not fit what a file holds.
+    Raises `InputError` if the padding does not fit the tensors of a file.
     """
     if not inputs.padding:
         return None
@@ -66,52 +66,52 @@ def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device)
 
 
 def _both(mask: Tensor | None, masked: Tensor) -> Tensor:
-    """Return a mask that masks these keys out as well."""
+    """Return a mask that also masks out these keys."""
     if mask is None:
         return masked
     return mask | masked if mask.dtype == torch.bool else mask.masked_fill(masked, float("-inf"))
 
 
 def read_attn_mask(path: Path, batch: int, heads: int, query: int, key: int) -> Tensor:
-    """Read a boolean mask (True: not allowed) or an additive one, `query key` or `(batch heads) query key`.
+    """Read a boolean mask (True: masked out) or an additive one, `query key` or `(batch heads) query key`.
 
-    Raises `InputError` where its shape does not fit, or it holds numbers where booleans are meant.
+    Raises `InputError` if its shape does not fit, or it has numbers instead of booleans.
     """
     file, mask = printable(path), read_tensor(path)
     shape = tuple(mask.shape)
     if shape not in ((query, key), (batch * heads, query, key)):
         raise InputError(
-            f"{file} has shape {list(shape)}: for batch {batch}, {heads} heads, {query} queries and {key} keys a mask "
-            f"is `query key` [{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. "
-            "Padding keys are for --padding."
+            f"{file} has shape {list(shape)}. For batch {batch} and {heads} heads, expected `query key` "
+            f"[{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. "
+            "For padding, use --padding."
         )
     kind, boolean = str(mask.dtype).removeprefix("torch."), mask.dtype == torch.bool
     like_one = not boolean and not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
-    # Floating-point zeros alone are no such mask: either way they bar nothing.
+    # Floating-point zeros alone are fine: as an additive mask they mask out nothing.
     if like_one and (not mask.is_floating_point() or bool(mask.any())):
         raise InputError(
-            f"{file} holds the {kind} numbers 0 and 1 where booleans are meant. In torch True means *not allowed*: "
-            "save mask.bool() if 1 means that, and ~mask.bool() if 1 means allowed."
+            f"{file} has the {kind} numbers 0 and 1, expected booleans. In torch True masks out a key: "
+            "save mask.bool() if 1 masks out, or ~mask.bool() if 1 keeps."
         )
     if not boolean and not mask.is_floating_point():
         raise InputError(
-            f"{file} holds {kind}: a mask is boolean (True: not allowed) or floating-point numbers that are added to "
+            f"{file} has dtype {kind}, expected booleans (True: masked out) or floating-point numbers to add to "
             "the scores. Save mask.bool() or mask.float()."
         )
     return mask
 
 
-# -- as a forward takes them -------------------------------------------------------------------------------------------
+# -- in the form that a forward takes ----------------------------------------------------------------------------------
 
 
 def masks_of(
     forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return the masks by the names of a forward's arguments, and the flags for which nothing tells how it takes them.
+    """Return the masks by the names of a forward's arguments, and the flags whose masks have an unknown form.
 
-    `free` has the arguments that may take a mask, and that nobody gave one.
+    `free` has the arguments that may take a mask and that the user did not give.
 
-    Raises `SpecError` where the forward takes no such mask, `InputError` where a file does not fit.
+    Raises `SpecError` if the forward takes no such mask, `InputError` if a file does not fit.
     """
     names = {plain(name): name for name in forward.parameters}
     of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
@@ -138,7 +138,7 @@ def masks_of(
             batch = None if inputs.unbatched else next(iter(tensors.values())).shape[0]
             masks = {of_scores: merged_mask(scores, padded, style, forward.dtype, batch, target.made_from)}
         else:
-            if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates two kinds
+            if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates mixed kinds
                 padded = torch.zeros_like(padded, dtype=scores.dtype).masked_fill_(padded, float("-inf"))
             masks = {of_scores: scores, **dict.fromkeys(of_keys, padded)}
         return {name: mask for name, mask in masks.items() if name is not None and mask is not None}, []
@@ -150,7 +150,7 @@ def masks_of(
     if inputs.causal and switches:
         given[switches[0]] = True
         flags.remove("--causal")
-    # Where the causal mask is to be learned too, both may have to go into one argument.
+    # If the form of the causal mask is unknown too, both masks may belong in one argument.
     if flags == ["--padding"] and is_hugging_face(forward.module) and "attentionmask" in names:
         padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
         assert padded is not None
@@ -159,7 +159,7 @@ def masks_of(
 
 
 def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
-    """Return the arguments that may take a mask: by their names, or, where none has such a one, which may be None."""
+    """Return the arguments that may take a mask: by their names, or else those that may be None."""
     named = [n for n, p in parameters.items() if kind_of(p) == "mask" or "bias" in plain(n)]
     return named or [n for n, p in parameters.items() if p.default is None and kind_of(p) == "unknown"]
 
@@ -167,15 +167,15 @@ def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
 def _known_masks(
     forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor]
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of scores between query and key, and that of the padded keys; None for what nobody asked for.
+    """Return the mask of the scores and the mask of padded keys; None for a mask that was not requested.
 
-    Of a decoder of torch they are those of its attention to itself; what an encoder gave is what has padding.
+    In a decoder of torch the first is for self-attention, and the padding is in the output of the encoder.
     """
     query = tensors.get("tgt", next(iter(tensors.values())))
     second = (t for name, t in tensors.items() if "tgt" not in tensors and forward.kind(name) in ("key", "other"))
     key = next(second, query)
     padded = tensors.get("src", tensors.get("memory", key))
-    # Masks for each head have those of the first attention in it.
+    # A mask per head has the number of heads of the first attention.
     heads = (m.num_heads for m in forward.module.modules() if isinstance(m, nn.MultiheadAttention))
     unbatched = query.dim() == 2
     length = 0 if unbatched or not forward.batch_first else 1
@@ -186,7 +186,7 @@ def _known_masks(
         num_heads = next(heads, target.arguments.get("num_heads", 1))
         scores = read_attn_mask(inputs.attn_mask, batch, num_heads, *lengths).to(forward.device)
         scores = scores if scores.dtype == torch.bool else scores.to(forward.dtype)
-    if inputs.causal and lengths != (1, 1):  # a token sees itself
+    if inputs.causal and lengths != (1, 1):  # a single token attends to itself
         scores = _both(scores, causal_mask(*lengths, forward.device))
     return scores, padding_mask(inputs, batch, padded.shape[length], forward.device)
 
@@ -194,12 +194,12 @@ def _known_masks(
 def merged_mask(
     mask: Tensor | None, padding: Tensor | None, style: MaskStyle, dtype: torch.dtype, batch: int | None, layer: str
 ) -> Tensor | None:
-    """Return one mask out of both as a layer of the catalog takes it; None where nothing is masked.
+    """Merge both masks into one in the form of a layer of the catalog; None if nothing is masked.
 
-    `batch` is None where there is no batch. Its axes are `query key` where every sequence and head has the same one,
-    else `batch heads query key` (`heads query key` without a batch), 1 wide where it does not matter.
+    `batch` is None without a batch dimension. The axes are `query key` if all sequences and heads have the same mask,
+    else `batch heads query key` (`heads query key` without a batch), of size 1 where a mask is shared.
 
-    Raises `InputError` where float16 cannot hold what is multiplied by -1e9.
+    Raises `InputError` if the mask is multiplied by -1e9 and float16 cannot represent it.
     """
     if mask is not None and mask.dim() == 3 and batch is not None:
         mask = rearrange(mask, "(batch heads) query key -> batch heads query key", batch=batch)
@@ -221,24 +221,24 @@ def merged_mask(
     return mask.to(dtype).clamp(min=blocked)
 
 
-# -- as a forward shows that it takes them ---------------------------------------------------------------------------
+# -- finding the form that a forward takes ---------------------------------------------------------------------------
 
 _AXES_OF_QUERIES = ("query key", "batch query key", "batch 1 query key")
 _AXES_OF_KEYS = ("batch key", "batch 1 key", "batch 1 1 key")
 _MEANS = {
     "keeps": (torch.bool, "True keeps a key"),
-    "masks": (torch.bool, "True bars a key"),
+    "masks": (torch.bool, "True masks out a key"),
     "keeps as a number": (torch.int64, "1 keeps a key"),
     "adds": (None, "it is added to the scores"),
 }
-"""What a mask may say, the dtype that it has then (None: that of the module), and the words for it."""
+"""Meanings of a mask, with the dtype (None for the module's) and the words for each."""
 _MASKED = 1e-6
-"""A weight up to which a key is not looked at."""
+"""Up to this weight a key counts as masked out."""
 
 
 @dataclass(frozen=True)
 class MaskForm:
-    """How an argument of a forward takes a mask."""
+    """The form in which an argument of a forward takes a mask."""
 
     argument: str
     axes: str
@@ -246,13 +246,13 @@ class MaskForm:
     dtype: torch.dtype
 
     def words(self, flags: Iterable[str]) -> str:
-        """Say what was learned of the mask that these flags made."""
+        """Return a sentence on the mask that these flags made."""
         kind = f"{str(self.dtype).removeprefix('torch.')} `{self.axes}`"
         means = _MEANS[self.means][1]
-        return f"{' and '.join(flags)} made {self.argument}, {kind}: {means}, as is learned from the weights."
+        return f"{' and '.join(flags)} made {self.argument}, {kind}: {means}, as the weights show."
 
     def mask(self, masked: Tensor) -> Tensor:
-        """Return a mask as the argument takes it. `masked` is `batch query key`, True where a query may not look."""
+        """Return a mask in the form of the argument. `masked` is `batch query key`, True for masked keys."""
         masked = masked if "batch" in self.axes else masked[0]
         masked = masked if "query" in self.axes else masked[..., 0, :]
         masked = rearrange(masked, f"{self.axes.replace(' 1', '')} -> {self.axes}")
@@ -268,30 +268,30 @@ def learn_masks(
     free: Sequence[str],
     make: Callable[[Mapping[str, Tensor]], Subject],
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Learn how a forward takes the masks that flags ask for, each in an argument of its own or all in one.
+    """Find the form in which a forward takes the masks of flags, each in a separate argument or all in one.
 
-    `free` has the mask arguments that nobody gave anything; `make` makes a run with masks by name.
+    `free` has the mask arguments that the user did not give; `make` makes a subject with masks by name.
 
-    Returns the masks by name, and what was learned as sentences. Raises `SpecError` where no form does what is asked.
+    Returns the masks by name, and sentences on them. Raises `SpecError` if no form has the requested effect.
     """
     if forward.device.type == "meta":
         raise SpecError(
-            f"what the masks of {forward.label} mean is learned from numbers, and meta has none: {flags[0]} cannot "
-            "make one there. Take --device cpu, or give the mask by name: --input FILE."
+            f"{flags[0]} cannot make a mask for {forward.label} on meta, because only numbers show its form. "
+            "Use --device cpu, or give the mask by name: --input FILE."
         )
     plain, notes = _weights(make({})), []
     asked: dict[tuple[str, ...], Tensor] = {}
     for flag in flags:
         masked = _masked(inputs, (flag,), forward.device)
         if not masked.any():
-            notes.append(f"What {flag} asks for bars no key here: no mask was given.")
+            notes.append(f"{flag} masks out no key here, so no mask was given.")
         elif flag == "--causal" and _does(plain, [], masked):
-            notes.append(f"The forward does by itself what {flag} asks for: no mask was given.")
+            notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
         else:
             asked[(flag,)] = masked
 
     def learned(asked: Mapping[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], MaskForm]:
-        """Return a form for each group of flags, in an argument of its own, up to the first that has none."""
+        """Return a form for each group of flags, each in a separate argument, up to the first without a form."""
         forms: dict[tuple[str, ...], MaskForm] = {}
         taken: dict[str, Tensor] = {}
         before = plain
@@ -317,8 +317,8 @@ def learn_masks(
         if not forms:
             file = "--attn-mask FILE, or " if lacking == "--causal" else ""
             raise SpecError(
-                f"{forward.label} does not show what {', '.join(free) or 'its mask'} means, so {lacking} cannot make "
-                "it: no mask of the usual forms changed what its attention looks at. Give it as it takes it: "
+                f"{lacking} cannot be applied to {forward.label}: no usual form of {', '.join(free) or 'mask'} "
+                "had the expected effect on its attention weights. Give the mask directly: "
                 f"{file}--input FILE with the mask by name."
             )
     masks = {form.argument: form.mask(asked[group]) for group, form in forms.items()}
@@ -326,7 +326,7 @@ def learn_masks(
 
 
 def _masked(inputs: InputSpec, flags: Iterable[str], device: torch.device) -> Tensor:
-    """Return `batch query key`, True where a query may not look. Raises `InputError` where padding does not fit."""
+    """Return `batch query key`, True for masked keys. Raises `InputError` if padding does not fit."""
     masked = torch.zeros(inputs.batch, inputs.seq_len, inputs.keys, dtype=torch.bool, device=device)
     if "--causal" in flags:
         masked |= causal_mask(inputs.seq_len, inputs.keys, device)
@@ -335,35 +335,35 @@ def _masked(inputs: InputSpec, flags: Iterable[str], device: torch.device) -> Te
 
 
 def _does(after: Sequence[Tensor], before: Sequence[Tensor], masked: Tensor) -> bool:
-    """Return whether the weights of an attention are zero where they are masked, and nowhere else but where they were.
+    """Return whether a mask set an attention's weights to zero for masked keys, and for no other keys.
 
-    One that was so before is not meant.
+    Weights that were zero before do not count.
     """
     for place, weights in enumerate(after):
         if (weights.shape[0], *weights.shape[-2:]) != masked.shape:
             continue
-        hidden = masked[:, None].expand_as(weights)
-        seen = torch.ones_like(hidden)
+        masked_out = masked[:, None].expand_as(weights)
+        attended = torch.ones_like(masked_out)
         if len(before) == len(after) and before[place].shape == weights.shape:
-            seen = before[place] > _MASKED
-        looked_at = ~hidden & seen
-        hidden = hidden & seen & looked_at.any(-1, keepdim=True)
-        is_hidden = bool(hidden.any()) and bool((weights[hidden] <= _MASKED).all())
-        if is_hidden and bool((weights[looked_at] > _MASKED).double().mean() > 0.9):
+            attended = before[place] > _MASKED
+        kept = ~masked_out & attended
+        masked_out = masked_out & attended & kept.any(-1, keepdim=True)
+        is_masked = bool(masked_out.any()) and bool((weights[masked_out] <= _MASKED).all())
+        if is_masked and bool((weights[kept] > _MASKED).double().mean() > 0.9):
             return True
     return False
 
 
 def _weights(subject: Subject) -> list[Tensor]:
-    """Return the weights of each attention in a run, `batch heads query key`; none where it raises."""
+    """Return the weights of each attention in a run, `batch heads query key`; empty if it raises."""
     contents = []
-    with suppress(Exception):  # whatever somebody's code may raise for a mask that it does not take
+    with suppress(Exception):  # a user's code may raise anything for a mask of a wrong form
         with subject.apart() as fresh:
             run = fresh.recorded(keep=True)
         for attention, names in run.attentions:
             if (weights := attention.stages.get("weights")) is None:
                 continue
-            for op in attention.weights_path:  # a mask that is multiplied comes after the softmax
+            for op in attention.weights_path:  # a multiplied mask comes after the softmax
                 weights = op.output if op.output.shape == weights.shape else weights
             masked = replace(attention, stages={**attention.stages, "weights": weights})
             contents.append(content_of(run, masked, names, "weights"))

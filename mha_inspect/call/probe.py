@@ -1,7 +1,7 @@
-"""What a module does with its arguments, seen by running it.
+"""The use of a module's arguments, found by running it.
 
-A matrix that multiplies an argument tells its width, an embedding that it holds token ids, a convolution that it is
-an image. Where the width is not what was tried, the run goes on with one that fits, so that one run tells of all.
+A matrix that multiplies an argument gives its width, an embedding shows token ids, a convolution shows an image. If
+the width differs from the guess, the run continues with a tensor that fits, so that one run covers all arguments.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ from ..running.subject import Subject
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one argument is."""
+    """The kind and size of one argument."""
 
     kind: Literal["width", "ids", "image"]
     size: int
     """Width of the last axis, number of tokens, or channels."""
     firm: bool = True
-    """Whether it says what the argument is: whatever is added to or multiplied by another tensor may be anything."""
+    """Whether the kind is certain: an argument in a sum or an elementwise product may be of any kind."""
 
 
 @dataclass(frozen=True)
 class Probed:
-    """What one run told."""
+    """The result of one run."""
 
     evidence: Mapping[str, Evidence]
     error: Exception | None
-    """What ended the run, where it did not end by itself."""
+    """The error that ended the run; None if it succeeded."""
     holder: str | None
-    """An argument that was used as a dictionary or an object that holds tensors."""
+    """An argument that was used as a dictionary or an object with tensors in it."""
 
 
 class _EnoughError(BaseException):
-    """The rest of the run tells nothing more."""
+    """Raised once all arguments are known: the rest of the run is not needed."""
 
 
 def probe(subject: Subject, named: Mapping[str, Tensor], *, whole: bool) -> Probed:
-    """Run a subject once, and say what these of its arguments turned out to be. No trace is left in it.
+    """Run a copy of a subject once, and return the kinds of the named arguments.
 
-    With `whole` it is run to the end also when all of them are known.
+    With `whole` it runs to the end even if all of them are known before.
     """
     watch = _Watch(named, whole=whole)
     error: Exception | None = None
     try:
         with torch.no_grad(), warnings.catch_warnings(), Subject(subject.module, (), {}).apart() as copied, watch:
-            warnings.simplefilter("ignore")  # what it warns of here is of a call that nobody asked for
+            warnings.simplefilter("ignore")  # the user did not ask for this call
             copied.module(*subject.args, **subject.kwargs)
     except _EnoughError:
         pass
@@ -74,14 +74,14 @@ _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
 
 
 class _Watch(TorchFunctionMode):
-    """Looks at every function of torch that is called with one of the arguments."""
+    """A mode that watches every function of torch called with one of the arguments."""
 
     def __init__(self, named: Mapping[str, Tensor], *, whole: bool) -> None:
         super().__init__()
         self.evidence: dict[str, Evidence] = {}
         self.holder: str | None = None
         self._open, self._whole = set(named), whole
-        # Each tensor that is an argument, or made of one: itself, its names, and the dimension that holds its width.
+        # Each argument, or tensor made from one: the tensor, its names, and the dimension of its width.
         self._known: dict[int, tuple[Tensor, list[str], int]] = {}
         for name, tensor in named.items():
             self._known.setdefault(id(tensor), (tensor, [], tensor.dim() - 1))[1].append(name)
@@ -89,7 +89,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Take the evidence of one call, and make the call with arguments that fit."""
+        """Record the evidence of one call, and make the call with tensors that fit."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
@@ -103,18 +103,18 @@ class _Watch(TorchFunctionMode):
             widths = [args[3]] * 3
             if kwargs.get("use_separate_proj_weight", False):
                 widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
-            fit = [self._tell(tensor, Evidence("width", width)) for tensor, width in zip(args, widths, strict=False)]
+            fit = [self._record(tensor, Evidence("width", width)) for tensor, width in zip(args, widths, strict=False)]
             return func(*fit, *args[3:], **kwargs)
         evidence = self._evidence(name, args, kwargs, known)
         if evidence is not None:
-            fitting = self._tell(known, evidence)
+            fitting = self._record(known, evidence)
             args, kwargs = changed((args, kwargs), lambda part: fitting if part is known else part)
         result = func(*args, **kwargs)
         self._follow(known, result)
         return result
 
     def _follow(self, source: Tensor, result: Any) -> None:
-        """Know what a function made of a known tensor, where one of its dimensions is still the width."""
+        """Follow the results of a known tensor, if one of their dimensions is still the width."""
         _, names, place = self._known[id(source)]
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
@@ -123,7 +123,7 @@ class _Watch(TorchFunctionMode):
                     self._known.setdefault(id(tensor), (tensor, names, places[-1]))
 
     def _evidence(self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Tensor) -> Evidence | None:
-        """Return what a function with another tensor says of a known one; None where it says nothing."""
+        """Return the evidence of a function on a known tensor; None if there is none."""
         place = self._known[id(known)][2]
         is_last = place == known.dim() - 1
         tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
@@ -137,8 +137,8 @@ class _Watch(TorchFunctionMode):
             return Evidence("ids", other.shape[0])
         if func in ("conv1d", "conv2d", "conv3d"):
             channels = other.shape[1] * int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
-            is_turned = func == "conv1d" and known.dim() == 3 and place == 1
-            return Evidence("width" if is_turned else "image", channels)
+            is_channels_first = func == "conv1d" and known.dim() == 3 and place == 1
+            return Evidence("width" if is_channels_first else "image", channels)
         if func == "linear" and is_last:
             return Evidence("width", other.shape[-1])
         if func in _PRODUCTS and is_last and args[0] is known:
@@ -147,8 +147,8 @@ class _Watch(TorchFunctionMode):
             return Evidence("width", other.shape[-1], firm=False)
         return None
 
-    def _tell(self, known: Tensor, evidence: Evidence) -> Tensor:
-        """Note what an argument is. Return the tensor, or zeros of the kind and width that it should have been."""
+    def _record(self, known: Tensor, evidence: Evidence) -> Tensor:
+        """Record the evidence on an argument. Return the tensor, or zeros of the kind and width that fit."""
         _, names, place = self._known.get(id(known), (known, [], known.dim() - 1))
         for name in names:
             self.evidence.setdefault(name, evidence)

@@ -38,7 +38,7 @@ def made(name: str, settings: dict[str, str] | None = None, shapes: tuple[str, .
     ("name", "shape", "said"),
     [
         ("Keeps", (2, 5, 12), None),
-        ("Words", (5, 2, 12), "x is `seq batch embed`: the forward unpacks x.shape as length, bsz. --batch-first"),
+        ("Words", (5, 2, 12), "x is `seq batch embed`: the forward unpacks x.shape as length, bsz. Use --batch-first"),
         ("Wraps", (2, 5, 12), "x is `batch seq embed`: the forward does not say, .*MultiheadAttention.* --seq-first"),
     ],
 )
@@ -85,14 +85,14 @@ def test_what_nobody_can_guess_is_refused_with_the_function_to_write(name: str, 
     with pytest.raises(InputError, match=said) as refused:
         made(name)
     code = f"def attention():\n    module = {name}()\n    return module, (), dict({arguments})"
-    assert str(refused.value).endswith(f"as a function that returns it with the module:\n{code}")
+    assert str(refused.value).endswith(f"a function that returns it with the module:\n{code}")
     compile(code, "", "exec")
 
 
 def test_what_runs_in_training_mode_alone_says_so() -> None:
     target, call = made("Trains")
     subject = subject_of(target, call, 0)
-    with pytest.raises(TargetFailedError, match=r"It runs in training mode: --train\.$"), explaining(subject):
+    with pytest.raises(TargetFailedError, match=r"It runs in training mode. Use --train\.$"), explaining(subject):
         subject.plain()
     assert not target.module.training
     target.module.train()
@@ -102,7 +102,7 @@ def test_what_runs_in_training_mode_alone_says_so() -> None:
 def test_a_lazy_module_gets_a_width_or_is_refused() -> None:
     target, call = made("Lazy")
     assert tuple(call.kwargs["x"].shape) == (2, 5, 12)
-    assert call.said == ("Its lazy layers take any width, and were given 12: --input-shape gives another.",)
+    assert call.said == ("The lazy layers take any width and were given 12. Use --input-shape for another.",)
     # What was found out by running a copy leaves the module itself as it was.
     assert isinstance(target.module.first.weight, torch.nn.UninitializedParameter)
     with pytest.raises(InputError, match=r"LazyImage has lazy layers \(LazyConv1d\).*--input-shape x="):
@@ -118,10 +118,7 @@ def test_a_function_returns_what_the_forward_is_called_with() -> None:
     target, call = made("scaled")
     assert target.name == "Scaled"
     assert torch.equal(call.kwargs["freqs_cis"], torch.ones(5, 12))
-    assert call.told == (
-        "The forward was called with x float32 [2, 5, 12], freqs_cis float32 [5, 12]. x, freqs_cis were returned with "
-        "the module.",
-    )
+    assert call.notes == ("Called with x float32 [2, 5, 12], freqs_cis float32 [5, 12], returned with the module.",)
     target, call = made("in_dictionary")
     assert call.drawn == ("batch.x",)
     target.module(**call.kwargs)
@@ -149,7 +146,7 @@ def test_two_that_return_their_arguments_get_the_same() -> None:
 def test_what_is_returned_must_be_arguments() -> None:
     with pytest.raises(InputError, match=r"without_arguments\(\) returned a module and .*\(module, args, kwargs\)"):
         made("without_arguments")
-    with pytest.raises(SpecError, match=r"scaled returns what its forward is called with, and --padding would make"):
+    with pytest.raises(SpecError, match=r"scaled returns its own inputs, so --padding does not apply"):
         made("scaled", padding=(1,))
     assert made("scaled", causal=True)[1].said[0].startswith("--causal made no mask")
 

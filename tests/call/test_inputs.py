@@ -129,7 +129,11 @@ def test_numpys_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "inputs", "words"),
     [
-        (torch.zeros(3, 7, 12), {}, ["[3, 7, 12]", "`batch query embed`", "last size must be 10", "--embed-dim 12"]),
+        (
+            torch.zeros(3, 7, 12),
+            {},
+            ["[3, 7, 12]", "`batch query embed`", "embed_dim 10 as the last", "--embed-dim 12"],
+        ),
         (torch.zeros(3, 7, 9), {}, ["Try --embed-dim 9"]),
         (torch.zeros(7, 10), {}, ["[7, 10]", "3 dimensions", "--unbatched"]),
         (torch.zeros(3, 7, 10), {"unbatched": True}, ["`query embed`", "2 dimensions", "Drop --unbatched"]),

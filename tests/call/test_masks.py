@@ -69,24 +69,24 @@ def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> No
 def test_a_mask_that_would_bar_nothing_is_none(name: str, flag: str, inputs: dict[str, Any]) -> None:
     _, call = made(name, **inputs)
     assert {key for key, value in call.kwargs.items() if value is not None} == {"x"}
-    assert call.said == (f"What --{flag} asks for bars no key here: no mask was given.",)
+    assert call.said == (f"--{flag} masks out no key here, so no mask was given.",)
 
 
 def test_what_was_learned_is_said() -> None:
     _, call = made("Bars", causal=True)
     assert torch.equal(call.kwargs["attn_mask"], CAUSAL)
-    assert call.said == ("--causal made attn_mask, bool `query key`: True bars a key, as is learned from the weights.",)
+    assert call.said == ("--causal made attn_mask, bool `query key`: True masks out a key, as the weights show.",)
 
 
 def test_what_is_causal_by_itself_gets_no_mask() -> None:
     _, call = made("Own", causal=True)
     assert call.kwargs.get("mask") is None
-    assert call.said == ("The forward does by itself what --causal asks for: no mask was given.",)
+    assert call.said == ("The forward already does what --causal asks for, so no mask was given.",)
 
 
 @pytest.mark.parametrize(("flag", "asked"), [("--causal", {"causal": True}), ("--padding", {"padding": (1,)})])
 def test_what_cannot_be_learned_is_not_made(flag: str, asked: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=f"Deaf.forward does not show what mask means, so {flag} .*--input FILE"):
+    with pytest.raises(SpecError, match=f"{flag} cannot be applied to Deaf.forward: .*--input FILE"):
         made("Deaf", **asked)
 
 

@@ -148,8 +148,8 @@ def test_shapes_that_were_said():
     [
         ("x=", "NAME=SIZExSIZE:DTYPE"),
         ("x=2y3", "NAME=SIZExSIZE:DTYPE"),
-        ("x=2x0", "every size is 1 or more"),
-        ("x=" + "9" * 40, "every size is 1 or more"),
+        ("x=2x0", "every size must be 1 or more"),
+        ("x=" + "9" * 40, "every size must be 1 or more"),
         ("x=2x3:float23", "float32"),
         ("\x1b[2J", "NAME=SIZExSIZE:DTYPE"),
     ],
@@ -217,7 +217,7 @@ def test_switches_of_torchs_layer_reach_no_other():
     layer = target("torch.nn:MultiheadAttention")
     made = call(layer, given={"need_weights": False, "average_weights": False})
     assert made.kwargs["need_weights"] is made.kwargs["average_attn_weights"] is False
-    with pytest.raises(SpecError, match="--need-weights is of no use"):
+    with pytest.raises(SpecError, match="--need-weights does not apply"):
         call(target("Configured"), given={"need_weights": False})
 
 

@@ -106,11 +106,11 @@ def test_what_goes_in_is_what_the_model_gives_it(invoke, mine):
     data = report_of(invoke, mine, f"mine:Model mine:Port --left-module {PATH} --right-set causal=false")
     assert data["first_differing_stage"] == "weights"
     said = " ".join(data["notes"])
-    assert "Attention.forward was called with hidden_states float32 [2, 5, 33], turn (float32 [5, 1], cosine)" in said
+    assert "Attention: Called with hidden_states float32 [2, 5, 33], turn (float32 [5, 1], cosine)" in said
     assert "cache" not in said
-    assert "hidden_states was what Model gives it." in said
-    assert "Port was built with d_model=33 (--embed-dim), n_heads=3 (--num-heads)" in said
-    assert "x was what Attention gets." in said
+    assert "hidden_states given by Model." in said
+    assert "Port: Built with d_model=33 (--embed-dim), n_heads=3 (--num-heads)" in said
+    assert "Called with x float32 [2, 5, 33], copied from Attention." in said
 
 
 def test_the_arguments_are_those_of_the_first_call(mine):

@@ -146,7 +146,7 @@ def test_an_export_has_a_short_name(invoke, tmp_path):
 def test_quiet_leaves_out_what_was_decided_on_somebodys_behalf(invoke):
     line = ["params", "torch.nn:MultiheadAttention", "--embed-dim", "8", "--num-heads", "2"]
     told, quiet = invoke(*line), invoke(*line, "-q")
-    assert told.err.startswith("mha-inspect: MultiheadAttention was built with embed_dim=8")
+    assert told.err.startswith("mha-inspect: Built with embed_dim=8")
     assert quiet == told._replace(err="")
     # What went wrong is said in any case.
     assert "num_heads=3" in invoke(*line, "--num-heads", "3", "-q").err

@@ -150,7 +150,7 @@ LINES: list[tuple[str, ...]] = [
     # masks, inputs and exports
     (f"{LAYER} --attn-mask rows.pt", "[5, 7]", "`query key` [5, 5]", "[6, 5, 5]"),
     (f"{LAYER} --attn-mask heads.npy", "[2, 5, 5]", "`(batch heads) query key` [6, 5, 5]"),
-    (f"{LAYER} --attn-mask numbers.pt", "int64", "booleans are meant", "mask.bool()"),
+    (f"{LAYER} --attn-mask numbers.pt", "int64", "expected booleans", "mask.bool()"),
     (f"{LAYER} --attn-mask flat_mask.npy", "[5]", "`query key` [5, 5]"),
     (f"{LAYER} --attn-mask text.pt", "text.pt", "torch.save"),
     (f"{LAYER} --attn-mask empty.npy", "empty.npy", "empty"),
@@ -165,7 +165,7 @@ LINES: list[tuple[str, ...]] = [
             ("flat.npy", "[5, 14]", "`batch query embed`", "--unbatched"),
             ("number.npy", "[]", "`batch query embed`", "3 dimensions"),
             ("whole.pt", "int32", "floating-point"),
-            ("names.pt", "names q, which is no argument"),
+            ("names.pt", "names q, which is not an argument"),
         )
     ),
     ("trace --export absent/a.txt", "the folder ", "absent does not exist"),
@@ -238,7 +238,7 @@ LITTLE_ROOM = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (4096,
     ("line", "code", "said", "before"),
     [
         ("trcae", 2, "Did you mean trace?", ""),
-        ("trace --device cuda", 2, "'cuda' is not here", NO_CUDA),
+        ("trace --device cuda", 2, "'cuda' is not available", NO_CUDA),
         ("trace --dtype bfloat16", 2, "cpu cannot run dtype bfloat16", NO_BFLOAT16),
         ("trace --seq-len 100000000", 3, "free on cpu", ""),
         ("trace hf:bert", 2, 'pip install "mha-inspect[hf]"', NO_TRANSFORMERS),
