@@ -187,11 +187,11 @@ def test_diff_compares_modules_as_they_are_and_changes_neither(layer, x):
 @pytest.mark.parametrize(
     ("heads", "settings", "said"),
     [
-        (8, {}, "heads 8 are no whole numbers"),
-        ("1,2", {}, "heads '1,2' are no whole numbers"),
-        ((1, 2.0), {}, "are no whole numbers: give some, as in"),
+        (8, {}, "heads 8 are not whole numbers"),
+        ("1,2", {}, "heads '1,2' are not whole numbers"),
+        ((1, 2.0), {}, "are not whole numbers. Give some, e.g."),
         ((1, 2), {"steps": "many"}, "steps 'many' is not a whole number"),
-        ((1, 2), {"embed_dmi": 8}, "embed_dmi is no setting of a layer: .* Did you mean embed_dim?"),
+        ((1, 2), {"embed_dmi": 8}, "embed_dmi is not a setting of a layer: .* Did you mean embed_dim?"),
     ],
 )
 def test_what_compare_heads_cannot_take_is_named(heads, settings, said):

@@ -194,7 +194,7 @@ def test_weights_without_names_have_no_focus(x, monkeypatch):
 
 def test_bad_calls(x):
     for make, said in (
-        (Attention(DIM), "has been made already"),
+        (Attention(DIM), "is a module with a fixed number of heads"),
         (lambda a, b: None, r"takes no number of heads \(its arguments: a, b\)"),
         (lambda heads: heads, "returned an int for 1 heads"),
     ):

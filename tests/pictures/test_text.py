@@ -61,4 +61,4 @@ def test_a_directory_without_a_tokenizer(invoke, tmp_path):
     transformers.BertConfig(hidden_size=12, num_attention_heads=3).save_pretrained(tmp_path)
     code, out, err = invoke("trace", f"hf:{tmp_path}", "--text", "a")
     assert (code, out) == (2, "")
-    assert "has no tokenizer: save one there" in err
+    assert "has no tokenizer. Save one there" in err
