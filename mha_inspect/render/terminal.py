@@ -114,7 +114,8 @@ def _block(block: Block, width: int, *, airy: bool) -> Iterator[RenderableType]:
     if isinstance(block, Table):
         fit = _fitted(_brief(block) if width < FULL_WIDTH else block, width)
         yield _rows(fit, ruled=airy)
-        dropped = f"Not shown at this width: {', '.join(fit.dropped)}." if fit.dropped else ""
+        said = airy or any(not column.wide for column in block.columns if column.title in fit.dropped)
+        dropped = f"Not shown at this width: {', '.join(fit.dropped)}." if fit.dropped and said else ""
         if under := ". ".join(filter(None, (block.explained(fit.widths), dropped))):
             yield Text(under, STYLES["muted"])
     elif isinstance(block, Facts):

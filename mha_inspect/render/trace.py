@@ -36,7 +36,8 @@ def _sections(trace: Trace) -> Iterator[Section]:
         none = "No attention was found: nothing here computes softmax(QKᵀ)V. Check the target."
         yield section("", Paragraph(none, "warn"))
     run = _path(trace.path) if trace.failure is None or trace.attentions else ()
-    lines = [*_returned(trace), *run, *(("note", note) for note in trace.notes)]
+    returned = [("returns", _returned(trace))] if trace.returns else []
+    lines = [*returned, *run, *(("note", note) for note in trace.notes)]
     yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
@@ -46,13 +47,16 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield from _failure(trace.failure, trace.environment.dtype)
 
 
-def _returned(trace: Trace) -> Iterator[tuple[str, str]]:
-    """Yield a line for each returned tensor; equal ones share a line."""
-    usual = trace.environment.dtype
+def _returned(trace: Trace) -> str:
+    """Return the returned tensors in a line; equal ones are one, and axes that a stage shows are not repeated."""
+    stages = {(stage.name, stage.shape, stage.axes) for attention in trace.attentions for stage in attention.stages}
     tensors = folded(trace.returns, "name", apart=lambda tensor: tensor.stats is not None or tensor.values is not None)
+    said = []
     for tensor in tensors:
-        dtype = tensor.dtype if tensor.dtype != usual else ""
-        yield "returns", "  ".join(filter(None, (tensor.name, text.shape(tensor.shape), tensor.axes, dtype)))
+        axes = "" if (tensor.name, tensor.shape, tensor.axes) in stages else tensor.axes
+        dtype = "" if tensor.dtype == trace.environment.dtype else tensor.dtype
+        said.append(" ".join(filter(None, (tensor.name, text.shape(tensor.shape), axes, dtype))))
+    return "; ".join(said)
 
 
 MOST_SHOWN = 4

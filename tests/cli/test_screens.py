@@ -1,0 +1,108 @@
+"""What the eye meets on a terminal of 80 columns and 24 lines: the answer fits, and the verdict is the last line."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+FILE = """
+from torch import nn
+
+
+class Mine(nn.Module):
+    def __init__(self, d_model, n_heads):
+        super().__init__()
+        self.n_heads = n_heads
+        self.query, self.key, self.value, self.out = (nn.Linear(d_model, d_model) for _ in range(4))
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+
+    def forward(self, x):
+        q, k, v = self.heads(self.query(x)), self.heads(self.key(x)), self.heads(self.value(x))
+        return self.out(((q @ k.mT / q.shape[-1] ** 0.5).softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+
+
+class Scrambled(Mine):
+    def heads(self, x):
+        return x.view(x.shape[0], self.n_heads, x.shape[1], -1)
+
+
+class Stack(nn.Sequential):
+    def __init__(self):
+        super().__init__(*(Mine(24, 4) for _ in range(12)))
+"""
+
+
+@pytest.fixture
+def screen(invoke, tmp_path, monkeypatch):
+    """Run a command on such a terminal; return the lines without colours."""
+    (tmp_path / "mine.py").write_text(FILE, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"COLUMNS": "80", "LINES": "24", "FORCE_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
+
+    def run(*args: str) -> list[str]:
+        answer = invoke(*args)
+        assert answer.code in (0, 1), answer.err
+        return re.sub(r"\x1b\[[0-9;]*m", "", answer.out).splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "trace",
+        "trace --layer split-heads --causal",
+        "trace mine.py:Mine --embed-dim 64 --num-heads 4",
+        "trace mine.py:Stack --input-shape input=2x5x24",
+        "params",
+        "compare-heads",
+        "check",
+        "check mine.py:Mine --embed-dim 64 --num-heads 4",
+    ],
+)
+def test_a_default_answer_fits_the_screen(screen, command: str) -> None:
+    lines = screen(*command.split())
+    assert max(map(len, lines)) <= 80
+    assert len(lines) < 24  # one is the prompt's
+
+
+def test_a_stage_is_one_line(screen) -> None:
+    lines = screen("trace", "mine.py:Mine", "--embed-dim", "64", "--num-heads", "4")
+    stages = {line.split()[0]: line for line in lines if "batch" in line}
+    assert stages["q_heads"].endswith("split")
+    assert stages["concat"].endswith("merge")
+    assert stages["scores"].endswith("q_heads · k_headsᵀ / √16")
+
+
+def test_a_model_is_one_line_an_attention_and_ends_in_its_verdict(screen) -> None:
+    lines = screen("trace", "mine.py:Stack", "--input-shape", "input=2x5x24")
+    assert [int(line.split()[0]) for line in lines if re.match(r" ?\d+  \d", line)] == list(range(1, 13))
+    assert lines[-1] == "No fused kernels: every stage is exactly what PyTorch computed."
+    assert any("--attention N shows every stage" in line for line in lines)
+
+
+def test_a_finding_is_the_last_line_of_a_terminal_and_among_the_first_of_a_pipe(screen, invoke, monkeypatch) -> None:
+    command = ("check", "mine.py:Scrambled", "--embed-dim", "64", "--num-heads", "4", "--seq-len", "6")
+    assert screen(*command)[-1] == "1 finding: heads (mine.py:21)."
+    skipped = [line for line in screen(*command) if line.startswith("skipped")]
+    assert len(skipped) == 1
+    monkeypatch.delenv("FORCE_COLOR")
+    assert "1. heads" in invoke(*command).out.splitlines()[5]
+
+
+def test_a_high_terminal_shows_everything(screen, monkeypatch) -> None:
+    monkeypatch.setenv("LINES", "200")
+    lines = screen("trace", "mine.py:Stack", "--input-shape", "input=2x5x24")
+    assert any(line.startswith("q_heads") for line in lines)
+    assert "" in lines
+
+
+def test_what_was_not_shown_is_shown_on_a_wide_one(screen, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    lines = screen("trace")
+    assert {"bytes", "FLOPs", "memory"} <= set(" ".join(lines).split())
+    assert any("batch query (heads head_dim) -> batch heads query head_dim" in line for line in lines)
