@@ -8,8 +8,10 @@ from dataclasses import replace
 from .. import text
 from ..reports.check import CheckReport, Finding, Head, SkippedCheck
 from ..reports.common import LayersReport
-from .page import Block, Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
+from .page import Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
 from .parts import grouped, layer_page
+
+_MORE = "A pipe, e.g. | less, shows who sees whom and the effect of each head."
 
 
 def check_page(report: CheckReport) -> Page:
@@ -32,19 +34,19 @@ def _sections(report: CheckReport, sure: Sequence[Finding]) -> Iterator[Section]
     for finding in report.findings:
         if not finding.sure:
             yield _finding(finding, f"may be: {finding.check}", "warn")
-    blocks: list[Block] = [facts(*((fact.name, fact.sentence) for fact in report.facts))] if report.facts else []
+    said = [(fact.name, fact.sentence) for fact in report.facts] + [("note", note) for note in report.notes]
+    if said:
+        yield section("", facts(*said))
     pictures = [fact.picture for fact in report.facts if len(set("".join(fact.picture))) > 1]
-    blocks += [Verbatim(picture, "query × key") for picture in pictures]  # where all are alike the sentence says it
+    if pictures:  # if all are alike the sentence says it
+        yield section("", *(Verbatim(picture, "query × key") for picture in pictures), more=_MORE)
     if report.heads:
         columns = [
             Column("module", lambda heads: heads[0].module, optional=True),
             Column("output change without each head", lambda heads: _by_head(heads, "output_change"), wrap=22),
             Column("gradient share", lambda heads: _by_head(heads, "gradient_share"), wrap=22, optional=True),
         ]
-        blocks.append(table(grouped(report.heads, lambda head: head.module), columns))
-    blocks += [facts(("note", note)) for note in report.notes]
-    if blocks:
-        yield section("", *blocks)
+        yield section("", table(grouped(report.heads, lambda head: head.module), columns), more=_MORE)
     passed = [("passed", ", ".join(held.check for held in report.held))] if report.held else []
     skipped = [("skipped", _skipped(report.left_out))] if report.left_out else []
     if passed or skipped:

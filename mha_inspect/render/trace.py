@@ -264,7 +264,7 @@ def _failure(failure: Failure, dtype: str) -> Iterator[Section]:
         ]
         shown = len(failure.last_ops)
         detail = "" if shown == failure.num_ops else f"the last {shown} of {text.count(failure.num_ops)}"
-        yield section("operations", table(failure.last_ops, columns), detail=detail)
+        yield section("operations", table(failure.last_ops, columns), detail=detail, more="")
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:
         explained, fix = Paragraph(failure.cause.explanation, "bad"), facts(("fix", failure.cause.fix))
