@@ -66,8 +66,8 @@ def _skipped(checks: Sequence[SkippedCheck]) -> str:
 
 def _finding(finding: Finding, title: str, tone: Tone) -> Section:
     where = ", ".join(filter(None, (finding.source, finding.module)))
-    fix = [facts(("fix", finding.fix))] if finding.fix else []
-    return section(title, Paragraph(finding.sentence, tone), facts(("evidence", finding.evidence)), *fix, detail=where)
+    fix = [("fix", finding.fix)] if finding.fix else []
+    return section(title, Paragraph(finding.sentence, tone), facts(("evidence", finding.evidence), *fix), detail=where)
 
 
 def layers_page(report: LayersReport) -> Page:

@@ -70,7 +70,7 @@ def _block(block: Block) -> Iterator[str]:
 
 
 def _table(table: Table) -> Iterator[str]:
-    names = [f"{'right ' * (c.align == 'right')}{'wrap ' * bool(c.wrap)}" for c in table.columns]
+    names = [f"{'right ' * (c.align == 'right')}{'wrap ' * bool(c.wrap and c.tone != 'axes')}" for c in table.columns]
     tones = [column.tone for column in table.columns]
     heads = [_element("th", escape(c.title), n, ' scope="col"') for c, n in zip(table.columns, names, strict=True)]
     rows = [f"<tr>{''.join(map(_field, row, tones, names))}</tr>" for row in table.rows]
