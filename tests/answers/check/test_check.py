@@ -268,7 +268,7 @@ def test_bad_input_says_what_there_is() -> None:
         mha_inspect.check(MADE["PaddingOnQueries"](True), x, intent=Intent(padding="msk"))
     with pytest.raises(SpecError, match="Unknown check headz"):
         mha_inspect.check(Right(), x, only=["headz"])
-    with pytest.raises(TypeError, match=r"takes a torch\.nn\.Module"):
+    with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module"):
         mha_inspect.check(len, x)
 
 
