@@ -32,7 +32,7 @@ class ComparedStage:
     """In canonical axes; None where this side does not have it, or an axis has no name."""
     right: Tensor | None
     difference: StageDifference | None
-    """None where a side is missing."""
+    """None where a side is missing, or nothing was measured."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,15 +55,16 @@ class Comparison:
     def _measured(self) -> tuple[ComparableRun, ...]:
         return (self.left, self.right) if self.measured is None else (self.measured,)
 
-    def rows(self) -> Iterator[ComparedStage]:
-        """Yield the stages of the attentions in each place, in order, those that either side has."""
+    def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
+        """Yield the stages of the attentions in each place, in order; without a difference unless `measured`."""
         for place in range(len(self.masked)):
             both = [run.attentions[place][0].stages for run in (self.left, self.right) if place < len(run.attentions)]
-            yield from (self._compared(place, stage) for stage in STAGES if any(stage in stages for stages in both))
+            names = [stage for stage in STAGES if any(stage in stages for stages in both)]
+            yield from (self._compared(place, stage, measured=measured) for stage in names)
 
-    def _compared(self, place: int, stage: str) -> ComparedStage:
+    def _compared(self, place: int, stage: str, *, measured: bool) -> ComparedStage:
         left, right = (run.content(place, stage) for run in (self.left, self.right))
-        if left is None or right is None:
+        if left is None or right is None or not measured:
             return ComparedStage(place, stage, left, right, None)
         ours, theirs, note = left, right, ""
         if stage in ("k_proj", "v_proj") and left.shape != right.shape:

@@ -117,9 +117,10 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
     shared = share(left, right) if carry else AS_THEY_ARE
     sides, comparison = (left, right), Comparison(left, right)
     several = len(comparison.masked) > 1
-    stages = [_row(sides, stage, stage.place + 1 if several else None) for stage in comparison.rows()]
+    rows = comparison.rows(measured=shared.are_comparable)
+    stages = [_row(sides, stage, stage.place + 1 if several else None) for stage in rows]
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
-    output = comparison.output(masked)
+    output = comparison.output(masked) if shared.are_comparable else None
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
@@ -128,11 +129,12 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
         stages=tuple(stages),
         first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
         output=Difference(**_numbers(output)),
-        verdict=output.verdict,
-        notes=tuple(_notes(sides)),
+        verdict="inconclusive" if output is None else output.verdict,
+        notes=tuple(_notes(sides, compared=shared.are_comparable)),
         answer=(),
     )
-    return replace(report, answer=(*_answer(report, shared), *_masked(sides, comparison.masked)))
+    answer = _answer(report, shared) if shared.are_comparable else _not_comparable(report)
+    return replace(report, answer=(*answer, *_masked(sides, comparison.masked)))
 
 
 def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:
@@ -156,6 +158,8 @@ def _numbers(difference: StageDifference | None) -> dict[str, Any]:
 def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
     """Return why a stage that a side has was not compared."""
     name, place = stage.name, stage.place
+    if stage.left is not None and stage.right is not None:
+        return ""  # the answer says why the numbers of the two sides are not comparable
     for side in sides:
         if place >= len(side.attentions):
             return f"{side.label} has no attention {place + 1}"
@@ -183,12 +187,12 @@ def _noise_source(left: str, right: str) -> NoiseSource:
     return NoiseSource(sides[names[0]], names)
 
 
-def _notes(sides: tuple[Side, Side]) -> Iterator[str]:
+def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
     """Say what a reader should not miss beside the answer: how many attentions each has, which sides drop elements."""
     counts = [len(side.attentions) for side in sides]
     for side in sides:
         if not side.attentions:
-            yield f"No attention was found in {side.label}: only the outputs are compared."
+            yield f"No attention was found in {side.label}" + (": only the outputs are compared." if compared else ".")
     if counts[0] != counts[1] and all(counts):
         yield (
             f"{sides[0].label} has {plural(counts[0], 'attention')} and {sides[1].label} has {counts[1]}: "
@@ -201,6 +205,12 @@ def _notes(sides: tuple[Side, Side]) -> Iterator[str]:
         )
     yield from dict.fromkeys(note for side in sides for note in side.notes)
     yield from (f"{side.label}: {note}" for side in sides for note in unlike_dot(side.run))
+
+
+def _not_comparable(report: DiffReport) -> Iterator[str]:
+    """Say why the numbers of two sides with unrelated weights are not compared, and what to give."""
+    yield f"Not comparable: the weights could not be copied. {' '.join(report.weights.left_out)}"
+    yield "Shapes and axes are above. To compare numbers, give both sides the same parameters by name and shape."
 
 
 def _answer(report: DiffReport, shared: Shared) -> Iterator[str]:
@@ -233,8 +243,6 @@ def _answer(report: DiffReport, shared: Shared) -> Iterator[str]:
     ]
     if what and costs and left.layer.name == right.layer.name and report.verdict != "differs":
         yield f"What the {' and '.join(what)} costs in accuracy: {', and '.join(costs)}."
-    if not shared.are_carried and report.weights.left_out:
-        yield f"The weights could not be carried: {' '.join(report.weights.left_out)}"
 
 
 def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:

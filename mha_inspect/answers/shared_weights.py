@@ -25,6 +25,8 @@ class Shared:
     report: SharedWeights
     are_carried: bool = True
     """Whether any numbers are the same on both sides by our doing."""
+    are_comparable: bool = True
+    """Whether a difference of numbers means anything: False if each side has random weights of its own."""
     are_drawn: bool = False
     """Whether both have what they can hold of numbers that were drawn for them."""
 
@@ -67,8 +69,10 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         return Shared(SharedWeights(True, "one state dict in both: names and shapes agree.", ()))
     direction = _direction(target, source) if source.subject.layer else _direction(source, target)
     if isinstance(direction, str):
-        sentence = f"not carried: each side has its own weights, as it was built from seed {left.subject.seed}."
-        return Shared(SharedWeights(False, sentence, (direction,)), are_carried=False)
+        if not any(side.subject.module.state_dict() for side in (left, right)):
+            return Shared(SharedWeights(True, "neither side has weights.", ()))
+        sentence = f"not copied: each side has its own weights, as it was built from seed {left.subject.seed}."
+        return Shared(SharedWeights(False, sentence, (direction,)), are_carried=False, are_comparable=False)
     source, target = direction.source, direction.target
     lacking = _why_not(direction.left_out, target.label, source.label)
     left_out = (*lacking, *_rest(source), *_rest(target))

@@ -48,8 +48,11 @@ def _sections(report: DiffReport) -> Iterator[Section]:
         blocks.append(_stages(rows))
         if noted := [(row.name, row.note) for row in rows if row.note]:
             blocks.append(facts(*noted))
-    yield section("stages", *blocks, detail=f"in the same axes; rounding error: {floor}, {against}")
-    yield section("first stage that differs", facts(*_parting(report)))
+    comparable = report.output.verdict is not None  # else the weights are unrelated, and the answer says so
+    measured_by = f"in the same axes; rounding error: {floor}, {against}"
+    yield section("stages", *blocks, detail=measured_by if comparable else "not compared: the weights are unrelated")
+    if comparable:
+        yield section("first stage that differs", facts(*_parting(report)))
     columns = [
         Column("output", lambda output: "output", tone="strong"),
         Column("left", lambda output: shape_cell(report.left.output_shape, ""), tone="shape"),

@@ -103,7 +103,7 @@ class DiffReport(Report):
     output: Difference
     """Difference of the outputs of the two plain forwards, in canonical axes."""
     verdict: Verdict
-    """The verdict on the outputs of the plain forwards."""
+    """The verdict on the outputs of the plain forwards; `inconclusive` also if the weights could not be copied."""
     notes: tuple[str, ...]
     """Important sentences on this comparison."""
     answer: tuple[str, ...]

@@ -151,6 +151,22 @@ class Bare(nn.Module):
         return ((q @ k.mT / math.sqrt(q.shape[-1])).softmax(-1) @ v).transpose(1, 2).flatten(2)
 
 
+class Alone(nn.Module):
+    """Attention without any weight."""
+
+    scale = 1.0
+
+    def __init__(self, dim, num_heads=1):
+        super().__init__()
+
+    def forward(self, x):
+        return (x @ x.mT * self.scale).softmax(-1) @ x
+
+
+class AloneUnscaled(Alone):
+    scale = 3.0
+
+
 class Fixed(Packed):
     """Of one size."""
 
@@ -299,8 +315,8 @@ def test_other_counts_of_attentions_and_weights_that_stay(invoke, mine):
     last = [row for row in data["stages"] if row["attention"] == 3]
     assert {row["left"] for row in last} == {None}
     assert data["weights"]["whole"] is False
-    assert "not carried" in data["weights"]["sentence"]
-    assert "weights of its own on each side" in data["answer"][0]
+    assert "not copied" in data["weights"]["sentence"]
+    assert_not_comparable(data)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +330,28 @@ def test_weights_that_cannot_be_carried_say_why(invoke, mine, line, said):
     data = report_of(invoke, mine, line)
     assert "seed 0" in data["weights"]["sentence"]
     assert said in data["weights"]["left_out"][0]
-    assert "The weights could not be carried" in data["answer"][-1]
+    assert_not_comparable(data)
+    code, out, _ = invoke("diff", *line.replace("mine:", f"{mine}:").split(), *SIZES, "--fail-if", "differs")
+    assert (code, "Not comparable: the weights could not be copied." in out) == (0, True)
+    assert "first stage that differs" not in out
+
+
+def assert_not_comparable(data):
+    """Assert that nothing is concluded from unrelated weights, and that shapes and axes are still there."""
+    assert (data["verdict"], data["first_differing_stage"], data["output"]["verdict"]) == ("inconclusive", None, None)
+    assert {row["verdict"] for row in data["stages"]} == {None}
+    scores = next(row for row in data["stages"] if row["name"] == "scores")
+    for side in (scores["left"], scores["right"]):
+        assert side["axes"].endswith("query key")
+        assert side["shape"][-2:] == [5, 5]
+    assert data["answer"][0].startswith("Not comparable: the weights could not be copied.")
+    assert not any("differ" in sentence or "Not the same" in sentence for sentence in data["answer"])
+
+
+def test_modules_without_weights_are_compared(invoke, mine):
+    data = report_of(invoke, mine, "mine:Alone mine:AloneUnscaled")
+    assert (data["weights"]["whole"], data["verdict"]) == (True, "differs")
+    assert data["first_differing_stage"] == "scores"
 
 
 def test_what_a_layer_has_no_place_for_is_left_out(invoke, mine):
@@ -453,9 +490,9 @@ def test_what_one_side_alone_was_given_is_said_of_that_side(invoke, mine):
 def test_no_stage_in_both_is_not_told_as_all_being_the_same(invoke):
     code, out, err = invoke("diff", "torch.nn:Identity", "torch", "--input-shape", "input=3x5x24")
     assert code == 0, err
-    assert "none: the sides share no stage" in out
+    assert "Not comparable: the weights could not be copied." in out
     assert "every stage" not in out.lower()
-    assert "No attention was found in Identity" in out
+    assert "No attention was found in Identity." in out
 
 
 def test_five_forwards_of_a_module_are_enough(invoke, mine):
