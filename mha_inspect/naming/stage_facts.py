@@ -1,4 +1,4 @@
-"""What each stage of an attention computes, what it costs, and how it came by its memory, read off the recording."""
+"""Describe each stage of an attention from its recording: its formula, its cost, and whether its memory is new."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .pattern import dims_of, rearrangement
 
 _INPUTS = ("query", "key", "value")
 _PROJECTED = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "output": "output"}
-"""By which projection a stage is made."""
+"""Stage to the projection that makes it."""
 _BEFORE: dict[str, tuple[str, ...]] = {
     "q_heads": ("q_proj", "query"),
     "k_heads": ("k_proj", "key"),
@@ -27,7 +27,7 @@ _BEFORE: dict[str, tuple[str, ...]] = {
     "concat": ("context",),
     "output": ("concat", "context"),
 }
-"""Stage to the stages that it is made of, where there are such; a projection is made of what it projects."""
+"""Stage to the stages that it may be made of."""
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
 
 
@@ -40,9 +40,9 @@ class StageFacts:
         self._axes = axes
 
     def formula(self, stage: str, *, brief: bool = False) -> str:
-        """Return what is computed, with the real numbers, or an einops pattern where elements only move.
+        """Return the formula with the real numbers, or an einops pattern where elements only move.
 
-        A `brief` one says `split` or `merge` in the place of the pattern.
+        A `brief` formula says `split` or `merge` instead of the pattern.
         """
         attention, stages = self._attention, self._attention.stages
         scores = "masked_scores" if "masked_scores" in stages else "scores"
@@ -63,14 +63,14 @@ class StageFacts:
         if attention.divided is not None:
             return f"exp({scores}) · v_heads / Σ exp({scores})"
         weights = "dropout(weights)" if self.drops() else "weights"
-        weights += " mixed by head" if attention.mixed_weights else ""
+        weights = f"mix({weights})" if attention.mixed_weights else weights
         others = dict.fromkeys(op.base_name.rstrip("_") for op in attention.weights_path if self._changes(op))
         return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
 
     def flops(self, stage: str) -> int:
-        """Floating-point operations of the products that this stage added, a multiply-add counted as two.
+        """Return the floating-point operations of the stage's matrix products; a multiply-add counts as two.
 
-        A product that several stages share (one packed projection) is counted to each by its part of the elements.
+        The cost of one product for several stages (a packed projection) is divided by their numbers of elements.
         """
         attention = self._attention
         op = attention.projections.get(_PROJECTED.get(stage, ""))
@@ -83,7 +83,7 @@ class StageFacts:
         return attention.value_product.flops if stage == "context" else 0
 
     def memory(self, stage: str) -> Memory:
-        """Whether a stage is given, looks at memory that an earlier one owns, moves elements, or computes them."""
+        """Return how a stage got its memory: `input`, `view` of an earlier stage, `copy` of its elements, or `new`."""
         made = self._made(stage) if stage not in _INPUTS else []
         if not made:
             return "input"
@@ -92,7 +92,7 @@ class StageFacts:
         return "view" if all(op.kind == "view" for op in made) else "copy"
 
     def _made(self, stage: str) -> list[Op]:
-        """The operations between the stages that this one is made of and itself, the last first."""
+        """Return the operations between a stage and the stages that it is made of, the last first."""
         stages = self._attention.stages
         before = {stages[name].id for name in (*_BEFORE.get(stage, ()), *_INPUTS) if name in stages}
         if stage == "concat":
@@ -118,7 +118,7 @@ class StageFacts:
         ):
             source = f"a part of {source}"  # the input itself was split, before any projection
         bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
-        through = f", through {earlier} narrower projection{'s' if earlier > 1 else ''}" if earlier else ""
+        through = f", through {earlier} down-projection{'s' if earlier > 1 else ''}" if earlier else ""
         return f"{source}{through} · W_{letter}ᵀ{bias}"
 
     def _scores(self, stage: str) -> str:
@@ -134,7 +134,7 @@ class StageFacts:
         return masked_text(f"mask + {product}", attention.scoring, last="add")
 
     def has_other_keys(self) -> bool:
-        """Whether what stands beside the scores are scores of other keys, by a product of their own, and no sinks."""
+        """Return whether the scores are joined with scores of other keys from a second product, instead of sinks."""
         joined, graph = self._attention.sinks, self._graph
         for tensor in joined.inputs if joined is not None else ():
             makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.passes_on)]
@@ -144,28 +144,28 @@ class StageFacts:
         return False
 
     def drops(self) -> bool:
-        """Whether weights were dropped between the softmax and the product with the values."""
+        """Return whether there is a dropout between the softmax and the product with the values."""
         return any(map(self._drops, self._attention.weights_path))
 
     def _drops(self, op: Op) -> bool:
-        """Whether this is a dropout, or the product with the mask that one was written out into."""
+        """Return whether an operation is a dropout, or multiplies by a random mask as in a decomposed dropout."""
         return op.does("draws") or (op.does("scales") and len(op.inputs) == 2 and any(map(self._is_drawn, op.inputs)))
 
     def _is_drawn(self, tensor: TensorRef) -> bool:
-        """Whether a tensor is of numbers that were drawn, scaled at most."""
+        """Return whether a tensor was drawn at random, and at most changed elementwise after that."""
         op = self._graph.recording.producer(tensor)
         while op is not None and not op.does("draws") and len(op.inputs) == 1 and op.pointwise:
             op = self._graph.recording.producer(op.inputs[0])
         return op is not None and op.does("draws")
 
     def _changes(self, op: Op) -> bool:
-        """Whether this makes other weights of those that the softmax gives: neither moves, dropout nor a mixing."""
+        """Return whether an operation changes the weights after the softmax, other than by dropout or mixing."""
         computes = op.kind == "compute" and (op.pointwise or op.does("picks")) and op.base_name != "_to_copy"
         mixes = any(mixing.op is op for mixing in self._attention.mixed_weights)
         return computes and not mixes and not self._drops(op)
 
     def _rearranged(self, stage: str, *, brief: bool) -> str:
-        """How the stage is laid out anew, and what is computed or repeated on the way."""
+        """Return how a stage rearranges its source, with anything computed or repeated on the way."""
         stages, branches = self._attention.stages, self._attention.branches
         source = next((name for name in _BEFORE[stage] if name in stages), None)
         if source is None:
@@ -174,9 +174,9 @@ class StageFacts:
         joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
         if stage == "concat" and (branches or joined):
             count, apart = (len(branches), "heads") if branches else (after // max(before, 1), "attentions")
-            return f"the contexts of {count} {apart} side by side"
+            return f"contexts of {count} {apart} side by side"
         made.sort(key=lambda op: op.index)
-        # Not what positions and masks are made of, but what reads the stage before.
+        # Operations that make positions and masks do not read the source, and are skipped.
         derived = made_of({stages[source].id}, made)
         computed = [op.base_name for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
         if computed:
@@ -189,14 +189,14 @@ class StageFacts:
         return moved + self._grown(source, stage)
 
     def _grown(self, source: str, stage: str) -> str:
-        """What became more on the way: keys that the layer appends, heads that are repeated."""
+        """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
         stages, (left, right) = self._attention.stages, (dims_of(self._axes[name]) for name in (source, stage))
         words = [word for dim in right for word in dim]
         if stage in ("k_heads", "v_heads") and "query" in words:
-            return ", each query's own"
+            return ", gathered for each query"
         overlap = "windows" in words or any(word.isdigit() and word != "1" for word in words)
         if overlap or ["key"] not in left:
-            return ""  # windows that overlap hold a key more than once; or it was padded
+            return ""  # overlapping windows have a key several times; or the sequence was padded
         more = (
             stages[stage].shape[right.index(["key"])] - stages[source].shape[left.index(["key"])]
             if ["key"] in right
@@ -204,13 +204,13 @@ class StageFacts:
         )
         if more > 0:
             what = "value" if stage == "v_heads" else "key"
-            return f", then {more} {what}{'s' if more > 1 else ''} of the layer's own"
+            return f", plus {more} appended {what}{'s' if more > 1 else ''}"
         before, after = stages[source].numel, stages[stage].numel
-        return f", each head {after // before} times" if after > before > 0 and after % before == 0 else ""
+        return f", each head repeated {after // before} times" if after > before > 0 and after % before == 0 else ""
 
 
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
-    """How queries and keys are scored without a dot product: `w · tanh(q_heads + k_heads)`."""
+    """Return the formula of scores without a dot product: `w · tanh(q_heads + k_heads)`."""
     sides = ("k_heads", "q_heads") if key_first else ("q_heads", "k_heads")
     joined, ends = {"add": (" + ", ""), "sub": (" - ", ""), "cat": (", ", "[]")}.get(
         scored.multiply.base_name.rstrip("_"), (" - ", "||")
@@ -232,13 +232,13 @@ def _is_by_a_number(op: Op) -> bool:
 
 
 def weighs_by_others(graph: Graph, attention: Attention) -> bool:
-    """Whether weights that no softmax makes are made of other scores of the same query as well, as by a sum of them."""
+    """Return whether weights without a softmax also depend on other scores of the same query, e.g. on their sum."""
     steps = (op for op in attention.weighing if not (graph.is_scale(op) or graph.bends(op) or graph.moves(op)))
     return not all(map(_is_by_a_number, steps))
 
 
 def weighed_text(graph: Graph, attention: Attention, scores: str) -> str:
-    """How weights are made of scores where that is no softmax: `sigmoid(scores)`, `relu(scores) / Σ`."""
+    """Return the formula of weights without a softmax: `sigmoid(scores)`, `relu(scores) / …`."""
     steps: list[tuple[str, float | None]] = []
     for op in attention.weighing:
         name = op.base_name.rstrip("_")
@@ -253,37 +253,39 @@ def weighed_text(graph: Graph, attention: Attention, scores: str) -> str:
 
 
 def unlike_dot(run: NamedRun) -> tuple[str, ...]:
-    """Return a line for each way in which the scores of a run are no dot products."""
+    """Return a sentence for each way in which the scores of a run are no dot products."""
     return tuple(dict.fromkeys(filter(None, (without_dot(attention) for attention, _ in run.attentions))))
 
 
 def without_dot(attention: Attention) -> str:
-    """Say that scores are no dot products; empty where they are."""
+    """Return a sentence about scores that are no dot products; empty for dot products."""
     scored = attention.score_product
     if not isinstance(scored, Joint):
         return ""
     return (
-        f"The scores are additive: queries and keys meet in {scored.meeting}, which is bent and reduced. No dot "
-        "product is taken, so no scale of 1/√head_dim is due."
+        f"The scores are additive, not dot products: {scored.meeting} of queries and keys, then a nonlinearity and a "
+        "reduction. No scale of 1/√head_dim is expected."
     )
 
 
 def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: str = "") -> str:
-    """What is done to the scores before the softmax: `scores + mask`, `30 · tanh(scores / 30)`.
+    """Return the formula from the scores to the softmax: `scores + mask`, `mask(scores)`, `30 · tanh(scores / 30)`.
 
     Args:
-        scores: what it begins with.
-        steps: as `dataflow.scoring.Scoring.steps` has them. One mask on top of another is told once.
-        last: the step that `scores` ends with.
+        scores: the formula to begin with.
+        steps: as in `dataflow.scoring.Scoring.steps`. Several masks in a row are written once.
+        last: the last step in `scores`.
     """
     text, whole = scores, " " not in scores
     for place, (kind, number) in enumerate(steps):
         inside = text if whole else f"({text})"
-        if kind in ("add", "fill"):
-            added = {"add": " + mask", "fill": " where allowed, else masked"}[kind]
-            text, whole = text if last == kind else f"{text}{added}", False
-        elif kind in ("times", "mixed"):
-            text, whole = f"{inside} {'· mask' if kind == 'times' else 'mixed by head'}", False
+        if kind == "add":
+            text, whole = text if last == kind else f"{text} + mask", False
+        elif kind in ("fill", "mixed"):
+            name = "mask" if kind == "fill" else "mix"
+            text, whole = text if last == kind == "fill" else f"{name}({text})", True
+        elif kind == "times":
+            text, whole = f"{inside} · mask", False
         elif kind == "scale":
             beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
             bends = bool(number) and bool(beside - {"", "scale", "add", "fill", "times", "mixed"})
@@ -297,14 +299,14 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
 
 
 def _scaled(text: str, number: float | None, *, as_a_root: bool) -> str:
-    """A product with a number: what a function bends is divided by 30, and not by √900."""
+    """Return a product with a number; the argument of a function is divided by 30 rather than √900."""
     if number is None or as_a_root:
         return f"{text}{scale_text(number)}"
     return f"{number:g} · {text}" if abs(number) >= 1 or not number else f"{text} / {1 / number:g}"
 
 
 def scale_text(scale: float | None) -> str:
-    """How a scale is written behind a product: ` / √64`, nothing for 1, a factor for any other number."""
+    """Return a scale as it is written behind a product: ` / √64`, empty for 1, otherwise a factor."""
     if scale is None:
         return " · scale"
     if isclose(scale, 1, rel_tol=1e-6):
@@ -316,7 +318,7 @@ def scale_text(scale: float | None) -> str:
 
 
 def _product_flops(op: Op) -> int:
-    """2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
+    """Return 2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
     if op.base_name == "convolution":
         weight = op.inputs[1]
         return 2 * op.output.numel * (weight.numel // max(weight.shape[0], 1))
@@ -324,5 +326,5 @@ def _product_flops(op: Op) -> int:
 
 
 def _computes(op: Op) -> bool:
-    """Whether an operation makes other numbers of those that it is given."""
+    """Return whether an operation computes new numbers from its inputs."""
     return op.kind in ("compute", "write") and bool(op.inputs)

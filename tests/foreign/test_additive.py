@@ -17,7 +17,7 @@ from .styles import D, E, H
 from .truth import Shown, assert_close, attentions
 
 B, N, M, A, V = 7, 11, 13, 19, 17
-SAID = "The scores are additive: queries and keys meet in"
+SAID = "The scores are additive, not dot products:"
 
 
 class Additive(nn.Module):

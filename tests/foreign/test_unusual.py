@@ -145,8 +145,8 @@ def test_talking_heads(name: str) -> None:
     assert [note for note in shown.notes if "(talking heads)" in note]
     assert ("causal" in shown.kind) == module.causal
     formulas = {stage.name: stage.formula for stage in shown.stages}
-    mixed = "" if name == "TalkingBefore" else " mixed by head"
-    assert formulas["context"] == f"weights{mixed} · v_heads"
+    mixed = "weights" if name == "TalkingBefore" else "mix(weights)"
+    assert formulas["context"] == f"{mixed} · v_heads"
     assert ("masked_scores" in formulas) == (name != "TalkingAfter")
 
 

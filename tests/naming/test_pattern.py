@@ -26,7 +26,7 @@ SOURCES = {
     "concat": ("context",),
 }
 PATTERN = re.compile(
-    r"(?P<pattern>[^,]* -> [^,]*)(, (each head (?P<times>\d+) times|then (?P<more>\d+) .*|(?P<part>.*)))?"
+    r"(?P<pattern>[^,]* -> [^,]*)(, (each head repeated (?P<times>\d+) times|plus (?P<more>\d+) .*|(?P<part>.*)))?"
 )
 SPECS: tuple[dict[str, Any], ...] = (
     {},

@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         lambda q, k: (q @ k.mT / 2).masked_fill(BARRED, -1e9),
         0.5,
         "q_heads · k_headsᵀ / √4",
-        "scores where allowed, else masked",
+        "mask(scores)",
     ),
     "a mask that multiplies": (lambda q, k: q @ k.mT * BIAS, 1.0, "q_heads · k_headsᵀ", "scores · mask"),
     "a soft cap and a mask": (
@@ -85,7 +85,7 @@ def test_the_formula_gives_the_stage(name: str) -> None:
     assert (formulas.get("scores", ""), formulas.get("masked_scores", "")) == (scores, masked)
     assert attention.scale == pytest.approx(scale)
     tensors = {stage.name: stage.tensor for stage in attention.stages}
-    if "where" not in masked and "twice" not in name:
+    if "mask(" not in masked and "twice" not in name:
         for stage in ("scores", "masked_scores"):
             if stage in formulas:
                 torch.testing.assert_close(tensors[stage], evaluated(formulas[stage], tensors))
@@ -101,8 +101,6 @@ def evaluated(formula: str, tensors: dict[str, Tensor]) -> Tensor:
 
 
 def test_what_comes_in_another_order() -> None:
-    assert masked_text("scores", [("add", None), ("scale", 0.125), ("fill", None)]) == (
-        "(scores + mask) / √64 where allowed, else masked"
-    )
-    assert masked_text("scores", [("mixed", None), ("add", None)]) == "scores mixed by head + mask"
+    assert masked_text("scores", [("add", None), ("scale", 0.125), ("fill", None)]) == "mask((scores + mask) / √64)"
+    assert masked_text("scores", [("mixed", None), ("add", None)]) == "mix(scores) + mask"
     assert masked_text("scores", [("relu", None), ("scale", None)]) == "relu(scores) · scale"

@@ -72,7 +72,7 @@ def evaluated(case: Case, stage: str, formula: str) -> Tensor | None:
 def with_what_it_has_more(case: Case, stage: str, pattern: str, grown: list[str]) -> Tensor:
     """The rearranged source, its heads repeated and the layer's own keys appended as the formula says."""
     spec, known = case.forward.spec, sizes_of(case.forward)
-    if times := [re.fullmatch(r"each head (\d+) times", words) for words in grown if "times" in words]:
+    if times := [re.fullmatch(r"each head repeated (\d+) times", words) for words in grown if "times" in words]:
         assert times[0] is not None
         assert int(times[0][1]) == known["group"] > 1
         pattern = re.sub("-> batch (kv_heads|1) ", r"-> batch (\1 group) ", pattern)
@@ -82,7 +82,7 @@ def with_what_it_has_more(case: Case, stage: str, pattern: str, grown: list[str]
     if not grown:
         return result
     more = spec.add_bias_kv + spec.add_zero_attn
-    assert grown == [f"then {more} {'value' if stage == 'v_heads' else 'key'}{'s' * (more > 1)} of the layer's own"]
+    assert grown == [f"plus {more} appended {'value' if stage == 'v_heads' else 'key'}{'s' * (more > 1)}"]
     content = case.value(stage)
     assert torch.equal(content.narrow(-2, 0, result.shape[-2]), result)
     assert content.shape[-2] == result.shape[-2] + more
@@ -115,7 +115,7 @@ WORDS = {
     "query": ("given",),
     "key": ("given",),
     "value": ("given",),
-    "masked_scores": ("scores + mask", "scores where allowed, else masked"),
+    "masked_scores": ("scores + mask", "mask(scores)"),
     "context": ("dropout(weights) · v_heads",),
 }
 PHRASES = {
@@ -123,7 +123,7 @@ PHRASES = {
     "k_heads": r"k_proj in heads, then [\w, ]+",
     "v_heads": r"v_proj in heads, then [\w, ]+",
     "masked_scores": r"mask \+ q_heads · k_headsᵀ.*",
-    "concat": r"the contexts of \d heads side by side",
+    "concat": r"contexts of \d heads side by side",
 }
 
 
