@@ -1,8 +1,24 @@
 """Name the dimensions of an attention's tensors, from evidence, as einops patterns.
 
-The evidence is `dimensions`: which parts of which tensors are the same axis. The product of the scores says which axes
-are query, key and head_dim; what the query's projection takes in says which are batch; the other axes of that product
-are the heads. An axis that this leaves open is named when one name and one axis are left; otherwise it stays a number.
+The evidence is `graph.dimensions`: which parts of which tensors are the same axis. `roles` finds batch, heads, query,
+key and head_dim. Any other axis is named if exactly one name and one axis are left; otherwise it stays a number.
+
+An example, torch's layer with 3 heads:
+
+>>> import torch
+>>> from mha_inspect.running.subject import Subject
+>>> layer, x = torch.nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
+>>> attention, names = Subject(layer, (x, x, x), {}).recorded().attentions[0]
+>>> for stage in ("q_proj", "q_heads", "weights", "concat", "output"):
+...     print(stage, list(attention.stages[stage].shape), names.of_stage(stage))
+q_proj [5, 2, 12] query batch (heads head_dim)
+q_heads [6, 5, 4] (batch heads) query head_dim
+weights [6, 5, 5] (batch heads) query key
+concat [10, 12] (query batch) (heads head_dim)
+output [2, 5, 12] batch query embed
+
+The 12 of `q_proj` consists of the same two axes as the heads and features of `q_heads`. The 12 of `output` is a new
+axis of the last projection: it is the one axis without a name, and `embed` is the one name left.
 """
 
 from __future__ import annotations
@@ -20,23 +36,23 @@ from .roles import Group, Roles
 
 _INPUTS = ("query", "key", "value")
 _MADE_BY = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
-"""By which projection the features of a stage are where they are."""
+"""Stage to the projection that decides the place of its features."""
 _WIDTHS = {"head_dim", "v_head_dim"}
 _OWN_WIDTH = {"key": "kdim", "value": "vdim"}
-"""What a width other than the query's is called."""
+"""Names of a key's or value's width that differs from the query's."""
 _SIDES = {
     **{"query": "q", "key": "k", "value": "v"},
     **dict.fromkeys(("scores", "masked_scores", "weights"), "s"),
     **dict.fromkeys(("context", "concat", "output"), "o"),
 }
-"""Which side a stage belongs to; the others have it for a letter: `q_proj`."""
+"""Stage to its side. Any other stage begins with the letter of its side: `q_proj`."""
 _PACKED = {("query", "key", "value"): "qkv", ("key", "value"): "kv", ("query", "key"): "qk"}
-"""What the axis is called that counts the projections in one matrix."""
+"""Names of the axis that counts the projections in one matrix."""
 _FIRST = ("q_heads", "k_heads", "v_heads", "q_proj", "k_proj", "v_proj")
-"""The stages that are named first: they teach about the others of their side."""
+"""The stages that are named first: their names help to name the others of their side."""
 
 Tokens = list[list[str | Axis]]
-"""The dimensions of a tensor, each as names, and atoms where there is none."""
+"""The dimensions of a tensor, each as names and unnamed atoms."""
 
 
 class AxisNames:
@@ -46,25 +62,25 @@ class AxisNames:
         self._dimensions = dimensions
         self._attention = attention
         for mixing in (*attention.mixed_scores, *attention.mixed_weights):
-            # From heads to heads, where there are as many.
+            # A mixing of heads has the same axis before and after it, if the sizes agree.
             tensors = (mixing.source, mixing.op.output)
             dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
         self._roles = roles = Roles(attention, dimensions)
         branches = attention.branches
         self.num_heads = size_of(roles.heads) * max(1, len(branches))
         self.num_kv_heads = size_of(roles.kv_heads) * max(1, len({turn.stages["k_heads"].id for turn in branches}))
-        """Number of heads that keys and values were projected to, before they were repeated."""
+        """Number of heads of keys and values, before any repeat."""
         self.head_dim = size_of(roles.head_dim)
         self.maps = size_of(roles.maps)
-        """Number of softmaxes of a head whose weights are put together, as in differential attention."""
+        """Number of weight maps that one head combines, e.g. 2 in differential attention."""
         self.lengths = (1 if roles.own_keys else size_of(roles.query)), size_of(roles.key)
-        """Numbers of queries and of keys of one softmax: of each window, where there are windows."""
+        """Numbers of queries and of keys of one softmax; with windows, of one window."""
         self.mixes_positions = roles.mixes_positions
-        """Whether a view splits the heads without a transpose, so that each has the features of some positions."""
+        """Whether a view without a transpose splits the heads, so that each head sees features of a few positions."""
         self.over_features = roles.over_features
-        """Whether the features of a head attend to one another, and not positions to positions."""
+        """Whether the features of a head attend to one another, instead of positions."""
         self.num_windows = size_of(roles.windows)
-        """Number of windows that the sequence was cut into; 1 where it was not."""
+        """Number of windows in the sequence; 1 without windows."""
         self._sides: dict[str, list[Group]] = {letter: roles.groups(letter) for letter in "qkvso"}
         stages = dict.fromkeys((*(stage for stage in _FIRST if stage in attention.stages), *attention.stages))
         shapes = {stage: tensor.shape for stage, tensor in attention.stages.items()}
@@ -73,29 +89,29 @@ class AxisNames:
             self._stages.update(_as_meant(shapes))
 
     def of_stage(self, stage: str) -> str:
-        """The axes of a stage, as this implementation lays it out."""
+        """Return the axes of a stage in this implementation's layout."""
         return self._stages[stage]
 
     def taking(self, stages: Mapping[str, str]) -> AxisNames:
-        """The same with other axes of these stages."""
+        """Return a copy with other axes for these stages."""
         other = copy.copy(self)
         other._stages = {**self._stages, **stages}
         return other
 
     def of(self, tensor: TensorRef) -> str:
-        """The axes of any other tensor of this attention, such as the weights that it returns."""
+        """Return the axes of any other tensor of this attention, e.g. of the returned weights."""
         output = self._attention.stages.get("output")
         if self.mixes_positions and output is not None and output.id == tensor.id:
             return self._stages["output"]
-        # The heads of a loop stand side by side in what it returns, along an axis that no product knows.
+        # A loop over heads concatenates them along a new axis, which is in no product.
         joined = ("heads",) if self._attention.branches else ()
         groups = [*self._sides["s"], *self._sides["o"], *self._sides["q"]]
         return " ".join(map(write_dimension, self._named(tensor, groups, joined)))
 
     def _of_stage(self, stage: str) -> str:
-        """Name a stage, and remember what the naming taught about its side."""
+        """Return the pattern of a stage, and add new names to its side."""
         roles, tensor, letter = self._roles, self._attention.stages[stage], _SIDES.get(stage, stage[0])
-        # Batch and heads are there by evidence or not at all.
+        # Batch and heads are named by evidence only.
         words = CANONICAL_AXES[stage].replace("(", "").replace(")", "").split()
         expected = [name for name in words if name not in ("heads", "kv_heads", "batch")]
         side = self._sides[letter]
@@ -116,18 +132,18 @@ class AxisNames:
         return " ".join(map(write_dimension, dims))
 
     def _width(self, stage: str) -> int:
-        """How many features a stage that is given, or the output, has; 0 where it is not there."""
+        """Return the number of features of an input stage or of the output; 0 if the stage is absent."""
         shape = self._attention.stages[stage].shape if stage in self._attention.stages else ()
         return shape[self._place(stage, len(shape))] if shape else 0
 
     def _place(self, stage: str, rank: int) -> int:
-        """Which dimension of a stage that is given, or of the output, the features are."""
+        """Return the dimension of the features of an input stage or of the output."""
         if self._attention.earlier.get(stage):
             return given_features(self._attention, self._dimensions, stage)
         return self._attention.feature_place(stage, rank)
 
     def _width_place(self, stage: str) -> int | None:
-        """Which dimension of a stage is what a matrix takes in or gives; None where that is not known."""
+        """Return the dimension of a stage that a matrix reads or makes; None if it could not be determined."""
         op = self._attention.first_projection(stage)
         dims = self._dimensions.of(self._attention.stages[stage]) if op is not None else ()
         if op is None or not dims:
@@ -139,21 +155,21 @@ class AxisNames:
         if stage == "output":
             others = {*self._roles.batch, *self._roles.query, *self._roles.windows}
             if len(dims) > 3 and not wide(dims[-1]) and wide(dims[-2]) and not others & {*dims[-2]}:
-                place = -2  # columns of one, which a matrix multiplies from the left
+                place = -2  # single columns that a matrix multiplies from the left
             return None if {*wide(dims[place])} & {*self._roles.query} else place
-        # What was given to the forward may have been moved before it is projected.
+        # The input may have been moved before its projection.
         read = (dim for tensor in op.inputs for dim in self._dimensions.of(tensor)[-2:])
         return place if any(wide(dims[place]) == wide(dim) for dim in read) else None
 
     def _named(self, tensor: TensorRef, groups: list[Group], expected: Sequence[str], stage: str = "") -> Tokens:
-        """Return the dimensions of a tensor with the names of these groups, and what is left open named as expected."""
+        """Return the dimensions of a tensor with the names of these groups; open axes get the expected names."""
         known = [(name, resolve(group)) for name, group in groups if group]
         dims = [name_dimension(dim, known) for dim in self._dimensions.of(tensor)]
         self._tell_apart(dims, groups)
         self._name_packed(dims, tensor, stage)
         place = self._width_place(stage)
         if place is not None:
-            # What a matrix takes in and gives is one axis, also where something else splits it.
+            # The input and output features of a matrix are one axis, even if another operation splits it.
             dims[place] = [*self._dimensions.of(tensor)[place]]
             _assign(dims[place], groups, (0, len(dims[place])), expected[-1])
         self._name_the_last(dims, groups, ["batch"], only_ones=True)
@@ -161,7 +177,7 @@ class AxisNames:
         return dims
 
     def _tell_apart(self, dims: Tokens, groups: list[Group]) -> None:
-        """Where the dataflow took query and key for one axis, the second is the one that the softmax runs over."""
+        """Name query and key apart if they are one axis of the dataflow: the softmax runs over the second one."""
         known = dict(reversed(groups))
         if "key" not in known or "query" not in known or resolve(known["query"]) != resolve(known["key"]):
             return
@@ -169,13 +185,13 @@ class AxisNames:
         places = [(at, i) for at, dim in enumerate(dims) for i, token in enumerate(dim) if token == name]
         if len(places) == 2:
             order = ("key", "query") if self._attention.key_first else ("query", "key")
-            for (at, i), told in zip(places, order, strict=True):
-                dims[at][i] = told
+            for (at, i), renamed in zip(places, order, strict=True):
+                dims[at][i] = renamed
 
     def _name_packed(self, dims: Tokens, tensor: TensorRef, stage: str) -> None:
-        """Name the axis that counts projections in one matrix: `qkv` where there is one piece for each of them.
+        """Name the axis that counts the projections in one matrix: `qkv` if it has equal pieces for each.
 
-        Where pieces are not one each (a single key and value head beside many query heads) it is `packed`.
+        It is `packed` if the pieces differ, e.g. a single key/value head beside many query heads.
         """
         attention, is_given = self._attention, stage in _INPUTS
         op = attention.projections.get(_MADE_BY.get(stage, stage)) if is_given or stage.endswith("_proj") else None
@@ -204,7 +220,7 @@ class AxisNames:
             apart[0][:] = [name]
 
     def _name_turns(self, dim: list[str | Axis], stage: str) -> None:
-        """Name the axis of which a loop over heads takes one piece at a turn."""
+        """Name the axis that a loop over heads slices, one piece per turn."""
         width = self._roles.value_dim if stage in ("value", "v_proj") else self._roles.head_dim
         left = [at for at, token in enumerate(dim) if isinstance(token, Axis) and token.size > 1]
         turns = [at for at in left if _size_of_run(dim, (at, at + 1)) == len(self._attention.branches)]
@@ -214,7 +230,7 @@ class AxisNames:
     def _name_the_last(
         self, dims: Tokens, groups: list[Group], expected: Sequence[str], *, only_ones: bool = False
     ) -> None:
-        """Where one expected name and one axis are left, they belong together; remember it for the other stages."""
+        """Give the one missing name to the one unnamed axis, if there is one of each, and add it to the groups."""
         left = [
             (dim, run) for dim in dims for run in _unnamed(dim) if run == (0, len(dim)) or _size_of_run(dim, run) != 1
         ]
@@ -224,14 +240,14 @@ class AxisNames:
         if only_ones:
             left = [(dim, run) for dim, run in left if len(dim) == 1 == _size_of_run(dim, run)]
         elif len(missing) > 1 or len(left) > 1:
-            # Axes of size one tell nothing beside others.
+            # Axes of size one are no evidence beside others.
             left = [(dim, run) for dim, run in left if _size_of_run(dim, run) > 1]
         sizes = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
         if len(missing) == 1 == len(left) and sizes.get(missing[0]) in (None, _size_of_run(*left[0])):
             _assign(left[0][0], groups, left[0][1], missing[0])
 
     def _name_outside(self, dims: Tokens, stage: str, expected: Sequence[str]) -> None:
-        """Name what is left of a stage outside the heads: its width, and positions that are no queries or keys."""
+        """Name open axes of a stage outside the heads: its width, and positions that are no queries or keys."""
         if stage in _INPUTS:
             place = given_features(self._attention, self._dimensions, stage)
         else:
@@ -242,7 +258,7 @@ class AxisNames:
             features[:] = [expected[-1] if stage in _INPUTS else "embed"]
         self._name_turns(features, stage)
         if stage in ("q_proj", "k_proj", "v_proj", "concat") and _WIDTHS & set(features):
-            # Beside heads and their features: several queries, or keys, of each head in one matrix; several attentions.
+            # One matrix may also have several queries or keys of each head, or several attentions.
             open_runs = [run for run in _unnamed(features) if _size_of_run(features, run) > 1]
             for run in open_runs[:1] if len(open_runs) == 1 else ():
                 features[slice(*run)] = ["packed"]
@@ -250,9 +266,9 @@ class AxisNames:
         left = [(dim, (0, len(dim))) for dim in others if _is_open(dim)]
         if _has(dims, expected[0]) or (len(left) > 1 and not _has(dims, "batch")):
             if len(left) == 1 and stage in self._attention.projections and not _has(dims, "batch"):
-                left[0][0][:] = ["batch"]  # whose rows are taken one after the other
+                left[0][0][:] = ["batch"]  # the rows of this batch are processed one by one
             left = []
-        # Those beside queries, or windows: of several positions there is one query, or they are asked piece by piece.
+        # Axes beside queries or windows: several positions share one query, or queries are processed in pieces.
         for dim in others:
             runs = [run for run in _unnamed(dim) if _size_of_run(dim, run) > 1]
             if len(runs) == 1 and any(isinstance(token, str) and token.split("_")[0] in PLACES for token in dim):
@@ -261,13 +277,13 @@ class AxisNames:
             dim[slice(*run)] = [POSITIONS if len(left) == 1 else f"{POSITIONS}_{number}"]
 
     def _counts_pieces(self, tokens: Sequence[str | Axis]) -> bool:
-        """Whether these count the pieces that queries, or keys, were cut into."""
+        """Return whether these axes count the pieces of the queries or of the keys."""
         pieces = [atoms[0] for atoms in map(resolve, (self._roles.query, self._roles.key)) if atoms]
         return any(resolve(counter) == tuple(tokens) for piece in pieces for counter in piece.counters.values())
 
 
 def _assign(dim: list[str | Axis], groups: list[Group], run: tuple[int, int], name: str) -> None:
-    """Name a run of a dimension's axes, and remember them by that name."""
+    """Name a run of a dimension's axes, and add the name to the groups."""
     atoms = tuple(token for token in dim[slice(*run)] if isinstance(token, Axis))
     dim[slice(*run)] = [name]
     if size_of(atoms) > 1:
@@ -275,7 +291,7 @@ def _assign(dim: list[str | Axis], groups: list[Group], run: tuple[int, int], na
 
 
 def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the axes that a view which mixes positions is taken for, of stages laid out as textbooks have it."""
+    """Return the axes that a view without a transpose was meant to have: those of the textbook layout."""
     meant = {stage: axes.replace("(kv_heads head_dim)", "embed") for stage, axes in CANONICAL_AXES.items()}
     meant = {stage: axes.replace("(heads head_dim)", "embed") for stage, axes in meant.items()}
     width = shapes["q_heads"][1] * shapes["q_heads"][-1]
@@ -289,9 +305,9 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
 
 
 def name_dimension(dim: Dim, known: Sequence[Group]) -> list[str | Axis]:
-    """A dimension as names, and atoms where there is none; `known` are the groups as they are resolved now.
+    """Return a dimension as names and unnamed atoms; `known` are the groups, resolved.
 
-    An axis that stands in several dimensions here, such as the height and width of an image, has a number to its name.
+    An axis that is split into several dimensions, e.g. height and width of an image, gets a number after its name.
     """
     atoms = list(resolve(dim))
     tokens: list[str | Axis] = []
@@ -300,7 +316,7 @@ def name_dimension(dim: Dim, known: Sequence[Group]) -> list[str | Axis]:
             run = tuple(atoms[: len(group)])
             if run != group and not (name.endswith("head_dim") and _are_all_of(run, group, known)):
                 continue
-            # A single query, or key, leaves no trace beside other axes: it may have got anywhere.
+            # A single query or key leaves no trace beside other axes, so its place is unknown.
             if len(dim) == len(group) or name not in ("query", "key") or size_of(group) > 1:
                 tokens.append(name)
                 del atoms[: len(group)]
@@ -313,30 +329,30 @@ def name_dimension(dim: Dim, known: Sequence[Group]) -> list[str | Axis]:
 
 
 def _are_all_of(atoms: Sequence[Axis], group: Dim, known: Sequence[Group]) -> bool:
-    """Whether these are the parts of an axis, whole and in order.
+    """Return whether these atoms are the parts of an axis, complete and in order.
 
-    What features that are turned in part are looked at apart for may leave another axis for one of their parts: it has
-    the place and the size of that part, and is no part of anything else.
+    If only some features are rotated, one part may be a new axis. It counts if it has the place and the size of the
+    part, and no other name.
     """
     if len(atoms) != len(group) or not any(atom in group for atom in atoms):
         return False
-    named = {atom for _, own in known for atom in own}
+    named = {atom for _, others in known for atom in others}
     pairs = zip(atoms, group, strict=True)
-    return all(atom is own or (atom.size == own.size and atom not in named) for atom, own in pairs)
+    return all(atom is part or (atom.size == part.size and atom not in named) for atom, part in pairs)
 
 
 def _has(dims: Tokens, name: str) -> bool:
-    """Whether a name is there already, in one dimension or in several."""
+    """Return whether the dimensions already have a name, or its numbered parts."""
     return any(isinstance(token, str) and (token == name or token.startswith(f"{name}_")) for d in dims for token in d)
 
 
 def _is_open(dim: list[str | Axis]) -> bool:
-    """Whether nothing of a dimension has a name, and it is not of size one."""
+    """Return whether a dimension larger than one has no name at all."""
     return not any(isinstance(token, str) for token in dim) and _size_of_run(dim, (0, len(dim))) > 1
 
 
 def _unnamed(dim: list[str | Axis]) -> list[tuple[int, int]]:
-    """Where atoms without a name stand side by side; those of size one tell nothing beside others."""
+    """Return the runs (start, stop) of neighbouring atoms without a name."""
     runs: list[tuple[int, int]] = []
     for place, token in enumerate(dim):
         if isinstance(token, str):
@@ -349,7 +365,7 @@ def _unnamed(dim: list[str | Axis]) -> list[tuple[int, int]]:
 
 
 def write_dimension(dim: list[str | Axis]) -> str:
-    """One dimension of an einops pattern. Neighbours without a name are one number."""
+    """Return one dimension of an einops pattern. Neighbours without a name become one number."""
     words: list[str] = []
     number = 1
     for token in [*dim, ""]:
@@ -365,5 +381,5 @@ def write_dimension(dim: list[str | Axis]) -> str:
 
 
 def _size_of_run(dim: Sequence[str | Axis], run: tuple[int, int]) -> int:
-    """How many elements the axes without a name have there."""
+    """Return the number of elements of the unnamed axes in a run."""
     return prod(token.size for token in dim[run[0] : run[1]] if isinstance(token, Axis))

@@ -1,7 +1,7 @@
-"""Follow elements of tensors forward through a recording: its operations are run once more, on numbers of elements.
+"""Follow elements of tensors forward through a recording, by running its operations again on numbered elements.
 
-Memory is simulated, one float64 tensor for each storage, so that a view needs nothing: it looks at the same memory.
-What is moved, joined or picked is so by torch itself. No content of a tensor is looked at, but for tables of indices.
+Memory is simulated with one float64 tensor per storage, so that views are free. torch itself moves, joins and gathers
+the numbers. Of the real contents only tables of indices are read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MOVED_BY_TORCH = ("repeat", "roll", "flip", "im2col", "constant_pad_nd")
 
 
 class Elements:
-    """Numbers of the elements that each tensor is made of, from 1; nan where it is made of none that is followed."""
+    """For each tensor the numbers of the elements that it is made of, from 1; nan without a numbered element."""
 
     def __init__(
         self,
@@ -33,29 +33,29 @@ class Elements:
         merge: Callable[[Tensor, Tensor], Tensor] = torch.fmin,
         parameter: TensorRef | None = None,
     ) -> None:
-        """Number the elements of a parameter, where one is given, by their places in its memory."""
+        """Number the elements of a parameter, if given, by their places in its memory."""
         self._graph, self._merge, self._parameter = graph, merge, parameter
         self._memory: dict[int, Tensor] = {}
         self.merged = False
-        """Whether elements were made of two each, of which `merge` chose one."""
+        """Whether any element was made of two, of which `merge` chose one."""
 
     def number(self, tensor: TensorRef, numbers: Tensor) -> None:
         """Number the elements of a tensor."""
         self._of(tensor).copy_(numbers)
 
     def of(self, tensor: TensorRef) -> Tensor:
-        """Return the numbers of a tensor; of complex numbers those of their real parts."""
+        """Return the numbers of a tensor; for complex numbers those of the real parts."""
         numbers = self._of(tensor) if self._knows(tensor) else torch.tensor(nan).expand(tensor.shape)
         return numbers.real if numbers.is_complex() else numbers
 
     def at(self, tensor: TensorRef, place: int, index: int = 0) -> Tensor:
-        """Return the numbers of a tensor at one index of a dimension, which stays."""
+        """Return the numbers of a tensor at one index of a dimension; the dimension stays, with size 1."""
         at, shape = place % len(tensor.shape), tensor.shape
         shape = (*shape[:at], 1, *shape[at + 1 :])
         return self.of(replace(tensor, shape=shape, offset=tensor.offset + index * tensor.stride[at]))
 
     def follow(self, ops: Iterable[Op]) -> None:
-        """Let these operations, in order, make of the elements what they make of them."""
+        """Run these operations, in order, on the numbers."""
         for op in ops:
             if op.kind != "view" and op.outputs and any(map(self._knows, op.inputs)):
                 numbers = self._made_by(op)
@@ -63,7 +63,7 @@ class Elements:
                     self._of(op.output).copy_(torch.tensor(nan) if numbers is None else numbers)
 
     def entering(self, op: Op) -> Tensor:
-        """Return the numbers of a projection's weight where each feature that is projected meets it first."""
+        """Return for each projected feature the number of the first weight element that it is multiplied by."""
         weight, taken = weight_of(self._graph, op), self._graph.projected(op)
         if op.base_name == "convolution":
             return _by_channel(self.at(weight, 0).flatten(1)[0], len(taken.shape)).expand(taken.shape)
@@ -76,7 +76,7 @@ class Elements:
         return is_parameter or tensor.storage in self._memory
 
     def _of(self, tensor: TensorRef) -> Tensor:
-        """Return the memory that a tensor looks at, which grows as far as it is needed."""
+        """Return the simulated memory of a tensor, grown if necessary."""
         strides = list(zip(tensor.shape, tensor.stride, strict=True))
         if self._parameter is not None and self._parameter.storage == tensor.storage:
             numbers = torch.tensor(float(tensor.offset - self._parameter.offset + 1))
@@ -93,7 +93,7 @@ class Elements:
         return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
     def _made_by(self, op: Op) -> Tensor | None:
-        """Return the numbers of what an operation gives; None where it does more with elements than to move them."""
+        """Return the numbers of an operation's result; None if its elements no longer correspond to single ones."""
         name, shape = op.base_name.rstrip("_"), op.output.shape
         if self._graph.is_projection(op):
             return self._projected(op)
@@ -116,9 +116,9 @@ class Elements:
         return self._together(reads, shape)
 
     def _projected(self, op: Op) -> Tensor | None:
-        """Return for each feature that a projection gives the first number of its row, or its bias.
+        """Return for each output feature of a projection the first number of its row, or its bias.
 
-        What is summed over may be positions, or a kernel of each channel: the features are then what they were.
+        A product may also sum over positions, or over a kernel per channel: the features then keep their numbers.
         """
         taken, weight, shape = self._graph.projected(op), weight_of(self._graph, op), op.output.shape
         source = self.of(taken)
@@ -135,7 +135,7 @@ class Elements:
         return self._together([rows, summed, *map(self.of, op.inputs[:-2])], shape)
 
     def _moved(self, op: Op) -> Tensor | None:
-        """Return what torch makes of the numbers; None where a table of indices was not kept."""
+        """Return torch's result on the numbers; None if a table of indices was not kept."""
 
         def argument(value: Any) -> Any:
             if isinstance(value, tuple):
@@ -151,10 +151,10 @@ class Elements:
             moved: Tensor = function(*map(argument, op.args), **{key: argument(v) for key, v in op.kwargs.items()})
         except (KeyError, RuntimeError):
             return None
-        return torch.where(moved >= 1, moved, nan)  # what is padded has the number that it is padded with
+        return torch.where(moved >= 1, moved, nan)  # padding has the value that it was filled with
 
     def _together(self, reads: Iterable[Tensor], shape: tuple[int, ...]) -> Tensor | None:
-        """Return numbers that stand at the same places, as broadcasting has them, as one tensor."""
+        """Return several tensors of numbers, broadcast to one shape and merged; None without any."""
         together: Tensor | None = None
         for read in reads:
             sizes = zip(reversed(read.shape), reversed(shape), strict=False)
@@ -176,7 +176,7 @@ def weight_of(graph: Graph, op: Op) -> TensorRef:
 
 
 def places_of_weight(graph: Graph, op: Op) -> tuple[int, int]:
-    """Return the dimension of a projection's weight that is summed over, and the one of the features that it gives."""
+    """Return the dimension of a projection's weight that is summed over, and the dimension of its output features."""
     if op.base_name == "convolution":
         return 1, 0
     if len(weight_of(graph, op).shape) < 2:
@@ -185,16 +185,16 @@ def places_of_weight(graph: Graph, op: Op) -> tuple[int, int]:
 
 
 def _where_alike(numbers: Tensor, place: int) -> Tensor:
-    """Return the one number along a dimension that is summed over; nan where there are several."""
+    """Return the number that is the same along a dimension; nan where the numbers differ."""
     first = numbers.narrow(place, 0, 1)
     return torch.where((numbers == first).all(place, keepdim=True), first, nan)
 
 
 def _by_channel(numbers: Tensor, rank: int) -> Tensor:
-    """Return one number for each channel, as it is broadcast to what has the channels behind the batch."""
+    """Return one number per channel, shaped to broadcast to a tensor with the channels after the batch."""
     return numbers.view(-1, *[1] * (rank - 2)) if numbers.dim() == 1 else numbers
 
 
 def _at_any_place(numbers: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the numbers of what is pooled or picked: those along the dimensions whose size is unchanged."""
+    """Return the numbers of a pooled or selected tensor, along the dimensions whose size is unchanged."""
     return numbers[tuple(slice(None if n == m else 1) for n, m in zip(numbers.shape, shape, strict=True))].expand(shape)

@@ -1,6 +1,6 @@
-"""A recording with its attentions, and the names of their axes.
+"""Find the attentions of a recording, and name their axes.
 
-A dimension of size one leaves no trace in a view: what it is shows in a wider run of the same forward.
+A dimension of size one leaves no trace in a view. A wider run of the same forward shows which axis it is.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Named = tuple[Attention, AxisNames]
 
 @dataclass(frozen=True)
 class NamedRun:
-    """A recorded run, and the attentions in it."""
+    """A recorded run with its attentions."""
 
     recording: Recording
     wider: NamedRun | None = None
-    """A run of the same forward in which no size is one: names of axes are taken from it."""
+    """A run of the same forward in which no size is one; it provides the names of axes. None without one."""
 
     @cached_property
     def graph(self) -> Graph:
@@ -45,28 +45,27 @@ class NamedRun:
 
     @cached_property
     def _alone(self) -> tuple[Named, ...]:
-        """The attentions with the names that this run alone tells."""
+        """The attentions with the names that this run alone provides."""
         with uncollected():
             return tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
 
     def beside(self, wider: NamedRun | None) -> Self:
-        """Return this run with a wider one beside it, and with what is known of it already."""
+        """Return this run with a wider run for the names of axes; cached results stay."""
         run = replace(self, wider=wider)
         vars(run).update({name: vars(self)[name] for name in ("graph", "_alone") if name in vars(self)})
         return run
 
 
-def _named_after(own: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
-    """The attentions of a run with the names of those of another, where these are the same ones."""
-    if len(own) != len(others) or not all(map(_is_same, own, others)):
-        return tuple(own)
-    return tuple(
-        (found, names.taking(_stages_at_size(found, *other))) for (found, names), other in zip(own, others, strict=True)
-    )
+def _named_after(attentions: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
+    """Return the attentions of a run with the names of another run's, if these are the same attentions."""
+    if len(attentions) != len(others) or not all(map(_is_same, attentions, others)):
+        return tuple(attentions)
+    pairs = zip(attentions, others, strict=True)
+    return tuple((each, names.taking(_stages_at_size(each, *other))) for (each, names), other in pairs)
 
 
 def _stages_at_size(attention: Attention, like: Attention, names: AxisNames) -> dict[str, str]:
-    """The axes of those stages of an attention that another one has as well, with as many dimensions."""
+    """Return the axes of the stages that two attentions have in common, with equal numbers of dimensions."""
     return {
         stage: at_size(names.of_stage(stage), tensor.shape, like.stages[stage].shape)
         for stage, tensor in attention.stages.items()
@@ -74,10 +73,10 @@ def _stages_at_size(attention: Attention, like: Attention, names: AxisNames) -> 
     }
 
 
-def _is_same(own: Named, other: Named) -> bool:
-    """Whether an attention of one run is that of the other: a size of one may be another there."""
-    (found, names), (like, theirs) = own, other
-    sizes = ((names.num_heads, theirs.num_heads), (names.num_kv_heads, theirs.num_kv_heads))
-    if found.module != like.module or any(size not in (1, instead) for size, instead in sizes):
+def _is_same(named: Named, other: Named) -> bool:
+    """Return whether attentions of two runs are the same one: sizes of one may be larger in the other."""
+    (attention, names), (like, other_names) = named, other
+    sizes = ((names.num_heads, other_names.num_heads), (names.num_kv_heads, other_names.num_kv_heads))
+    if attention.module != like.module or any(size not in (1, larger) for size, larger in sizes):
         return False
-    return names.num_heads == 1 or len(found.branches) == len(like.branches)
+    return names.num_heads == 1 or len(attention.branches) == len(like.branches)

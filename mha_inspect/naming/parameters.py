@@ -1,8 +1,8 @@
-"""What the parameters hold of each attention: the rows of W_q to W_v and the columns of W_o that are each head's.
+"""Find the rows of W_q, W_k, W_v and the columns of W_o that belong to each head, in the parameters of a module.
 
-The elements of a parameter are numbered, and followed (`elements`) to the heads: there the axes of the stage say which
-head and which feature each has become. In `q, k, v = qkv(x).chunk(3, -1)` with 3 heads of 4 features the second head of
-the keys is made of rows 16 to 19 of the weight.
+The elements of a parameter are numbered and followed (`elements`) to the heads. There the axes of the stage give the
+head and the feature of each element. With `q, k, v = qkv(x).chunk(3, -1)` and 3 heads of 4 features, the keys of head 1
+are rows 16 to 19 of the weight.
 """
 
 from __future__ import annotations
@@ -26,77 +26,77 @@ from .named_run import NamedRun
 from .pattern import axis_sizes, dims_of
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
-"""What a part is called after, and the projection of which it is."""
+"""The letter of a part, and its projection."""
 _LONGEST = 600
-"""Operations after which a walk gives up: no projection takes so many."""
+"""Operations after which a walk gives up: projections need fewer."""
 _OF_HEADS = re.compile(r"(heads|kv_heads|group)(_\d+)?")
 _OF_FEATURES = re.compile(r"(maps|head_dim|v_head_dim)(_\d+)?")
 
 Content = Callable[[str], Tensor]
-"""Gives a parameter by its name."""
+"""A function from the name of a parameter to its tensor."""
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """What one parameter holds of one matrix, bias, or other numbers of one side of an attention."""
+    """One parameter's part of a matrix, bias, or other numbers of one side of an attention."""
 
     kind: str
-    """`W` and `b` for what projects, `before` and `beside` for another projection, `norm` and `scale before` for what
-    is multiplied behind and before it, `appended` for what is joined, `learned` for anything else."""
+    """`W` and `b` for the projection, `before` and `beside` for another projection, `norm` and `scale before` for a
+    factor after or before the projection, `appended` for an appended key or value, `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`."""
     parameter: Named
     heads: dict[int, Tensor]
-    """Head to where in the memory of the parameter each of its features is; -1 where it is not there."""
+    """Head to the place of each of its features in the memory of the parameter; -1 for a feature outside it."""
     is_shared: bool = False
-    """Whether heads have elements in common, or all of it is in every one: then it belongs to none."""
+    """Whether heads have elements in common: then the elements belong to no single head."""
     inner: tuple[int, int] | None = None
-    """How many numbers each feature has in a matrix (what it takes in; for W_o what it gives), and the step from one to
-    the next; None for what has one, or where that is not known."""
+    """Count of each feature's numbers in a matrix (its inputs; for W_o its outputs), and the step from one to the next;
+    None for a single number per feature, or if it could not be determined."""
     reads: dict[int, int] | None = None
-    """Head to the first feature that it reads, where it reads a part of them."""
+    """Head to the first input feature that it reads; None if every head reads all of them."""
     width: int = 0
-    """How many features the heads have before them, be it that each reads a part of them."""
+    """Number of input features, including those that a head does not read."""
     moved: bool = True
-    """Whether the numbers are used as they are: moved or cast, and nothing done to them."""
+    """Whether the numbers are used unchanged: at most viewed, copied or cast."""
 
     @property
     def name(self) -> str:
-        """`W_q`, `b_q`, or `bias_k` of a learned key; empty for what is none of these."""
+        """`W_q`, `b_q`, or `bias_k` of a learned key; empty for other kinds."""
         kind = {"appended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
         return f"{kind}_{self.letter}" if kind else ""
 
     @property
     def is_vector(self) -> bool:
-        """Whether this is a matrix of one dimension alone, which projects to one number."""
+        """Whether this is a matrix with a single dimension, which projects to one number."""
         return self.kind == "W" and len(self.parameter.tensor.shape) == 1
 
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """A matrix or bias of an attention, and where in the parameters it is."""
+    """A matrix or bias of an attention, and its place in the parameters."""
 
     part: str
     """`W_q`, `W_k`, `W_v`, `W_o`, `b_q` to `b_o`; `bias_k` and `bias_v` for a learned key and value."""
     shape: tuple[int, ...]
     """`heads head_dim embed` of a matrix, also of W_o; `heads head_dim` of a bias, `embed` of b_o."""
     is_whole: bool
-    """Whether that is known of every feature, and the numbers there are used as they are: not so for weights that the
-    forward makes of several parameters."""
+    """Whether the place of every feature is known and its numbers are used unchanged; false for weights that the
+    forward computes from several parameters."""
     serves: tuple[tuple[int, ...], ...]
-    """For each key/value head the query heads that use it, where heads share them; else empty."""
+    """For each key/value head the query heads that use it; empty without shared heads."""
     parts: tuple[Part, ...]
-    """What each parameter holds of it."""
+    """The part of each parameter."""
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """The names of the parameters that hold it: several where each head has one of its own."""
+        """The names of its parameters: several if e.g. each head has its own."""
         return tuple(part.parameter.name for part in self.parts)
 
     def read(self, content_of: Content) -> Tensor:
         """Return a copy of the numbers by head, with zeros for the features that a head does not read.
 
-        The parameters are those of the module that was run, or of one that is laid out as it is.
+        The parameters may be those of another module with the same layout.
         """
         numbers = content_of(self.parameters[0]).detach().new_zeros(self.shape)
         for part, by_head, features, where in self._pieces(numbers):
@@ -104,18 +104,18 @@ class Projection:
         return numbers
 
     def write(self, content_of: Content, numbers: Tensor) -> None:
-        """Copy numbers by head into the parameters; what a head does not read has no place, and is left out."""
+        """Copy numbers by head into the parameters; features that a head does not read are skipped."""
         for part, by_head, features, where in self._pieces(numbers):
             parameter = content_of(part.parameter.name).detach()
             parameter[where] = by_head[features].to(parameter)
 
     def _pieces(self, numbers: Tensor) -> Iterator[tuple[Part, Tensor, Tensor, tuple[Tensor, ...]]]:
-        """Yield each head's numbers, which features of them a parameter holds, and where in it these are."""
+        """Yield for each head a view of its numbers, the features that a parameter has, and their places in it."""
         for part in self.parts:
-            for head, every in part.heads.items():
+            for head, row in part.heads.items():
                 by_head = numbers if len(self.shape) == 1 else numbers[head]
-                features = (every >= 0).nonzero().flatten()
-                places = every[features]
+                features = (row >= 0).nonzero().flatten()
+                places = row[features]
                 if part.inner is not None:
                     start = 0 if part.reads is None else part.reads.get(head, 0)
                     by_head = by_head[:, start : start + part.inner[0]]
@@ -124,15 +124,15 @@ class Projection:
 
 
 def coordinates(places: Tensor, tensor: TensorRef) -> tuple[Tensor, ...]:
-    """Return where along each dimension of a parameter the elements at these places of its memory are."""
+    """Return the indices along each dimension of a parameter for these places in its memory."""
     strides = zip(tensor.shape, tensor.stride, strict=True)
     return tuple(places.floor_divide(max(stride, 1)) % max(size, 1) for size, stride in strides)
 
 
 def projections(run: NamedRun) -> list[list[Projection]]:
-    """Return for each attention every matrix and bias that parameters hold, with where each head's part is.
+    """Return for each attention its matrices and biases, with the place of each head's part.
 
-    Nothing is run again; the tensors of the run need not have been kept. A side that has no projection has none here.
+    The module is not run again, and the tensors of the run need not be kept. A side without a projection is absent.
     """
     every = []
     for (_, names), (parts, serves) in zip(run.attentions, parts_of(run), strict=True):
@@ -140,7 +140,7 @@ def projections(run: NamedRun) -> list[list[Projection]]:
         for part in parts:
             if part.name and not part.is_vector:
                 named.setdefault(part.name, []).append(part)
-        every.append([_projection(name, own, names, serves) for name, own in named.items()])
+        every.append([_projection(name, of_name, names, serves) for name, of_name in named.items()])
     return every
 
 
@@ -156,7 +156,7 @@ def _projection(name: str, parts: list[Part], names: AxisNames, serves: Serves) 
         for head, places in part.heads.items():
             if head < count and len(places) == width:
                 covered[head] += places >= 0
-                covered[head] += len(torch.unique(places[places >= 0])) < int((places >= 0).sum())  # met more than once
+                covered[head] += len(torch.unique(places[places >= 0])) < int((places >= 0).sum())  # used twice
     embed = first.width if first.inner is not None else 0
     shape = (width,) if single else (count, width, embed) if first.kind == "W" else (count, width)
     is_whole = (
@@ -170,30 +170,30 @@ def _projection(name: str, parts: list[Part], names: AxisNames, serves: Serves) 
 
 
 def num_heads(names: AxisNames, letter: str) -> int:
-    """Return how many heads there are of `q`, `k`, `v` or `o`."""
+    """Return the number of heads of `q`, `k`, `v` or `o`."""
     return names.num_kv_heads if letter in "kv" else names.num_heads
 
 
 def parts_of(run: NamedRun) -> list[tuple[list[Part], Serves]]:
-    """Return what the parameters hold of each attention of a run, and which query heads each key head serves."""
+    """Return the parts of each attention in the parameters, and the query heads that use each key head."""
     return [_PartsOfAttention(run, attention, names).all() for attention, names in run.attentions]
 
 
 def parameters_behind(
     run: NamedRun, tensors: Iterable[TensorRef], passes: Callable[[Op], bool] = lambda op: True
 ) -> list[Named]:
-    """Return the parameters that tensors are made of, by operations that pass."""
-    found: dict[str, Named] = {}
+    """Return the parameters that tensors are made of, through operations that pass the test."""
+    parameters: dict[str, Named] = {}
     for step in (step for tensor in tensors for step in run.graph.back(tensor, passes)):
         if run.recording.producer(step.tensor) is None:
             of_storage = (named for named in run.recording.parameters if named.tensor.storage == step.tensor.storage)
-            found |= {named.name: named for named in of_storage}
-    return list(found.values())
+            parameters |= {named.name: named for named in of_storage}
+    return list(parameters.values())
 
 
 @dataclass(frozen=True)
 class _Codes:
-    """Which head and feature each element of a stage is: `head * features + feature`, counted from 0."""
+    """The head and feature of each element of a stage: `head * features + feature`, counted from 0."""
 
     numbers: Tensor
     heads: int
@@ -202,16 +202,16 @@ class _Codes:
 
 @dataclass(frozen=True)
 class _Meeting:
-    """An operation by which a parameter, moved or scaled at most, meets what becomes heads."""
+    """An operation that applies a parameter on the way to the heads; the parameter is at most moved or scaled."""
 
     op: Op | None
-    """None where the heads are made of parameters alone."""
+    """None if the heads are made of parameters alone."""
     weight: TensorRef
     kind: str
 
 
 class _PartsOfAttention:
-    """Finds what the parameters hold of one attention."""
+    """Finds the parts of one attention in the parameters."""
 
     def __init__(self, run: NamedRun, attention: Attention, names: AxisNames) -> None:
         self._run, self._graph, self._attention, self._names = run, run.graph, attention, names
@@ -219,7 +219,7 @@ class _PartsOfAttention:
         self._serves: Serves = ()
 
     def all(self) -> tuple[list[Part], Serves]:
-        """Return everything that parameters hold of the heads and the output, and whom the heads of keys serve."""
+        """Return all parts of the heads and the output, and the query heads that use each key head."""
         heads, shared = self._names.num_heads, self._names.num_kv_heads
         if shared < heads:
             words = [word for dim in dims_of(self._names.of_stage("q_heads")) for word in dim]
@@ -235,7 +235,7 @@ class _PartsOfAttention:
     # -- queries, keys and values -------------------------------------------------------------------------------------
 
     def _side(self, letter: str) -> list[Part]:
-        """Return what parameters hold of the queries, keys or values, head by head."""
+        """Return the parts of the queries, keys or values, by head."""
         side, stage, parts = SIDES[letter], f"{letter}_heads", list[Part]()
         given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
         stops = {tensor.id for tensor in given if not self._graph.is_weight(tensor)}
@@ -256,7 +256,7 @@ class _PartsOfAttention:
         return self._run.recording.producers.get(tensor.id, -1)
 
     def _placed(self, meeting: _Meeting, projection: Op | None, side: str) -> _Meeting:
-        """Return a meeting with what its parameter does, by whether it does so before or behind the projection."""
+        """Return a meeting with its kind, decided by its place before or after the projection."""
         op, kind = meeting.op, meeting.kind
         if projection is None or op is None:
             return meeting
@@ -269,14 +269,14 @@ class _PartsOfAttention:
         return replace(meeting, kind=kind)
 
     def _codes(self, turn: Attention, stage: str) -> _Codes | None:
-        """Return which head and feature each element of a stage is; None where its axes do not say so."""
+        """Return the head and feature of each element of a stage; None if its axes do not show them."""
         pattern, shape = self._names.of_stage(stage), turn.stages[stage].shape
         if self._names.mixes_positions and self._names.num_heads > 1:
-            return None  # every feature is in every head, somewhere
+            return None  # every head has every feature somewhere
         known = sizes_in(self._attention, self._names, stage)
         dims: list[list[str]] = [[] for _ in shape]
         for at, words in enumerate(dims_of(pattern)):
-            for word in words:  # what lies beside heads and features is counted as one, where its size is not known
+            for word in words:  # neighbouring axes of unknown size, outside heads and features, count as one
                 named = _OF_HEADS.fullmatch(word) or _OF_FEATURES.fullmatch(word) or word in known
                 if named or not dims[at] or not dims[at][-1].startswith("rest"):
                     dims[at].append(word if named else f"rest{at}_{len(dims[at])}")
@@ -293,10 +293,10 @@ class _PartsOfAttention:
         return _Codes(laid_out, *counts) if laid_out.shape == shape else None
 
     def _way(self, start: TensorRef, stops: set[int], ends: set[int], since: int) -> tuple[list[Op], list[_Meeting]]:
-        """Return the operations on the way back to `stops`, in order, and those by which parameters are met on it.
+        """Return the operations on the way back to `stops`, in order, and the meetings with parameters on it.
 
-        The products `ends` end a way. At any other one with a weight what it projects is followed on. Of what was made
-        by the operation `since` or before nothing is followed but weights.
+        The products in `ends` end the way. At any other projection the walk goes on to the projected tensor. Of tensors
+        made by the operation `since` or earlier, only weights are followed.
         """
         graph, ops, meetings = self._graph, dict[int, Op](), list[_Meeting]()
         queue = deque([start])
@@ -324,7 +324,7 @@ class _PartsOfAttention:
         return [ops[index] for index in sorted(ops)], meetings
 
     def _with_reads(self, part: Part, op: Op, turn: Attention) -> Part:
-        """Return a part of a matrix with the features of what comes in that it reads, where these are not all."""
+        """Return a part of a matrix with the input features that it reads, if it does not read all."""
         given = turn.stages.get(SIDES[part.letter])
         if given is None or not given.shape or part.inner is None or self._attention.earlier:
             return part
@@ -340,7 +340,7 @@ class _PartsOfAttention:
         return replace(part, reads=dict.fromkeys(part.heads, features[0] - 1), width=given.shape[-1])
 
     def _numbered(self, letter: str, parts: list[Part]) -> list[Part]:
-        """Return the parts with the numbers of heads that differ, where several heads were found to share one."""
+        """Return the parts with key/value heads counted once each, if several heads turn out to be the same one."""
         shared, count = num_heads(self._names, letter), 1 + max((head for p in parts for head in p.heads), default=0)
         if shared >= count or letter not in "kv":
             return parts
@@ -348,7 +348,7 @@ class _PartsOfAttention:
             tuple((p.parameter.name, *p.heads[head].tolist()) for p in parts if head in p.heads and p.kind in "Wb")
             for head in range(count)
         ]
-        apart = [*dict.fromkeys(signs)]  # in the order of the rows, of one parameter
+        apart = [*dict.fromkeys(signs)]  # sorted by rows below, if they are in one parameter
         if len({part[:1] for sign in signs for part in sign[:1]}) == 1:
             apart.sort()
         if len(apart) != shared:
@@ -361,7 +361,7 @@ class _PartsOfAttention:
     # -- the output ---------------------------------------------------------------------------------------------------
 
     def _output(self) -> list[Part]:
-        """Return what parameters hold of the output: the columns of each head, and what is added."""
+        """Return the parts of the output: the columns of each head, and the bias."""
         output, contexts = self._attention.stages.get("output"), [turn.stages["context"] for turn in self._turns]
         ops = [turn.projections["output"] for turn in (*self._turns, self._attention) if "output" in turn.projections]
         ops = [*{op.index: op for op in ops}.values()]
@@ -389,7 +389,7 @@ class _PartsOfAttention:
     def _codes_at(
         self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[_Codes | None]
     ) -> _Codes | None:
-        """Return which head and feature each element is that is projected, of the contexts of all turns."""
+        """Return the head and feature of each projected element, from the contexts of all turns."""
         known = [codes for codes in of_turns if codes is not None]
         if len(known) < len(of_turns):
             return None
@@ -404,15 +404,15 @@ class _PartsOfAttention:
     def _parts(
         self, letter: str, meeting: _Meeting, way: list[Op], target: TensorRef, codes: _Codes | None, turn: int = 0
     ) -> Iterator[Part]:
-        """Yield what the parameters behind a weight hold of these heads.
+        """Yield the parts of these heads in the parameters behind a weight.
 
         Args:
-            letter: whose heads.
-            meeting: how the weight is met.
+            letter: the side of the heads.
+            meeting: the operation that applies the weight.
             way: the operations that lead to the target.
-            target: the heads; for W_o what is projected.
-            codes: which head and feature each element of the target is; None where that is not known.
-            turn: the number of these heads in a loop over them.
+            target: the heads; for W_o the projected tensor.
+            codes: head and feature of each element of the target; None if unknown.
+            turn: the number of the turn in a loop over heads.
         """
         op, kind = meeting.op, meeting.kind
         taps = meeting.weight.shape[2:] if op is not None and op.base_name == "convolution" else ()
@@ -437,7 +437,7 @@ class _PartsOfAttention:
             yield part
 
     def _followed(self, parameter: TensorRef, way: list[Op]) -> tuple[Elements, Elements]:
-        """Return the numbers of a parameter's elements at the end of a way: the lowest and the highest of each."""
+        """Return the numbers of a parameter's elements at the end of a way: lowest and highest for each element."""
         lowest, highest = (Elements(self._graph, merge, parameter) for merge in (torch.fmin, torch.fmax))
         lowest.follow(way)
         if not lowest.merged:
@@ -446,7 +446,7 @@ class _PartsOfAttention:
         return lowest, highest
 
     def _with_inner(self, part: Part, op: Op, elements: Elements) -> Part:
-        """Return a part of a matrix with how many numbers each of its features has, and how far apart they are."""
+        """Return a part of a matrix with the count of each feature's numbers, and the step between them."""
         weight = weight_of(self._graph, op)
         place = places_of_weight(self._graph, op)[part.letter == "o" and part.kind == "W"]
         number = weight.shape[place]
@@ -461,7 +461,7 @@ class _PartsOfAttention:
 
 
 def _kind(op: Op) -> str:
-    """Return what an operation that is no projection does with a parameter."""
+    """Return the kind of use of a parameter by an operation other than a projection."""
     if op.does("joins"):
         return "appended"
     name = "mul" if op.does("norms") else op.base_name.rstrip("_")
@@ -469,9 +469,10 @@ def _kind(op: Op) -> str:
 
 
 def _rows(low: Tensor, high: Tensor, codes: _Codes) -> Tensor:
-    """Return for each head, and each of its features, which element it is made of, from 0; -1 where that is not known.
+    """Return for each head and feature the element that it is made of, from 0; -1 if unknown.
 
-    Features that are turned are made of two each, and all of them together of as many: those in their order.
+    A rotated feature is made of two elements. All rotated features of a head together have as many elements as
+    features, and get them in order.
     """
     known = ~(low.isnan() | codes.numbers.isnan())
     index, size = codes.numbers[known].long(), codes.heads * codes.features
@@ -479,10 +480,10 @@ def _rows(low: Tensor, high: Tensor, codes: _Codes) -> Tensor:
     highest = torch.full((size,), -torch.inf, dtype=low.dtype).scatter_reduce(0, index, high[known], "amax")
     rows = torch.where(lowest == highest, lowest, 0).long().view(codes.heads, codes.features) - 1
     for row, *ends in zip(rows, lowest.view(rows.shape), highest.view(rows.shape), strict=True):
-        turned = (ends[0] != ends[1]) & (ends[0] < torch.inf)
-        made_of = torch.unique(torch.cat([end[turned] for end in ends])) if bool(turned.any()) else ends[0][:0]
-        if len(made_of) == int(turned.sum()):
-            row[turned] = made_of.long() - 1
+        rotated = (ends[0] != ends[1]) & (ends[0] < torch.inf)
+        made_of = torch.unique(torch.cat([end[rotated] for end in ends])) if bool(rotated.any()) else ends[0][:0]
+        if len(made_of) == int(rotated.sum()):
+            row[rotated] = made_of.long() - 1
     return rows
 
 
@@ -493,13 +494,13 @@ def _have_in_common(heads: dict[int, Tensor]) -> bool:
 
 
 def _of_no_head(part: Part) -> Part:
-    """Return a part of what is done to the output, which all of it belongs to."""
+    """Return a part of the output as belonging to no head."""
     every = {0: torch.arange(part.parameter.tensor.numel)} if part.kind == "b" else {}
     return replace(part, heads=every, is_shared=part.kind != "b")
 
 
 def _merged(parts: Iterable[Part]) -> list[Part]:
-    """Return one part for each parameter and what is done with it, with the heads of all."""
+    """Return one part per parameter and kind of use, with the heads of all turns."""
     merged: dict[tuple[str, str], Part] = {}
     for part in parts:
         known = merged.setdefault((part.parameter.name, part.kind), part)

@@ -1,4 +1,4 @@
-"""Axes as patterns that einops takes: those of the steps of attention, how elements move, and what sizes say of names.
+"""Write axes as einops patterns: the canonical axes of each stage, rearrangements between stages, names that fit sizes.
 
 `einops.rearrange(left, pattern)` brings one stage to the next. A name stands for axes of one size.
 """
@@ -27,50 +27,50 @@ CANONICAL_AXES: dict[str, str] = {
     "concat": "batch query (heads head_dim)",
     "output": "batch query embed",
 }
-"""Stage name to its canonical axes, in the order in which they are computed."""
+"""Stage name to its canonical axes, in the order of computation."""
 
 STAGES: tuple[str, ...] = tuple(CANONICAL_AXES)
-"""The names alone. An attention has those that its implementation has; nothing is invented for the rest."""
+"""The names of all stages. An attention has the stages that its implementation has; the others are absent."""
 
 WITHIN = ("weights", "masked_scores", "scores", "q_heads", "k_heads", "v_heads")
-"""The stages that the weights are made of: they say what the size of a name is, the first one that has it."""
+"""The stages that the weights are made of. The first of them with a name decides the name's size."""
 PLACES = ("query", "key", "windows")
 """Names of axes along a sequence."""
 POSITIONS = "positions"
-"""What the axis of a sequence is called whose places are not one query, or one key, each."""
+"""Name of a sequence axis whose places do not correspond to the queries or keys one by one."""
 
 _GROUPED = {"heads": ("kv_heads", "group")}
-"""An axis, and the two that it is counted by where keys and values are shared."""
+"""An axis, and its two parts if keys and values are shared."""
 _PACKED = ("qkv", "kv", "qk", "packed")
-"""Axes that count what stands side by side in one matrix."""
+"""Axes that count the projections in one matrix."""
 _NUMBERED = re.compile(r"(\w+)_\d+")
-"""Axes that have several dimensions: `query_1 query_2`, the height and width of an image."""
+"""Axes with several dimensions, e.g. the height and width of an image: `query_1 query_2`."""
 
 Dims = list[list[str]]
-"""A pattern, dimension by dimension: several names where it has brackets."""
+"""A pattern as lists of names, one list per dimension."""
 
 
 def _words_of(pattern: str) -> list[str]:
-    """`batch query (heads head_dim)` as what stands for each dimension."""
+    """Return the words for the dimensions of `batch query (heads head_dim)`, brackets included."""
     return re.findall(r"\([^)]*\)|\S+", pattern)
 
 
 def dims_of(pattern: str) -> Dims:
-    """`batch query (heads head_dim)` as the names in each dimension."""
+    """Return the names in each dimension of `batch query (heads head_dim)`."""
     return [word.strip("()").split() for word in _words_of(pattern)]
 
 
 @lru_cache(256)  # the layers of a model are alike
 def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str | None:
-    """The pattern that brings elements laid out as `left` to `right`; None where no pattern of einops does.
+    """Return the pattern that rearranges `left` to `right`; None if einops has no pattern for it.
 
-    What an implementation repeats, or takes a part of, no pattern can say: the right side is then what it is before it
-    is repeated, or has the axis first of which a part is taken, and words say the rest.
+    A repeat or a slice has no pattern. The right side is then the layout before the repeat, or has the sliced axis
+    first, and words follow the pattern.
 
     Args:
-        left: the axes of what is rearranged.
-        right: the axes of what comes of it.
-        shapes: of both.
+        left: the axes of the source.
+        right: the axes of the result.
+        shapes: the shapes of both.
     """
     before, after = dims_of(left), dims_of(right)
     _spell_alike(before, after)
@@ -79,10 +79,10 @@ def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[in
         axis_sizes(before, shapes[0], {**second, **first}),
         axis_sizes(after, shapes[1], {**first, **second}),
     )
-    for dims, other, own in ((before, after, first), (after, before, second)):
+    for dims, other, sizes in ((before, after, first), (after, before, second)):
         there = _names(other)
         for names in dims:
-            names[:] = ["1" if name not in there and own.get(name) == 1 else name for name in names]
+            names[:] = ["1" if name not in there and sizes.get(name) == 1 else name for name in names]
     gone, new = ([n for n in _names(a) if n not in _names(b)] for a, b in ((before, after), (after, before)))
     taken = ""
     if len(gone) == 1 and gone[0] in _PACKED and not new:
@@ -101,7 +101,7 @@ def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[in
         return None
     if any(len(_names(dims)) != len(set(_names(dims))) for dims in (before, after)):
         return None
-    # An axis that became longer had something appended; any other change is no matter of moving elements.
+    # Keys may be appended. Any other change of a size is more than a rearrangement.
     if any(first[axis] != second[axis] for axis in first.keys() & second.keys() - {"key"}):
         return None
     if first.get("key", 0) > second.get("key", first.get("key", 0)):
@@ -115,15 +115,15 @@ def _names(dims: Dims) -> list[str]:
 
 
 def axis_sizes(dims: Dims, shape: Sequence[int], known: Mapping[str, int]) -> dict[str, int]:
-    """The size of each axis that a dimension of its own tells, or all others in its dimension."""
+    """Return the size of each axis that is alone in a dimension, or the only unknown axis in one."""
     sizes = {names[0]: size for names, size in zip(dims, shape, strict=True) if len(names) == 1 and names[0] != "1"}
     for names, size in zip(dims, shape, strict=True):
-        told = {**known, **sizes}
-        left = [name for name in names if name not in told]
+        every = {**known, **sizes}
+        left = [name for name in names if name not in every]
         if len(left) == 1 and len(names) > 1:
-            sizes[left[0]] = size // max(prod(told[name] for name in names if name in told), 1)
-        elif not left and prod(told[name] for name in names) == size:
-            sizes |= {name: told[name] for name in names}
+            sizes[left[0]] = size // max(prod(every[name] for name in names if name in every), 1)
+        elif not left and prod(every[name] for name in names) == size:
+            sizes |= {name: every[name] for name in names}
     return sizes
 
 
@@ -133,31 +133,31 @@ def _replace(dims: Dims, name: str, *others: str) -> None:
 
 
 def _spell_alike(before: Dims, after: Dims) -> None:
-    """Where one side counts an axis by its parts, the other does so too."""
-    for one, other in ((before, after), (after, before)):
+    """Replace an axis by its parts on one side if the other side has the parts."""
+    for split, other in ((before, after), (after, before)):
         for whole, parts in _GROUPED.items():
-            if set(parts) <= set(_names(one)):
+            if set(parts) <= set(_names(split)):
                 _replace(other, whole, *parts)
         numbered: dict[str, list[str]] = {}
-        for name in _names(one):
+        for name in _names(split):
             if match := _NUMBERED.fullmatch(name):
                 numbered.setdefault(match[1], []).append(name)
-        for whole, found in numbered.items():
-            _replace(other, whole, *found)
+        for whole, names in numbered.items():
+            _replace(other, whole, *names)
 
 
 def _text(dims: Dims) -> str:
     return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" for names in dims)
 
 
-# -- what sizes say of names ------------------------------------------------------------------------------------------
+# -- names that fit sizes ---------------------------------------------------------------------------------------------
 
 
 def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the patterns of all stages, with `positions` or a number in those that disagree with the weights.
+    """Return the patterns of all stages; a name whose size disagrees with the weights becomes `positions` or a number.
 
-    There are other numbers of positions than queries where a sequence was padded to whole windows, and where queries
-    are asked one by one or piece by piece. Keys may become more, or fewer, before they are used.
+    The sequence can differ from the queries if it was padded to whole windows, or if queries are processed in pieces.
+    Keys may be appended or pooled before they are used.
     """
     return dict(_one_size_a_name(tuple((stage, axes, shapes[stage]) for stage, axes in stages.items())))
 
@@ -173,11 +173,11 @@ def _one_size_a_name(stages: tuple[tuple[str, str, tuple[int, ...]], ...]) -> di
     within = {word: [size for size, stage in of_size.items() if stage in WITHIN] for word, of_size in sizes.items()}
     padded = min(sizes.get("query", (0,))) < max(within.get("query") or (0,))
     windows = any("windows" in dim for dims in laid_out.values() for dim, _ in dims)
-    disagree = windows or padded or any(len(several) > 1 for several in within.values())
+    disagree = windows or padded or any(len(different) > 1 for different in within.values())
     known = {word: next(iter(of_size)) for word, of_size in sizes.items()}
 
     def written(stage: str, dim: str, size: int) -> str:
-        """A dimension; where its words say another size, `positions` for a whole sequence, or the size."""
+        """Return a dimension; if its names do not fit the size, `positions` for a whole sequence, or the size."""
         words = dim.strip("()").split()
         factors = [int(word) if word.isdigit() else known.get(word, 0) for word in words]
         if (dim == "key" and not disagree) or not all(factors) or prod(factors) == size:
@@ -191,16 +191,16 @@ def _one_size_a_name(stages: tuple[tuple[str, str, tuple[int, ...]], ...]) -> di
         for dim, size in dims:
             text = written(stage, dim, size)
             words = {word for word in text.strip("()").split() if word.isidentifier()}
-            texts.append(str(size) if words & before else text)  # two axes that are not told apart
+            texts.append(str(size) if words & before else text)  # two axes of one name
             before |= words
         patterns[stage] = " ".join(texts)
     return patterns
 
 
 def at_size(pattern: str, shape: tuple[int, ...], kept: tuple[int, ...]) -> str:
-    """A pattern with the sizes of this shape: a number in it is a size of the run that it was read off.
+    """Return a pattern with the sizes of this shape instead of the sizes of another run.
 
-    A dimension of which only a part has a name is a number as a whole, but for one that has the size that is `kept`.
+    A dimension with a number becomes its size as a whole, unless it has the same size in `kept`, the other run's shape.
     """
     dims = zip(_words_of(pattern), shape, kept, strict=True)
     return " ".join(str(size) if re.search(r"\b\d", dim) and size != same else dim for dim, size, same in dims)

@@ -1,4 +1,19 @@
-"""What each axis of an attention's products is: batch, heads, windows, query, key or the features of a head."""
+"""Find the role of each axis of an attention's products: batch, heads, windows, query, key or features of a head.
+
+An example, torch's layer with 3 heads. The product of scores is `[6, 5, 4] @ [6, 4, 5]`:
+
+>>> import torch
+>>> from mha_inspect.running.subject import Subject
+>>> layer, x = torch.nn.MultiheadAttention(12, 3, batch_first=True), torch.randn(2, 5, 12)
+>>> run = Subject(layer, (x, x, x), {}).recorded()
+>>> roles = Roles(run.attentions[0][0], run.graph.dimensions)
+>>> {name: size_of(getattr(roles, name)) for name in ("batch", "heads", "query", "key", "head_dim")}
+{'batch': 2, 'heads': 3, 'query': 5, 'key': 5, 'head_dim': 4}
+
+The product sums over head_dim; its rows are queries, its columns keys. Its dimension of 6 consists of two axes, 2 and 3
+(`graph.dimensions`). The axis of 2 is also in the input, outside the features, so it is the batch. The axis of 3 is
+not, so it is the heads.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +24,7 @@ from ..graph.attention import Attention, positions_of
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 
 Group = tuple[str, Dim]
-"""A name and the atoms that it stands for, in row-major order."""
+"""A name and its atoms, in row-major order."""
 
 
 class Roles:
@@ -20,76 +35,76 @@ class Roles:
         self._averaged = attention.value_product.axes(dimensions)
         axes = attention.score_product.axes(dimensions)
         query, key = (axes.columns, axes.rows) if attention.key_first else (axes.rows, axes.columns)
-        # As they are before the two meet.
+        # The axes of the factors, before the product unifies them.
         sources = (axes.left_rows, axes.right_columns)
         self._source_query, self._source_key = sources[:: -1 if attention.key_first else 1]
         self.head_dim: Dim = axes.left_inner
-        # The same axis as the left factor's, but where the two were not recognised as one.
+        # Usually the same axis as in the left factor; different if the two could not be unified.
         self._other_dim: Dim = axes.right_inner
         beside = self._beside_keys(key)
-        # Every query meets these keys too, and the softmax runs over each of their rows by itself.
+        # Key axes that the softmax does not run over count as axes that the product runs over.
         folded, self.key = (*axes.batch, *beside), _without(key, beside)
         self._source_key = _without(self._source_key, beside)
         outside = self._outside()
         rows, summed = set(wide(query)), set(wide(self.head_dim))
         self.over_features = bool(rows and summed) and summed <= outside and rows <= self._features() - outside
-        """Whether features attend to features: the product of scores sums over the positions."""
+        """Whether features attend to features: the product of scores sums over positions."""
         head_rows: Dim = ()
         if outside and not self.over_features:
-            # One key head for all: the query heads stand beside the queries, in the rows of one product.
-            several = len(wide(query)) > 1
-            features = self._features() if several else self._features("query") & self._features("output")
+            # With a single key head, the query heads are rows of one product, beside the queries.
+            many_rows = len(wide(query)) > 1
+            features = self._features() if many_rows else self._features("query") & self._features("output")
             head_rows = _without(_within(query, features), outside)
         self.mixes_positions = self._mixes_positions(outside, head_rows, query)
-        """Whether a view splits the heads without a transpose, so that each has the features of some positions."""
+        """Whether a view without a transpose splits the heads, so that each head sees features of a few positions."""
         head_rows = () if self.mixes_positions else head_rows
         self.query, self._source_query = _without(query, head_rows), _without(self._source_query, head_rows)
-        # Where a product has no query but one, every query has keys of its own: it is among what the product runs over.
+        # A product with a single query per step gathers separate keys for each query.
         self.own_keys: Dim = () if wide(self.query) else self._apart(folded)
-        """The queries, where each of them has keys of its own: windows that were unfolded."""
+        """The query axes if every query has its own gathered keys, e.g. unfolded windows; otherwise empty."""
         if self.own_keys:
             self.query = self._source_query = self.own_keys
         self.batch, heads, self.windows = self._split(_without(folded, self.own_keys), outside, head_rows)
         self.maps = self._maps_of_a_head(heads)
-        """What counts the weights of one head, where they are put together before they meet the values."""
+        """The axes that count several weight maps of one head, e.g. in differential attention; otherwise empty."""
         self.heads = _without(heads, self.maps)
         if self.mixes_positions:
             self.heads, self.windows = (*self.windows, *self.heads), ()
         sides = (self._averaged.rows, self._averaged.columns)
         value_query, self.value_dim = sides[:: -1 if attention.value_first else 1]
         self._value_key = self._averaged.left_inner if attention.value_first else self._averaged.right_inner
-        # What the context has for queries, where it does not have the features.
+        # The query axes of the context.
         self._value_query = self.own_keys or _without(value_query, {*self.heads, *self.batch, *self.windows})
         self.own_value_width = size_of(self.value_dim) != size_of(self.head_dim)
-        if self.over_features:  # the product of scores has features and positions in each other's place
+        if self.over_features:  # features and positions are exchanged in the product of scores
             self.query, self.head_dim = self.head_dim, self.query
             self.key, self._other_dim = self._other_dim, self.key
             self.value_dim, self._value_key = self._value_key, self.value_dim
             self.own_value_width = False
 
     def _atoms(self, stage: str) -> set[Axis]:
-        """The atoms of a stage; none where it is not there."""
+        """Return the atoms of a stage; empty if the stage is absent."""
         tensor = self._attention.stages.get(stage)
         return set() if tensor is None else {atom for dim in self._dimensions.of(tensor) for atom in dim}
 
     def _beside_keys(self, key: Dim) -> Dim:
-        """What stands beside the keys in the product of scores, and is a batch to the softmax and to the values."""
+        """Return axes beside the keys in the product of scores that are a batch of the softmax and of the values."""
         attention = self._attention
         over = self._dimensions.along(attention.softmax.output, attention.softmax_dim)
         return () if attention.over_queries else _within(_without(wide(key), over), {*self._averaged.batch})
 
     def _outside(self) -> set[Axis]:
-        """The atoms of what comes in, before it is projected: all but its features, which something else may split."""
+        """Return the atoms of the input before its projection, except those of its features."""
         stages = self._attention.stages
         side = "query" if "query" in stages else "key"
         dims = positions_of(self._attention, self._dimensions, side) if side in stages else []
         op = self._attention.projections.get(side)
-        if op is not None and op.base_name == "convolution":  # one that is strided makes positions of its own
+        if op is not None and op.base_name == "convolution":  # a strided convolution has new positions
             dims += self._dimensions.of(op.output)[2:]
         return {atom for dim in dims for atom in dim}
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
-        """Whether queries, and keys, are positions beside features, or the view to heads cuts across the features."""
+        """Return whether queries and keys mix positions with features, or the view to heads cuts across features."""
         if head_rows and set(wide(self._source_key)) & self._features() - outside:
             return bool(outside & set(wide(query)))
         stages, projections = self._attention.stages, self._attention.projections
@@ -102,38 +117,38 @@ class Roles:
         return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
     def _apart(self, folded: Dim) -> Dim:
-        """The axes of positions in what comes in, where the product of scores runs over them."""
-        given = "query" in self._attention.stages and wide(self._source_key)  # else there is one query and one key
+        """Return the axes of the input's positions that the product of scores runs over; otherwise empty."""
+        given = "query" in self._attention.stages and wide(self._source_key)  # otherwise one query and one key
         dims = positions_of(self._attention, self._dimensions, "query") if given else []
         apart = _within(wide(folded), {atom for dim in dims[1:] for atom in dim})
         heads = [atom for dim in self._dimensions.of(self._attention.stages["k_heads"]) for atom in dim]
         twice = all(heads.count(atom) > 1 and atom in self._source_key for atom in apart)
-        # Else the keys are all there for every query: there is only one.
+        # Otherwise the single query has all keys.
         return apart if twice or not self._atoms("k_proj") & set(wide(self._source_key)) else ()
 
     def _features(self, *sides: str) -> set[Axis]:
-        """The atoms of the dimensions in which a projection, on these sides, puts heads and their features."""
+        """Return the atoms of the dimensions in which projections of these sides put heads and their features."""
         features: set[Axis] = set()
         for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
             tensor = self._attention.stages.get(stage)
             if tensor is not None and tensor.shape and (not sides or side in sides):
                 place = self._attention.feature_place(side, len(tensor.shape))
-                # One that gives every head its own dimension (einsum) puts them anywhere but where the queries are.
+                # A projection that gives the heads a dimension (einsum) may put them anywhere outside the queries.
                 anywhere = stage == "q_proj" and len(tensor.shape) > 3 and not sides
                 features |= self._atoms(stage) if anywhere else {*self._dimensions.of(tensor)[place]}
         return features
 
     def _split(self, folded: Dim, outside: set[Axis], head_rows: Dim) -> tuple[Dim, Dim, Dim]:
-        """Which of the axes that the product of scores runs over are batch, which are heads, and which are windows."""
+        """Return the batch, the heads and the windows among the axes that the product of scores runs over."""
         q_heads = self._dimensions.of(self._attention.stages["q_heads"])
-        if not outside:  # without a projection: by the layout of the heads, batch before heads
+        if not outside:  # without a projection: batch comes before heads
             rank = len(q_heads)
             if (rank == 3 and len(folded) < 2) or (rank < 3 and not self._attention.is_dot):
                 return folded, (), ()
             batch = _within(folded, q_heads[0] if rank > 3 else folded[:-1] if rank == 3 else ())
             return batch, wide(_without(folded, batch)) or _without(folded, batch)[:1], ()
         batch, rest = _within(folded, outside), _without(folded, outside)
-        # Windows are cut out of the sequence: somewhere they stand beside its rest, and the batch does not.
+        # Windows are cut from the sequence, so they are next to the rest of it somewhere; the batch never is.
         whole = {*batch[:1], *self._dimensions.given_whole}
         rows = set(wide(self.query, self.key))
         cut = self._dimensions.beside(rows, apart_from=whole) if not set(batch) <= whole else set()
@@ -142,7 +157,7 @@ class Roles:
         if "query" in self._attention.stages and features & {*heads, *head_rows}:
             windows, heads = (*windows, *_without(heads, features)), _within(heads, features)
         heads += head_rows
-        # A single head leaves no trace but a dimension of size one, and that only where it is the only one.
+        # A single head shows only as a dimension of size one, if there is exactly one such dimension.
         if not heads and not self._attention.branches:
             ones = _without((*rest, *(dim[0] for dim in q_heads if size_of(dim) == len(dim) == 1)), outside)
             heads = ones[:1] if len(set(ones)) == 1 else ()
@@ -150,11 +165,11 @@ class Roles:
 
     @property
     def own_values(self) -> Dim:
-        """The queries, where each of them has values of its own: those of the keys that it picked."""
+        """Query axes if every query averages its own gathered values (top-k attention); otherwise empty."""
         return self.query if {*wide(self.query)} <= {*self._averaged.batch} and not self.own_keys else ()
 
     def _maps_of_a_head(self, heads: Dim) -> Dim:
-        """Heads of the scores that are no heads to the values: the weights of several become those of one."""
+        """Return head axes of the scores whose weights are combined before the values; otherwise empty."""
         averaged = {*self._averaged.batch, *self._averaged.rows, *self._averaged.columns}
         combined = any(op.base_name.rstrip("_") in ("add", "sub", "sum") for op in self._attention.weights_path)
         known = combined and not self._attention.mixed_weights and averaged & set(wide(heads))
@@ -162,27 +177,27 @@ class Roles:
 
     @cached_property
     def kv_heads(self) -> Dim:
-        """The heads that keys and values were projected to."""
+        """The head axes that keys and values were projected to."""
         if "k_proj" not in self._attention.stages or self.mixes_positions:
             return self.heads
         projected = self._atoms("k_proj")
         pieces = (atom for atom in self.heads if 1 < atom.size < size_of(self.heads))
         shared = _within(self.heads, projected) or tuple(
-            # A piece of an axis, where one projection gives unlike numbers of heads.
+            # A piece of an axis, if one projection gives different numbers of query and key heads.
             atom
             for atom in pieces
             if projected & {*resolve(atom.origins.get(atom.size, ((), 0))[0])}
         )
-        # Else heads before they are repeated, where nothing leads from them to what a projection gave.
+        # Otherwise the heads before they are repeated, if they could not be followed to the projection.
         once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))
         fewer = _within(wide(self.heads), once)
         shared = shared or (fewer if len(fewer) < len(wide(self.heads)) else ())
         if not shared and not self._attention.is_dot and not {*self.heads} & {*wide(tuple(self._atoms("k_heads")))}:
-            return self.heads  # what reduces the features gives the heads
+            return self.heads  # the reduction of the features gives the heads
         return shared
 
     def groups(self, side: str) -> list[Group]:
-        """Names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for what comes after them."""
+        """Return names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for context and output."""
         shared, heads = self.kv_heads, self.heads
         groups: list[Group] = [("batch", self.batch), ("heads", heads)]
         if self.maps:
@@ -208,7 +223,7 @@ class Roles:
                 "s": [left, ("key_head_dim", self._other_dim), ("key_head_dim", self.value_dim)],
                 "o": [left, ("head_dim", self._value_query), ("query", self._value_key)],
             }
-        # Without axes of size one, where there are others: a view puts them beside any axis.
+        # Axes of size one are dropped beside others: a view puts them next to any axis.
         return [(name, wide(dim) or dim) for name, dim in (*groups, ("windows", self.windows), *by_side[side])]
 
 

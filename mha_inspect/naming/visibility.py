@@ -1,8 +1,7 @@
-"""Say who sees whom in an attention, from its weights, and what kind that makes it: self or cross, causal, grouped.
+"""Find which query attends to which key, from the weights, and the kind of an attention: self, cross, causal, grouped.
 
-Seen is which queries give weight to which keys, and which to none. No mask is looked for, and none is computed again:
-what a softmax gave is noted while it runs (`record.sight`), whether or not tensors are kept. On meta, and where a
-kernel has too many scores, there is nothing to read.
+No mask is searched for or recomputed: the result of each softmax is noted during the run (`record.sight`), even if no
+tensors are kept. On meta, and in kernels with too many scores, there are no weights to read.
 """
 
 from __future__ import annotations
@@ -25,18 +24,18 @@ from .named_run import NamedRun
 from .pattern import dims_of
 
 _FAR = 60
-"""Operations after which a walk gives up: a mask is made of less."""
+"""Operations after which a walk gives up: masks need fewer."""
 _LARGEST = 1 << 24
-"""Elements of a mask up to which its content is looked at."""
+"""Largest number of elements of a mask whose content is read."""
 
 Rows = tuple[tuple[int, int], ...]
-"""(batch, query) of each."""
+"""(batch item, query) of each."""
 
 
 def sees(weights: Tensor, scores: Tensor | None = None) -> Tensor:
-    """Return which query gives weight to which key, in any head: `batch heads query key` as a bool `batch query key`.
+    """Return which query attends to which key, in any head: `batch heads query key` as a bool `batch query key`.
 
-    Queries without a key that is left see nothing, whatever their weights are: `scores`, masks included, tell those.
+    A query with every key masked out attends to none, whatever its weights. Masked `scores` show these queries.
     """
     seen = weights.nan_to_num(0.0) != 0
     if scores is not None and scores.shape == weights.shape:
@@ -45,10 +44,10 @@ def sees(weights: Tensor, scores: Tensor | None = None) -> Tensor:
 
 
 def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
-    """Return whether no query sees behind its own position, and some see that: of a bool `query key`.
+    """Return whether no query attends to a later position, and some attend to their own: of a bool `query key`.
 
-    The queries begin at one of the keys in `shifts`; where none are given they are the first or the last of more keys,
-    as with a cache. Where no query at all sees a later key it is padding that masks them.
+    The first query is at one of the keys in `shifts`. By default the queries are the first or the last of the keys, as
+    with a cache. Later keys to which no query attends at all are padding.
     """
     queries, keys = seen.shape
     if queries < 2 or keys < 2:
@@ -63,16 +62,16 @@ def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Visibility:
-    """Who sees whom in one attention."""
+    """Which query attends to which key in one attention."""
 
     seen: Tensor | None
-    """`query key`: whether a query of any row and head sees the key; None where there are too many to keep."""
+    """`query key`: whether the query attends to the key in any batch item and head; None if too large to keep."""
     blind: Rows
-    """The queries to which no key is left in at least one head, in order."""
+    """The queries with every key masked out in at least one head, in order."""
 
 
 def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibility | None:
-    """Return who sees whom in an attention of a run; None where its weights were never made, or have unnamed axes."""
+    """Return which query attends to which key in a run; None if the weights were never made, or an axis has no name."""
     turns = [_of_turn(graph, turn, attention, names) for turn in attention.branches or (attention,)]
     known = [turn for turn in turns if turn is not None]
     if not known or len(known) < len(turns):
@@ -84,7 +83,7 @@ def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibili
 
 
 def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
-    """Return who sees whom in one turn of a loop over heads, or in an attention that is none."""
+    """Return which query attends to which key in one turn of a loop over heads, or in an attention without a loop."""
     sight = _noted(graph, turn)
     if sight is None or "weights" not in turn.stages:
         return None
@@ -102,7 +101,7 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
         of_both = None if of_query is None else _by_position(of_query.T, dims[key], "key", sizes)
         seen = None if of_both is None else of_both.T
     blind: Rows = ()
-    if sight.blind is not None and sight.blind.shape[key] == 1:  # else the softmax is over another axis
+    if sight.blind is not None and sight.blind.shape[key] == 1:  # otherwise the softmax is over another axis
         whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
         rows = canonical(whole, "weights", axes, sizes)
         blind = () if rows is None else tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
@@ -110,16 +109,16 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
 
 
 def _pair(sight: Sight, first: int, second: int) -> Tensor | None:
-    """Return where two dimensions of weights have any weight."""
+    """Return for two dimensions of the weights where any weight is not zero."""
     pair = sight.pairs.get((min(first, second), max(first, second)))
     return pair if pair is None or first < second else pair.T
 
 
 def _noted(graph: Graph, turn: Attention) -> Sight | None:
-    """Return what was noted of the weights of an attention, or of the exponentials that they were made of by hand."""
+    """Return the note about the weights of an attention, or about the exponentials of a softmax written by hand."""
     sights, queue = graph.recording.sights, [turn.softmax.output]
     first, shape = turn.score_product.op.index, turn.softmax.output.shape
-    for tensor, _ in zip(queue, range(_FAR), strict=False):  # which grows meanwhile
+    for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop
         if tensor.id in sights and tensor.shape == shape:
             return sights[tensor.id]
         op = graph.recording.producer(tensor)
@@ -129,7 +128,7 @@ def _noted(graph: Graph, turn: Attention) -> Sight | None:
 
 
 def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int]) -> Tensor | None:
-    """Return a bool whose first dimension is the positions of one name alone, of which any other may see."""
+    """Return a bool whose first dimension is the positions of one name; other axes of it are joined by or."""
     known = [sizes.get(word, -1) for word in dim]
     if len(dim) == 1 or known.count(-1) > 1:
         return seen if len(dim) == 1 else None
@@ -140,9 +139,9 @@ def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int])
 
 
 def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -> bool:
-    """Return whether no query of an attention sees its future.
+    """Return whether no query of an attention attends to a later position.
 
-    Without weights to read, as on meta, it counts that a triangle was cut out where a mask was made.
+    Without weights to read, e.g. on meta, a mask made with tril or triu counts as causal.
     """
     queries, keys = names.lengths
     if queries < 2 or keys < 2:
@@ -153,16 +152,16 @@ def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -
         return any(op.base_name.startswith(("tril", "triu")) for tensor in masks for op in _makers(graph, tensor))
     if names.num_windows > 1:
         return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
-    # Keys of the layer's own have no position; nor have sinks, which stand beside the scores.
+    # Keys that the layer appends have no position, and sinks have none either.
     axes = dims_of(names.of_stage("key")) if "key" in attention.stages else []
     given = attention.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else keys
     return any(map(is_causal, (known.seen, known.seen[:, :given], known.seen[:, -given:])))
 
 
 def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> list[int]:
-    """Return the keys at which the queries of a window may begin: among those beside it, which the first has not all.
+    """Return the keys at which the queries of a window may begin, if a window also has keys of its neighbours.
 
-    With `[before, own, after]` for keys the first window sees none of those before, and so shows where its own begin.
+    With keys `[before, own, after]` the first window has no keys before it, so it shows where its own keys begin.
     """
     queries, keys = names.lengths
     dims, sight = dims_of(names.of_stage("weights")), _noted(graph, attention)
@@ -174,7 +173,7 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
 
 
 def _masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
-    """Return what an operation that masks scores reads besides them."""
+    """Return the tensors that a masking operation reads besides the scores."""
     product = attention.score_product.op
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
 
@@ -188,7 +187,7 @@ def _masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
 
 
 def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:
-    """Yield the operations that have a part in a tensor, as far as a mask is made of."""
+    """Yield the operations behind a tensor, as many as a mask needs at most."""
     queue, known = [tensor], set[int]()
     while queue and len(known) < _FAR:
         op = graph.recording.producer(queue.pop())
@@ -204,8 +203,7 @@ def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:
 def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
     """Return the kind of each attention of a run, in order.
 
-    Self is where query and key are of one tensor. Causal is where no query gives weight to a key behind its own
-    position.
+    In self attention, query and key come from one tensor. In causal attention, no query attends to a later key.
     """
     kinds = []
     for attention, names in run.attentions:
@@ -216,7 +214,7 @@ def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
 
 
 def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
-    """Return a line where a mask of 0 and 1, one of the `leaves` or of a kept run, is added to the scores."""
+    """Return a sentence if a mask of 0 and 1 is added to the scores; its numbers are in `leaves` or in a kept run."""
     for attention, _ in run.attentions:
         for op in attention.masks:
             masks = [] if op.does("fills") else _masks_of(run.graph, attention, op)
@@ -226,14 +224,14 @@ def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
                     continue
                 if bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
                     return (
-                        "The mask is of the numbers 0 and 1 and is added to the scores: it bars no key. Give bool, or "
-                        "-inf where a key is barred.",
+                        "The mask has the numbers 0 and 1 and is added to the scores, so it masks out no key. "
+                        "Use bool, or -inf for each masked key.",
                     )
     return ()
 
 
 def _source(run: NamedRun, attention: Attention) -> str:
-    """`self`, `cross`, or nothing where the recording does not show what the query and the key are made of."""
+    """Return `self` or `cross`; empty if the recording does not show the origin of query and key."""
     stages, before = attention.stages, run.graph.before_moves
     query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
     left, right = before(query), before(key)
@@ -243,16 +241,15 @@ def _source(run: NamedRun, attention: Attention) -> str:
     if "query" in stages and "key" in stages:
         return "cross"
     given = [run.graph.inputs_of(side) for side in (query, key)]
-    # Heads that both came in may have been projected from one tensor.
-    made = "query" in stages or "key" in stages or not any(own <= {left.id, right.id} for own in given)
+    # If both came in as heads, they may have been projected from one tensor outside.
+    made = "query" in stages or "key" in stages or not any(inputs <= {left.id, right.id} for inputs in given)
     return "cross" if made and all(given) and given[0] != given[1] else ""
 
 
 def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
-    """Return the ids of what a query or a key is made of inside the attention's own module, position by position.
+    """Return the ids of the tensors that a query or a key is made of, position by position, in the attention's module.
 
-    Norms, projections down to something narrower, and what makes fewer positions, may stand before what is called its
-    input.
+    Norms, down-projections and a pooling of positions may come before the stage `query` or `key`.
     """
     ops = [attention.projections[name] for name in ("query", "key") if name in attention.projections]
     paths = zip(*(path.split(".") for path in (attention.module, *(op.module for op in ops))), strict=False)

@@ -103,7 +103,7 @@ def test_a_mask_of_ones_that_is_added_is_told_to_bar_nothing() -> None:
     # Torch itself: a key that was meant to be barred has weight.
     assert (layer(x, x, x, key_padding_mask=padding)[1][..., 5:] > 0).all()
     said = [trace(layer, x, x, x, key_padding_mask=mask).notes for mask in (padding, padding.bool(), -1e9 * padding)]
-    assert [any("bars no key" in note for note in notes) for notes in said] == [True, False, False]
+    assert [any("masks out no key" in note for note in notes) for notes in said] == [True, False, False]
 
 
 def test_key_heads_that_are_put_side_by_side_twice_are_told_for_the_heads_that_use_them() -> None:

@@ -7,9 +7,10 @@ import doctest
 import pytest
 
 from mha_inspect.graph import axis, dataflow
+from mha_inspect.naming import axes, roles
 
 
-@pytest.mark.parametrize("module", [axis, dataflow])
+@pytest.mark.parametrize("module", [axis, dataflow, axes, roles])
 def test_an_example_gives_what_its_docstring_shows(module) -> None:
     failed, tried = doctest.testmod(module)
     assert tried
