@@ -160,7 +160,8 @@ def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
     projections = [part for pair in pairs for weights in pair for part in weights.projections.values()]
     covered = {name for projection in projections for name in projection.parameters}
     parts = [part for each in copied for part in each.copied] + [name for name in fitting if name not in covered]
-    changes = [Change(f"{out.part} {out.reason}", out.part) for each in copied for out in each.not_copied]
+    missing = [part for each in copied for part in each.not_copied]
+    changes = [Change(f"{part.part}{' ' if part.sizes else ': '}{part.reason}", part.part) for part in missing]
     changes += [
         Change(f"{name} {list(given[name].shape)} becomes {list(tensor.shape)}" if name in given else f"{name} is new")
         for name, tensor in taken.items()

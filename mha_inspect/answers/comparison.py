@@ -1,4 +1,4 @@
-"""Two runs side by side: their attentions in the order in which they are computed, each stage of both compared."""
+"""Compare two runs stage by stage, with their attentions paired in the order of computation."""
 
 from __future__ import annotations
 
@@ -18,35 +18,35 @@ from ..reports.common import Difference, Verdict
 from .comparable_run import ComparableRun
 
 _AFTER_A_MASK = frozenset({"weights", "context", "concat", "output"})
-"""Stages in which a query without keys has no result that rounding could be measured against."""
+"""Stages in which a query with every key masked out has no defined result."""
 
 
 @dataclass(frozen=True, eq=False)
 class ComparedStage:
-    """A stage of two attentions that stand in the same place."""
+    """A stage of two paired attentions."""
 
     place: int
-    """Of the attentions, from 0."""
+    """The place of the attentions, from 0."""
     name: str
     left: Tensor | None
-    """In canonical axes; None where this side does not have it, or an axis has no name."""
+    """The left tensor in canonical axes; None if the side lacks the stage, or an axis has no name."""
     right: Tensor | None
     difference: StageDifference | None
-    """None where a side is missing, or nothing was measured."""
+    """The difference; None if a side is missing, or without a measurement."""
 
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Two runs, compared stage by stage in canonical axes, and by what they return."""
+    """Two runs, compared by their stages in canonical axes and by their outputs."""
 
     left: ComparableRun
     right: ComparableRun
     measured: ComparableRun | None = None
-    """Whose rounding error is the noise floor; None: the larger of both."""
+    """The run whose rounding error is the noise floor; None means the larger error of both runs."""
 
     @cached_property
     def masked(self) -> list[Rows]:
-        """For each place the queries that have no key to look at, on either side."""
+        """For each pair of attentions the queries with every key masked out, on either side."""
         sides = (self.left, self.right)
         every = range(max(len(side.attentions) for side in sides))
         return [tuple(sorted({row for side in sides for row in side.masked_queries(place)})) for place in every]
@@ -56,7 +56,7 @@ class Comparison:
         return (self.left, self.right) if self.measured is None else (self.measured,)
 
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
-        """Yield the stages of the attentions in each place, in order; without a difference unless `measured`."""
+        """Yield the stages of each pair of attentions, in order; without a difference unless `measured`."""
         for place in range(len(self.masked)):
             both = [run.attentions[place][0].stages for run in (self.left, self.right) if place < len(run.attentions)]
             names = [stage for stage in STAGES if any(stage in stages for stages in both)]
@@ -72,11 +72,12 @@ class Comparison:
             ours, theirs = _for_each_head(left, names[0]), _for_each_head(right, names[1])
             shared = [(side, of) for side, of in zip(("left", "right"), names, strict=True) if of.num_kv_heads]
             note = " and ".join(
-                f"each key/value head on the {side}, of {of.num_kv_heads}, stands for {of.num_heads // of.num_kv_heads}"
+                f"each of the {of.num_kv_heads} key/value heads on the {side} is repeated "
+                f"{of.num_heads // of.num_kv_heads} times"
                 for side, of in shared
                 if of.num_heads > of.num_kv_heads
             )
-        # Up to its scores the first attention has what it has for every query, whatever a mask leaves it.
+        # Up to its scores, the first attention is defined for every query, whatever the mask.
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
 
         def floor() -> float:
@@ -89,7 +90,7 @@ class Comparison:
         return ComparedStage(place, stage, left, right, replace(difference, note=difference.note or note))
 
     def output(self, rows: Rows) -> StageDifference:
-        """Compare what both return; the rounding error is measured without these queries."""
+        """Compare both outputs; the rounding error is measured without these queries."""
 
         def floor() -> float:
             return max(run.output_floor(rows) for run in self._measured)
@@ -98,7 +99,7 @@ class Comparison:
 
 
 def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
-    """Return `batch key (heads head_dim)` with a key or value for every head of queries."""
+    """Return `batch key (heads head_dim)` with a key or value for every query head."""
     count = names.num_kv_heads
     if not count or names.num_heads % count or content.shape[-1] != count * names.head_dim:
         return content
@@ -107,11 +108,11 @@ def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
 
 
 def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:
-    """Return how far two tensors of one shape are apart, beside a rounding error that was measured."""
+    """Return the difference of two tensors of one shape, judged by a measured rounding error."""
     largest, relative = distances(left, right)
     return Difference(largest, relative, noise_floor, *judge(largest, noise_floor))
 
 
 def overall(verdicts: Sequence[Verdict | None]) -> Verdict:
-    """Return `differs` where one does, `same` where all are."""
+    """Return `differs` if any verdict is that, otherwise `inconclusive` if any is, otherwise `same`."""
     return "differs" if "differs" in verdicts else "inconclusive" if "inconclusive" in verdicts else "same"

@@ -1,4 +1,4 @@
-"""diff: two subjects with the same input, and the same weights as far as those can be carried, stage by stage."""
+"""Compare two subjects stage by stage, with the same input and the same weights as far as they can be copied."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..naming.visibility import Rows
 from ..reports.common import Difference
 from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
 from ..running.subject import Subject
-from ..text import multiple, percent, plural, small
+from ..text import listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun
 from .comparison import ComparedStage, Comparison
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
@@ -25,14 +25,14 @@ from .shared_weights import AS_THEY_ARE, Shared, share
 
 _LACKING = {
     "masked_scores": "mask",
-    "output": "output projection: concat is what it returns",
+    "output": "output projection: it returns concat",
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "such projection"),
 }
-"""What a side has not that lacks a stage."""
+"""Stage to the words after `has no`, for a side without it."""
 
 
 _OF_ALL_HEADS = ("query", "key", "value", "concat", "output")
-"""Stages that a loop over heads does not make again in each turn."""
+"""Stages that a loop over heads makes once, instead of in each turn."""
 
 
 class Side(ComparableRun):
@@ -45,24 +45,24 @@ class Side(ComparableRun):
         settings: dict[str, Any] | None = None,
         finer: Subject | None = None,
     ) -> None:
-        """Take a side; `settings` are those for it alone, and `finer` is as `ComparableRun` has it."""
+        """Prepare a side; `settings` are for this side only, `finer` is as in `ComparableRun`."""
         super().__init__(subject, finer=finer)
         self.name, self.settings = name, settings or {}
 
     @property
     def label(self) -> str:
-        """What sentences call it: `torch`, `torch with dtype bfloat16`."""
+        """The side's name in sentences: `torch`, `torch with dtype bfloat16`."""
         parts = [f"{setting} {_written(value)}" for setting, value in self.settings.items()]
         return f"{super().label} with {', '.join(parts)}" if parts else super().label
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was decided about it, as sentences that name its forward."""
+        """Notes about the call, as sentences that name the side."""
         named = "" if self.subject.layer else f"{self.subject.label}: "
         return tuple(f"{named}{note}" for note in self.subject.notes)
 
     def stage(self, place: int, stage: str) -> StageSide | None:
-        """Return how this side has a stage; None where it does not."""
+        """Return this side's stage; None if it has none."""
         if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
             return None
         attention, names = self.attentions[place]
@@ -77,7 +77,7 @@ class Side(ComparableRun):
         )
 
     def report(self, rows: Rows) -> DiffSide:
-        """Return this side as the report has it; rows whose every key is masked have no rounding error."""
+        """Return this side for the report; `rows`, queries with every key masked out, have no rounding error."""
         return DiffSide(
             label=self.label,
             environment=replace(environment_of(self.subject), dtype=self.dtype),
@@ -104,21 +104,21 @@ def _plain(value: object) -> object:
 
 
 def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
-    """Compare two sides that get the same input, with the same weights as far as those can be carried.
+    """Compare two sides with the same input, and with the same weights as far as they can be copied.
 
-    Without `carry` each keeps the weights that it has. The attentions of both are paired in the order in which they are
-    computed. Stages are compared in canonical axes, and judged by the larger rounding error of the two, measured
-    against float64 in this run.
+    Without `carry`, each side keeps its own weights. The attentions of both are paired in the order of computation.
+    Stages are compared in canonical axes, and judged by the larger rounding error of both sides, measured against
+    float64 in this run.
 
     Raises:
         InputError: a side cannot be run in float64.
-        WeightsError: both are layers, and the weights of the one cannot be those of the other.
+        WeightsError: both sides are layers, and their weights cannot be the same.
     """
     shared = share(left, right) if carry else AS_THEY_ARE
     sides, comparison = (left, right), Comparison(left, right)
-    several = len(comparison.masked) > 1
+    numbered = len(comparison.masked) > 1
     rows = comparison.rows(measured=shared.are_comparable)
-    stages = [_row(sides, stage, stage.place + 1 if several else None) for stage in rows]
+    stages = [_row(sides, stage, stage.place + 1 if numbered else None) for stage in rows]
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
     output = comparison.output(masked) if shared.are_comparable else None
     report = DiffReport(
@@ -151,12 +151,12 @@ def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) 
 
 
 def _numbers(difference: StageDifference | None) -> dict[str, Any]:
-    """Return what was measured, by the names that reports have for it; None throughout where nothing was."""
+    """Return the fields of a report's difference; all None if there was no comparison."""
     return {field.name: getattr(difference, field.name, None) for field in fields(Difference)}
 
 
 def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
-    """Return why a stage that a side has was not compared."""
+    """Return why a stage was not compared."""
     name, place = stage.name, stage.place
     if stage.left is not None and stage.right is not None:
         return ""  # the answer says why the numbers of the two sides are not comparable
@@ -165,22 +165,22 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
             return f"{side.label} has no attention {place + 1}"
         tensor = side.attentions[place][0].stages.get(name)
         if tensor is not None and has_shape_only(side.run, tensor):
-            return f"{side.label} never makes it: its kernel has more scores than are made beside it"
+            return f"{side.label} never makes it: its kernel has too many scores to recompute them"
     for side in sides:
         row = side.stage(place, name)
         if row is not None and {"qkv", "qk", "kv", "packed"} & set(re.findall(r"\w+", row.axes)):
-            return f"{side.label} makes it in one product with others, and cuts that into heads and projections at once"
+            return f"{side.label} packs it with other projections, and splits them together with the heads"
     for side in sides:
         stages = side.attentions[place][0].stages
         if name == "scores" and name not in stages and "masked_scores" in stages:
-            return f"{side.label} adds the mask inside the product: the scores without it are never made"
+            return f"{side.label} adds the mask inside the product, so it never makes the scores alone"
         if name not in stages:
             return f"{side.label} has no {_LACKING.get(name, 'such stage')}"
-    return "an axis of it has no name on one side: not compared"
+    return "not compared: this shape could not be interpreted on one side"
 
 
 def _noise_source(left: str, right: str) -> NoiseSource:
-    """Return what the rounding is of: the coarser dtype, and the sides that have it."""
+    """Return the source of the rounding: the coarser dtype, and the sides that have it."""
     sides: dict[SideName, str] = {"left": left, "right": right}
     steps = {name: torch.finfo(getattr(torch, dtype)).eps for name, dtype in sides.items()}
     names = tuple(name for name in sides if steps[name] == max(steps.values()))
@@ -188,7 +188,7 @@ def _noise_source(left: str, right: str) -> NoiseSource:
 
 
 def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
-    """Say what a reader should not miss beside the answer: how many attentions each has, which sides drop elements."""
+    """Yield notes beside the answer: different numbers of attentions, dropout, notes of each side."""
     counts = [len(side.attentions) for side in sides]
     for side in sides:
         if not side.attentions:
@@ -196,57 +196,57 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
     if counts[0] != counts[1] and all(counts):
         yield (
             f"{sides[0].label} has {plural(counts[0], 'attention')} and {sides[1].label} has {counts[1]}: "
-            f"they are paired in the order in which they are computed, the first {min(counts)}."
+            f"the first {min(counts)} are paired, in the order of computation."
         )
     if any(side.drops for side in sides):
         yield (
-            "Dropout is at work: where both do not draw the same elements, the difference is theirs. The noise floor "
-            "is measured without it."
+            "Dropout is on, so the sides also differ in the elements that they drop. "
+            "The rounding error is measured without dropout."
         )
     yield from dict.fromkeys(note for side in sides for note in side.notes)
     yield from (f"{side.label}: {note}" for side in sides for note in unlike_dot(side.run))
 
 
 def _not_comparable(report: DiffReport) -> Iterator[str]:
-    """Say why the numbers of two sides with unrelated weights are not compared, and what to give."""
+    """Yield why the numbers of two sides with unrelated weights are not compared, and the way out."""
     yield f"Not comparable: the weights could not be copied. {' '.join(report.weights.left_out)}"
     yield "Shapes and axes are above. To compare numbers, give both sides the same parameters by name and shape."
 
 
 def _answer(report: DiffReport, shared: Shared) -> Iterator[str]:
-    """Say whether both compute the same, and what makes or does not make the difference."""
+    """Yield whether both compute the same, and the cause of a difference as far as it shows."""
     left, right = report.left, report.right
     names = (
         [f"the left {left.label}", f"the right {right.label}"]
         if left.label == right.label
         else [left.label, right.label]
     )
-    given = "weights of its own on each side"
-    if shared.are_carried:
+    given = "each side's own weights and the same input"
+    if shared.are_copied:
         whole = report.weights.whole or shared.are_drawn
-        given = "the same weights" if whole else "weights that are the same as far as they could be carried"
-    yield _whether(report, names, f"with {given} and the same input")
+        given = "the same weights and input" if whole else "weights copied as far as they fit and the same input"
+    yield _whether(report, names, f"with {given}")
     compared = any(row.verdict for row in report.stages)
     if report.first_differing_stage is None and report.verdict == "differs" and compared:
         output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
-        after = ": what differs comes after the attention, or around it" if output is None else f"; {output.note}"
-        yield f"Every stage that both have is the same{after}."
-    # What a kernel or a dtype costs, where one layer has different ones on the two sides.
+        after = "the difference is after or around the attention" if output is None else output.note
+        yield f"Every stage that both have is the same; {after}."
+    # The accuracy of different kernels or dtypes of one layer.
     dtypes = list(dict.fromkeys(side.environment.dtype for side in (left, right)))
     what = [f"dtype ({', '.join(dtypes)})"] if len(dtypes) > 1 else []
     if left.path.plain != right.path.plain:
         what.append(f"kernel ({left.path._kernels[0]}, {right.path._kernels[0]})")
     costs = [
-        f"{name} is off the result in float64 by at most {small(side.rounding_error)}"
+        f"{name} differs from the float64 result by at most {small(side.rounding_error)}"
         for name, side in zip(names, (left, right), strict=True)
         if side.rounding_error is not None and side.measured_against == "float64"
     ]
     if what and costs and left.layer.name == right.layer.name and report.verdict != "differs":
-        yield f"What the {' and '.join(what)} costs in accuracy: {', and '.join(costs)}."
+        yield f"Accuracy by {' and '.join(what)}: {listed(costs)}."
 
 
 def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
-    """Return whether both compute the same, in a sentence; `given` says what both were given."""
+    """Return a sentence whether both compute the same; `given` is `with the same weights and input` or alike."""
     left, right = names
     output, floor = report.output, f"the rounding of {report.noise.dtype}"
     times = f"{multiple(output.times_noise)} times {floor}"
@@ -255,24 +255,24 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
         return f"The same: {given}, {left} and {right} return the same, {how}."
     if report.verdict == "inconclusive":
         return (
-            f"Open: the outputs of {left} and {right} are {times} apart, more than two roundings and too little to "
-            "call a difference."
+            f"Undecided: the outputs of {left} and {right} differ by {times}, more than two roundings and too little "
+            "to be sure."
         )
     if output.max_abs_difference is None:
         shapes = list(report.left.output_shape), list(report.right.output_shape)
-        return f"Not the same: {left} returns {shapes[0]} and {right} {shapes[1]}."
-    parts = f"; they part at {report.first_differing_stage}" if report.first_differing_stage else ""
+        return f"Not the same: {left} returns {shapes[0]}, {right} returns {shapes[1]}."
+    first = f". First different stage: {report.first_differing_stage}" if report.first_differing_stage else ""
     relative = output.relative_difference
     if relative is None or isinf(relative):
-        return f"Not the same: the outputs of {left} and {right} are not finite in the same places{parts}."
+        return f"Not the same: the outputs of {left} and {right} have NaN or inf in different places{first}."
     return (
-        f"Not the same: {given}, the outputs of {left} and {right} are {times} apart, {percent(relative)} of their "
-        f"size{parts}."
+        f"Not the same: {given}, the outputs of {left} and {right} differ by {percent(relative)} of their size, "
+        f"{times}{first}."
     )
 
 
 def _masked(sides: tuple[Side, Side], masked: Sequence[Rows]) -> tuple[str, ...]:
-    """Return a sentence of the queries that see no key, in the first attention that has any."""
+    """Return a sentence about queries with every key masked out, in the first attention that has any."""
     place = next((place for place, rows in enumerate(masked) if rows), None)
     if place is None:
         return ()
@@ -283,7 +283,7 @@ def _masked(sides: tuple[Side, Side], masked: Sequence[Rows]) -> tuple[str, ...]
 
 
 def sizes_of(side: Side) -> dict[str, Any]:
-    """Return those sizes of a side's first attention that show when it runs, by the names of `AttentionSpec`."""
+    """Return the sizes of a side's first attention that its run shows, by the names of `AttentionSpec`."""
     if not side.attentions:
         return {}
     attention, names = side.attentions[0]

@@ -114,7 +114,7 @@ def test_sides_that_keep_their_weights_run_twice_each(x):
     assert report.verdict == "differs"
     assert set(seen.values()) == {1}
     assert sum(seen.values()) == 4
-    assert not any("could not be carried" in sentence for sentence in report.answer)
+    assert not any("could not be copied" in sentence for sentence in report.answer)
 
 
 def test_each_run_begins_with_the_state_that_came_in(x):
@@ -156,16 +156,18 @@ def test_what_one_run_writes_into_its_input_no_other_gets(x):
 
 def test_numbers_that_are_drawn_in_the_forward_are_no_rounding(x):
     torch.manual_seed(0)
-    with pytest.raises(InputError, match="Drawing draws random numbers in its forward, and others in another dtype"):
+    with pytest.raises(
+        InputError, match="Drawing draws random numbers in its forward, different ones in another dtype"
+    ):
         mha_inspect.diff(Drawing(Counter()).eval(), Own(Counter()).eval(), x)
 
 
 def test_what_has_no_numbers_is_not_compared():
     layer = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
     empty, meta = torch.zeros(BATCH, 0, DIM), torch.zeros(BATCH, LENGTH, DIM, device="meta")
-    with pytest.raises(InputError, match=r"returns \[3, 0, 22\], in which there is no number to compare"):
+    with pytest.raises(InputError, match=r"returns \[3, 0, 22\], which has no numbers to compare"):
         mha_inspect.diff(layer, layer, empty, empty, empty)
-    with pytest.raises(InputError, match="no number to compare"):
+    with pytest.raises(InputError, match="no numbers to compare"):
         mha_inspect.compare_heads((1, 2), lambda heads: nn.MultiheadAttention(DIM, heads), empty, empty, empty)
     on_meta = nn.MultiheadAttention(DIM, HEADS, batch_first=True, device="meta")
     with pytest.raises(DeviceError, match="no numbers to compare"):

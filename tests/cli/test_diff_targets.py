@@ -283,7 +283,7 @@ def test_where_two_part(invoke, mine, line, stage):
 def test_one_state_dict_that_two_cut_otherwise(invoke, mine):
     """Names and shapes agree: what a checkpoint of the one does in the other is the answer."""
     data = report_of(invoke, mine, "mine:Interleaved mine:Packed")
-    assert data["weights"]["sentence"].startswith("one state dict in both")
+    assert data["weights"]["sentence"].startswith("Both sides have the same state dict")
     assert (data["verdict"], data["first_differing_stage"]) == ("differs", "q_heads")
 
 
@@ -315,7 +315,7 @@ def test_other_counts_of_attentions_and_weights_that_stay(invoke, mine):
     last = [row for row in data["stages"] if row["attention"] == 3]
     assert {row["left"] for row in last} == {None}
     assert data["weights"]["whole"] is False
-    assert "not copied" in data["weights"]["sentence"]
+    assert "could not be copied" in data["weights"]["sentence"]
     assert_not_comparable(data)
 
 
@@ -323,7 +323,7 @@ def test_other_counts_of_attentions_and_weights_that_stay(invoke, mine):
     ("line", "said"),
     [
         ("mine:Normed torch", "to heads: the forward does more than view or copy it"),
-        ("mine:Stack torch", "Stack has 2 attentions, and torch has 1"),
+        ("mine:Stack torch", "Stack has 2 attentions, but torch has 1"),
     ],
 )
 def test_weights_that_cannot_be_carried_say_why(invoke, mine, line, said):
@@ -365,7 +365,7 @@ def test_a_bias_on_one_side_goes_as_zeros_into_the_other(invoke, mine):
     for line in ("mine:Packed mine:Packed --right-set qkv_bias=false", "mine:Packed torch --set qkv_bias=false"):
         data = report_of(invoke, mine, line)
         assert (data["weights"]["whole"], data["verdict"]) == (True, "same")
-        assert data["weights"]["sentence"].endswith(", zeros for the biases.")
+        assert data["weights"]["sentence"].endswith(", with zeros as biases.")
 
 
 def test_dtypes_fail_if_and_one_head_count_more(invoke, mine):
@@ -469,12 +469,12 @@ def test_queries_without_a_key(invoke, mine):
 def test_an_identity_stands_for_an_output_projection_that_is_not_there(invoke, mine, line):
     data = report_of(invoke, mine, line)
     assert (data["verdict"], data["weights"]["whole"]) == ("same", True)
-    assert "the identity for W_o" in data["weights"]["sentence"]
+    assert "the identity as W_o" in data["weights"]["sentence"]
 
 
 def test_shared_key_heads_are_repeated_where_each_head_has_its_own(invoke, mine):
     data = report_of(invoke, mine, "mine:Packed grouped-query --right-set num_kv_heads=1")
-    assert data["weights"]["sentence"].startswith("read off the products of grouped-query with num_kv_heads 1")
+    assert data["weights"]["sentence"].startswith("Copied by head from grouped-query with num_kv_heads 1")
     assert data["verdict"] == "same"
 
 

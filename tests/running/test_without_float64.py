@@ -89,7 +89,7 @@ def test_head_counts_are_compared_and_gradients_refused(x: Tensor) -> None:
     assert report.measured_against == "half a digit"
     assert report.verdict == "differs"
     assert "by half a digit, since no copy of it runs in float64" in " ".join(str(report).split())
-    with pytest.raises(InputError, match="InFloat32 cannot be run in float64, and rounding is measured by that"):
+    with pytest.raises(InputError, match="InFloat32 cannot be run in float64, and measuring rounding needs that"):
         mha_inspect.compare_heads((1, 3), make, x, gradients=True)
 
 

@@ -105,9 +105,9 @@ def test_an_input_without_elements(shape):
     trace = mha_inspect.trace(layer, x, x, x, show=Show(stats=True, values=True), keep=True)
     assert trace.attentions[0].query.shape == shape
     assert "query" in trace._repr_html_()
-    with pytest.raises(InputError, match=r"no number to compare"):
+    with pytest.raises(InputError, match=r"no numbers to compare"):
         mha_inspect.diff(layer, layer, x, x, x)
     with pytest.raises(InputError, match=r"has the shape .* no element"):
         mha_inspect.check(layer, x, x, x)
-    with pytest.raises(InputError, match=r"no number to compare"):
+    with pytest.raises(InputError, match=r"no numbers to compare"):
         mha_inspect.compare_heads((1, 3), lambda heads: nn.MultiheadAttention(24, heads, batch_first=True), x, x, x)
