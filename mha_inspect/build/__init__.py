@@ -1,1 +1,1 @@
-"""Make a module of what was typed: a class, a function or a file, a Hugging Face type, and what --set gives it."""
+"""Build a module from the command line: a class, a function, a file or a Hugging Face type, with --set."""

@@ -227,7 +227,7 @@ def in_one_line(error: BaseException) -> str:
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of an error outside mha-inspect, torch and Python's library."""
     torch = sys.modules.get("torch")
-    ours = (_OURS, os.path.dirname(torch.__file__ or "") + os.sep) if torch is not None else (_OURS,)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(ours)]
+    skipped = (_OURS, os.path.dirname(torch.__file__ or "") + os.sep) if torch is not None else (_OURS,)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(skipped)]
     # A virtual environment may be inside the folder of the standard library.
     return [f for f in frames if not f.filename.startswith((_PYTHONS, "<frozen")) or "site-packages" in f.filename]

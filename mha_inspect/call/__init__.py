@@ -1,1 +1,1 @@
-"""Make the arguments that a forward is called with: tensors, masks, and what somebody said of them."""
+"""Make the arguments of a forward: tensors and masks, from its signature and the user's options."""

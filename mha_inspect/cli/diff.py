@@ -267,7 +267,7 @@ def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) ->
         fitting["head_dim"] = sizes["head_dim"]
     if "dtype" not in beside.settings:  # set for that side only
         fitting["dtype"] = beside.dtype
-    kept = {name for name in options.given if name not in OPTIONAL or name in kind.takes}
+    user_set = {name for name in options.given if name not in OPTIONAL or name in kind.takes}
     of_input = {
         "unbatched": query.dim() == 2,
         "batch_first": True,
@@ -280,5 +280,5 @@ def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) ->
         "vdim": None if value.shape[-1] == width else value.shape[-1],
     }
     sized = copy(options)
-    sized.__dict__.update({name: size for name, size in fitting.items() if name not in kept} | of_input)
+    sized.__dict__.update({name: size for name, size in fitting.items() if name not in user_set} | of_input)
     return sized
