@@ -108,12 +108,13 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
             return  # the check `batch` reports this
         if any(bool((changed[0] > 0).any()) for changed in evidence.reach_of_others.values()):
             return  # the keys come from another source
+        tried = [place for place in reach if place in evidence.seen_by_others] or list(reach)
         yield Finding(
             "mixing",
             "No token has an effect on another: attention runs over heads or features instead of positions, or its "
             "result is unused.",
-            f"Changing tokens {', '.join(map(str, reach))} of {source.names[0]}, one at a time, leaves every other "
-            "output position unchanged, bit for bit.",
+            f"Changing token {' or '.join(map(str, tried))} of {source.names[0]} leaves every other output position "
+            "unchanged, bit for bit.",
             sure=not all(sight.alone for sight in sights),
             source=evidence.scores_line,
             fix="Use transpose(1, 2) after splitting the heads: positions are the second-to-last dimension of q, k, v.",

@@ -283,9 +283,22 @@ class Evidence:
         """
         source, padded = self.source, self.padded
         real = range(source.length) if padded is None else (~padded[0]).nonzero().flatten().tolist()
-        places = {real[len(real) // 2], real[-1]} if real else set[int]()
+        # A token that a mask hides from every other query changes nothing, whatever the code does.
+        seen = [place for place in real if place in self.seen_by_others] or real
+        places = {seen[len(seen) // 2], real[-1]} if real else set[int]()
         outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
         return {place: self.differences(output, times=0) for place, output in outputs.items()}
+
+    @cached_property
+    def seen_by_others(self) -> frozenset[int]:
+        """Positions in the first batch item that another query sees in some attention; all where no scores show it."""
+        length = self.source.length
+        alike = [sight for sight in self.sights if sight.queries == length <= sight.keys]
+        places = set[int]() if alike else set(range(length))
+        for sight in alike:
+            others = (sight.seen[0] & (sight.distance != 0)).any(0)[sight.first :][:length]
+            places.update(others.nonzero().flatten().tolist())
+        return frozenset(places)
 
     @property
     def reach(self) -> dict[int, Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -97,6 +98,38 @@ class Patches(Right):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.cut(x).flatten(2).mT)
+
+
+class Hides(Right):
+    """A mask hides these keys from every query."""
+
+    def __init__(self, *keys: int) -> None:
+        super().__init__()
+        self.keys = torch.zeros(N, dtype=torch.bool)
+        self.keys[list(keys)] = True
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(self.keys, -math.inf)
+
+
+class HidesAndDiscards(Hides):
+    """The result of the attention is not used."""
+
+    def join(self, x: Tensor) -> Tensor:
+        return super().join(x) * 0
+
+
+@pytest.mark.parametrize("keys", [(N // 2, N - 1), tuple(range(1, N)), tuple(range(N - 1))])
+def test_a_token_that_a_mask_hides_is_no_proof_that_tokens_do_not_mix(keys: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(B, N, E)
+    report = mha_inspect.check(Hides(*keys), x)
+    assert report.findings == ()
+    assert "mixing" in {passed.check for passed in report.held}
+    (finding,) = mha_inspect.check(HidesAndDiscards(*keys), x, only=["mixing"]).findings
+    hidden = re.findall(r"token (\d+)|or (\d+)", finding.evidence)
+    assert finding.sure
+    assert {int(one or other) for one, other in hidden}.isdisjoint(keys)
 
 
 @pytest.mark.parametrize(
