@@ -41,10 +41,13 @@ def _sections(report: CheckReport, sure: Sequence[Finding]) -> Iterator[Section]
     if pictures:  # if all are alike the sentence says it
         yield section("", *(Verbatim(picture, "query × key") for picture in pictures), more=_MORE)
     if report.heads:
+        loss = "gradient share: |∂loss/∂gate| of each head; loss: a random weighted sum of the output"
         columns = [
             Column("module", lambda heads: heads[0].module, optional=True),
             Column("output change without each head", lambda heads: _by_head(heads, "output_change"), wrap=22),
-            Column("gradient share", lambda heads: _by_head(heads, "gradient_share"), wrap=22, optional=True),
+            Column(
+                "gradient share", lambda heads: _by_head(heads, "gradient_share"), wrap=22, optional=True, legend=loss
+            ),
         ]
         yield section("", table(grouped(report.heads, lambda head: head.module), columns), more=_MORE)
     passed = [("passed", ", ".join(held.check for held in report.held))] if report.held else []

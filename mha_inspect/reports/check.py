@@ -47,7 +47,10 @@ class Head:
     output_change: float
     """Change of the attention's output when the head's context is set to zero, relative to the output."""
     gradient_share: float | None
-    """The head's share of the gradient of all heads, from 0 to 1; None if there is no gradient."""
+    """|∂loss/∂gate| of the head, divided by the sum over the heads of its attention; None if there is no gradient.
+
+    A gate of 1 multiplies the head's context (Michel et al. 2019); the loss is a random weighted sum of the output.
+    """
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
 """Faults of parameters: unused projections, projections used twice, missing gradients.
 
-The gradients also give the effect of removing each head.
+Also the effect of removing each head.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
 from ...text import shortened, spans
 from .evidence import Evidence, NotPossibleError, remembered
-from .replay import SIDES, LostError, again, content_of
+from .replay import SIDES, LostError, again, between, content_of, replayed
 from .scores import masks_everything
 from .tokens import kinds, of_each_kind
 
@@ -302,10 +302,10 @@ def _first_heads(evidence: Evidence) -> list[tuple[Attention, AxisNames]]:
 
 
 def heads_of(evidence: Evidence) -> Iterator[Head]:
-    """Yield the effect of removing each head: the output change, and its share of the gradient."""
-    gradients: Gradients = {}
-    with suppress(NotPossibleError):
-        gradients = {} if evidence.once or evidence.on_meta else gradients_of(evidence)
+    """Yield the effect of removing each head: the output change, and the share of its gate in the gradient."""
+    gradients: dict[int, Tensor] = {}
+    with suppress(LostError):
+        gradients = _gradients_of_contexts(evidence)
     for attention, names in _first_heads(evidence):
         with suppress(LostError):
             changes = _without_each(evidence, attention, names)
@@ -321,47 +321,81 @@ def _without_each(evidence: Evidence, attention: Attention, names: AxisNames) ->
         raise LostError
     base = again(evidence, context, content_of(evidence, context), target).double()
     size = float(base.norm()) or 1.0
-    changed = (again(evidence, tensor, value, target) for tensor, value in _contexts(evidence, attention, names))
-    return [round(float((output.double() - base).norm()) / size, 6) for output in changed]
+    changes = []
+    for tensor, places in _contexts(evidence, attention, names):
+        value = content_of(evidence, tensor)
+        output = again(evidence, tensor, value.flatten().index_fill(0, places, 0).view(value.shape), target)
+        changes.append(round(float((output.double() - base).norm()) / size, 6))
+    return changes
 
 
 def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
-    """Yield for each head its context tensor, and the values with zeros for that head."""
+    """Yield for each head the tensor of its context, and the places of the head among its elements."""
+    context, axes = attention.stages["context"], names.of_stage("context")
+    value = content_of(evidence, context)
+    places = torch.arange(value.numel(), device=value.device).view(value.shape)
     if attention.branches:
         contexts = [branch.stages["context"] for branch in attention.branches]
         if len({context.id for context in contexts}) < names.num_heads:
             raise LostError
-        yield from ((context, torch.zeros_like(content_of(evidence, context))) for context in contexts)
+        yield from ((context, places.flatten()) for context in contexts)
         return
-    context, axes = attention.stages["context"], names.of_stage("context")
-    value, dims = content_of(evidence, context), dims_of(axes)
+    dims = dims_of(axes)
     heads = [name for name in ("heads", "kv_heads", "group") if any(name in dim for dim in dims)]
     others = [name for dim in dims for name in dim if name not in (*heads, "1")]
     shared = {name for dim in dims if len(dim) > 1 for name in dim}
     sizes = {name: size for name, size in sizes_in(attention, names, "context").items() if name in shared}
-    places = torch.arange(value.numel(), device=value.device).view(value.shape)
     try:
         by_head = rearrange(places, f"{axes} -> ({' '.join(heads)}) ({' '.join(others)})", **sizes)
     except EinopsError as error:
         raise LostError from error
     if len(by_head) != names.num_heads:
         raise LostError
-    for of_head in by_head:
-        yield context, value.flatten().index_fill(0, of_head, 0).view(value.shape)
+    yield from ((context, of_head) for of_head in by_head)
+
+
+def _gradients_of_contexts(evidence: Evidence) -> dict[int, Tensor]:
+    """Return context · ∂loss/∂context by tensor id, where the loss depends on it.
+
+    The loss is `_mixed` of the output: its mean square is a constant behind a layer norm. Raise `LostError` if nothing
+    can be computed.
+    """
+    recording = evidence.run.recording
+    outputs = (named.tensor for named in recording.outputs if named.tensor.shape)
+    output = next((tensor for tensor in outputs if getattr(torch, tensor.dtype).is_floating_point), None)
+    turns = (turn for attention, _ in _first_heads(evidence) for turn in attention.branches or (attention,))
+    contexts = {turn.stages["context"].id: turn.stages["context"] for turn in turns if "context" in turn.stages}
+    if output is None:
+        raise LostError
+    given: dict[int, Tensor] = {}
+    reached = set[int]()
+    with torch.inference_mode(False), torch.enable_grad():
+        for number, context in contexts.items():
+            # The context of a later layer is computed again from those of the earlier layers.
+            if number not in reached:
+                given[number] = content_of(evidence, context).clone().requires_grad_()
+                reached = {made.id for op in between(recording, {*given}, output) for made in op.outputs}
+        known = replayed(evidence, given, output)
+        leaves = {number: known[number] for number in contexts if number in known}
+        try:
+            gradients = torch.autograd.grad(_mixed(known[output.id]), [*leaves.values()], allow_unused=True)
+        except RuntimeError as error:  # an operation may have no derivative
+            raise LostError from error
+    found = zip(leaves.items(), gradients, strict=True)
+    return {number: value.detach() * gradient for (number, value), gradient in found if gradient is not None}
 
 
 def _shares(
-    evidence: Evidence, attention: Attention, names: AxisNames, gradients: Gradients
+    evidence: Evidence, attention: Attention, names: AxisNames, gradients: Mapping[int, Tensor]
 ) -> list[float | None] | None:
-    """Return the share of each head in |W_o ∘ dW_o|, summed over its columns; None if W_o cannot be split."""
-    name, width = _weight_of(evidence, attention.projections.get("output")), names.num_heads * names.head_dim
-    gradient, parameter = gradients.get(name), dict(evidence.subject.module.named_parameters()).get(name)
-    if gradient is None or parameter is None or parameter.dim() != 2 or width not in parameter.shape:
-        return None
-    if "concat" not in attention.stages or names.of_stage("concat").split()[-2:] != ["(heads", "head_dim)"]:
-        return None
-    taylor = (parameter.detach() * gradient).double()
-    # A square matrix is read as nn.Linear stores it: in_features last.
-    taylor = taylor if parameter.shape[1] == width else taylor.T
-    each = taylor.reshape(taylor.shape[0], names.num_heads, names.head_dim).sum((0, 2)).abs()
-    return [round(float(share) / float(each.sum()), 6) for share in each] if float(each.sum()) else None
+    """Return |∂loss/∂gate| of each head, divided by the sum over the heads; None if a context has no gradient.
+
+    A gate multiplies the context of its head, and is 1: its gradient is Σ context · ∂loss/∂context (Michel et al. 2019,
+    "Are Sixteen Heads Really Better than One?", where it is the importance of a head).
+    """
+    gates = []
+    for context, places in _contexts(evidence, attention, names):
+        if context.id not in gradients:
+            return None
+        gates.append(abs(float(gradients[context.id].flatten()[places].double().sum())))
+    return [round(gate / sum(gates), 6) for gate in gates] if sum(gates) else None

@@ -52,25 +52,35 @@ def content_of(evidence: Recorded, tensor: TensorRef) -> Tensor:
 
 def again(evidence: Recorded, source: TensorRef, value: Tensor, target: TensorRef) -> Tensor:
     """Return the value of `target` if `source` had this value. Raise `LostError` if it cannot be computed."""
-    known = {source.id: value}
+    with torch.no_grad():
+        return replayed(evidence, {source.id: value}, target)[target.id]
+
+
+def replayed(evidence: Recorded, given: Mapping[int, Tensor], target: TensorRef) -> dict[int, Tensor]:
+    """Return every tensor between the given ones and `target`, by id, recomputed; autograd may follow.
+
+    Raise `LostError` if one cannot be computed.
+    """
+    known = dict(given)
     memory = _Memory(evidence.run.recording)
-    for op in between(evidence.run.recording, {source.id}, target):
+    for op in between(evidence.run.recording, {*given}, target):
 
         def content(tensor: TensorRef, op: Op = op) -> Tensor:
             value = known[tensor.id] if tensor.id in known else memory.read(tensor, content_of(evidence, tensor))
-            return value.clone() if op.kind == "write" else value  # the recorded tensor must not be overwritten
+            # The recorded tensor must not be overwritten, and autograd rejects one of inference mode.
+            return value.clone() if op.kind == "write" or value.is_inference() else value
 
         try:
-            with torch.no_grad():
-                results = zip(op.outputs, _results(op, content), strict=False)
-                known.update({tensor.id: result for tensor, result in results if tensor.id != source.id})
-                if op.kind == "write":
-                    memory.write(op, known)
+            results = zip(op.outputs, _results(op, content), strict=False)
+            known.update({tensor.id: result for tensor, result in results if tensor.id not in given})
+            if op.kind == "write":
+                memory.write(op, known)
         except Exception as error:  # an operation may raise anything when called directly
             raise LostError from error
     if target.id not in known and not memory.has(target):
         raise LostError
-    return known[target.id] if target.id in known else memory.read(target, content_of(evidence, target))
+    known.setdefault(target.id, memory.read(target, content_of(evidence, target)))
+    return known
 
 
 class _Memory:

@@ -208,6 +208,62 @@ def test_a_head_counts_as_its_context_does() -> None:
     assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
 
 
+class Gated(Right):
+    """Attention whose heads are multiplied by gates, which are 1."""
+
+    def __init__(self, **steps: Any) -> None:
+        super().__init__(**steps)
+        self.gates = torch.ones(H, requires_grad=True)
+
+    def join(self, x: Tensor) -> Tensor:
+        return super().join(x * self.gates[:, None, None])
+
+
+class Layers(nn.Module):
+    """Two layers, a norm at the end: a gate of the first has an effect through the second too."""
+
+    def __init__(self, kind: type[nn.Module] = Gated) -> None:
+        super().__init__()
+        self.first, self.second, self.norm = kind(), kind(), nn.LayerNorm(E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(x)
+        return self.norm(x + self.second(x))
+
+
+def loss_of(output: Tensor) -> Tensor:
+    """Return a random weighted sum of the output: one weight for each row, and one for each feature."""
+    draw, rows = torch.Generator().manual_seed(2), output.reshape(-1, output.shape[-1])
+    left, right = (torch.randn(size, generator=draw) for size in rows.shape)
+    return left @ rows @ right
+
+
+def gates_of(module: nn.Module, x: Tensor) -> Tensor:
+    """Return |∂loss/∂gate| of every head from autograd, a row for each attention."""
+    gates = [part.gates for part in module.modules() if isinstance(part, Gated)]
+    return torch.stack(torch.autograd.grad(loss_of(module(x)), gates)).abs()
+
+
+@pytest.mark.parametrize("module", [Gated(), Gated(kv_heads=H), Layers()])
+def test_the_gradient_share_is_that_of_real_gates(module: nn.Module) -> None:
+    x = torch.randn(B, N, E, generator=torch.Generator().manual_seed(0))
+    gates = gates_of(module, x)
+    expected = (gates / gates.sum(1, keepdim=True)).flatten().tolist()
+    with torch.inference_mode():  # the caller's mode makes no difference
+        shares = [head.gradient_share for head in mha_inspect.check(module, x).heads]
+    assert shares == pytest.approx(expected, abs=1e-4)
+    assert [head.gradient_share for head in mha_inspect.check(module, x, evidence_only=True).heads] == shares
+
+
+def test_frozen_weights_have_gradient_shares() -> None:
+    module, x = Gated(), torch.randn(B, N, E, generator=torch.Generator().manual_seed(0))
+    gates = gates_of(module, x)[0]
+    module.requires_grad_(False)
+    assert [head.gradient_share for head in mha_inspect.check(module, x).heads] == pytest.approx(
+        (gates / gates.sum()).tolist(), abs=1e-4
+    )
+
+
 OUT = re.compile(r"^(W_o|out_proj|o_proj|dense|unifyheads)\.weight$")
 
 
@@ -226,6 +282,10 @@ def test_every_layout_tells_what_hangs_on_each_head(layer: str, batch_first: boo
 def told_by_columns(module: nn.Module, w_o: Tensor, heads: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Assert that each head changes the output by what it does with zeros for its columns of W_o."""
     told = mha_inspect.check(module, *args, **kwargs).heads
+    # The gradient of a gate is that of its columns of W_o, weighted by them.
+    (gradient,) = torch.autograd.grad(loss_of(first_tensor(module(*args, **kwargs))), w_o)
+    gates = (w_o * gradient).detach().unflatten(1, (heads, -1)).sum((0, 2)).abs()
+    assert [head.gradient_share for head in told] == pytest.approx((gates / gates.sum()).tolist(), abs=1e-4)
     with torch.no_grad():
         width, whole = w_o.shape[1] // heads, first_tensor(module(*args, **kwargs))
         assert [head.head for head in told] == list(range(heads))
