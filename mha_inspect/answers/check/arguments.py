@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
 
@@ -20,6 +21,12 @@ from .intent import Intent
 
 _NO_SOURCE = re.compile(r"mask|position|type_ids|bias|cache|past|cos|sin|freqs", re.IGNORECASE)
 """Arguments of these names are not tokens."""
+_POSITION = re.compile(r"(^|_)(pos|positions?|offset|past_len(gth)?)(_ids?)?$", re.IGNORECASE)
+"""Arguments of these names are positions: `start_pos`, `input_pos`, `cache_position`, `position_ids`."""
+_ROTATION = re.compile(r"cos|sin|freqs|rope|rotary|position_embeddings", re.IGNORECASE)
+"""Arguments of these names are tables with a row for each position."""
+CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
+"""Usual names of the argument that takes the cache, which the forward returns second."""
 
 
 class Arguments:
@@ -50,6 +57,33 @@ class Arguments:
             given[self._others] = {name: value for name, value in values.items() if name not in self.parameters}
         bound = BoundArguments(self._signature, given)
         return with_copies((bound.args, bound.kwargs))
+
+    def piece(
+        self,
+        source: Source,
+        start: int,
+        stop: int,
+        row: Mapping[str, Any] | None = None,
+        *,
+        positions: str | None = None,
+    ) -> dict[str, Any]:
+        """Return the arguments of a call with the tokens from `start` to `stop` only.
+
+        Masks keep the keys before `start`. Positions are advanced: those with a usual name, and the argument
+        `positions`. `row` replaces values first.
+        """
+        unset = {name: p.default for name, p in self.parameters.items() if type(p.default) is int}
+        counts = {name: value for name, value in unset.items() if _POSITION.search(name) or name == positions}
+        values: dict[str, Any] = {**counts, **self.values, **(row or {})}
+        if positions is not None and values.get(positions) is None:
+            numbers = torch.arange(source.length, device=source.value.device)
+            values[positions] = numbers[None] if "ids" in positions else numbers
+        advanced = {name for name in values if _POSITION.search(name)} | {positions}
+        changes = {}
+        for name, value in values.items():
+            cut = _advanced if name in advanced else partial(_part, name)
+            changes[name] = cut(value, source, start, stop)
+        return changes
 
 
 def _bound(subject: Subject) -> BoundArguments:
@@ -133,6 +167,41 @@ def sources_of(
 
     sources = [Source(tuple(names), value, *layout(value)) for names, value in groups]
     return tuple(sorted(sources, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
+
+
+def _advanced(value: Any, source: Source, start: int, stop: int) -> Any:
+    """Return positions from `start` to `stop`, given those of all tokens, or that of the first; None stays None."""
+    if isinstance(value, Tensor):
+        return value.narrow(-1, start, stop - start) if value.shape[-1:] == (source.length,) else value + start
+    return value + start if type(value) is int else value
+
+
+def _part(name: str, value: Any, source: Source, start: int, stop: int) -> Any:
+    """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys before them too."""
+    length, count = source.length, stop - start
+    if isinstance(value, (tuple, list)) and _ROTATION.search(name):
+        return type(value)(_part(name, each, source, start, stop) for each in value)
+    if not isinstance(value, Tensor):
+        return value
+    if name in source.names or ("type_ids" in name and value.shape == source.value.shape):
+        return value[source.at(slice(None), slice(start, stop))]
+    if "mask" in name or value.dtype == torch.bool:
+        value = value.narrow(-2, start, count) if value.dim() > 1 and value.shape[-2] == length else value
+        return value.narrow(-1, 0, stop) if value.shape[-1:] == (length,) else value
+    rows = [axis for axis, size in enumerate(value.shape[:-1]) if size == length]
+    return value.narrow(rows[-1], start, count) if rows and _ROTATION.search(name) else value
+
+
+def second_output(returned: Any) -> Any:
+    """Return the second output of a forward, its cache; None without one."""
+    for name in ("past_key_values", "past_key_value", "cache"):
+        if getattr(returned, name, None) is not None:
+            return getattr(returned, name)
+    if hasattr(returned, "to_tuple"):
+        returned = returned.to_tuple()
+    values = tuple(returned.values()) if isinstance(returned, dict) else returned
+    further = values[1:] if isinstance(values, (tuple, list)) else ()
+    return next((value for value in further if value is not None), None)
 
 
 def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool) -> bool:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +14,11 @@ from ...errors import MhaInspectError
 from ...reports.check import Finding
 from ...running.subject import Subject
 from ..diff import Side, diff
-from .arguments import Source
+from .arguments import CACHES, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
-_CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
-"""Names of cache arguments; a cache is the second output of the forward."""
 _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
@@ -164,10 +161,10 @@ def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
 def _cache_name(evidence: Evidence) -> str | None:
     """Return the cache argument of a causal module by its usual names; None if there is no second output."""
     takes, sights = evidence.arguments.parameters, evidence.sights
-    name = next((name for name in _CACHES if name in takes and evidence.values.get(name) is None), None)
+    name = next((name for name in CACHES if name in takes and evidence.values.get(name) is None), None)
     if not sights or not all(sight.is_causal and sight.queries == sight.keys for sight in sights):
         return None
-    return None if _second(evidence.run.returned) is None else name
+    return None if second_output(evidence.run.returned) is None else name
 
 
 def _stepwise(evidence: Evidence, name: str, places: list[int], row: dict[str, Tensor]) -> Tensor:
@@ -175,41 +172,13 @@ def _stepwise(evidence: Evidence, name: str, places: list[int], row: dict[str, T
     source = evidence.source
     outputs, past = [], None
     for start, stop in pairwise(places):
-        changes: dict[str, Any] = {} if past is None else {name: past}
-        for argument, value in {**evidence.values, **row}.items():
-            if isinstance(value, Tensor) and argument != name:
-                changes[argument] = _piece(argument, value, source, start, stop)
-        returned = evidence.returned(changes)
+        changes = evidence.arguments.piece(source, start, stop, row)
+        returned = evidence.returned(changes if past is None else {**changes, name: past})
         outputs.append(evidence.output_of(returned))
-        past = _second(returned)
+        past = second_output(returned)
         if past is None:
             raise NotPossibleError("the forward has no second output that could be its cache")
     return torch.cat(outputs, dim=source.positions or 0)
-
-
-def _piece(name: str, value: Tensor, source: Source, start: int, stop: int) -> Tensor:
-    """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys before them too."""
-    length = source.length
-    if name in source.names:
-        return value[source.at(slice(None), slice(start, stop))]
-    if "mask" in name or value.dtype == torch.bool:
-        if value.dim() > 1 and value.shape[-2] == length:
-            value = value.narrow(-2, start, stop - start)
-        return value.narrow(-1, 0, stop) if value.shape[-1] == length else value
-    if "position" in name and value.shape[-1] == length:
-        return value.narrow(-1, start, stop - start)
-    return value
-
-
-def _second(returned: Any) -> Any:
-    """Return the second output of a forward, its cache; None without one."""
-    for name in ("past_key_values", "past_key_value", "cache"):
-        if getattr(returned, name, None) is not None:
-            return getattr(returned, name)
-    if hasattr(returned, "to_tuple"):
-        returned = returned.to_tuple()
-    values = tuple(returned.values()) if isinstance(returned, dict) else returned
-    return values[1] if isinstance(values, (tuple, list)) and len(values) > 1 else None
 
 
 def reference(evidence: Evidence) -> Iterator[Finding]:
