@@ -28,8 +28,8 @@ class KeptTensors(NamedTuple):
     """The tensors of an attention after its run; empty if they were not kept."""
 
     stages: Mapping[str, Tensor] = {}
-    layouts: Mapping[str, tuple[str, Mapping[str, int]]] = {}
-    """The axes of each stage, and the sizes of axes that share a dimension."""
+    layouts: Mapping[str, tuple[str, Mapping[str, int], Sequence[str]]] = {}
+    """The axes of each stage, the sizes of axes that share a dimension, and the order of head axes."""
     turns: Mapping[str, Tensor] = {}
     """For a loop over heads, the stages of all heads together in canonical axes; else empty."""
 
@@ -45,7 +45,8 @@ def keep_tensors(run: Run) -> list[KeptTensors]:
     """Return the tensors of each attention, and remove them from the run."""
     layouts, turns = [], []
     for attention, names in run.attentions:
-        layouts.append({s: (names.of_stage(s), sizes_in(attention, names, s)) for s in attention.stages})
+        order = names.head_order
+        layouts.append({s: (names.of_stage(s), sizes_in(attention, names, s), order) for s in attention.stages})
         whole = contents_of(run, attention, names) if attention.branches else {}
         turns.append({stage: tensor.clone() for stage, tensor in whole.items()})
     return list(map(KeptTensors, keep_stages(run), layouts, turns))

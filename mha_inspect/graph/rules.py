@@ -254,13 +254,37 @@ def _index(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     return [(*table[:place], *inputs[-1], *table[place + 1 :])]
 
 
+def written_places(op: Op) -> tuple[int, int] | None:
+    """Return the dimension that an indexed write replaces, and the rank of its indices; None if there are several."""
+    if op.base_name.startswith("index_put"):
+        given = [(place, index) for place, index in enumerate(op.args[1]) if index is not None]
+        single = len(given) == 1 and given[0][1].dtype != "bool"
+        return (given[0][0], len(given[0][1].shape)) if single else None
+    return _place(op, 1, len(op.inputs[0].shape)), 1
+
+
+def _index_write(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+    """Write `table[..., indices, ...] = values`, e.g. into a cache: the other dimensions are the same axes."""
+    written, table, values = written_places(op), inputs[0], inputs[-1]
+    if written is not None and len(inputs) > 2:
+        place, rank = written
+        others = [*table[:place], *[None] * rank, *table[place + 1 :]]
+        for known, value in zip(reversed(others), reversed(values), strict=False):
+            if known is not None and size_of(known) == size_of(value):
+                unify(known, value)
+    return [table]
+
+
 def _gather(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Keep the axes of the source, except in the gathered dimension, which has the axis of the indices."""
+    """Keep the axes of the source, except in the gathered dimension, which has the axis of the indices.
+
+    Fewer dimensions come from a scalar, which torch gathers from too.
+    """
     source, indices = inputs[0], inputs[-1]
     place = _place(op, 1, len(source))
     dims = [
         b if at == place or size_of(a) != size_of(b) or any(atom.repeats for atom in resolve(a)) else a
-        for at, (a, b) in enumerate(zip(source, indices, strict=True))
+        for at, (a, b) in enumerate(zip(source, indices, strict=False))
     ]
     return [tuple(dims)]
 
@@ -312,6 +336,7 @@ RULES: dict[str, Rule] = {
     "product": _product,
     "convolution": _convolution,
     "index": _index,
+    "index_write": _index_write,
     "gather": _gather,
     "columns": _columns,
     "complex": _complex,

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
 from .products import ProductPath, product_of
+from .rules import reduced_places
 
 _SMALL = 0.01
 """The largest guard against a zero sum. With more, as in `exp(x) / (1 + sum)`, the weights are no softmax."""
@@ -82,10 +83,9 @@ def _divisions(recording: Recording, op: Op) -> Iterator[tuple[TensorRef, Op, in
         if name == "mul" and total is not None:
             inverse = total.base_name.rstrip("_") == "reciprocal"
             total = _maker(recording, total.inputs[0], _keeps_sum) if inverse else None
-        if total is not None and total.base_name == "sum" and len(total.args) > 1:
-            dims = total.args[1] if isinstance(total.args[1], tuple) else (total.args[1],)
-            if len(dims) == 1:
-                yield above, total, int(dims[0]) % max(len(total.inputs[0].shape), 1)
+        places = reduced_places(total) if total is not None and total.base_name == "sum" else ()
+        if total is not None and len(places) == 1:
+            yield above, total, places[0]
 
 
 def _keeps_sum(op: Op) -> bool:
@@ -129,5 +129,5 @@ def _of_logarithm(recording: Recording, op: Op) -> Softmax | None:
         total = _maker(recording, maker.inputs[-1])
     if maker is None or total is None or total.base_name not in ("_log_softmax", "logsumexp"):
         return None
-    dim = total.args[1][0] if isinstance(total.args[1], tuple) else total.args[1]
-    return Softmax(op, maker.inputs[0], int(dim) % max(len(op.output.shape), 1))
+    places = reduced_places(total)
+    return Softmax(op, maker.inputs[0], places[0]) if len(places) == 1 else None

@@ -70,6 +70,8 @@ class AxisNames:
         self.num_heads = size_of(roles.heads) * max(1, len(branches))
         self.num_kv_heads = size_of(roles.kv_heads) * max(1, len({turn.stages["k_heads"].id for turn in branches}))
         """Number of heads of keys and values, before any repeat."""
+        self.head_order = ("heads", *(("group", "kv_heads") if roles.group_first else ("kv_heads", "group")))
+        """The names of head axes, in the order in which the heads are numbered: that of the rows of W_q."""
         self.head_dim = size_of(roles.head_dim)
         self.maps = size_of(roles.maps)
         """Number of weight maps that one head combines, e.g. 2 in differential attention."""

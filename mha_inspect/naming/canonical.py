@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,7 +59,10 @@ def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str
     turns = attention.branches if attention.branches and is_by_turn(attention, names, stage) else (attention,)
     sizes = sizes_in(attention, names, stage)
     values = [run.recording.values.get(turn.stages[stage].id) for turn in turns]
-    parts = [None if value is None else canonical(value, stage, names.of_stage(stage), sizes) for value in values]
+    parts = [
+        None if value is None else canonical(value, stage, names.of_stage(stage), sizes, names.head_order)
+        for value in values
+    ]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
@@ -77,7 +80,7 @@ def returned_content(run: NamedRun, value: torch.Tensor) -> torch.Tensor | None:
     for stage in ("output", "concat"):
         sizes = sizes_in(attention, names, stage) if stage in attention.stages else {}
         sizes = {**sizes, "heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
-        content = canonical(value, stage, pattern, sizes)
+        content = canonical(value, stage, pattern, sizes, names.head_order)
         if content is not None:
             return content
     return None
@@ -109,7 +112,13 @@ def sizes_in(attention: Attention, names: AxisNames, stage: str) -> dict[str, in
     return {**alone, **windows, "head_dim": names.head_dim, **heads}
 
 
-def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int]) -> torch.Tensor | None:
+def canonical(
+    value: torch.Tensor,
+    stage: str,
+    axes: str,
+    sizes: Mapping[str, int],
+    head_order: Sequence[str] = ("kv_heads", "group"),
+) -> torch.Tensor | None:
     """Return a stage's tensor in its canonical axes, from any layout; None if an axis has no name.
 
     Args:
@@ -117,6 +126,7 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
         stage: a stage of `pattern.STAGES`.
         axes: an einops pattern.
         sizes: sizes of axes by name, as from `sizes_in`; names outside the pattern are ignored.
+        head_order: the names of head axes, in the order in which the heads are numbered.
 
     An axis that this implementation lacks (batch, when unbatched) gets size 1.
     """
@@ -126,7 +136,7 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
         return None
     target: list[str] = []
     for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split():
-        text = _target(word, names, stage)
+        text = _target(word, names, stage, head_order)
         # Two names for one axis get brackets, unless they are already inside of some.
         target.append(f"( {text} )" if " " in text and target.count("(") == target.count(")") else text)
     if set(" ".join(target).split()) - {"(", ")", "1"} != set(names):
@@ -140,7 +150,7 @@ def canonical(value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, in
         return None
 
 
-def _target(word: str, names: list[str], stage: str) -> str:
+def _target(word: str, names: list[str], stage: str, head_order: Sequence[str]) -> str:
     """Return the text for an axis of the canonical pattern, given the names of the stage's own pattern."""
     if "maps" in names and word in ("heads", "kv_heads"):
         return "heads maps"
@@ -156,5 +166,5 @@ def _target(word: str, names: list[str], stage: str) -> str:
     }.get(word, ())
     match = next((name for name in others if name in names), None)
     if match == "kv_heads" and "group" in names:
-        return "kv_heads group"
+        return " ".join(name for name in head_order if name in names)
     return match or "1"

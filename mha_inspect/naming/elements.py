@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..graph.axis import setting
 from ..graph.dataflow import Graph
-from ..graph.rules import reduced_places
+from ..graph.rules import reduced_places, written_places
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 
@@ -99,6 +99,8 @@ class Elements:
             return self._projected(op)
         if name == "copy":
             return self.of(op.inputs[-1])
+        if axes_rule(op.base_name) == "index_write":
+            return self._written(op)
         if op.does("joins", "gathers") or name in _MOVED_BY_TORCH:
             return self._moved(op)
         if op.does("product", "runs", "softmax"):
@@ -133,6 +135,17 @@ class Elements:
             rows = rows[..., 0]
         summed = _where_alike(source, -2 if is_left and source.dim() > 1 else -1)
         return self._together([rows, summed, *map(self.of, op.inputs[:-2])], shape)
+
+    def _written(self, op: Op) -> Tensor | None:
+        """Return the numbers after an indexed write of values that are alike along the indexed dimension."""
+        written, table, values = written_places(op), op.inputs[0], op.inputs[-1]
+        if written is None or len(op.inputs) < 3:
+            return None
+        (place, rank), numbers = written, self.of(values)
+        numbers = numbers[(None,) * (len(table.shape) - 1 + rank - numbers.dim())]
+        numbers = numbers.flatten(place, place + rank - 1) if rank else numbers.unsqueeze(place)
+        numbers = _where_alike(numbers, place)
+        return self._together([self.of(table), numbers], table.shape)
 
     def _moved(self, op: Op) -> Tensor | None:
         """Return torch's result on the numbers; None if a table of indices was not kept."""

@@ -223,7 +223,7 @@ class _PartsOfAttention:
         heads, shared = self._names.num_heads, self._names.num_kv_heads
         if shared < heads:
             words = [word for dim in dims_of(self._names.of_stage("q_heads")) for word in dim]
-            inner = "group" in words and words.index("group") < words.index("kv_heads")
+            inner = "group" in words and self._names.head_order.index("group") == 1
             self._serve([head % shared if inner else head * shared // heads for head in range(heads)])
         parts = [*self._side("q"), *self._side("k"), *self._side("v"), *self._output()]
         return parts, self._serves
@@ -283,6 +283,8 @@ class _PartsOfAttention:
         sizes = known | axis_sizes(dims, shape, known)
         words = [word for dim in dims for word in dim]
         heads, features = ([w for w in words if of.fullmatch(w)] for of in (_OF_HEADS, _OF_FEATURES))
+        order = self._names.head_order
+        heads.sort(key=lambda word: order.index(word) if word in order else len(order))
         try:
             counts = [prod(sizes[word] for word in some) for some in (heads, features)]
             numbers = torch.arange(float(prod(counts))).view([sizes[word] for word in (*heads, *features)] or [])

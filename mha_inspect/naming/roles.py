@@ -196,6 +196,14 @@ class Roles:
             return self.heads  # the reduction of the features gives the heads
         return shared
 
+    @cached_property
+    def group_first(self) -> bool:
+        """Whether neighbouring query heads, in the rows of W_q, use different key heads."""
+        tensor = self._attention.stages.get("q_proj", self._attention.stages["q_heads"])
+        shared = set(wide(self.kv_heads))
+        heads = [atom in shared for dim in self._dimensions.of(tensor) for atom in dim if atom in self.heads]
+        return True in heads[1:] and not heads[0]
+
     def groups(self, side: str) -> list[Group]:
         """Return names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for context and output."""
         shared, heads = self.kv_heads, self.heads

@@ -103,7 +103,7 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
     blind: Rows = ()
     if sight.blind is not None and sight.blind.shape[key] == 1:  # otherwise the softmax is over another axis
         whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
-        rows = canonical(whole, "weights", axes, sizes)
+        rows = canonical(whole, "weights", axes, sizes, names.head_order)
         blind = () if rows is None else tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
     return Visibility(seen, blind)
 

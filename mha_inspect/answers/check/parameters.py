@@ -341,7 +341,7 @@ def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Ite
         yield from ((context, places.flatten()) for context in contexts)
         return
     dims = dims_of(axes)
-    heads = [name for name in ("heads", "kv_heads", "group") if any(name in dim for dim in dims)]
+    heads = [name for name in names.head_order if any(name in dim for dim in dims)]
     others = [name for dim in dims for name in dim if name not in (*heads, "1")]
     shared = {name for dim in dims if len(dim) > 1 for name in dim}
     sizes = {name: size for name, size in sizes_in(attention, names, "context").items() if name in shared}

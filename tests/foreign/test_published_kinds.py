@@ -1,0 +1,127 @@
+"""Attention as published code writes it: caches written by index, and heads in other orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect import params, trace
+from mha_inspect.naming.canonical import content_of
+from mha_inspect.running.subject import Subject
+
+from .truth import cut
+
+B, N, SLOTS = 2, 7, 11
+HEADS, KV_HEADS, HEAD_DIM = 6, 3, 5
+WIDTH = HEADS * HEAD_DIM
+
+
+class Grouped(nn.Module):
+    """Query head h uses key head h % KV_HEADS: the key heads are repeated as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = (nn.Linear(WIDTH, KV_HEADS * HEAD_DIM) for _ in range(2))
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = (self.split(project(x)).repeat(1, HEADS // KV_HEADS, 1, 1) for project in (self.k, self.v))
+        weights = (self.split(self.q(x)) @ k.mT / HEAD_DIM**0.5).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class GroupFirst(Grouped):
+    """The same, with a dimension for the group before that of the key heads."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (-1, KV_HEADS, HEAD_DIM))
+        k, v = (project(x).unflatten(-1, (-1, HEAD_DIM)) for project in (self.k, self.v))
+        weights = (torch.einsum("bngkd,bskd->bgkns", q, k) / HEAD_DIM**0.5).softmax(-1)
+        return self.o(torch.einsum("bgkns,bskd->bngkd", weights, v).flatten(2))
+
+
+class Neighbours(Grouped):
+    """Neighbouring query heads share a key head, and the scores count the group first."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).unflatten(-1, (KV_HEADS, -1, HEAD_DIM)).permute(0, 3, 2, 1, 4)
+        k, v = (self.split(project(x)) for project in (self.k, self.v))
+        weights = (torch.einsum("bghnd,bhsd->bghns", q, k) / HEAD_DIM**0.5).softmax(-1)
+        return self.o(torch.einsum("bghns,bhsd->bnhgd", weights, v).flatten(2))
+
+
+class Cached(Grouped):
+    """A cache written by index, of which empty slots are masked, and read as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(B, KV_HEADS, SLOTS, HEAD_DIM))
+        self.register_buffer("values", torch.zeros(B, KV_HEADS, SLOTS, HEAD_DIM))
+
+    def write(self, cache: Tensor, at: Tensor, content: Tensor) -> None:
+        cache[:, :, at] = content
+
+    def forward(self, x: Tensor, at: Tensor) -> Tensor:
+        for project, cache in ((self.k, self.keys), (self.v, self.values)):
+            self.write(cache, at, self.split(project(x)))
+        k, v = (cache.repeat_interleave(HEADS // KV_HEADS, 1) for cache in (self.keys, self.values))
+        scores = self.split(self.q(x)) @ k.mT / HEAD_DIM**0.5
+        weights = scores.masked_fill(torch.arange(SLOTS) > at[:, None], -torch.inf).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Copied(Cached):
+    def write(self, cache: Tensor, at: Tensor, content: Tensor) -> None:
+        cache.index_copy_(2, at, content)
+
+
+class Scattered(Cached):
+    def write(self, cache: Tensor, at: Tensor, content: Tensor) -> None:
+        cache.scatter_(2, at.view(1, 1, -1, 1).expand_as(content), content)
+
+
+def content(module: nn.Module, *args: Tensor) -> dict[str, Tensor | None]:
+    """Return every stage in canonical axes."""
+    with torch.no_grad():
+        run = Subject(module, args, {}).recorded(keep=True)
+    ((attention, names),) = run.attentions
+    return {stage: content_of(run, attention, names, stage) for stage in attention.stages}
+
+
+def rows_of(module: nn.Module, part: str, *args: Tensor) -> list[Tensor]:
+    """Return the rows of each head, as the table of parameters has them."""
+    parameters = dict(module.named_parameters())
+    report = params(module, *args, per_head=True)
+    return [cut(parameters[row.name], piece) for row in report.parameters for piece in row.heads if piece.part == part]
+
+
+@pytest.mark.parametrize("kind", [Grouped, GroupFirst, Neighbours])
+def test_heads_are_numbered_as_the_rows_of_the_queries(kind: type[Grouped]) -> None:
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(B, N, WIDTH)
+    stages, by_head = content(module, x), module.q.weight.view(HEADS, HEAD_DIM, WIDTH)
+    torch.testing.assert_close(stages["q_heads"], module.split(module.q(x)))
+    assert all(map(torch.equal, rows_of(module, "W_q", x), by_head))
+    assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
+    group = HEADS // KV_HEADS
+    k = module.split(module.k(x))
+    k = k.repeat_interleave(group, 1) if kind is Neighbours else k.repeat(1, group, 1, 1)
+    torch.testing.assert_close(stages["scores"], module.split(module.q(x)) @ k.mT / HEAD_DIM**0.5)
+
+
+@pytest.mark.parametrize("kind", [Cached, Copied, Scattered])
+def test_a_cache_written_by_index_has_the_heads_of_its_projections(kind: type[Cached]) -> None:
+    torch.manual_seed(0)
+    given: tuple[Any, ...] = (torch.randn(B, N, WIDTH), torch.arange(N))
+    module = kind()
+    (one,) = trace(module, *given).attentions
+    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal", "grouped"), HEADS, KV_HEADS)
+    for letter in "qkv":
+        weight = getattr(module, letter).weight
+        assert all(map(torch.equal, rows_of(module, f"W_{letter}", *given), weight.split(HEAD_DIM)))
