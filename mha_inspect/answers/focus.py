@@ -1,4 +1,4 @@
-"""How heads look at different parts: the entropy, reach and divergence of their weights, for each head count."""
+"""Measure what heads attend to: the entropy, reach and divergence of their weights, for each head count."""
 
 from __future__ import annotations
 
@@ -15,44 +15,44 @@ from ..reports.compare_heads import Alike, Focus, HeadFocus, HeadsFocus, Stronge
 from .comparable_run import ComparableRun
 
 _STRONGEST = 3
-"""Pairs of a query and a key that are told of each head."""
+"""Pairs of a query and a key in the report of each head."""
 
 
 def compare_focus(counts: Sequence[HeadsFocus], weights: str = "as given") -> Focus:
-    """Return what the heads of each head count look at, the baseline's first; `weights` says which they had."""
+    """Return what the heads of each head count attend to, the baseline first; `weights` names the weights."""
     return Focus(weights, tuple(counts), _answer(counts))
 
 
 def focus_of_run(run: ComparableRun) -> list[HeadsFocus]:
-    """Return what the heads of every attention look at.
+    """Return what the heads of every attention attend to.
 
-    Raises `RecordingError` where the axes of the weights of one cannot be named.
+    Raises `RecordingError` if the axes of an attention's weights could not be named.
     """
     counts = []
     for place, (attention, _) in enumerate(run.attentions):
         weights, keys = run.content(place, "weights"), run.content(place, "key")
         if weights is None:
             raise RecordingError(
-                f"--focus: the weights of {run.label} are never formed, and cannot be looked at. Leave it out."
+                f"--focus: {run.label} never forms the attention weights. Remove --focus."
                 if attention.divided is not None
-                else f"--focus: an axis of the weights of {run.label} has no name, and by head they cannot be "
-                "laid out. Sizes of their own tell axes apart, as --batch 3 --seq-len 5 does; or leave it out."
+                else f"--focus: an axis of the weights of {run.label} could not be named, so they cannot be split by "
+                "head. Use a different size for each axis, e.g. --batch 3 --seq-len 5, or remove --focus."
             )
         focus = focus_of(weights, None if keys is None else min(keys.shape[1], weights.shape[-1]))
-        several = len(run.attentions) > 1
-        counts.append(replace(focus, attention=place + 1, module=attention.module) if several else focus)
+        numbered = len(run.attentions) > 1
+        counts.append(replace(focus, attention=place + 1, module=attention.module) if numbered else focus)
     return counts
 
 
 def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
-    """Return what the heads look at, averaged over the queries whose weights are numbers in every head.
+    """Return what the heads attend to, averaged over the queries without NaN weights in any head.
 
     The divergence is the generalised Jensen-Shannon divergence of all heads with equal shares,
     H(mean of heads) - mean of H(head) (Lin, 1991, "Divergence measures based on the Shannon entropy", section 4).
 
     Args:
         weights: `batch heads query key`.
-        key_len: keys that have a position; those that a layer appends after them have none. None means all.
+        key_len: number of keys with a position, without keys that the layer appends. None means all.
     """
     num_heads, queries = weights.shape[1], weights.shape[2]
     key_len = weights.shape[3] if key_len is None else key_len
@@ -85,7 +85,7 @@ def focus_of(weights: Tensor, key_len: int | None = None) -> HeadsFocus:
 
 
 def _strongest(weights: Tensor, choosing: Tensor) -> tuple[Strongest, ...]:
-    """Return the pairs with the largest weights of `batch query key`, where a query has a choice."""
+    """Return the pairs with the largest weights of `batch query key`, for queries with more than one key."""
     number = choosing.sum(dim=0).double()
     mean = weights.where(choosing[..., None], 0.0).sum(dim=0) / number[:, None].clamp(min=1)
     strongest = mean.flatten().topk(min(_STRONGEST, mean.numel()))
@@ -95,7 +95,7 @@ def _strongest(weights: Tensor, choosing: Tensor) -> tuple[Strongest, ...]:
 
 
 def entropy_of(weights: Tensor) -> Tensor:
-    """Return -Σ w ln w over the last dimension, in nats, a weight of 0 counting nothing: `... key -> ...`."""
+    """Return -Σ w ln w over the last dimension, in nats; a weight of 0 adds 0: `... key -> ...`."""
     entropy: Tensor = torch.special.entr(weights).sum(dim=-1)
     return entropy
 
@@ -113,16 +113,16 @@ def _answer(counts: Sequence[HeadsFocus]) -> str:
     fewest, most = ([count for count in counts if count.num_heads == number] for number in (few, many))
     effective = [head.effective_keys for count in most for head in count.by_head]
     if not all(map(math.isfinite, effective)):
-        return "No query has a key to look at."
+        return "Every query has all keys masked out."
     where = f" in each of {len(most)} attentions" if len(most) > 1 else ""
     spread = " to ".join(dict.fromkeys(f"{bound(effective):.3g}" for bound in (min, max)))
     if many == 1:
-        return f"The one head{where} looks at {_keys(spread)} in effect."
+        return f"The single head{where} effectively attends to {_keys(spread)}."
     share = sum(count.divergence / count.largest_divergence for count in most) / len(most)
-    text = f"Of {many} heads{where} each looks at {_keys(spread)} in effect"
-    text += f", and they differ by {100 * share:.2g} % of what heads with nothing in common would"
+    text = f"With {many} heads{where}, each effectively attends to {_keys(spread)}. "
+    text += f"The heads differ by {100 * share:.2g} % of the largest possible divergence."
     if few < many:
         known = [head.effective_keys for count in fewest for head in count.by_head]
-        average = "head it is" if len(known) == 1 else f"{'head' if few == 1 else 'heads'} it is on average"
-        text += f"; with {few} {average} {_keys(f'{sum(known) / len(known):.3g}')}"
-    return f"{text}."
+        average = "" if len(known) == 1 else ", on average"
+        text += f" With {few} {'head' if few == 1 else 'heads'}: {_keys(f'{sum(known) / len(known):.3g}')}{average}."
+    return text

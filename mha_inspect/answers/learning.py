@@ -1,4 +1,4 @@
-"""What is learned under each head count: the gradient of every parameter, and where a few steps of training lead."""
+"""Compare learning under each head count: the gradient of every parameter, and the weights after a few steps."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from .comparable_run import ComparableRun, measured_in
 from .comparison import difference_of, overall
 from .run_report import environment_of
 
-LOSS = "mean((output - target)²), the target drawn from a normal distribution by the seed"
+LOSS = "mean((output - target)²), with a random normal target from the seed"
 LEARNING_RATE = 0.1
 OPTIMIZER = f"SGD, learning rate {LEARNING_RATE}"
-# Not Adam: it divides a gradient by its own size, and so makes whole steps of those that are 0 but for rounding.
+# Not Adam: it divides a gradient by its own size, and so makes full steps of pure rounding.
 _TARGET_STREAM = 0x746172676574
-"""Added to the seed of the target, so that it is neither the weights nor the input."""
+"""Offset to the seed for the target, so that it differs from the weights and the input."""
 _WORTH_THREADS = 1 << 27
-"""Multiplications of a forward from which on it is faster in several threads: some ten milliseconds' worth."""
+"""Multiplications of a forward above which several threads are faster: about ten milliseconds."""
 
 Parts = dict[str, Tensor]
-"""Numbers by part: `W_q` to `b_o` where the weights of one attention are all there is, else parameters by name."""
+"""Tensors by part: `W_q` to `b_o` if the module is one attention, otherwise parameters by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What learning came to: a gradient by part, or the weights after some steps."""
+    """The result of learning: a gradient by part, or the weights after some steps."""
 
     parts: Parts
     loss: float
-    """Of the first run."""
+    """The loss of the first run."""
     last_loss: float = math.nan
     before: Parts = field(default_factory=dict)
     """The weights before the first step."""
@@ -50,25 +50,25 @@ class Outcome:
 
 
 Outcomes = tuple[Outcome, Outcome]
-"""As it is, and in the dtype that rounding is measured beside."""
+"""The outcome in the module's dtype, and in the dtype of the rounding measurement."""
 
 
 @dataclass(frozen=True)
 class Learner:
-    """A subject of one head count, and what is needed to compare what it learns."""
+    """A subject of one head count, prepared to compare its learning."""
 
     num_heads: int
     subject: Subject
     weights: Weights | None = None
-    """Where its matrices and biases are; None: its parts are its parameters."""
+    """The places of its matrices and biases; None means that its parts are its parameters."""
     nan: str = ""
-    """Why every gradient would be NaN; empty where none needs to be."""
+    """The reason why every gradient would be NaN; empty if there is none."""
     dtype: str = ""
-    """` in float64`: what sets it apart, where it is a copy in another dtype."""
+    """` in float64` for a copy in another dtype; otherwise empty."""
 
     @classmethod
     def of(cls, num_heads: int, run: ComparableRun) -> Learner:
-        """Return what learns in a run."""
+        """Return the learner of a run."""
         projections = [part for weights in run.weights for part in weights.projections.values()]
         projected = {name for part in projections for name in part.parameters}
         named = dict(run.subject.module.named_parameters())
@@ -80,16 +80,17 @@ class Learner:
 
     @property
     def beside(self) -> tuple[torch.dtype, float]:
-        """The dtype that rounding is measured beside, and what an error that is measured so counts."""
+        """The dtype of the rounding measurement, and the factor of the measured error."""
         return beside(getattr(torch, environment_of(self.subject).dtype or "float32"))
 
     def twice(self, what: str, measure: Callable[[Learner], Outcome]) -> Outcomes:
-        """Return what is measured of it, and of the same in the dtype that rounding is measured beside.
+        """Return the measurement of this learner and of its copy in the dtype of the rounding measurement.
 
-        Raises `InputError` where it does not run in that, or every gradient would be NaN.
+        Raises `InputError` if the copy does not run, or every gradient would be NaN.
         """
         if self.nan:
-            raise InputError(f"{what} would be NaN: {self.nan}. Leave each query a key, or leave this out.")
+            flag = "--steps" if what == "training" else "--gradients"
+            raise InputError(f"{what} would be NaN: {self.nan}. Leave each query an unmasked key, or remove {flag}.")
         outcome, (dtype, _) = measure(self), self.beside
         suffix = f" in {str(dtype).removeprefix('torch.')}"
 
@@ -99,7 +100,7 @@ class Learner:
         return outcome, measured_in(self.subject.name, self.subject.copied, dtype, of_copy)
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
-        """Return its weights by part; `numbers`, by the parameter's name, stand for what the parameters hold."""
+        """Return its weights by part; `numbers`, by the parameter's name, replace the parameters."""
         module = self.subject.module
         if self.weights is None:
             named = module.named_parameters() if numbers is None else numbers.items()
@@ -114,31 +115,31 @@ class Learner:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Run the body, the backward pass too, with the random numbers of the seed; then put back what it changed."""
+        """Run the body, including a backward pass, with the seed's random numbers; then restore the module's state."""
         with self.subject.replaying(self.subject.state()), torch.enable_grad():
             torch.manual_seed((self.subject.seed or 0) % 2**64)
             yield
 
     def loss(self) -> Tensor:
-        """Return mean((output - target)²) of one run, with its graph; each begins with the state that came in.
+        """Return mean((output - target)²) of one run, with its graph; each run starts from the initial state.
 
-        Raises `InputError` where no gradient could come of it.
+        Raises `InputError` if it has no gradient.
         """
         fresh = self.subject.fresh()
         output = first_tensor(fresh.module(*fresh.args, **fresh.kwargs))
         if not output.requires_grad:
             raise InputError(
-                "There is no gradient: the output hangs on no parameter that learns (a forward under no_grad, whole "
-                "numbers, frozen parameters). Leave out --gradients and --steps."
+                "There is no gradient: the output depends on no trainable parameter (no_grad, integers or frozen "
+                "parameters). Remove --gradients and --steps."
             )
         generator = torch.Generator("cpu").manual_seed(((self.subject.seed or 0) + _TARGET_STREAM) % 2**64)
         target = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu")
         return (output - target.to(device=output.device, dtype=output.dtype)).square().mean()
 
     def gradients(self) -> tuple[float, dict[str, Tensor]]:
-        """Return the loss of one run, and its gradient for every parameter that learns; their `.grad` stays as it is.
+        """Return the loss of one run, and its gradient for every trainable parameter; `.grad` is unchanged.
 
-        Raises `InputError` where autograd cannot go through the forward.
+        Raises `InputError` if autograd cannot differentiate the forward.
         """
         learns = {name: p for name, p in self.subject.module.named_parameters() if p.requires_grad}
         loss = self.loss()
@@ -148,22 +149,22 @@ class Learner:
             if is_out_of_memory(error):
                 raise
             raise InputError(
-                f"There is no gradient of {self.subject.name}: {first_line(error)} Leave out --gradients and "
-                "--steps, or let its forward change nothing in place."
+                f"There is no gradient of {self.subject.name}: {first_line(error)} Remove --gradients and --steps, "
+                "or remove in-place changes from its forward."
             ) from None
         return float(loss.detach()), dict(zip(learns, gradients, strict=True))
 
 
 def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
-    """Return them with their numbers by head where those of each can be told so, and else all by parameter."""
+    """Return the learners with their weights by head if that is possible for all, otherwise by parameter."""
     by_head = all(learner.weights is not None for learner in learners)
     return [learner if by_head else replace(learner, weights=None) for learner in learners]
 
 
 def compare_gradients(learners: Sequence[Learner]) -> Gradients:
-    """Compare the gradients of modules that hold the same weights with those of the first, the baseline.
+    """Compare the gradients of modules of the same weights with those of the first, the baseline.
 
-    Raises `InputError` where a number of the output is NaN, and so every gradient, or there is no gradient.
+    Raises `InputError` if the output has NaN, which makes every gradient NaN, or if there is no gradient.
     """
     counts, base = [], None
     for learner in learners:
@@ -174,7 +175,7 @@ def compare_gradients(learners: Sequence[Learner]) -> Gradients:
 
 
 def gradient_of(learner: Learner) -> Outcome:
-    """Return the gradient of the loss for every parameter that learns."""
+    """Return the gradient of the loss for every trainable parameter."""
     with learner.undisturbed():
         loss, gradients = learner.gradients()
     return Outcome(learner.parts(gradients), loss)
@@ -190,7 +191,7 @@ def _gradient_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadG
         floor = _larger_error(learner, part, outcomes, base)
         row = PartGradient(**vars(difference_of(baseline, gradient, floor)), part=part, norm=norm)
         if row.verdict == "differs" and judge(max_difference(baseline, torch.zeros_like(baseline)), floor)[1] == "same":
-            # The baseline's is rounding, and how often that goes into another says nothing.
+            # The baseline's gradient is rounding only, so a relative difference has no meaning.
             row = replace(row, relative_difference=math.inf)
         parts.append(row)
     verdict = overall([part.verdict for part in parts])
@@ -198,10 +199,9 @@ def _gradient_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadG
 
 
 def _larger_error(learner: Learner, part: str, *pairs: Outcomes) -> float:
-    """Return the larger rounding error of two results, each beside its exact one.
+    """Return the larger rounding error of two results, each measured against its exact result.
 
-    Two results that are the same but for rounding are at most twice that apart: a gradient that is 0 but for rounding
-    is no difference, however much more one head count rounds than another.
+    Two results that differ by rounding alone are at most twice that apart, even if one head count rounds more.
     """
     return max(rounding_error(result.parts[part], exact.parts[part]) for result, exact in pairs) * learner.beside[1]
 
@@ -211,19 +211,18 @@ def _gradient_answer(counts: Sequence[HeadGradients]) -> str:
     differing = [count for count in others if count.verdict == "differs"]
     changed = any(part.verdict is None for count in others for part in count.parts)
     if not any(part.verdict for count in others for part in count.parts):
-        return "The head count changes the shape of every parameter: losses can be compared, and gradients cannot."
+        return "The head count changes the shape of every parameter: only losses can be compared, not gradients."
     if not differing:
         if any(count.verdict == "inconclusive" for count in others):
-            return "The gradients are too close to tell apart from rounding."
-        return "The gradient of every parameter is the same for every head count: the same would be learned."
+            return "Undecided: the gradients differ by little more than rounding."
+        return "The gradients are the same for every head count: the first training step is the same."
     furthest = {part.part: part.relative_difference or 0.0 for part in differing[-1].parts if part.verdict == "differs"}
     finite = {part: relative for part, relative in furthest.items() if math.isfinite(relative)}
     most = max(finite or furthest, key=lambda part: furthest[part])
     ours, theirs = plural(differing[-1].num_heads, "head"), plural(base.num_heads, "head")
-    text = f"A first step of learning would change the weights differently: with {ours} the gradient of {most} is " + (
-        f"{percent(furthest[most])} away from that with {theirs}." if finite else f"not 0, as it is with {theirs}."
-    )
-    return f"{text} Parts whose shape the head count changes cannot be compared." if changed else text
+    text = f"The first training step differs: the gradient of {most} with {ours} "
+    text += f"differs by {percent(furthest[most])} from that with {theirs}." if finite else f"is not 0; {theirs}: 0."
+    return f"{text} Parts with another shape were not compared." if changed else text
 
 
 def compare_training(
@@ -232,11 +231,11 @@ def compare_training(
     after: Callable[[Learner], None] = lambda learner: None,
     tick: Callable[[str], None] = lambda words: None,
 ) -> Training:
-    """Train a copy of each module, of the same weights, and compare them with those of the first, the baseline.
+    """Train a copy of each module from the same weights, and compare the results with those of the first, the baseline.
 
-    `after` is called with each when it has learned, `tick` is told before each step how far it is.
+    `after` is called with each learner after training, `tick` with the progress before each step.
 
-    Raises `SpecError` where there could never be so many steps, `InputError` as `compare_gradients`.
+    Raises `SpecError` for an impossible number of steps, `InputError` as `compare_gradients`.
     """
     require_steps(steps)
     counts, base = [], None
@@ -250,9 +249,9 @@ def compare_training(
 
 
 def train(learner: Learner, steps: int, tick: Callable[[str], None]) -> Outcome:
-    """Train a copy, and tell `tick` before each step which it is; the module stays as it is.
+    """Return the outcome of training a copy; the module is unchanged, and `tick` gets the progress before each step.
 
-    The steps are those of `torch.optim.SGD`, which imports torch.compile, in a second.
+    The steps equal those of `torch.optim.SGD`, whose import takes a second (torch.compile).
     """
     module = copy_module(learner.subject.module)
     copied = replace(learner, subject=replace(learner.subject, module=module))
@@ -271,7 +270,7 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None]) -> Outcome:
 
 @contextmanager
 def few_threads(subject: Subject) -> Iterator[None]:
-    """Run the body in one thread where a step is so small that threads would wait longer than they work."""
+    """Run the body in one thread if a step is too small to gain from several threads."""
     before = torch.get_num_threads()
     tensors = tensors_in((subject.args, subject.kwargs))
     rows = max((tensor.numel() // max(tensor.shape[-1:], default=1) for _, tensor in tensors), default=1)
@@ -284,13 +283,13 @@ def few_threads(subject: Subject) -> Iterator[None]:
 
 
 def _training_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadTraining:
-    """Return a row of the report. Nothing is compared that did not start alike."""
+    """Return a row of the report; without a comparison if the weights did not start the same."""
     trained, baseline = outcomes[0], base[0]
     known = (learner.num_heads, trained.loss, trained.last_loss, _distance(trained.parts, trained.before))
     alike = trained.before.keys() == baseline.before.keys()
     if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in trained.before.items()):
         return HeadTraining(*known, None, None, None, None, None)
-    # Of each part by itself: the weights of one part may be rounded more than those of all others are moved.
+    # Each part by itself: the rounding of one part may exceed the changes of all others.
     judged = [
         (max_difference(after, baseline.parts[part]), _larger_error(learner, part, outcomes, base))
         for part, after in trained.parts.items()
@@ -307,20 +306,16 @@ def _distance(left: Parts, right: Parts) -> float:
 
 def _training_answer(counts: Sequence[HeadTraining]) -> str:
     base, others = counts[0], counts[1:]
-    steps = "After the same steps from the same start"
     if any(count.verdict is None for count in others):
-        return (
-            "The weights cannot start the same, for the head count changes the parameters: "
-            "losses can be compared, and weights cannot."
-        )
+        return "The head count changes the parameters, so weights cannot start the same: only losses can be compared."
     differing = [count for count in others if count.verdict == "differs"]
     if differing:
         furthest = max(differing, key=lambda count: count.apart or 0.0)
         ours, theirs = plural(furthest.num_heads, "head"), plural(base.num_heads, "head")
         return (
-            f"{steps} the weights have moved apart: those of {ours} end {percent(furthest.apart or 0.0)} as far "
-            f"from those of {theirs} as those of {theirs} have moved."
+            f"Training gives different weights: the distance between {ours} and {theirs} is "
+            f"{percent(furthest.apart or 0.0)} of what training changed with {theirs}."
         )
     if any(count.verdict == "inconclusive" for count in others):
-        return f"{steps} the weights are too close to tell apart from rounding."
-    return f"{steps} the weights are the same for every head count."
+        return "Undecided: after the same steps, the weights differ by little more than rounding."
+    return "After the same steps from the same start, the weights are the same for every head count."

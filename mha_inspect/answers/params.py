@@ -1,4 +1,4 @@
-"""params(): every parameter tensor, what it is for, and which part of it belongs to which head."""
+"""List every parameter tensor of a module, its role, and the part of it that belongs to each head."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from ..text import first_few, listed
 from .run_report import environment_of, layer_of
 
 INPUTS = InputSpec(batch=2, seq_len=5)
-"""On what a layer built from flags is run: small, and of no size one."""
+"""The inputs of a layer built from flags: small, with no size of one."""
 _AXES = {
     nn.Linear: {"weight": "out_features in_features", "bias": "out_features"},
     nn.Embedding: {"weight": "num_embeddings embedding_dim"},
 }
-"""What the axes of parameters are that belong to no attention, by the kind of module."""
+"""Kind of module to the axes of its parameters, for parameters outside attentions."""
 Roles = dict[str, ParameterRole]
-"""The roles of a module's parameters, those that are known, by name."""
+"""Name of a parameter to its role; a parameter without a known role is absent."""
 _TORCHS_FORWARD = nn.MultiheadAttention.forward
-_NO_ATTENTION = "No attention was found in the forward: it tells what reads the parameters."
+_NO_ATTENTION = "No attention was found in the forward. Each role is the operation that uses the parameter."
 
 
 def params(
@@ -47,14 +47,13 @@ def params(
     beside: Sequence[Subject] = (),
     called: bool = True,
 ) -> ParamsReport:
-    """Report every parameter of a module, and `beside` it the same under other head counts.
+    """Report every parameter of a module, and with `beside` the same module under other head counts.
 
-    It is run once and recorded: what the parameters are for is read off that, and which rows and columns belong to
-    which head. The run leaves no trace. Where its arguments are not those of a call, it is said what the kind of module
-    tells.
+    The module is run once and recorded, which shows the role of each parameter, and the rows and columns of each head.
+    The run restores the module's state. If not `called`, roles come from the kinds of modules alone.
 
-    Raises `InputError` where the module has lazy parameters, which have no shape before its first call, or nothing
-    tells how many heads an attention has that is to be set side by side.
+    Raises `InputError` if the module has lazy parameters, which have no shape before the first call, or if `beside` is
+    given and the module has no attention.
     """
     module = subject.module
     for name, parameter in module.named_parameters():
@@ -68,7 +67,7 @@ def params(
         columns = tuple(_column(*pair) for pair in runs)
         parameters = [dict(other.module.named_parameters()) for other in (subject, *beside)]
         pairs = zip(columns[1:], parameters[1:], strict=True)
-        differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, own) for column, own in pairs)
+        differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, each) for column, each in pairs)
         changes = " ".join(filter(None, differing)) or _unchanged(columns, parameters[0])
     rows = _parameters(module, roles, show, per_head)
     environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
@@ -86,16 +85,16 @@ def params(
 
 
 def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
-    """Run the module, which leaves no trace. Raises `TargetFailedError` where the forward of a target raises."""
+    """Return a run of the module; its state is restored. Raises `TargetFailedError` if a target's forward raises."""
     with torch.no_grad(), subject.replaying(subject.state()):
         built = ", ".join(f"{name} {value}" for name, value in subject.made_with.items()) if of_several else ""
         with explaining(subject, f" with {built}" if built else ""):
-            # Kept for tables of indices: which features they pick is a matter of their numbers.
+            # Tensors are kept because tables of indices decide which features are used.
             return subject.recorded(keep=True)
 
 
 def _roles(module: nn.Module, run: Run | None) -> Roles:
-    """Return what a run shows, or without one that of each of torch's layers, and what the kinds of parts tell."""
+    """Return the roles from a run, or without one from runs of torch's own layers, and from the kinds of submodules."""
     shown = {} if run is None else dict(roles_of(run))
     roles: Roles = {}
     for path, part in module.named_modules():
@@ -109,14 +108,14 @@ def _roles(module: nn.Module, run: Run | None) -> Roles:
 
 
 def _of_torchs_layer(module: nn.MultiheadAttention) -> Roles:
-    """Read off a run of torch's own layer, whose arguments are known; nothing in a dtype that none is drawn in."""
+    """Return the roles from a run of torch's own layer, whose arguments are known; empty for dtypes without inputs."""
     if _dtype(module.out_proj.weight) != spec_of(module).dtype:
         return {}
     return dict(roles_of(_recorded(make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module))))
 
 
 def _formula(subject: Subject) -> tuple[str, int | None]:
-    """Return the closed formula of a layer's parameter count, and what that gives; of any other module nothing."""
+    """Return the closed formula of a layer's parameter count, and its value; empty and None for any other module."""
     if subject.layer:
         kind, spec = find_layer(subject.layer), AttentionSpec(**subject.made_with)
     elif type(subject.module) is nn.MultiheadAttention:
@@ -158,11 +157,11 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _column(subject: Subject, run: Run) -> HeadCountColumn:
-    """Return a subject under the head count of its first attention. Raises `InputError` where there is none."""
+    """Return the column of a subject under the head count of its first attention. Raises `InputError` without one."""
     if not run.attentions:
         raise InputError(
-            f"No attention was found in the forward of {subject.name}, so that nothing is told of its heads. Give one "
-            "number: --num-heads 8."
+            f"No attention was found in the forward of {subject.name}, so head counts cannot be compared. "
+            "Give one number: --num-heads 8."
         )
     parameters = dict(subject.module.named_parameters())
     names, roles = run.attentions[0][1], roles_of(run)
@@ -179,7 +178,7 @@ def _column(subject: Subject, run: Run) -> HeadCountColumn:
 
 
 def _change(heads: int, before: Mapping[str, Tensor], other_heads: int, after: Mapping[str, Tensor]) -> str:
-    """Say what became of the baseline's parameters, bit for bit; empty where all are the same."""
+    """Return a sentence about parameters that differ from the baseline's; empty if all are the same bit for bit."""
     both = [name for name in before if name in after]
     reshaped = [name for name in both if before[name].shape != after[name].shape]
     shapes = [f"{name} {list(before[name].shape)} becomes {list(after[name].shape)}" for name in reshaped]
@@ -187,23 +186,23 @@ def _change(heads: int, before: Mapping[str, Tensor], other_heads: int, after: M
     gone, new = [name for name in before if name not in both], [name for name in after if name not in both]
     kinds = {"": shapes, f"{len(new)} new: ": new, f"{len(gone)} gone: ": gone, "other values in ": values}
     parts = "; ".join(what + first_few(names, 3) for what, names in kinds.items() if names)
-    return f"From {heads} to {other_heads} heads the parameters change: {parts}." if parts else ""
+    return f"From {heads} to {other_heads} heads, the parameters change: {parts}." if parts else ""
 
 
 def _unchanged(columns: Sequence[HeadCountColumn], parameters: Mapping[str, Tensor]) -> str:
     heads, widths = ([str(getattr(column, name)) for column in columns] for name in ("num_heads", "head_dim"))
     on_meta = any(parameter.is_meta for parameter in parameters.values())
-    values = "(on meta they hold no values)" if on_meta else "and the same values, bit for bit,"
+    values = " (on meta they have no values)" if on_meta else " and values, bit for bit"
     return (
-        f"Nothing but the slices: all {len(parameters)} parameters have the same shapes {values} with "
-        f"{listed(heads)} heads. Only which rows and columns belong to a head changes: head_dim {listed(widths)}."
+        f"With {listed(heads)} heads, all {len(parameters)} parameters have the same shapes{values}. "
+        f"Only the rows and columns of each head change: head_dim {listed(widths)}."
     )
 
 
 def _head_norms(module: nn.Module, roles: Roles) -> tuple[HeadNorms, ...]:
     """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64, attention by attention.
 
-    Where a part of a head comes again, in the order of the parameters, the matrices of the next attention begin.
+    A part of a head that comes again, in the order of the parameters, begins the next attention.
     """
     attentions: list[tuple[list[str], dict[tuple[str, int], Tensor]]] = []
     for name, parameter in module.named_parameters():
@@ -219,7 +218,7 @@ def _head_norms(module: nn.Module, roles: Roles) -> tuple[HeadNorms, ...]:
             squares[piece.part, piece.head] = squares.get((piece.part, piece.head), torch.zeros_like(square)) + square
     norms = []
     for names, squares in attentions:
-        # The module that all of these parameters are in.
+        # The innermost module that contains all of these parameters.
         paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
         owner = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths))
         for part in sorted(dict.fromkeys(part for part, _ in squares), key=lambda part: "qkvo".find(part[2:3])):

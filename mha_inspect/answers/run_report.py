@@ -1,4 +1,4 @@
-"""Report a run as plain data: its attentions, stage by stage, what it returned, its operations, and the proof."""
+"""Report a run as plain data: its attentions, stage by stage, its returned tensors, its operations, and the proof."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from ..reports.common import Environment, LayerInfo
 from ..reports.trace import AttentionReport, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
 from ..running.subject import Run, Subject
 
-_UNSAID = "torch names none; its fast path asks for biases"
-"""It goes on without a word where there is no in_proj_bias."""
+_UNSAID = "torch gives no reason; its fast path requires biases"
+"""The reason if torch gives none, e.g. without in_proj_bias."""
 _NESTED = (
-    "Rows of different lengths (nested tensors) have no axes to follow, and attention over them is not found: pad "
-    "them, and pass a mask, to see it."
+    "Attention over nested tensors (rows of different lengths) cannot be followed. "
+    "Pad the rows and pass a mask to see it."
 )
 _PRODUCTS = ("aten.baddbmm", "aten.addmm")
-"""Kernels that are a product, with a mask added: they are told as operations like any others."""
+"""Kernels that are a matrix product with a mask added; the report lists them as ordinary operations."""
 
 
 def path_of(run: Run) -> Path:
-    """Return the kernels of a run, why it is not the fast path in torch's own words, and which kernels were opened."""
+    """Return the kernels of a run, torch's own reason against the fast path, and the opened kernels."""
     recording = run.recording
     outer = [kernel for kernel in recording.kernels if kernel.within is None and not kernel.op.startswith(_PRODUCTS)]
     refusals = dict.fromkeys(reason for reason in recording.fast_path_refusals if reason)
@@ -53,7 +53,7 @@ def path_of(run: Run) -> Path:
 
 
 def _phrases(run: Run, outer: list[Kernel]) -> dict[str, str]:
-    """Return the kernels of a run, each in a phrase, and its name by that."""
+    """Return for each kernel of a run its phrase and, as the value, its name."""
     phrases = {f"{_short(kernel)} ({kernel.title})": _short(kernel) for kernel in outer}
     for attention, _ in run.attentions:
         if attention.softmax.kernel is None:
@@ -66,32 +66,32 @@ def _phrases(run: Run, outer: list[Kernel]) -> dict[str, str]:
 
 
 def maker_of(run: Run, tensor: TensorRef) -> OpRef | None:
-    """Return the operation that made a tensor; None for an input."""
+    """Return the operation whose result is this tensor; None for an input."""
     op = run.recording.producer(tensor)
     return None if op is None else OpRef(op.index, run.recording.name_of(op), op.source)
 
 
 def is_hidden(run: Run, stage: str, tensor: TensorRef) -> bool:
-    """Return whether a stage was hidden in a fused kernel, which was opened to show it."""
+    """Return whether a stage is inside a fused kernel that was opened to show it."""
     op = run.recording.producer(tensor)
     return op is not None and op.kernel is not None and stage in run.recording.kernels[op.kernel].hides
 
 
 def has_shape_only(run: Run, tensor: TensorRef) -> bool:
-    """Return whether a stage was never made, its kernel having too many scores to make them."""
+    """Return whether a stage has a shape only, because its kernel has too many scores to recompute."""
     op = run.recording.producer(tensor)
     kernel = None if op is None or op.kernel is None else run.recording.kernels[op.kernel]
     return kernel is not None and kernel.shapes_only and op is not None and not op.makes_result
 
 
 def drops_at_random(run: Run) -> bool:
-    """Return whether a run drops elements at random: by a dropout, or in a fused kernel."""
+    """Return whether a run drops elements at random, by a dropout or in a fused kernel."""
     ops, kernels = run.recording.ops, run.recording.kernels
     return any(op.does("draws") for op in ops) or any(kernel.drops for kernel in kernels)
 
 
 def proof_of(run: Run) -> Proof:
-    """Return how near the steps of the run's kernels come to what the kernels gave: of all of them, the farthest."""
+    """Return the largest difference between the kernels' results and their recomputed steps."""
     kernels = run.recording.kernels
     meta = any(tensor.is_meta for _, tensor in tensors_in(run.returned))
     if not kernels and not meta:
@@ -99,7 +99,7 @@ def proof_of(run: Run) -> Proof:
     checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]
     notes = dict.fromkeys(f"{_short(kernel)}: {kernel.note}" for kernel in kernels if kernel.note)
     if not checked:
-        return Proof(None, None, None, "device meta has shapes and no numbers" if meta else "; ".join(notes))
+        return Proof(None, None, None, "device meta has shapes but no numbers" if meta else "; ".join(notes))
     worst, kernel = max(checked, key=lambda pair: (pair[0].times, pair[0].difference))
     if worst.verdict == "differs":
         notes = {f"{_short(kernel)} differs": None, **notes}
@@ -111,7 +111,7 @@ def _short(kernel: Kernel) -> str:
 
 
 def environment_of(subject: Subject) -> Environment:
-    """Return what the numbers of a subject are made with."""
+    """Return the environment of a subject's run: torch, device, dtype, seed."""
     tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))] + list(subject.module.parameters())
     floating = next((tensor for tensor in tensors if tensor.is_floating_point()), None)
     return Environment(
@@ -123,7 +123,7 @@ def environment_of(subject: Subject) -> Environment:
 
 
 def layer_of(subject: Subject) -> LayerInfo:
-    """Return what a subject is called, and what it was made with."""
+    """Return the name of a subject, and the arguments that it was built with."""
     return LayerInfo(subject.name, dict(subject.made_with))
 
 
@@ -136,10 +136,10 @@ def report(
     proof: Proof | None = None,
     kinds: Sequence[tuple[str, ...]] = (),
 ) -> Trace:
-    """Return a run as plain data; `proof` is given where there is none to read off it."""
+    """Return a run as plain data; `proof` replaces the proof of the run's kernels."""
     axes = own_axes(run)
     modules = [attention.module for attention, _ in run.attentions]
-    # What is recorded as one buffer has no axes to follow, but in kernels that are opened, whose rows are padded.
+    # Nested tensors are recorded as one buffer without axes; only opened kernels pad their rows.
     missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
     nested = missed and any("nested" in op.base_name for op in run.recording.ops)
     return Trace(
@@ -162,7 +162,7 @@ def report(
 
 
 def _masked_of(run: Run, attention: Attention) -> Tensor | None:
-    """Return where a mask has put -inf: where the scores are not -inf, or where what is added to them is."""
+    """Return where a mask put -inf, as a bool; None if the masked scores were not kept."""
     values, masked = run.recording.values, attention.stages.get("masked_scores")
     if masked is None or masked.id not in values:
         return None
@@ -215,44 +215,44 @@ def _content(run: Run, show: Show, tensor: TensorRef, masked: Tensor | None = No
 
 
 def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFacts) -> tuple[str, ...]:
-    beside = " … is made of all scores of the same query." if weighs_by_others(graph, attention) else ""
+    beside = " The … depends on all scores of the same query." if weighs_by_others(graph, attention) else ""
     parts = facts.has_other_keys()
     number = len(attention.branches)
     mixed = ["scores before the softmax"] if attention.mixed_scores else []
     mixed += ["weights after it"] if attention.mixed_weights else []
     sentences = {
         without_dot(attention): True,
-        f"The weights are made of the scores without a softmax.{beside}": attention.weighing,
-        "The mask is added inside the product (baddbmm): the scores without it are never made.": (
+        f"The weights come from the scores without a softmax.{beside}": attention.weighing,
+        "The mask is added inside the product (baddbmm), so the scores without it are never made.": (
             attention.masks and "scores" not in attention.stages
         ),
-        "The heads are split by a view without a transpose, which mixes positions: a head has features of a few "
-        "positions, and not its own features of every position. View to (…, heads, head_dim), then transpose.": (
-            names.mixes_positions
+        "A view without a transpose splits the heads and mixes positions: each head sees features of a few positions "
+        "only. View to (…, heads, head_dim), then transpose.": names.mixes_positions,
+        "The features of a head attend to one another: the scores sum over positions, the softmax is over "
+        "features.": names.over_features,
+        "The softmax is over the queries instead of the keys: the weights of each key sum to 1.": (
+            attention.over_queries
         ),
-        "The features of a head attend to one another: the scores sum over the positions, and the softmax is over "
-        "the features of the keys.": names.over_features,
-        "The softmax is over the queries, not over the keys: the weights of a key add up to 1, those of a query "
-        "need not.": attention.over_queries,
-        "The weights are never formed: exponentials of the scores meet the values, and their sum divides that.": (
+        "The weights are never formed: exp(scores) is multiplied by the values, then divided by its sum.": (
             attention.divided is not None
         ),
-        "Scores of other keys stand beside these, by a product of their own: the softmax is over both, and what is "
-        "shown is a part of the attention.": parts,
-        "Sinks stand beside the scores: they take a part of the weight and have no value.": (
+        "The softmax also covers scores of other keys from a second product: the stages show a part of the "
+        "attention.": parts,
+        "Attention sinks are joined to the scores: they take weight and have no value.": (
             attention.sinks is not None and not parts
         ),
-        f"The weights of {names.maps} maps become those of one head before they meet the values.": names.maps > 1,
-        f"The heads are a loop: stages of a single head are those of the first of {number}, and so are their bytes "
-        "and FLOPs.": attention.branches,
+        f"Each head combines the weights of {names.maps} softmaxes before the values.": names.maps > 1,
+        f"The heads are a loop: stages, bytes and FLOPs of a single head are of the first of {number}.": (
+            attention.branches
+        ),
         f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
         "Weights are shown as softmax gives them, before dropout.": facts.drops(),
     }
-    return tuple(sentence for sentence, holds in sentences.items() if sentence and holds)
+    return tuple(sentence for sentence, applies in sentences.items() if sentence and applies)
 
 
 def _returns(run: Run, axes: NamedAxes, show: Show) -> Iterator[Returned]:
-    """Yield what the module returned: its output, the weights where it gives them, anything else by its place."""
+    """Yield the returned tensors: the output, the weights if returned, any others by their place."""
     for place, (named, pattern) in enumerate(zip(run.recording.outputs, axes.returned, strict=True)):
         is_weights = {"query", "key"} <= set(pattern.split())
         name = "output" if place == 0 else "weights" if is_weights else named.name
@@ -285,22 +285,22 @@ def _op_lines(run: Run, axes: NamedAxes) -> Iterator[OpLine]:
 
 
 def _settings(op: Op) -> str:
-    """Return the arguments that are no tensors, as Python would write them."""
+    """Return the arguments other than tensors, as Python would write them."""
 
-    def holds_tensor(value: Any) -> bool:
-        return isinstance(value, TensorRef) or (isinstance(value, tuple) and any(map(holds_tensor, value)))
+    def has_tensor(value: Any) -> bool:
+        return isinstance(value, TensorRef) or (isinstance(value, tuple) and any(map(has_tensor, value)))
 
     named = [("", value) for value in op.args] + [(f"{name}=", value) for name, value in op.kwargs.items()]
     shown = (
-        (name, list(value) if isinstance(value, tuple) else value) for name, value in named if not holds_tensor(value)
+        (name, list(value) if isinstance(value, tuple) else value) for name, value in named if not has_tensor(value)
     )
     return ", ".join(f"{name}{value}" for name, value in shown)
 
 
 def fate_of(weights: Tensor | None, rows: Rows) -> str:
-    """Return what the weights, `batch heads query key`, of queries without keys are: `NaN`, `zero`, `uniform`.
+    """Return the kind of weights, `batch heads query key`, of queries with every key masked out.
 
-    `numbers` where they are anything else, or not known: one head without keys is enough for a query to be one.
+    The kind is `NaN`, `zero` or `uniform`, in at least one head; `numbers` for anything else, or if unknown.
     """
     if weights is None:
         return "numbers"
@@ -316,7 +316,7 @@ def fate_of(weights: Tensor | None, rows: Rows) -> str:
 
 
 def masked_sentence(rows: Rows, fate: str) -> str:
-    """Return which queries see no key, and what becomes of them."""
+    """Return a sentence about queries with every key masked out; `fate` says what their weights are."""
     have = "1 query has" if len(rows) == 1 else f"{len(rows):,} queries have"
     batch, query = rows[0]
-    return f"{have} no key left to look at (the first: query {query} of batch row {batch}): {fate}."
+    return f"{have} every key masked out (first: query {query} of batch item {batch}): {fate}."

@@ -1,4 +1,4 @@
-"""Trace a forward pass: record it, find its attentions, name their axes, and prove what is shown."""
+"""Trace a forward pass: record it, find its attentions, name their axes, and check the stages that are shown."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from .run_report import environment_of, fate_of, layer_of, masked_sentence, repo
 
 
 def trace(subject: Subject, show: Show | None = None) -> Trace:
-    """Run a subject, and report every attention in it, found by its dataflow.
+    """Run a subject, and report every attention in its dataflow.
 
-    Raises `ForwardError` where the forward raises: its `trace` holds what was recorded up to there, with `failure`, and
-    its `__cause__` is the error. Arguments that do not fit the forward's signature raise what Python raises.
+    Raises `ForwardError` if the forward raises: its `trace` is the recording up to the error, with `failure`, and its
+    `__cause__` is the error. Arguments that do not fit the forward's signature raise Python's own error.
     """
     show = show or Show()
     return traced(subject, show, keep=show.stats or show.values)[0]
 
 
 def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
-    """Return what `trace` does, and the run that the stages were read off, its tensors kept when asked for.
+    """Return the trace and its run, with tensors kept if `keep`.
 
-    The subject is run once, as it is. Where that run hides stages in fused kernels, each is opened beside its result;
-    what the run computes, buffers and generators are as one call leaves them.
+    The subject is run once. Fused kernels of that run are opened by recomputing their stages. Results, buffers and
+    random generators are as after one plain call.
     """
     with subject.settings():
         before = subject.state()
@@ -50,9 +50,9 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
 
 
 def of_block(run: Run, failed: tuple[Failure, int] | None) -> Trace:
-    """Return the trace of what ran in a block of somebody's code, of which nothing is known but the recording.
+    """Return the trace of a recorded block of code.
 
-    `failed` is how the block ended, and how many attentions were complete by then; None where it did not raise.
+    `failed` is the failure that ended the block, and the number of complete attentions; None if it did not raise.
     """
     environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
     kinds = kinds_of(run)
@@ -62,21 +62,21 @@ def of_block(run: Run, failed: tuple[Failure, int] | None) -> Trace:
 
 
 def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> str:
-    """Return what becomes of queries without keys, or else where NaN begins: one more run keeps every tensor."""
+    """Return a sentence about queries with every key masked out, otherwise where NaN begins; it may run once more."""
     blind = _blind(run)
     if blind is None:
         return _nan_note(subject, before, run, keep)
     place, rows = blind
     again = _kept(subject, before, run, keep)
     if again is None:
-        return masked_sentence(rows, "what becomes of them is not seen, for the module does not run a second time")
+        return masked_sentence(rows, "their weights are unknown, because the module fails in a second run")
     again = again.beside(run.wider)
     fate = fate_of(content_of(again, *again.attentions[place], "weights"), rows)
     return masked_sentence(rows, f"their weights are {fate}")
 
 
 def _blind(run: Run) -> tuple[int, Rows] | None:
-    """Return the place of the first attention with queries that see no key, and these; None where there is none."""
+    """Return the place of the first attention with queries that have every key masked out, and the queries, or None."""
     if all(sight.blind is None for sight in run.recording.sights.values()):
         return None
     known = ((place, visibility(run.graph, *attention)) for place, attention in enumerate(run.attentions))
@@ -84,27 +84,27 @@ def _blind(run: Run) -> tuple[int, Rows] | None:
 
 
 def _kept(subject: Subject, before: State, run: Run, keep: bool) -> Run | None:
-    """Return the run with its tensors kept, run again where they were not; None where it does not run a second time."""
+    """Return the run with its tensors kept, run again if necessary; None if the module fails in a second run."""
     if keep:
         return run
     try:
         with subject.replaying(before):
             return subject.recorded(keep=True)
-    except Exception:  # whatever somebody's forward may raise that counts its calls, or keeps what came in
+    except Exception:  # a forward with state may raise anything in a second call
         return None
 
 
 def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
-    """Say where the NaN of what a run returned begins; empty where there is none."""
+    """Return a sentence where the NaN of the output begins; empty without NaN."""
     if not any(_has_nan(tensor) for _, tensor in tensors_in(run.returned)):
         return ""
     if any(_has_nan(tensor) for _, tensor in tensors_in((subject.args, subject.kwargs))):
-        return "What is returned has NaN, and so has what came in."
+        return "The output has NaN, and so has the input."
     if any(_has_nan(tensor) for tensor in (*subject.module.parameters(), *subject.module.buffers())):
-        return "What is returned has NaN, and so have parameters or buffers."
+        return "The output has NaN, and so have parameters or buffers."
     again = _kept(subject, before, run, keep)
     if again is None:
-        return "What is returned has NaN; where it begins is not seen, for the module does not run a second time."
+        return "The output has NaN. Its origin could not be determined, because the module fails in a second run."
     stages = {
         tensor.id: f"the stage {stage}" + (f" of attention {number}" if len(again.attentions) > 1 else "")
         for number, (attention, _) in reversed([*enumerate(again.attentions, 1)])
@@ -114,10 +114,10 @@ def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
     for op in again.recording.ops:
         for tensor in op.outputs:
             if tensor.id in values and _has_nan(values[tensor.id]):
-                what = stages.get(tensor.id, f"what {again.recording.name_of(op)} gives")
+                what = stages.get(tensor.id, f"the result of {again.recording.name_of(op)}")
                 place = f" ({op.source})" if op.source else ""
-                return f"What is returned has NaN: it first appears in {what}{place}."
-    return "What is returned has NaN: where it begins is not seen."
+                return f"The output has NaN: it first appears in {what}{place}."
+    return "The output has NaN. Its origin could not be determined."
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
@@ -137,5 +137,5 @@ def _run(subject: Subject, show: Show, keep: bool, before: State) -> Run:
     try:
         raise failure from (None if failure is cause else cause)
     finally:
-        # The error's traceback leads to this frame: what led back to the error would keep its tensors.
+        # The error's traceback refers to this frame: a reference back to the error would keep its tensors.
         del run, cause, failure

@@ -147,7 +147,7 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
     before = STAGES[: STAGES.index("weights")]
     assert {row.verdict for row in report.stages if row.name in before} <= {"same", "inconclusive"}
     number = sum(QUERY for length in padding if length == QUERY)
-    said = f"{number} queries have no key left to look at (the first: query 0 of batch row 0): "
+    said = f"{number} queries have every key masked out (first: query 0 of batch item 0): "
     assert report.answer[-1] == f"{said}their weights are NaN in torch and uniform in split-heads."
     # In float64 −1e9 swallows less of a score: that is no rounding of the other rows.
     assert report.right.rounding_error < 1e-5

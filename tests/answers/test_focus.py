@@ -67,8 +67,8 @@ def test_keys_that_the_layer_appends_have_no_position():
 
 def test_one_key_is_spoken_of_as_one():
     report = compare_heads((1, 3), embed_dim=30, seq_len=7, key_len=1, focus=True)
-    assert report.focus.answer.startswith("Of 3 heads each looks at 1 key in effect, ")
-    assert report.focus.answer.endswith("; with 1 head it is 1 key.")
+    assert report.focus.answer.startswith("With 3 heads, each effectively attends to 1 key. ")
+    assert report.focus.answer.endswith(" With 1 head: 1 key.")
 
 
 def test_the_strongest_pairs_of_a_case_worked_by_hand():

@@ -119,7 +119,7 @@ def test_nan_beside_nan_is_no_difference_and_is_said():
     report = compare_heads((1, 2), **SIZES, padding=(7, 0, 0))
     assert report.counts[1].verdict == "differs"
     assert math.isfinite(report.counts[1].max_abs_difference)
-    assert any("7 queries have no key left" in said and "NaN" in said for said in report.answer)
+    assert any("7 queries have every key masked out" in said and "NaN" in said for said in report.answer)
     nothing = compare_heads((1, 2), **SIZES, padding=(7,))
     assert nothing.answer[0].startswith("Undecided: with this input, the output of every head count is NaN throughout")
 

@@ -100,7 +100,7 @@ def test_gradients_are_those_of_autograd(x):
             assert part.max_abs_difference == pytest.approx((mine - theirs).abs().max().item(), rel=1e-3, abs=1e-8)
             # A bias of the keys adds the same number to every score of a query.
             assert part.verdict == ("same" if part.part == "b_k" else "differs")
-    assert report.gradients.answer.startswith("A first step of learning would change the weights differently")
+    assert report.gradients.answer.startswith("The first training step differs")
 
 
 def test_training_is_the_steps_done_by_hand(x):
@@ -145,7 +145,7 @@ def test_focus_tells_several_attentions_apart(x):
     report = mha_inspect.compare_heads((1, 3), lambda heads: Stack(heads, CAUSAL), x, focus=True)
     places = [(count.num_heads, count.attention, count.module) for count in report.focus.counts]
     assert places == [(1, 1, "blocks.0"), (1, 2, "blocks.1"), (3, 1, "blocks.0"), (3, 2, "blocks.1")]
-    assert "Of 3 heads in each of 2 attentions" in report.focus.answer
+    assert "With 3 heads in each of 2 attentions" in report.focus.answer
     assert "attention 2 blocks.1" in repr(report)
 
 
@@ -170,7 +170,7 @@ def test_a_query_without_a_key(x):
     mask = CAUSAL.clone()
     mask[2] = True
     report = compared((1, 3), x, mask=mask)
-    assert any("3 queries have no key left to look at" in said and "NaN" in said for said in report.answer)
+    assert any("3 queries have every key masked out" in said and "NaN" in said for said in report.answer)
     for asked in ({"gradients": True}, {"steps": 1}):
         with pytest.raises(InputError, match="would be NaN: 90 of 630 numbers of the output of Attention are NaN"):
             compared((1, 3), x, asked=asked, mask=mask)
@@ -188,7 +188,7 @@ def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
 
 def test_weights_without_names_have_no_focus(x, monkeypatch):
     monkeypatch.setattr(ComparableRun, "content", lambda run, place, stage: None)
-    with pytest.raises(RecordingError, match="--focus: an axis of the weights of Attention has no name"):
+    with pytest.raises(RecordingError, match="--focus: an axis of the weights of Attention could not be named"):
         compared((1, 3), x, asked={"focus": True})
 
 

@@ -87,7 +87,7 @@ def test_what_has_another_shape_is_not_compared(layer, compared):
     assert (parts["W_q"].max_abs_difference is None) == (layer == "wide")
     assert report.training.counts[1].apart is None
     assert report.training.counts[1].verdict is None
-    assert report.training.answer.startswith("The weights cannot start the same")
+    assert report.training.answer.startswith("The head count changes the parameters, so weights cannot start the same")
 
 
 def test_what_cannot_be_learned_is_refused():

@@ -22,11 +22,11 @@ PADDED = InputSpec(batch=3, seq_len=5, padding=(0, 5, 2))
 
 
 def said(trace: object) -> str:
-    return " ".join(note for note in trace.notes if "no key left" in note)  # type: ignore[attr-defined]
+    return " ".join(note for note in trace.notes if "every key masked out" in note)  # type: ignore[attr-defined]
 
 
 def sentence(count: str, query: int, row: int, fate: str) -> str:
-    return f"{count} no key left to look at (the first: query {query} of batch row {row}): their weights are {fate}."
+    return f"{count} every key masked out (first: query {query} of batch item {row}): their weights are {fate}."
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -50,7 +50,7 @@ def test_what_becomes_of_them_is_what_comes_out(layer: str, training: bool, aske
 def test_they_are_found_in_every_layout(unbatched: bool, batch_first: bool) -> None:
     spec = AttentionSpec(**SIZES, batch_first=batch_first)
     inputs = InputSpec(seq_len=5, padding=(5,), unbatched=True) if unbatched else PADDED
-    assert f"query 0 of batch row {0 if unbatched else 1}" in said(trace_layer(spec, inputs, RunSpec()))
+    assert f"query 0 of batch item {0 if unbatched else 1}" in said(trace_layer(spec, inputs, RunSpec()))
 
 
 @pytest.mark.parametrize("layer", ["torch", "per-head", "narrow", "fold-heads"])
@@ -60,7 +60,7 @@ def test_one_head_without_keys_is_enough(layer: str, tmp_path: Path) -> None:
     torch.save(mask, tmp_path / "mask.pt")
     inputs = InputSpec(batch=3, seq_len=5, attn_mask=tmp_path / "mask.pt")
     trace = trace_layer(AttentionSpec(**SIZES), inputs, RunSpec(), layer=layer)
-    assert said(trace).startswith("1 query has no key left to look at (the first: query 3 of batch row 2)")
+    assert said(trace).startswith("1 query has every key masked out (first: query 3 of batch item 2)")
 
 
 def test_nothing_is_said_where_every_query_has_a_key() -> None:

@@ -33,9 +33,9 @@ def said(module: nn.Module, x: torch.Tensor) -> str:
 
 def test_where_it_begins() -> None:
     x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    assert "NaN: it first appears in what aten.log.default gives (" in said(Own(), x)
+    assert "NaN: it first appears in the result of aten.log.default (" in said(Own(), x)
     assert len(calls) == 2
-    assert "where it begins is not seen, for the module does not run a second time" in said(Own(most=1), x)
+    assert "Its origin could not be determined, because the module fails in a second run" in said(Own(most=1), x)
     broken = x.clone()
     broken[1, 2, 3] = torch.nan
     assert "has NaN, and so has what came in." in said(Own(), broken)

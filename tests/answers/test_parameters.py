@@ -138,7 +138,7 @@ def test_head_counts_side_by_side_change_nothing_but_the_slices() -> None:
         (4, 3, 624),
     ]
     assert made.side_by_side[1].first_head["out_proj.weight"][0].columns == (0, 6)
-    assert made.changes.startswith("Nothing but the slices: all 4 parameters")
+    assert made.changes.startswith("With 1, 2 and 4 heads, all 4 parameters have the same shapes")
     assert "12, 6 and 3" in made.changes
 
 
@@ -157,8 +157,8 @@ def test_what_changes_is_found_by_comparing(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(LayerKind, "build", other)
     changes = report(num_heads=(1, 2, 4)).changes
     assert "Nothing" not in changes
-    assert "From 1 to 2 heads the parameters change: other values in in_proj_weight." in changes
-    assert "From 1 to 4 heads the parameters change: out_proj.bias [12] becomes [1]." in changes
+    assert "From 1 to 2 heads, the parameters change: other values in in_proj_weight." in changes
+    assert "From 1 to 4 heads, the parameters change: out_proj.bias [12] becomes [1]." in changes
 
 
 def test_a_head_count_that_does_not_divide() -> None:

@@ -51,7 +51,7 @@ def test_settings_go_to_their_side_any_number_of_times(invoke):
 
 def test_shared_flags_go_to_both(invoke):
     data = report_of(invoke, "torch", "split-heads", "--padding", "1,2,5", "--causal")
-    assert data["answer"][-1].startswith("5 queries have no key left to look at (the first: query 0 of batch row 2)")
+    assert data["answer"][-1].startswith("5 queries have every key masked out (first: query 0 of batch item 2)")
     assert data["output"]["max_abs_difference"] == "Infinity"
 
 

@@ -458,11 +458,11 @@ def test_queries_without_a_key(invoke, mine):
     data = report_of(invoke, mine, "mine:Padded mine:Padded --right-set low=-inf")
     assert (data["verdict"], data["output"]["max_abs_difference"]) == ("differs", "Infinity")
     assert data["answer"][-1] == (
-        "5 queries have no key left to look at (the first: query 0 of batch row 1): "
+        "5 queries have every key masked out (first: query 0 of batch item 1): "
         "their weights are uniform in Padded and NaN in Padded with low -inf."
     )
     data = report_of(invoke, mine, "mine:PaddedStack mine:PaddedStack --right-set low=-inf")
-    assert "5 queries have no key left" in data["answer"][-1]
+    assert "5 queries have every key masked out" in data["answer"][-1]
 
 
 @pytest.mark.parametrize("line", ["mine:Bare mine:Packed", "mine:Packed mine:Bare", "mine:Bare torch"])

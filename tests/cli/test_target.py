@@ -119,9 +119,7 @@ def test_params_sets_head_counts_of_a_target_side_by_side(invoke):
     for column in columns:
         rows = [piece["rows"] for piece in column["first_head"]["in_proj_weight"]]
         assert rows == [[start, start + column["head_dim"]] for start in (0, 14, 28)]
-    assert data["changes"].startswith(
-        "Nothing but the slices: all 4 parameters have the same shapes and the same values"
-    )
+    assert data["changes"].startswith("With 1, 2 and 7 heads, all 4 parameters have the same shapes and values")
     assert data["layer"]["spec"] == {"embed_dim": 14, "num_heads": 1}
 
 

@@ -36,7 +36,7 @@ def test_a_softmax_over_the_queries_is_called_so(kind: type[torch.nn.Module], sc
     assert axes(found, "scores") == scores
     assert axes(found, "context").split()[-2:] == ["query", "head_dim"]
     assert "softmax over the queries(scores)" in [stage.formula for stage in found.stages]
-    assert any("add up to 1" in note for note in found.notes)
+    assert any("the weights of each key sum to 1" in note for note in found.notes)
 
 
 def test_query_and_key_of_one_input_are_self_attention() -> None:
@@ -90,7 +90,7 @@ def test_a_packed_convolution_counts_its_projections() -> None:
 
 def test_the_stage_where_nan_begins_is_told() -> None:
     notes = trace(claims.Nan(), torch.randn(2, 7, claims.WIDTH)).notes
-    assert any(note.startswith("What is returned has NaN: it first appears in the stage query (") for note in notes)
+    assert any(note.startswith("The output has NaN: it first appears in the stage query (") for note in notes)
 
 
 def test_a_mask_of_ones_that_is_added_is_told_to_bar_nothing() -> None:

@@ -230,5 +230,5 @@ class TwoKindsOfKeys(nn.Module):
 
 def test_scores_of_other_keys_are_no_sinks() -> None:
     (attention,) = mha_inspect.trace(TwoKindsOfKeys().eval(), torch.randn(2, 11, 14)).attentions
-    assert "Scores of other keys stand beside these" in attention.notes[0]
+    assert "The softmax also covers scores of other keys" in attention.notes[0]
     assert not any("Sinks" in note for note in attention.notes)

@@ -233,7 +233,7 @@ def test_maps_of_one_head_are_no_heads_of_their_own(style: type[Differential]) -
     assert_close(attention.canonical("context", "batch heads query v_head_dim"), module.attend(q, k, v))
     (shown,) = mha_inspect.trace(module, x).attentions
     assert (shown.num_heads, shown.num_kv_heads, shown.kind) == (H, H, ("self",))
-    assert "The weights of 2 maps become those of one head before they meet the values." in shown.notes
+    assert "Each head combines the weights of 2 softmaxes before the values." in shown.notes
     assert not [found for found in mha_inspect.check(module, x).findings if found.sure]
     assert mha_inspect.diff(module, style().eval(), x, same_weights=True).verdict == "same"
 

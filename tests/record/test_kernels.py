@@ -204,4 +204,4 @@ def test_a_fast_path_that_is_left_without_a_word_is_said_to_be(bias: bool) -> No
     took_it = any("_native_multi_head_attention" in kernel.op for kernel in seen.recording.kernels)
     assert took_it is bias
     assert seen.recording.fast_path_refusals == ("",)
-    assert path_of(seen).reason == (None if bias else "torch names none; its fast path asks for biases")
+    assert path_of(seen).reason == (None if bias else "torch gives no reason; its fast path requires biases")

@@ -1,4 +1,4 @@
-"""diff() of two files: checkpoints compared tensor by tensor, and attention by attention head by head."""
+"""Compare two checkpoints tensor by tensor, and their attentions head by head."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from .params import numbers_of
 
 _SAME: tuple[TensorVerdict, ...] = ("same bits", "same within rounding")
 _WORSE: tuple[TensorVerdict, ...] = (*_SAME, "same, permuted", "other shape", "differs")
-"""The verdict of several tensors is the last of theirs in this order."""
+"""The verdicts from best to worst: several tensors together get their worst one."""
 _FIRST = 64
-"""Elements that are compared before two tensors are compared whole."""
+"""Elements that are compared first, before two tensors are compared completely."""
 _NAMED = 5
-"""Heads that the answer names."""
+"""Number of heads in the answer."""
 
 
 def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None) -> CheckpointDiffReport:
-    """Compare two checkpoints: tensors of one name, the heads of attentions, and what has another name on one side.
+    """Compare two checkpoints: tensors of one name, the heads of attentions, and renamed tensors.
 
-    A side is a file, an index of shards, or a folder; `num_heads` are those of the attentions, where no file tells it.
+    A side is a file, an index of shards, or a folder. `num_heads` is the head count, if no file has it.
 
     Raises:
         InputError: a side has no tensors, or a file is damaged.
@@ -68,8 +68,8 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
     notes = [f"The {name}: {note}" for name, side in (("left", ours), ("right", theirs)) for note in side.file.notes]
     if unknown:
         notes.append(
-            f"Nothing tells the heads of {plural(unknown, 'attention')} that differ: give them, as in --num-heads "
-            "8, to see which heads changed."
+            f"The head count of {plural(unknown, 'differing attention')} is unknown. "
+            "Use e.g. --num-heads 8 to see which heads changed."
         )
     report = CheckpointDiffReport(
         ours.report(),
@@ -107,7 +107,7 @@ class _Side:
         return CheckpointSide(self.file.path.resolve().name, len(tensors), numel, nbytes, tuple(dtypes))
 
     def with_heads(self, attention: NamedAttention, count: int) -> NamedAttention:
-        """Return one attention as it is with so many heads; as it was where they do not fit."""
+        """Return an attention with this number of heads; unchanged if it does not fit."""
         tensors = {name: self.tensors[name] for name in attention.stored.parameters}
         return next(iter(find_attentions(tensors, self.file.config, count)), attention)
 
@@ -116,7 +116,7 @@ class _Side:
 
 
 def _paired(left: _Side, right: _Side) -> Iterable[tuple[NamedAttention, NamedAttention]]:
-    """Return the attentions of one path; where names share none, and both have as many, those in one place."""
+    """Return pairs of attentions with the same path; by order if no path is common and both have equally many."""
     ours, theirs = left.attentions, right.attentions
     if not ours.keys() & theirs.keys() and len(ours) == len(theirs):
         return zip(ours.values(), theirs.values(), strict=True)
@@ -142,16 +142,16 @@ def _parts(attention: NamedAttention, other: NamedAttention, left: _Side, right:
 
 
 class _Distance(NamedTuple):
-    """How far apart two tensors of one shape are."""
+    """The distance of two tensors of one shape."""
 
     verdict: TensorVerdict
     largest: float
     relative: float
-    """‖left - right‖ / ‖left‖, of the numbers that are finite."""
+    """‖left - right‖ / ‖left‖, of the finite numbers."""
 
 
 def _distance(left: Tensor, right: Tensor) -> _Distance:
-    """Return how far apart two tensors of one shape are: a NaN is equal to a NaN, and infinitely far from a number."""
+    """Return the distance of two tensors of one shape; NaN equals NaN and is infinitely far from any number."""
     if same_bits(left, right):
         return _Distance("same bits", 0.0, 0.0)
     floats = [torch.finfo(side.dtype) for side in (left, right) if side.dtype.is_floating_point]
@@ -185,7 +185,7 @@ def _pair(name: str, other: str, left: _Side, right: _Side) -> TensorPair:
         return replace(pair, verdict="same bits")
     if not (ours.has_numbers and theirs.has_numbers):
         absent = ours.read is None or theirs.read is None
-        return replace(pair, verdict="differs", note="it has no numbers in the file" if absent else "complex numbers")
+        return replace(pair, verdict="differs", note="the file has no numbers for it" if absent else "complex numbers")
     numbers = left.read(name).T.contiguous() if is_turned else left.read(name)
     verdict, largest, relative = _distance(numbers, right.read(other))
     if is_turned:
@@ -200,7 +200,7 @@ def _renamed(
     left: _Side,
     right: _Side,
 ) -> Iterator[TensorPair]:
-    """Yield the tensors of two attentions that have the same parts under other names, or in more tensors or fewer."""
+    """Yield pairs of tensors of two attentions with the same parts, but other names or another packing."""
     ours, theirs = (
         {piece.part: name for name, role in side.roles.items() if name not in beside.tensors for piece in role.heads}
         for side, beside in ((attention, right), (other, left))
@@ -212,17 +212,17 @@ def _renamed(
         verdict = max((verdicts[part] for part in of_names), key=_WORSE.index)
         note = "transposed" if attention.roles[names[0]].axis != other.roles[names[1]].axis else ""
         for side, (packed, apart) in enumerate((("left", "right"), ("right", "left"))):
-            several = [parts for pair, parts in shared.items() if pair[side] == names[side]]
-            if len(several) > 1:
-                letters = sorted((part[-1] for parts in several for part in parts), key="qkv".find)
-                note = f"{listed(letters)} lie in one tensor on the {packed}, in several on the {apart}"
+            pieces = [parts for pair, parts in shared.items() if pair[side] == names[side]]
+            if len(pieces) > 1:
+                letters = sorted((part[-1] for parts in pieces for part in parts), key="qkv".find)
+                note = f"{listed(letters)} are in one tensor on the {packed}, in several on the {apart}"
         if note and verdict in _SAME:
             verdict = "same, permuted"
         yield replace(_beside(*names, left, right), verdict=verdict, note=note)
 
 
 def _moved(left: _Side, right: _Side, named: Collection[str], others: Collection[str]) -> Iterator[TensorPair]:
-    """Yield tensors that are on one side under one name and on the other under another, with the same numbers."""
+    """Yield pairs of tensors with the same numbers under different names."""
     by_shape: dict[tuple[int, ...], dict[str, Tensor]] = {}
     for other, stored in right.tensors.items():
         if other not in others and stored.has_numbers:
@@ -231,7 +231,7 @@ def _moved(left: _Side, right: _Side, named: Collection[str], others: Collection
         if name in named or not stored.has_numbers or stored.shape not in by_shape:
             continue
         numbers = left.read(name).flatten()
-        is_constant = bool((numbers == numbers[0]).all())  # a norm that never learned: others are so by chance
+        is_constant = bool((numbers == numbers[0]).all())  # an untrained norm: equality is no proof
         for other, first in by_shape[stored.shape].items():
             alike = not is_constant or name.rsplit(".", 2)[-2:] == other.rsplit(".", 2)[-2:]
             if alike and _distance(numbers[:_FIRST], first).verdict in _SAME:
@@ -250,26 +250,26 @@ def _absent(side: _Side, names: Collection[str]) -> tuple[StoredName, ...]:
 
 
 def _answer(report: CheckpointDiffReport) -> Iterator[str]:
-    """Yield whether both are the same, and what makes the difference, in sentences."""
+    """Yield sentences: whether both are the same, and what differs."""
     verdicts = Counter(pair.verdict for pair in report.tensors)
     number = len(report.tensors)
     renamed = sum(pair.name != pair.other for pair in report.tensors)
     if verdicts["same bits"] == number and not (report.only_left or report.only_right or renamed):
-        yield f"Yes: all {plural(number, 'tensor')} are the same bit for bit."
+        yield f"Yes: all {plural(number, 'tensor')} are the same, bit for bit."
         return
     rounded = [pair for pair in report.tensors if pair.verdict == "same within rounding"]
     dtypes = sorted({dtype for pair in rounded for dtype in (pair.left_dtype, pair.right_dtype)})
     words: dict[TensorVerdict, str] = {
         "same bits": "the same bit for bit",
         "same within rounding": f"the same within the rounding of {listed(dtypes)}",
-        "same, permuted": "the same numbers in another order",
+        "same, permuted": "the same in another order",
         "differs": "different",
         "other shape": "of another shape",
     }
     said = [f"{count:,} {words[verdict]}" for verdict in words if (count := verdicts[verdict])]
     answer = "Yes" if report.verdict == "same" else "No"
     yield f"{answer}: {plural(number, 'tensor')} on both sides{': ' if said else ''}{listed(said)}."
-    beside = [f"{renamed:,} of them under another name"] if renamed else []
+    beside = [f"{renamed:,} renamed"] if renamed else []
     for names, where in ((report.only_left, "left"), (report.only_right, "right")):
         beside += [f"{len(names):,} only in the {where}"] if names else []
     if beside:
@@ -282,7 +282,7 @@ def _answer(report: CheckpointDiffReport) -> Iterator[str]:
 
 
 def _most_changed(matrices: list[PartPair]) -> Iterator[str]:
-    """Yield the heads that differ most, and where few heads of an attention do."""
+    """Yield a sentence about the heads that differ most, and one per attention with only a few changed heads."""
     heads = [(change, pair, head) for pair in matrices for head, change in enumerate(pair.differences) if change > 0]
     heads.sort(key=lambda item: -item[0])
     said = [
@@ -291,7 +291,7 @@ def _most_changed(matrices: list[PartPair]) -> Iterator[str]:
         for change, pair, head in heads[:_NAMED]
     ]
     if said:
-        yield f"Heads that changed most, by their share of the left one's norm: {', '.join(said)}."
+        yield f"Heads that changed most, relative to the left norm: {', '.join(said)}."
     modules = dict.fromkeys(pair.left for _, pair, _ in heads)
     for module in modules if len(modules) <= _NAMED else ():
         few = []

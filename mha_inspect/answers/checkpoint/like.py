@@ -1,4 +1,4 @@
-"""A checkpoint held against a module: what it is for by the module's own run, and what of it does not fit."""
+"""Compare a checkpoint with a module: the roles of its tensors from the module's run, and the tensors that differ."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Known:
-    """What the tensors of a file are for, by their names or by a run of the module that they are for."""
+    """The roles of a file's tensors, from their names or from a run of a module."""
 
     attentions: tuple[StoredAttention, ...] = ()
     roles: Mapping[str, Role] = field(default_factory=dict)
@@ -30,15 +30,15 @@ class Known:
     like: LikeModule | None = None
 
 
-def held_against(
+def compared_with(
     tensors: Mapping[str, StoredTensor], module: nn.Module, run: Run | None, label: str, counts: Mapping[str, int]
 ) -> Known:
-    """Compare the tensors of a file with those of a module, by name and shape, and name what they are for.
+    """Compare the tensors of a file with those of a module, by name and shape, and find their roles.
 
-    Without a run of the module, which may be on meta, roles are not known. `label` is what it is called; `counts` are
-    the head counts that names and config.json tell, by the path of the attention in the file.
+    Without a run of the module, roles are unknown. `label` is the module's name; `counts` are the head counts from
+    names and config.json, by the path of the attention in the file.
 
-    Raises `InputError` where no name of the module is in the file.
+    Raises `InputError` if no name of the module is in the file.
     """
     state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if hasattr(tensor, "data")}
     shapes = {name: tuple(tensor.data.shape) for name, tensor in state.items()}
@@ -48,11 +48,11 @@ def held_against(
     if not names:
         there, wanted = (shown(next(iter(names), "none")) for names in (tensors, state))
         raise InputError(
-            f"No name of {label} is among those of the file: it has {wanted}, the file {there}. "
-            "Name the class that the file was saved from, or a part of it."
+            f"The file has no tensor name of {label}: the file has {there}, the module {wanted}. "
+            "Give the class that the file was saved from, or a part of it."
         )
     fits = {name: of for name, of in names.items() if tensors[name].shape == shapes[of]}
-    tied = {id(state[of]) for of in names.values()}  # one that is tied to another need not be there itself
+    tied = {id(state[of]) for of in names.values()}  # of tied tensors, one in the file is enough
     like = LikeModule(
         label,
         prefix,
@@ -68,10 +68,10 @@ def held_against(
 
     in_file = {of: name for name, of in fits.items()}
     parameters = {id(parameter): of for of, parameter in module.named_parameters()}
-    for name, of in fits.items():  # what is tied to another goes by the name that the run knows
+    for name, of in fits.items():  # a tied tensor gets the name that it has in the run
         in_file.setdefault(parameters.get(id(state[of]), of), name)
     roles = {in_file[of]: role for of, role in roles_of(run).items() if of in in_file}
-    notes = [f"What the tensors are for is read off a run of {label}."]
+    notes = [f"Roles come from a run of {label}."]
     if not run.attentions:
         notes.append("No attention was found in that run.")
     attentions = []
@@ -82,9 +82,9 @@ def held_against(
         stored = StoredAttention(path, tuple(used), *sizes, _fitting(parts))
         attentions.append(stored)
         if counts.get(path, axes.num_heads) != axes.num_heads:
-            notes.append(f"{shown(path)} has {axes.num_heads} heads in {label}, and {counts[path]} by config.json.")
+            notes.append(f"{shown(path)} has {axes.num_heads} heads in {label}, but {counts[path]} in config.json.")
     if any(len(stored.fits) > 1 for stored in attentions):
-        notes.append(f"Head counts are those of {label}: the file would load silently with any that fits.")
+        notes.append(f"Head counts are from {label}. Every head count that fits would load without an error.")
     return Known(
         tuple(attentions),
         {name: Role(role.axes, role.text, role.heads if role.is_part else ()) for name, role in roles.items()},
@@ -94,9 +94,10 @@ def held_against(
 
 
 def _prefix(names: set[str], wanted: set[str]) -> str:
-    """Return what stands before the names in the file and not in the module; with `-` before it the other way round.
+    """Return the prefix of names in the file that the module's names lack; with `-` in front, the other way round.
 
-    What makes most names agree, and of several the shortest: a model is saved alone, or inside of one with a head.
+    It is the prefix with most names in common, the shortest if several are equal. A model may be saved alone, or as a
+    part of a larger one.
     """
     agreeing = {"": len(names & wanted)}
     for sign, longer, shorter in (("", names, wanted), ("-", wanted, names)):
@@ -111,7 +112,7 @@ def _prefix(names: set[str], wanted: set[str]) -> str:
 
 def _fitting(projections: list[Projection]) -> tuple[int, ...]:
     """Return the numbers of heads that the shapes of an attention allow."""
-    widths = {own.part: own.shape[0] * own.shape[1] for own in projections if own.part.startswith("W")}
+    widths = {each.part: each.shape[0] * each.shape[1] for each in projections if each.part.startswith("W")}
     if not {"W_q", "W_k", "W_v"} <= {*widths}:
         return ()
     return fitting_counts(widths["W_q"], widths["W_k"], widths["W_v"], widths.get("W_o", widths["W_q"]))

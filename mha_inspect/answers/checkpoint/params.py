@@ -1,6 +1,6 @@
-"""params() of a file: the tensors of a checkpoint, read by their headers, what they are for, and how large heads are.
+"""List the tensors of a checkpoint from its headers: their roles, and on request their numbers and head norms.
 
-What reads numbers imports torch itself: headers are read without it.
+Headers are read without torch. Functions that read numbers import it themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...files.tensors import StoredTensor, read_stored
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import HeadNorms, Parameter, ParametersTotal, ParamsReport, StoredAttention
 from ...text import did_you_mean, first_few, listed, plural, shown, spans
-from .like import Known, held_against
+from .like import Known, compared_with
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ...running.subject import Subject
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-"""What of config.json is said above the table."""
+"""Entries of config.json above the table."""
 
 
 def params_of_checkpoint(
@@ -40,19 +40,19 @@ def params_of_checkpoint(
     module: str = "",
     like: Subject | nn.Module | None = None,
 ) -> ParamsReport:
-    """Return the tensors of a checkpoint. None is read but for what `show` and `norms` ask, and one at a time for it.
+    """Return the tensors of a checkpoint. Numbers are read only for `show` and `norms`, one tensor at a time.
 
     Args:
         path: a file, an index of shards, or a folder.
-        num_heads: heads of its attentions, where it is known.
-        per_head: whether to show each head's rows and columns, where the head count is known.
+        num_heads: the number of heads of its attentions, if known.
+        per_head: whether to show each head's rows and columns, if the head count is known.
         show: whether statistics and values are shown.
         norms: whether to measure how large each head's part of each matrix is.
-        module: path of the module whose tensors are meant; all where it is empty.
-        like: what it is held against: a module, and where it comes with arguments its run tells what tensors are for.
+        module: path of the module whose tensors are listed; empty for all.
+        like: a module to compare with; a subject is also run, to find the roles of tensors.
 
     Raises:
-        InputError: there are no tensors, a file is damaged, or no name in it is one of `like`.
+        InputError: there are no tensors, a file is damaged, or it has no name in common with `like`.
         UnsafeFileError: a file is compressed, or could only be opened by running code in it.
         SpecError: the shapes do not allow the head count that was given, or there is no such module.
     """
@@ -65,7 +65,7 @@ def params_of_checkpoint(
     if module:
         tensors = _below(module, tensors)
         of = plural(len(checkpoint.tensors), "tensor")
-        notes.append(f"Those of {shown(module)} alone: {len(tensors)} of {of}.")
+        notes.append(f"Only {shown(module)} is listed: {len(tensors)} of {of}.")
         attentions = tuple(stored for stored in attentions if any(name in tensors for name in stored.parameters))
     whole = sum(tensor.numel for tensor in tensors.values())
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
@@ -90,33 +90,33 @@ def params_of_checkpoint(
 
 
 def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the texts and the numbers of a size that JSON's readers have."""
+    """Yield the texts, and the numbers that fit into 64 bits."""
     for name, value in values.items():
         if isinstance(value, str) or (isinstance(value, int) and 0 <= value < 2**63):
             yield name, shown(value) if isinstance(value, str) else value
 
 
 def _below(module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return what is below one path. Raises `SpecError` where nothing is."""
+    """Return the tensors below one path. Raises `SpecError` if there are none."""
     inside = {name: tensor for name, tensor in tensors.items() if f"{name}.".startswith(f"{module}.")}
     if not inside:
         each = (name.split(".") for name in tensors)
         paths = dict.fromkeys(".".join(pieces[:at]) for pieces in each for at in range(1, len(pieces) + 1))
         there = first_few([path for path in paths if "." not in path], 8)
         raise SpecError(
-            f"module {shown(module)} holds no tensor of the file, which has {there}.{did_you_mean(module, paths)}"
+            f"The file has no tensor of module {shown(module)}. It has {there}.{did_you_mean(module, paths)}"
         )
     return inside
 
 
 def _by_names(checkpoint: Checkpoint, num_heads: int | None) -> Known:
-    """Return what names and shapes tell. Raises `SpecError` where no attention can have so many heads."""
+    """Return the roles from names and shapes. Raises `SpecError` if no attention can have that many heads."""
     named = find_attentions(checkpoint.tensors, checkpoint.config, num_heads)
     attentions = [attention.stored for attention in named]
     if num_heads is not None and named and not any(stored.num_heads == num_heads for stored in attentions):
         allowed = sorted({n for stored in attentions for n in (*stored.fits, stored.num_heads) if n is not None})
         where, counts = shown(checkpoint.path), listed(list(map(str, allowed)))
-        raise SpecError(f"num_heads {num_heads} does not fit the shapes in {where}: {counts} do.")
+        raise SpecError(f"num_heads {num_heads} does not fit the shapes in {where}. Use {counts}.")
     return Known(
         tuple(attentions),
         {name: role for attention in named for name, role in attention.roles.items()},
@@ -125,7 +125,7 @@ def _by_names(checkpoint: Checkpoint, num_heads: int | None) -> Known:
 
 
 def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) -> Known:
-    """Return what the run of a module tells, where it has arguments; else what names tell, and whether it fits."""
+    """Return the roles from a run of a subject; for a module, those from names, with the comparison of both."""
     import torch
 
     from ...running.subject import Subject
@@ -135,9 +135,9 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) 
     if subject is like:
         with torch.no_grad(), subject.replaying(subject.state()):
             run = subject.recorded(keep=True)
-    told = [stored for stored in by_names.attentions if checkpoint.config]
-    counts = {stored.module: stored.num_heads for stored in told if stored.num_heads is not None}
-    by_run = held_against(checkpoint.tensors, subject.module, run, subject.name, counts)
+    known = by_names.attentions if checkpoint.config else ()
+    counts = {stored.module: stored.num_heads for stored in known if stored.num_heads is not None}
+    by_run = compared_with(checkpoint.tensors, subject.module, run, subject.name, counts)
     return replace(by_names, like=by_run.like) if run is None else by_run
 
 
@@ -169,16 +169,16 @@ def _parameter(
 
 def _notes(attentions: Sequence[StoredAttention], *, from_config: bool) -> Iterator[str]:
     if not attentions:
-        yield "No tensors have the names of an attention's projections: what they are for is not known."
+        yield "No tensor has the name of an attention's projection, so their roles are unknown."
         return
-    yield "What the tensors are for is told by their names and shapes: nothing was run."
+    yield "Roles come from names and shapes; nothing was run."
     for fits, number in Counter(stored.fits for stored in attentions if stored.fits).items():
         yield (
             f"num_heads is not in the file: {listed(list(map(str, fits)))} fit the shapes of "
-            f"{plural(number, 'attention')}, and it would load silently with any of them. Give it: --num-heads N."
+            f"{plural(number, 'attention')}. Each of them loads without an error. Give the right one: --num-heads N."
         )
     if from_config and any(stored.num_heads for stored in attentions):
-        yield "Head counts are those of config.json, or the only ones that the shapes allow."
+        yield "Head counts are from config.json, or the only ones that fit the shapes."
     without = sum(not stored.fits and stored.num_heads is None for stored in attentions)
     if without:
         yield f"No number of heads fits the shapes of {plural(without, 'attention')}."
@@ -188,9 +188,9 @@ def _notes(attentions: Sequence[StoredAttention], *, from_config: bool) -> Itera
 
 
 def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -> dict[str, Tensor]:
-    """Read the parts of an attention by head, where it is known of its tensors.
+    """Return the parts of an attention by head, `W_q` to `b_v`, as far as the heads of its tensors are known.
 
-    Returns `W_q` to `b_v`, with the numbers of each: `heads head_dim embed`, and `heads head_dim` of a bias.
+    A matrix is `heads head_dim embed`, a bias `heads head_dim`.
     """
     import torch
 
@@ -208,7 +208,7 @@ def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -
 
 
 def _norms_of(module: str, numbers: Mapping[str, Tensor]) -> tuple[list[HeadNorms], list[str]]:
-    """Return how large the heads of an attention are, and a sentence for each thing in them that is unusual."""
+    """Return the norms of an attention's heads, and a sentence for each unusual finding."""
     norms: list[HeadNorms] = []
     notes: list[str] = []
     for part, matrix in sorted(numbers.items(), key=lambda item: "qkvo".find(item[0][-1])):
@@ -219,20 +219,20 @@ def _norms_of(module: str, numbers: Mapping[str, Tensor]) -> tuple[list[HeadNorm
 
 
 def _unusual(heads: Tensor, called: str) -> Iterator[str]:
-    """Yield a sentence for heads that are zero, are not finite, or are the same numbers."""
+    """Yield a sentence about heads that are zero, not finite, or equal to each other."""
     import torch
 
     zero = [number for number, head in enumerate(heads) if not bool(head.any())]
     broken = [number for number, head in enumerate(heads) if not bool(head.isfinite().all())]
     if zero:
-        yield f"{called}: {_heads_are(zero)} zero: dead."
+        yield f"{called}: {_heads_are(zero)} all zero."
     if broken:
-        yield f"{called}: {_heads_are(broken)} not finite: NaN or inf is in them."
+        yield f"{called}: {_heads_are(broken)} not finite (NaN or inf)."
     same: dict[bytes, list[int]] = {}
     for number in set(range(len(heads))) - {*zero, *broken}:
         same.setdefault(heads[number].contiguous().view(torch.uint8).numpy().tobytes(), []).append(number)
     for twins in sorted(twins for twins in same.values() if len(twins) > 1):
-        yield f"{called}: {_heads_are(twins)} twins: they hold the same numbers."
+        yield f"{called}: {_heads_are(twins)} identical."
 
 
 def _heads_are(heads: list[int]) -> str:

@@ -43,7 +43,7 @@ def compared(tmp_path, left, right, *, left_config=CONFIG, right_config=CONFIG, 
 
 def test_the_same_file(tmp_path):
     report = compared(tmp_path, llama(), llama())
-    assert (report.verdict, report.answer) == ("same", ("Yes: all 10 tensors are the same bit for bit.",))
+    assert (report.verdict, report.answer) == ("same", ("Yes: all 10 tensors are the same, bit for bit.",))
     assert report.parts == ()
 
 
@@ -111,7 +111,7 @@ def test_one_tensor_of_all_parts_against_one_for_each(tmp_path, turned):
     sides = (packed(), apart(packed()))[:: -1 if turned else 1]
     where = ("right", "left") if turned else ("left", "right")
     report = compared(tmp_path, *sides, left_config=None, right_config=None, num_heads=4)
-    words = f"q, k and v lie in one tensor on the {where[0]}, in several on the {where[1]}"
+    words = f"q, k and v are in one tensor on the {where[0]}, in several on the {where[1]}"
     assert (report.verdict, report.only_left, report.only_right) == ("differs", (), ())
     pairs = {(one.name, one.other)[:: -1 if turned else 1]: (one.verdict, one.note) for one in report.tensors}
     whole = {f"h.0.attn.c_attn.{kind}": f"h.0.attn.{n}_proj.{kind}" for kind in ("weight", "bias") for n in "q"}
@@ -129,7 +129,7 @@ def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
     left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
     report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
     assert (report.only_left, report.only_right) == ((), ())
-    assert report.answer[-1] == "K and v lie in one tensor on the left, in several on the right."
+    assert report.answer[-1] == "K and v are in one tensor on the left, in several on the right."
 
 
 def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):
@@ -180,7 +180,7 @@ def test_heads_that_nothing_tells(tmp_path):
     right = {name: own * 1.1 for name, own in left.items()}
     report = compared(tmp_path, left, right, left_config=None, right_config=None)
     assert report.parts == ()
-    assert "Nothing tells the heads of 2 attentions" in " ".join(report.notes)
+    assert "The head count of 2 differing attentions is unknown" in " ".join(report.notes)
     report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=6)
     assert {len(one.differences) for one in report.parts} == {6, 2}
 

@@ -226,7 +226,7 @@ def test_one_module_alone_is_read(tmp_path):
     report = params_of_checkpoint(path, module="layers.1", show=Show(stats=True), num_heads=2)
     assert {p.name for p in report.parameters} == {f"layers.1.{n}_proj.weight" for n in "qkvo"}
     assert [own.module for own in report.stored_attentions] == ["layers.1"]
-    assert "Those of layers.1 alone: 4 of 12 tensors." in report.notes
+    assert "Only layers.1 is listed: 4 of 12 tensors." in report.notes
     with pytest.raises(SpecError, match=r"Did you mean layers\.2"):
         params_of_checkpoint(path, module="layer.2")
 
@@ -245,7 +245,7 @@ def test_a_file_against_a_module(tmp_path):
     assert [(one.name, one.shape, one.expected) for one in report.wrong_shape] == [
         ("model.head.weight", (8, 12), (7, 12))
     ]
-    with pytest.raises(InputError, match="No name of ParameterDict is among those of the file"):
+    with pytest.raises(InputError, match="The file has no tensor name of ParameterDict"):
         mha_inspect.params(path, like=nn.ParameterDict({"other": torch.zeros(3)}))
 
 
@@ -326,8 +326,8 @@ def test_norms_of_heads_are_those_of_the_numbers(tmp_path):
     by_part = {norms.part: norms.norms for norms in report.head_norms}
     assert by_part["W_k"] == pytest.approx(k.double().unflatten(0, (6, 5)).flatten(1).norm(dim=1).tolist())
     assert report.notes[-3:] == (
-        "W_q of a: head 1 is zero: dead.",
-        "W_k of a: heads 1, 3 are twins: they hold the same numbers.",
-        "W_v of a: head 5 is not finite: NaN or inf is in them.",
+        "W_q of a: head 1 is all zero.",
+        "W_k of a: heads 1, 3 are identical.",
+        "W_v of a: head 5 is not finite (NaN or inf).",
     )
     assert all(parameter.heads is None for parameter in report.parameters)
