@@ -35,7 +35,7 @@ _AXES = {
 Roles = dict[str, ParameterRole]
 """Name of a parameter to its role; a parameter without a known role is absent."""
 _TORCHS_FORWARD = nn.MultiheadAttention.forward
-_NO_ATTENTION = "No attention was found in the forward. Each role is the operation that uses the parameter."
+_NO_ATTENTION = "No attention was found. Each role is the operation that uses the parameter."
 
 
 def params(

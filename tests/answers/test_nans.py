@@ -38,7 +38,7 @@ def test_where_it_begins() -> None:
     assert "Its origin could not be determined, because the module fails in a second run" in said(Own(most=1), x)
     broken = x.clone()
     broken[1, 2, 3] = torch.nan
-    assert "has NaN, and so has what came in." in said(Own(), broken)
+    assert "has NaN, and so has the input." in said(Own(), broken)
     module = Own()
     with torch.no_grad():
         module.project.bias[4] = torch.nan

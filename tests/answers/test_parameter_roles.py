@@ -208,9 +208,7 @@ def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
     assert found["linear1.weight"].heads is None
     assert found["self_attn.in_proj_weight"].heads
     report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))
-    assert report.notes == (
-        "No attention was found in the forward. Each role is the operation that uses the parameter.",
-    )
+    assert report.notes == ("No attention was found. Each role is the operation that uses the parameter.",)
 
 
 def test_reading_off_leaves_the_module_as_it_was() -> None:
