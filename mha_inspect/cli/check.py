@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..answers.check.intent import CHECKS, Intent, chosen_checks
@@ -57,7 +58,7 @@ def check(
         "window": window,
         "padding_side": padding_side,
         "cache": cache,
-        "batch_axis": 1 if target is None and not options.batch_first and not options.unbatched else batch_axis,
+        "batch_axis": _batch_axis(target, options) if batch_axis is None else batch_axis,
         "scale": scale,
         **_meaning(mask),
     }
@@ -84,6 +85,12 @@ def check(
     return ExitCode.OK if report.ok else ExitCode.CONDITION
 
 
+def _batch_axis(target: str | None, options: Options) -> int | None:
+    """Return the batch axis that --seq-first or --batch-first declares, or that a layer has; None if neither does."""
+    declared = "batch_first" in options.given if target is not None else not options.batch_first
+    return int(not options.batch_first) if declared and not options.unbatched else None
+
+
 def _meaning(mask: str | None) -> dict[str, str]:
     """Return the intent that --mask declares. Raises `SpecError` if it is not NAME=keep or NAME=ignore."""
     if mask is None:
@@ -99,10 +106,12 @@ def _meaning(mask: str | None) -> dict[str, str]:
 
 def _load(target: str | None, options: Options) -> Subject:
     """Return the subject to check. A target may lack a setting or mask for --causal, which declares an expectation."""
+    loaded = None
     if target is not None and options.causal:
         options.causal = "causal" in options.typed
         try:
-            return subject.load(target, options)
+            loaded = subject.load(target, options)
         except MhaInspectError:
             options.causal = False
-    return subject.load(target, options)
+    loaded = subject.load(target, options) if loaded is None else loaded
+    return loaded if options.input is None else replace(loaded, batch_first=None)  # the user made the inputs

@@ -10,7 +10,7 @@ from inspect import BoundArguments, Parameter, Signature
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...call.guess import batch_axis_in_words
 from ...errors import InputError
@@ -138,7 +138,7 @@ class Source:
 
 
 def sources_of(
-    module: nn.Module, values: Mapping[str, Any], intent: Intent, rank_of_output: Callable[[], int]
+    subject: Subject, values: Mapping[str, Any], intent: Intent, rank_of_output: Callable[[], int]
 ) -> tuple[Source, ...]:
     """Return the arguments with tokens, equal ones grouped; the group that the output follows comes first.
 
@@ -162,7 +162,7 @@ def sources_of(
         if value.dim() == 2 and value.is_floating_point() and intent.batch_axis is None:
             # A matrix out means tokens by features without a batch; otherwise these are batched sequences of samples.
             return (None, 0) if rank_of_output() == 2 else (0, 1)
-        batch, _ = batch_axis_of(module, values, intent)
+        batch, _ = batch_axis_of(subject, values, intent)
         return batch, 1 - batch
 
     sources = [Source(tuple(names), value, *layout(value)) for names, value in groups]
@@ -212,13 +212,13 @@ def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool) -> bool:
     return not value.is_complex() and value.dim() == 2 and (first or "id" in name)
 
 
-def batch_axis_of(module: nn.Module, values: Mapping[str, Any], intent: Intent) -> tuple[int, bool]:
+def batch_axis_of(subject: Subject, values: Mapping[str, Any], intent: Intent) -> tuple[int, bool]:
     """Return the batch dimension of the tokens, and whether it is known rather than assumed."""
     if intent.batch_axis is not None:
         return intent.batch_axis, True
-    batch_first = getattr(module, "batch_first", None)
-    if isinstance(batch_first, bool):
-        return int(not batch_first), True
-    if (in_words := batch_axis_in_words(module, values)) is not None:
+    for batch_first in (subject.batch_first, getattr(subject.module, "batch_first", None)):
+        if isinstance(batch_first, bool):
+            return int(not batch_first), True
+    if (in_words := batch_axis_in_words(subject.module, values)) is not None:
         return in_words[0], True
     return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in values.items())

@@ -69,7 +69,7 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     others = int((changed[1:].amax(1) > 0).sum())
     is_first = source.names == evidence.source.names
     fix = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
-    axis, sure = batch_axis_of(evidence.subject.module, evidence.values, evidence.intent)
+    axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
         sure = not (is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights))
         sentence = "Changing one batch item changes the output of another." + (
@@ -81,6 +81,8 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
             "one item do not."
         )
         fix = "Use transpose(0, 1) before and after, or batch_first=True."
+        if evidence.intent.batch_axis is None and evidence.subject.batch_first is not None:
+            fix += " If the input is [seq, batch, embed], add --seq-first."
     else:
         sentence = (
             f"Attention may run over the batch: it mixes dimension {axis} of the input and not dimension {1 - axis}. "

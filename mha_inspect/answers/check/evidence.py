@@ -227,7 +227,7 @@ class Evidence:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens; the one that the output follows comes first."""
-        return sources_of(self.subject.module, self.values, self.intent, lambda: self.output.dim())
+        return sources_of(self.subject, self.values, self.intent, lambda: self.output.dim())
 
     @property
     def source(self) -> Source:

@@ -23,7 +23,7 @@ IDS = torch.arange(14).view(2, 7)
 def piece(start, stop, positions=None, **given):
     subject = Subject(Takes(), (IDS,), given)
     arguments = Arguments(subject)
-    source, *_ = sources_of(subject.module, arguments.values, Intent(), lambda: 2)
+    source, *_ = sources_of(subject, arguments.values, Intent(), lambda: 2)
     return arguments.piece(source, start, stop, positions=positions)
 
 

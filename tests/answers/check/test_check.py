@@ -506,3 +506,42 @@ def test_rows_that_attend_to_each_other_are_told_once(module: nn.Module, axis: i
 def test_a_future_key_is_said_to_be_after_its_query() -> None:
     (finding,) = mha_inspect.check(Right(), torch.randn(B, N, E), intent=Intent(window=2)).findings
     assert finding.evidence == "Query 0 gives weight to key 2, 2 after it."
+
+
+OVER = """
+from torch import nn
+
+class Over(nn.Module):
+    def __init__(self, embed_dim=12, num_heads=2):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(embed_dim, num_heads)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+"""
+
+
+@pytest.mark.parametrize(
+    ("line", "sure"),
+    [
+        ("", True),
+        ("--batch-first", True),
+        ("--input-shape x=2x7x12", True),
+        ("--input FILE", False),
+        ("--input FILE --batch-first", True),
+        ("--seq-first", None),
+        ("--input FILE --seq-first", None),
+        ("--batch-axis 1", None),
+    ],
+)
+def test_a_layout_that_the_command_line_chose_is_known(
+    line: str, sure: bool | None, tmp_path: Any, invoke: Callable[..., Any]
+) -> None:
+    (tmp_path / "over.py").write_text(OVER, encoding="utf-8")
+    torch.save({"x": torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
+    words = line.replace("FILE", str(tmp_path / "x.pt")).split()
+    code, out, err = invoke("check", f"{tmp_path / 'over.py'}:Over", *words, "--format", "json")
+    assert code == (1 if sure else 0), err
+    findings = json.loads(out)["findings"]
+    assert [(finding["check"], finding["sure"]) for finding in findings] == ([] if sure is None else [("batch", sure)])
+    assert all(("add --seq-first" in finding["fix"]) == (not words or "--input-shape" in words) for finding in findings)
