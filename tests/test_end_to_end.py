@@ -60,14 +60,11 @@ def test_another_seed_is_another_answer(invoke: Callable[..., Any]) -> None:
 
 
 def rows(page: str) -> dict[str, tuple[list[int], str]]:
-    """The first table of stages on a plain page, and that of what is returned: name to shape and axes."""
+    """The first table of stages on a plain page: name to shape and axes."""
     found: dict[str, tuple[list[int], str]] = {}
-    returned = False
     for line in page.splitlines():
-        returned = returned or line.startswith("returned")
-        if row := re.match(r"(\w+)(?: \*)? +\[([\d, ]+)\] +(.+?)(?:  |$)", line):
-            shape = [int(size) for size in row[2].split(",")]
-            found[f"returned {row[1]}" if returned else row[1]] = (shape, row[3])
+        if row := re.match(r"(\w+)\*? +\[([\d, ]+)\] +(.+?)(?:  |$)", line):
+            found[row[1]] = ([int(size) for size in row[2].split(",")], row[3])
     return found
 
 
@@ -86,20 +83,21 @@ def test_the_case_it_began_with(invoke: Callable[..., Any]) -> None:
     assert seen["scores"] == seen["weights"] == ([1, 2, 12, 12], "batch heads query key")
     assert seen["context"] == ([1, 2, 12, 256], "batch heads query head_dim")
     assert seen["concat"] == ([12, 512], "(batch query) (heads head_dim)")
-    assert seen["output"] == seen["returned output"] == ([1, 12, 512], "batch query embed")
-    assert seen["returned weights"] == ([1, 12, 12], "batch query key")
+    assert seen["output"] == ([1, 12, 512], "batch query embed")
+    assert "\nreturns  output [1, 12, 512]; weights [1, 12, 12] batch query key\n" in text
     assert "q_heads · k_headsᵀ / √256" in text
-    assert text.splitlines()[-1].startswith("the opened stages and the kernels' own results agree: largest difference ")
+    assert text.splitlines()[-1].startswith("Opened stages agree with the kernel: difference ")
     text = page(invoke, "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12 --per-head-weights")
-    assert rows(text)["returned weights"] == ([1, 2, 12, 12], "batch heads query key")
+    assert "; weights [1, 2, 12, 12]\n" in text  # the stage weights has the same axes
 
 
 def test_sequence_first(invoke: Callable[..., Any]) -> None:
-    seen = rows(page(invoke, "trace --seq-first --embed-dim 256 --num-heads 8 --seq-len 10"))
+    text = page(invoke, "trace --seq-first --embed-dim 256 --num-heads 8 --seq-len 10")
+    seen = rows(text)
     assert seen["query"] == ([10, 1, 256], "query batch embed")
     assert seen["context"] == ([8, 10, 32], "(batch heads) query head_dim")
-    assert seen["output"] == seen["returned output"] == ([10, 1, 256], "query batch embed")
-    assert seen["returned weights"] == ([1, 10, 10], "batch query key")
+    assert seen["output"] == ([10, 1, 256], "query batch embed")
+    assert "\nreturns  output [10, 1, 256]; weights [1, 10, 10] batch query key\n" in text
 
 
 def weights_of(data: Any) -> list[torch.Tensor]:

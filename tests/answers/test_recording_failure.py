@@ -46,7 +46,7 @@ def test_a_recording_has_the_failure_of_a_block_that_raised():
         ("q", "batch heads sequence head_dim"),
         ("k", "batch sequence heads head_dim"),
     ]
-    assert "without calling code of yours again" in failure.note
+    assert "needs another run of your code" in failure.note
     assert "must match the size" in repr(seen.trace)
     jsonschema.validate(seen.trace.to_dict(), load_schema("trace"))
 

@@ -194,5 +194,5 @@ def test_the_command_and_the_library(tmp_path, invoke):
     assert json.loads(out) == report.to_dict()
     code, out, err = invoke("diff", *files)
     assert (code, err, out) == (0, "", str(report) + "\n")
-    with pytest.raises(TypeError, match="without a call"):
+    with pytest.raises(TypeError, match="are paths of checkpoints, which take no other argument"):
         mha_inspect.diff(*files, torch.zeros(3))
