@@ -38,7 +38,7 @@ class Sizes:
     forward: Forward
     unbatched: bool
 
-    def plan(self, name: str, kind: Kind | None = None, size: int | None = None) -> Plan:
+    def plan(self, name: str, kind: Kind | None = None, size: int | None = None, *, is_1d: bool = False) -> Plan:
         """Return the likely plan of an argument, or a plan of this kind.
 
         `size` is the width of the last axis, for ids the number of tokens, for an image the channels.
@@ -47,7 +47,7 @@ class Sizes:
         kind = kind or usual
         if kind == "image":
             channels = size or _first_int(self.target.arguments, *_CHANNELS) or 3
-            return Plan(kind, ("batch", channels, *self._image_size()))
+            return Plan(kind, ("batch", channels, *(("query",) if is_1d else self._image_size())))
         is_encoded = self.forward.encodes_and_decodes and plain(name) in _ENCODED
         length: Axis = "key" if is_encoded or usual in ("key", "value", "other") else "query"
         places: tuple[Axis, ...] = (length,) if self.unbatched else ("batch", length)
@@ -182,7 +182,8 @@ def guessed_plans(
         )
     for name in chosen.keys() & probed.evidence.keys():
         evidence = probed.evidence[name]
-        chosen[name] = sizes.plan(name, chosen[name].kind if evidence.kind == "width" else evidence.kind, evidence.size)
+        kind = chosen[name].kind if evidence.kind == "width" else evidence.kind
+        chosen[name] = sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
     return chosen
 
 

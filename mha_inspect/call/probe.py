@@ -29,6 +29,8 @@ class Evidence:
     """Width of the last axis, number of tokens, or channels."""
     firm: bool = True
     """Whether the kind is certain: an argument in a sum or an elementwise product may be of any kind."""
+    is_1d: bool = False
+    """Whether an image is one row of pixels, as a waveform or a spectrogram in a 1-D convolution."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class _Watch(TorchFunctionMode):
         if func in ("conv1d", "conv2d", "conv3d"):
             channels = other.shape[1] * int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
             is_channels_first = func == "conv1d" and known.dim() == 3 and place == 1
-            return Evidence("width" if is_channels_first else "image", channels)
+            return Evidence("width" if is_channels_first else "image", channels, is_1d=func == "conv1d")
         if func == "linear" and is_last:
             return Evidence("width", other.shape[-1])
         if func in _PRODUCTS and is_last and args[0] is known:

@@ -199,3 +199,15 @@ class FromDict(nn.Module):
 
 
 ready = make()
+
+
+class Spectrogram(nn.Module):
+    """`x` that turns out to be rows of sound, as in speech."""
+
+    def __init__(self, bins: int = 20):
+        super().__init__()
+        self.conv, self.attention = nn.Conv1d(bins, 12, 3, padding=1), nn.MultiheadAttention(12, 3, batch_first=True)
+
+    def forward(self, x):
+        h = self.conv(x).transpose(1, 2)
+        return self.attention(h, h, h)[0]

@@ -48,6 +48,7 @@ def shapes_of(made: Call) -> dict[str, Any]:
         ("Matrices", {}, {"data": (3, 5, 13)}),
         ("Tokens", {}, {"x": (3, 5)}),
         ("Picture", {}, {"x": (3, 5, 32, 32)}),
+        ("Spectrogram", {}, {"x": (3, 20, 5)}),
         ("Stepping", {"start_pos": "2"}, {"x": (3, 5, 8), "start_pos": 2}),
         ("torch.nn:Linear", {"in_features": "11", "out_features": "3"}, {"input": (3, 5, 11)}),
         ("torch.nn:TransformerEncoderLayer", {"batch_first": "true"}, {"src": (3, 5, 14)}),

@@ -6,6 +6,7 @@ of the traceback show the dispatched operation instead.
 
 from __future__ import annotations
 
+import ast
 import dis
 import inspect
 import linecache
@@ -14,6 +15,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -25,6 +27,7 @@ from ...record.arguments import tensors_in
 from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
 from ...record.site import place_of
+from ...text import message_of
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -33,10 +36,11 @@ _LAYER_FORWARDS = {
     nn.Transformer.forward.__code__: "nn.Transformer",
 }
 _PASSES_ON = ("einops/", "mha_inspect/record", "mha_inspect/answers/failure")
+_TAKE_MASKS = ("masked_fill", "masked_fill_", "where")
 _ROLES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "layer_norm": ("input", "", "weight", "bias"),
-    "embedding": ("input", "weight"),
+    **dict.fromkeys(("embedding", "conv1d", "conv2d", "conv3d"), ("input", "weight")),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
 }
 """Argument names by position, for torch functions without a signature."""
@@ -56,6 +60,8 @@ class Site:
     """Whether the innermost frame is user code."""
     raises: bool
     """Whether user code raised with `raise` or `assert`."""
+    missing: tuple[str, ...] = ()
+    """Arguments of the user's function that are None, and that the failing expression uses as values."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,10 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
     modules = [inside.f_locals["self"] for inside, _ in entries if inside.f_code is _MODULE_CALL]
     is_last = bodies[-1] in by_user
     variables = frame.f_locals if by_user else {}
+    # In a library, the error is about the first argument if that is None, and the error is about an argument there too.
+    names_none = "NoneType" in message_of(error)
+    ours = is_last or _missing(*bodies[-1], names_none)
+    missing = _missing(frame, tb, names_none, only_first=not is_last) if ours else ()
     return Site(
         source=f"{_file(frame)[0]}:{tb.tb_lineno}",
         line=linecache.getline(frame.f_code.co_filename, tb.tb_lineno).strip(),
@@ -126,7 +136,42 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
         module=modules[-1] if modules else None,
         by_user=is_last,
         raises=is_last and dis.opname[frame.f_code.co_code[max(tb.tb_lasti, 0)]] == "RAISE_VARARGS",
+        missing=missing,
     )
+
+
+def _missing(frame: FrameType, tb: TracebackType, names_none: bool, *, only_first: bool = False) -> tuple[str, ...]:
+    """Return the arguments of a function that are None and are operands of the expression that raised.
+
+    Without `names_none` the message is not about None: only an argument that a mask is made of counts. With
+    `only_first` only the first argument of a call counts.
+    """
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    empty = [name for name in names if frame.f_locals.get(name, frame) is None]
+    try:
+        tree = ast.parse("".join(linecache.getlines(code.co_filename))) if empty else ast.Module([], [])
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python, or nested too deeply
+        return ()
+    nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.expr, ast.stmt)) and node.lineno == tb.tb_lineno]
+    if hasattr(code, "co_positions"):  # Python 3.10 knows only the line
+        _, *span = next(islice(code.co_positions(), tb.tb_lasti // 2, None))
+        nodes = [node for node in nodes if [node.end_lineno, node.col_offset, node.end_col_offset] == span]
+    if only_first:
+        nodes = [ast.Tuple(node.args[:1]) for node in nodes if isinstance(node, ast.Call)]
+    used = {name for node in nodes for name, is_masks in _operands(node) if is_masks or names_none}
+    return tuple(name for name in empty if name in used)
+
+
+def _operands(node: ast.AST) -> Iterator[tuple[str, bool]]:
+    """Yield the variables that an expression uses, and whether a mask is made of it: `fill(mask == 0, value)`."""
+    fills = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _TAKE_MASKS
+    for child in ast.iter_child_nodes(node):
+        value = child.value if isinstance(child, ast.keyword) else child
+        if isinstance(value, ast.Name):
+            yield value.id, False
+        elif fills and isinstance(value, ast.Compare):
+            yield from ((name, True) for name, _ in _operands(value))
 
 
 class CallWatch(TorchFunctionMode):

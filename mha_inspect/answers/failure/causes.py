@@ -15,10 +15,11 @@ from math import prod
 from ... import text
 from ...record.ops import TensorRef
 from ...reports.trace import Cause
-from .facts import HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
+from .facts import CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .reached import ATTENTION, LAYERS, SDPA
 
 CAUSES = (
+    *("argument_is_none", "index_out_of_range", "wrong_rank"),
     *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),
     *("wrong_width", "batch_and_sequence_swapped", "batch_differs", "lengths_differ", "mask_rank"),
     *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
@@ -33,8 +34,34 @@ _SAME_SEQUENCE = "Keys and values must come from the same sequence."
 
 def find_cause(facts: Facts) -> Cause | None:
     """Return the first cause that the facts show; None if there is none."""
-    judges = (_kinds, _widths, _sequences, _masks, _products, _views, _einops)
+    judges = (_arguments, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
     return next(chain.from_iterable(judge(facts) for judge in judges), None)
+
+
+def _arguments(facts: Facts) -> Iterator[Cause]:
+    """Judge an argument that is None, ids that an embedding does not have, and the rank of a convolution's input."""
+    x, weight = facts.given("input"), facts.given("weight")
+    for name in facts.missing if facts.error in ("TypeError", "AttributeError") else ():
+        yield Cause(
+            "argument_is_none",
+            f"{name} is None, and this line uses it as a tensor.",
+            f"Pass {name}, e.g. trace TARGET --input-shape {name}=SIZES:DTYPE, or skip this line if {name} is None.",
+        )
+    if x is None or weight is None or not x.given.value.numel() or x.given.value.is_meta:
+        return
+    rank = len(weight.shape) - 1
+    if facts.base in CONVOLUTIONS and len(x.shape) not in (rank, rank + 1):
+        layout = "batch channels " + ("length", "height width", "depth height width")[rank - 2]
+        what = f"{x.is_shape}, {len(x.shape)} dimensions; {facts.base} expects {rank + 1}: {layout}."
+        yield Cause("wrong_rank", what, f"Give {x.name} {rank + 1} dimensions, channels second.")
+    if facts.base == "embedding" and _is_whole(x):
+        first, last = (int(bound) for bound in x.given.value.aminmax())
+        if first < 0 or last >= weight.shape[0]:
+            way = f"Use ids below {weight.shape[0]}, or create the embedding with num_embeddings={last + 1}."
+            if first < 0:
+                way = "Replace ids below 0, e.g. by the padding id: .clamp(min=0)."
+            what = f"{x.name} has ids from {first} to {last}; {weight.name} has rows 0 to {weight.shape[0] - 1}."
+            yield Cause("index_out_of_range", what, way)
 
 
 def _kinds(facts: Facts) -> Iterator[Cause]:
@@ -53,8 +80,8 @@ def _kinds(facts: Facts) -> Iterator[Cause]:
         if masks:
             mask = masks[0]
             rule = "The layer expects a boolean mask (True masks a key out) or a floating one (added to the scores)."
-    elif facts.base == "masked_fill" and "boolean mask" in facts.message and facts.mask_and_scores is not None:
-        mask, rule = facts.mask_and_scores[0], "masked_fill takes a boolean mask (True masks a key out)."
+    elif facts.base == "masked_fill" and "boolean mask" in facts.message and len(facts.operands) > 1:
+        mask, rule = facts.operands[1], "masked_fill takes a boolean mask (True masks a key out)."
     if mask is not None and rule:
         way = f"{mask.name} == 0 if 0 means masked out, or {mask.name}.bool() if 1 does."
         yield Cause("mask_dtype", f"{mask.name} is {mask.dtype}. {rule}", way)

@@ -21,6 +21,7 @@ HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that broadcast their operands, by name without underscores."""
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that split or merge dimensions."""
 
@@ -91,6 +92,8 @@ class Facts:
     reached: Reached
     variables: Mapping[int, str]
     """TensorRef id to variable name in user code."""
+    missing: tuple[str, ...] = ()
+    """Arguments of the user's function that are None where the failing expression uses them."""
 
     @property
     def base(self) -> str:
@@ -184,7 +187,7 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
                 from_scores=reached.is_of_scores(tensor),
             )
         )
-    return Facts(error, message, call or Call(), tuple(operands), reached, variables)
+    return Facts(error, message, call or Call(), tuple(operands), reached, variables, site.missing)
 
 
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:

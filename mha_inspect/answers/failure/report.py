@@ -103,7 +103,7 @@ def describe_failure(
             line=site.line,
             operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
             clash="" if call is None else clash(facts),
-            cause=find_cause(facts) if call is not None or facts.error == "EinopsError" else None,
+            cause=find_cause(facts) if call is not None or facts.missing or facts.error == "EinopsError" else None,
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),
             num_ops=len(recording.ops),

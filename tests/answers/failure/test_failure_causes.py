@@ -120,6 +120,17 @@ BY_HAND: list[tuple[str, str, tuple[Any, ...]]] = [
     ("heads_stacked", "heads_not_joined", (X,)),
     ("batch_of_the_query", "batch_differs", (X, floats(5, 11, 24))),
     ("heads_by_einops", "heads_do_not_divide", (X,)),
+    ("bytes_mask", "mask_dtype", (X,)),
+    ("bytes_buffer", "mask_dtype", (X,)),
+    ("too_many_tokens", "index_out_of_range", (X,)),
+    ("padding_id", "index_out_of_range", (-ints(2, 7),)),
+    ("needs_mask", "argument_is_none", (X,)),
+    ("needs_filled_mask", "argument_is_none", (X,)),
+    ("needs_heads_of_mask", "argument_is_none", (X,)),
+    ("needs_context", "argument_is_none", (X,)),
+    ("needs_rotation", "argument_is_none", (X,)),
+    ("image_convolved", "wrong_rank", (floats(2, 5, 7, 24),)),
+    ("row_convolved", "wrong_rank", (floats(7, 24),)),
 ]
 
 
@@ -229,7 +240,11 @@ def test_the_fix_of_a_mask_is_one_that_torch_takes_for_what_was_meant(masks: dic
 OTHERS: list[tuple[str, tuple[Any, ...]]] = [
     ("own_check", (X,)),
     ("own_assert", (X,)),
-    ("vocabulary", (torch.tensor([[1, 99]]),)),
+    ("floating_ids", (X,)),
+    ("own_type_error", (X,)),
+    ("unused_mask", (X,)),
+    ("other_setting", (X,)),
+    ("absent_key", (X,)),
     ("missing", (X,)),
     ("attribute", (X,)),
     ("tuple_index", (X,)),
