@@ -176,7 +176,7 @@ def diff(
     modules = [require_module(module, "diff") for module in (left, right)]
     modules = [copy_module(module) for module in modules] if same_weights else modules
     first, second = (Subject(module, args, kwargs, seed=0) for module in modules)
-    return report_of(Side("left", first), Side("right", second), carry=same_weights)
+    return report_of(Side("left", first), Side("right", second), same_weights=same_weights)
 
 
 def check(

@@ -87,7 +87,7 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     if len(ours.attentions) != len(theirs.attentions) or not ours.attentions:
         counts = (plural(len(side.attentions), "attention") for side in (ours, theirs))
         raise AssertionError("{} on the left, {} on the right".format(*counts))
-    for number, rows in groupby(diff(ours, theirs, carry=False).stages, lambda row: row.attention or 1):
+    for number, rows in groupby(diff(ours, theirs, same_weights=False).stages, lambda row: row.attention or 1):
         compared = [row for row in rows if row.verdict is not None]
         if any(row.verdict == "differs" for row in compared):
             module = ours.attentions[number - 1][0].module

@@ -1,1 +1,1 @@
-"""Answer what is asked: trace, params, diff, compare-heads."""
+"""Answer the commands: trace, check, params, diff, compare-heads."""

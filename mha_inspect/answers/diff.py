@@ -103,10 +103,10 @@ def _plain(value: object) -> object:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
-def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
+def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     """Compare two sides with the same input, and with the same weights as far as they can be copied.
 
-    Without `carry`, each side keeps its own weights. The attentions of both are paired in the order of computation.
+    Without `same_weights`, each side keeps its own weights. The attentions of both are paired in the order of computation.
     Stages are compared in canonical axes, and judged by the larger rounding error of both sides, measured against
     float64 in this run.
 
@@ -114,7 +114,7 @@ def diff(left: Side, right: Side, *, carry: bool = True) -> DiffReport:
         InputError: a side cannot be run in float64.
         WeightsError: both sides are layers, and their weights cannot be the same.
     """
-    shared = share(left, right) if carry else AS_THEY_ARE
+    shared = share(left, right) if same_weights else AS_THEY_ARE
     sides, comparison = (left, right), Comparison(left, right)
     numbered = len(comparison.masked) > 1
     rows = comparison.rows(measured=shared.are_comparable)

@@ -215,7 +215,7 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     left, right = Side("left", evidence.subject), Side("right", other)
     where, line, module = "the output", "", ""
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
-        rows = diff(left, right, carry=False).stages if len(left.attentions) == len(right.attentions) else ()
+        rows = diff(left, right, same_weights=False).stages if len(left.attentions) == len(right.attentions) else ()
         for row in [row for row in rows if row.verdict == "differs"][:1]:
             attention, _ = evidence.run.attentions[(row.attention or 1) - 1]
             where, module = f"{row.name} of attention {row.attention or 1}", attention.module

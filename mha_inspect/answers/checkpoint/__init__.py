@@ -1,1 +1,1 @@
-"""What is told of checkpoints: their tensors, what they are for, and how two of them differ."""
+"""Answer questions about checkpoints: their tensors, the roles of these, and the differences of two."""
