@@ -106,9 +106,9 @@ def _plain(value: object) -> object:
 def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     """Compare two sides with the same input, and with the same weights as far as they can be copied.
 
-    Without `same_weights`, each side keeps its own weights. The attentions of both are paired in the order of computation.
-    Stages are compared in canonical axes, and judged by the larger rounding error of both sides, measured against
-    float64 in this run.
+    Without `same_weights`, each side keeps its own weights. Attentions are paired in the order of computation. Stages
+    are compared in canonical axes, and judged by the larger rounding error of both sides, measured against float64 in
+    this run.
 
     Raises:
         InputError: a side cannot be run in float64.
