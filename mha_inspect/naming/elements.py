@@ -33,14 +33,14 @@ class Elements:
         merge: Callable[[Tensor, Tensor], Tensor] = torch.fmin,
         parameter: TensorRef | None = None,
     ) -> None:
-        """Number the elements of a parameter, if given, by their places in its memory."""
+        """Assign numbers to the elements of a parameter, if given, by their places in its memory."""
         self._graph, self._merge, self._parameter = graph, merge, parameter
         self._memory: dict[int, Tensor] = {}
         self.merged = False
         """Whether any element was made of two, of which `merge` chose one."""
 
     def number(self, tensor: TensorRef, numbers: Tensor) -> None:
-        """Number the elements of a tensor."""
+        """Assign numbers to the elements of a tensor."""
         self._of(tensor).copy_(numbers)
 
     def of(self, tensor: TensorRef) -> Tensor:
