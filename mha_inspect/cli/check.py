@@ -34,7 +34,9 @@ def check(
         INTENT, "The argument of the padding mask, and the meaning of 1 or True in it.", metavar="NAME=keep|ignore"
     ),
     padding_side: str | None = option(INTENT, "Side of the padding.", known=("left", "right"), show_default="right"),
-    cache: str | None = option(INTENT, "The argument of the cache, which forward returns second.", metavar="NAME"),
+    cache: str | None = option(
+        INTENT, "The argument of the cache, which forward returns second; or of positions.", metavar="NAME"
+    ),
     batch_axis: int | None = size(INTENT, "Batch dimension of the inputs: 0 or 1.", unset="as the code says, or 0"),
     scale: str | None = option(INTENT, "The expected scale of the scores.", known=("sqrt_head_dim",)),
     reference: str | None = option(INTENT, "A trusted TARGET to compare with; same arguments.", metavar="TARGET"),

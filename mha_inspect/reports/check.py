@@ -69,6 +69,8 @@ class SkippedCheck:
     reason: str
     _brief: str = ""
     """A short form of the reason, shared by similar checks; empty if there is none."""
+    _give: str = ""
+    """What to give so that the check can run, the end of the reason; empty if any other input may do."""
 
 
 @dataclass(frozen=True, repr=False)

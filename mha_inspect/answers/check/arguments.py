@@ -85,6 +85,24 @@ class Arguments:
             changes[name] = cut(value, source, start, stop)
         return changes
 
+    def positions(self, *, unset: bool = False) -> list[str]:
+        """Return the arguments that are positions by their names and have numbers; with `unset` those that are None."""
+        values = {name: self.values.get(name, p.default) for name, p in self.parameters.items()}
+        names = [name for name in values if _POSITION.search(name)]
+        return [name for name in names if values[name] is None] if unset else [n for n in names if counts(values[n])]
+
+    def uncut(self, source: Source) -> list[str]:
+        """Return the arguments with a size for each token that `piece` leaves whole: no rule says how to cut them."""
+        tensors = {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
+        pieces = self.piece(source, 0, 1)
+        return [n for n, value in tensors.items() if source.length in value.shape and pieces[n].shape == value.shape]
+
+
+def counts(value: Any) -> bool:
+    """Return whether a value is a whole number or a tensor of whole numbers."""
+    is_number = isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex())
+    return type(value) is int or (is_number and value.dtype != torch.bool)
+
 
 def _bound(subject: Subject) -> BoundArguments:
     """Return the arguments by name, or by position if the signature has no names for them."""

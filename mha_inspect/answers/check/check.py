@@ -130,8 +130,9 @@ def _require_declared(intent: Intent, results: Iterable[object]) -> None:
     for result in results:
         if isinstance(result, SkippedCheck) and result.check in intent.declared():
             raise InputError(
-                f"The check {result.check} was declared and could not run: {result.reason}. Give an input that it "
-                f"can change, or skip it with --skip {result.check}."
+                f"The check {result.check} was declared and could not run: {result.reason}. "
+                + ("Or skip it" if result._give else "Give an input that it can change, or skip it")
+                + f" with --skip {result.check}."
             )
 
 
@@ -157,7 +158,7 @@ def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | 
             yield result
     except NotPossibleError as error:
         raised = "the forward raises when an input is changed: " if isinstance(error, RaisedError) else ""
-        yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief)
+        yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief, error.give)
         return
     if passed:
         yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])

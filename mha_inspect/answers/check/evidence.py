@@ -34,11 +34,11 @@ T = TypeVar("T")
 
 
 class NotPossibleError(Exception):
-    """A check cannot be decided; the message says why, and `brief` says it in two words."""
+    """A check cannot be decided; the message says why, `brief` says it in two words, and `give` is the way out."""
 
-    def __init__(self, reason: str, brief: str = "") -> None:
-        super().__init__(reason)
-        self.brief = brief
+    def __init__(self, reason: str, brief: str = "", *, give: str = "") -> None:
+        super().__init__(f"{reason}. {give}" if give else reason)
+        self.brief, self.give = brief, give
 
 
 class UndeclaredError(NotPossibleError):

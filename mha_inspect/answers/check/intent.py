@@ -67,7 +67,10 @@ class Intent:
     padding_side: Literal["left", "right"] | None = None
     """The side that padding tokens are on; None: right."""
     cache: str | None = None
-    """Name of the forward's argument that takes the cache, which the forward returns as its second value."""
+    """Name of the forward's argument that takes the cache, which the forward returns as its second value.
+
+    If the module keeps the cache itself: the argument that takes the positions, e.g. `start_pos`.
+    """
     batch_axis: Literal[0, 1] | None = None
     """The batch axis of the inputs; None: it is found from the run."""
     scale: Literal["sqrt_head_dim"] | None = None

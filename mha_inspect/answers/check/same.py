@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +15,9 @@ from ...errors import MhaInspectError
 from ...reports.check import Finding
 from ...running.subject import Subject
 from ..diff import Side, diff
-from .arguments import CACHES, second_output
+from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from .replay import between
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
@@ -93,13 +95,20 @@ def _train_without_dropout(module: nn.Module) -> None:
                 setattr(part, name, 0.0)
 
 
+class _Cache(NamedTuple):
+    """A cache, and how calls continue from it."""
+
+    name: str
+    """The argument that takes the cache; for a cache in the module, the argument that takes the positions."""
+    in_module: bool
+    """Whether the module keeps the cache, in buffers or attributes that the forward writes into."""
+
+
 def cache(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if calls that continue from a cache give other outputs than one call."""
     declared = evidence.intent.cache
-    name = declared or _cache_name(evidence)
-    if name is None:
-        raise UndeclaredError("--cache NAME")
-    evidence.arguments.require(name)
+    found = _cache_of(evidence)
+    evidence.arguments.require(found.name)
     if not evidence.follows or evidence.source.length < 3:
         raise NotPossibleError("the output has no entry for each token, or there are fewer than 3 tokens")
     length = evidence.source.length
@@ -108,24 +117,27 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     row: dict[str, Tensor] = {}
     if declared is None:
         del ways[_SINGLES]  # an undeclared cache gets the cheaper test only
-        row = evidence.first_row()
-    base = _first_row_of(evidence) if row else evidence.output
-    changed: dict[str, Tensor] = {}
-    for way, places in ways.items():
-        try:
-            changed[way] = evidence.differences(_stepwise(evidence, name, places, row), base, times=OTHER_SIZES).amax(0)
-        except RaisedError as error:
-            if declared is None:
-                raise UndeclaredError("--cache NAME") from error
-            yield Finding(
-                "cache",
-                f"The forward raises when it continues from its cache ({way}): {error}.",
-                f"It was called with its second output as {name}, and the next tokens.",
-            )
-            return
+        row = {} if found.in_module else evidence.first_row()
+    base, changed = _first_row_of(evidence) if row else evidence.output, dict[str, Tensor]()
+    try:
+        for way, places in ways.items():
+            output = _continued(evidence, found, places, row, base)
+            changed[way] = evidence.differences(output, base, times=OTHER_SIZES).amax(0)
+    except RaisedError as error:
+        _require_cut(evidence)
+        if declared is None:
+            raise UndeclaredError("--cache NAME") from error
+        how = f"{found.name} advanced" if found.in_module else f"its second output as {found.name}"
+        yield Finding(
+            "cache",
+            f"The forward raises when it continues from its cache ({way}): {error}.",
+            f"It was called with {how}, and the next tokens.",
+        )
+        return
     wrong = {way: places.nonzero().flatten().tolist() for way, places in changed.items()}
     proofs = (f"{way}: {f'{len(at)} of {length} positions differ' if at else 'equal'}" for way, at in wrong.items())
     for first in [way for way, places in wrong.items() if places][:1]:
+        _require_cut(evidence)
         cause, fix = _cause(wrong)
         yield Finding(
             "cache",
@@ -134,6 +146,16 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
             f"{'; '.join(proofs)}.",
             source=evidence.mask_line,
             fix=fix,
+        )
+
+
+def _require_cut(evidence: Evidence) -> None:
+    """Raise `NotPossibleError` if an argument of a chunk is not that of its tokens: the forward is not to blame."""
+    names = evidence.arguments.uncut(evidence.source)
+    if names:
+        raise NotPossibleError(
+            f"{', '.join(names)} has a size for each token, and no rule says how to cut it for a chunk",
+            give="Call the forward without it, or name it as a mask, a position or a rotation",
         )
 
 
@@ -158,25 +180,81 @@ def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
     )
 
 
-def _cache_name(evidence: Evidence) -> str | None:
-    """Return the cache argument of a causal module by its usual names; None if there is no second output."""
-    takes, sights = evidence.arguments.parameters, evidence.sights
+def _cache_of(evidence: Evidence) -> _Cache:
+    """Return the declared cache, or that of a causal module: by the usual names, or written in place.
+
+    Raises `UndeclaredError` if there is none, `NotPossibleError` if the declared positions continue from no cache.
+    """
+    declared, arguments = evidence.intent.cache, evidence.arguments
+    if declared is not None:
+        parameter = arguments.parameters.get(declared)
+        value = evidence.values.get(declared, None if parameter is None else parameter.default)
+        in_module = counts(value) or declared in arguments.positions(unset=True)
+        if in_module and not _writes_keys(evidence):
+            raise NotPossibleError(
+                f"{declared} takes positions, and the forward writes its keys into no buffer or attribute",
+                give="Give the argument that takes the cache: --cache NAME",
+            )
+        return _Cache(declared, in_module)
+    takes, sights = arguments.parameters, evidence.sights
     name = next((name for name in CACHES if name in takes and evidence.values.get(name) is None), None)
-    if not sights or not all(sight.is_causal and sight.queries == sight.keys for sight in sights):
-        return None
-    return None if second_output(evidence.run.returned) is None else name
+    causal = bool(sights) and all(sight.is_causal for sight in sights)
+    is_whole = causal and all(sight.queries == sight.keys for sight in sights)
+    if name is not None and is_whole and second_output(evidence.run.returned) is not None:
+        return _Cache(name, in_module=False)
+    positions = arguments.positions()
+    if causal and positions and _writes_keys(evidence):
+        return _Cache(positions[0], in_module=True)
+    raise UndeclaredError("--cache NAME")
 
 
-def _stepwise(evidence: Evidence, name: str, places: list[int], row: dict[str, Tensor]) -> Tensor:
-    """Return the concatenated outputs of successive calls, each from one of these places to the next."""
+def _writes_keys(evidence: Evidence) -> bool:
+    """Return whether the keys and values of every attention pass through memory that the module keeps."""
+    recording = evidence.run.recording
+    made = {output.storage for op in recording.ops if op.kind not in ("write", "view") for output in op.outputs}
+    made |= {named.tensor.storage for named in recording.inputs}
+    written = {tensor.id for op in evidence.writes if op.inputs[0].storage not in made for tensor in op.inputs[1:]}
+    factors = []
+    for attention, _ in evidence.run.attentions:
+        scores, values = attention.score_product, attention.value_product
+        factors.append(scores.left if attention.key_first else scores.right)
+        factors.append(values.left if attention.value_first else values.right)
+    return bool(written) and all(between(recording, written, factor) for factor in factors)
+
+
+def _continued(evidence: Evidence, found: _Cache, places: list[int], row: dict[str, Tensor], base: Tensor) -> Tensor:
+    """Return the concatenated outputs of successive calls, each from one of these places to the next.
+
+    If they differ from `base`, positions that are None by default are given too. Raises `RaisedError`.
+    """
+    unset = [name for name in evidence.arguments.positions(unset=True) if name != found.name]
+    outputs: list[Tensor | RaisedError] = []
+    for positions in (found.name if found.in_module else None, *unset):
+        try:
+            output = _stepwise(evidence, found, places, row, positions)
+            if not evidence.apart(output, base, times=OTHER_SIZES):
+                return output
+            outputs.append(output)
+        except RaisedError as error:
+            outputs.append(error)
+    if isinstance(outputs[0], RaisedError):
+        raise outputs[0]
+    return outputs[0]
+
+
+def _stepwise(
+    evidence: Evidence, found: _Cache, places: list[int], row: dict[str, Tensor], positions: str | None
+) -> Tensor:
     source = evidence.source
     outputs, past = [], None
     for start, stop in pairwise(places):
-        changes = evidence.arguments.piece(source, start, stop, row)
-        returned = evidence.returned(changes if past is None else {**changes, name: past})
+        changes = evidence.arguments.piece(source, start, stop, row, positions=positions)
+        if past is not None:
+            changes[found.name] = past
+        returned = evidence.returned(changes, go_on=found.in_module and start > 0)
         outputs.append(evidence.output_of(returned))
-        past = second_output(returned)
-        if past is None:
+        past = None if found.in_module else second_output(returned)
+        if past is None and not found.in_module:
             raise NotPossibleError("the forward has no second output that could be its cache")
     return torch.cat(outputs, dim=source.positions or 0)
 

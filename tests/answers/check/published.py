@@ -94,15 +94,33 @@ class LlamaModel(nn.Module):
     def forward(self, tokens, start_pos=0):
         seqlen = tokens.shape[1]
         h = self.emb(tokens)
-        freqs_cis = self.freqs_cis[start_pos : start_pos + seqlen]
-        mask = None
-        if seqlen > 1:
-            mask = torch.full((seqlen, seqlen), float("-inf"))
-            mask = torch.triu(mask, diagonal=1)
-            mask = torch.hstack([torch.zeros((seqlen, start_pos)), mask]).type_as(h)
+        freqs_cis = self.freqs(start_pos, seqlen)
+        mask = self.mask(start_pos, seqlen).type_as(h) if seqlen > 1 else None
         for layer in self.layers:
             h = h + layer(h, start_pos, freqs_cis, mask)
         return self.out(self.norm(h)).float()
+
+    def freqs(self, start_pos, seqlen):
+        return self.freqs_cis[start_pos : start_pos + seqlen]
+
+    def mask(self, start_pos, seqlen):
+        mask = torch.full((seqlen, seqlen), float("-inf"))
+        mask = torch.triu(mask, diagonal=1)
+        return torch.hstack([torch.zeros((seqlen, start_pos)), mask])
+
+
+class LlamaModelRestarted(LlamaModel):
+    """Each chunk is rotated from position 0 on."""
+
+    def freqs(self, start_pos, seqlen):
+        return self.freqs_cis[:seqlen]
+
+
+class LlamaModelTopLeft(LlamaModel):
+    """The first query of a chunk sees the first key alone."""
+
+    def mask(self, start_pos, seqlen):
+        return torch.triu(torch.full((seqlen, start_pos + seqlen), float("-inf")), diagonal=1)
 
 
 class LlamaModelUnrotated(LlamaModel):
@@ -117,6 +135,18 @@ def llama():
     torch.manual_seed(0)
     layer = LlamaAttention()
     return layer, (torch.randn(2, 6, 32), 0, precompute(8, 32)[:6], torch.triu(torch.full((6, 6), float("-inf")), 1))
+
+
+class LlamaTable(LlamaAttention):
+    """The rotations come by a name that says nothing."""
+
+    def forward(self, x, start_pos, table, mask):
+        return super().forward(x, start_pos, table, mask)
+
+
+def llama_table():
+    _, (x, start_pos, table, mask) = llama()
+    return LlamaTable(), (x, start_pos, table, mask)
 
 
 def llama_unrotated():
@@ -164,9 +194,12 @@ class GptFast(nn.Module):
         )
         return out.flatten(3).type_as(x)
 
+    def positions(self, input_pos):
+        return input_pos
+
     def forward(self, idx, input_pos):
         x = self.emb(idx)
-        mask, f = self.causal_mask[None, None, input_pos], self.freqs[input_pos]
+        mask, f = self.causal_mask[None, None, input_pos], self.freqs[self.positions(input_pos)]
         b, s, _ = x.shape
         kv = self.n_local * self.head_dim
         q, k, v = self.wqkv(x).split([self.n_head * self.head_dim, kv, kv], -1)
@@ -185,6 +218,13 @@ class GptFast(nn.Module):
 def gpt_fast():
     torch.manual_seed(0)
     return GptFast(), (torch.randint(0, 50, (2, 6)), torch.arange(6))
+
+
+class GptFastRestarted(GptFast):
+    """Each chunk is rotated from position 0 on."""
+
+    def positions(self, input_pos):
+        return input_pos - input_pos[0]
 
 
 # -- left padding: pad queries see anything where the fill is finite --------------------------------------------------

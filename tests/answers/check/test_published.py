@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -52,6 +54,56 @@ def test_a_mistake_behind_a_cache_is_found(model: type[nn.Module]) -> None:
     }
     assert [finding.check for finding in report.findings] == planted.get(model, [])
     assert {"grouped", "rotary"} <= {result.check for result in (*report.held, *report.findings)}
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("name", ["llama", "gpt_fast", "LlamaModel"])
+def test_a_cache_that_the_module_keeps_is_continued_by_positions(name: str, declared: bool) -> None:
+    torch.manual_seed(0)
+    made = getattr(published, name)()
+    positions = "input_pos" if name == "gpt_fast" else "start_pos"
+    report = checked((made, (TOKENS,)) if name == "LlamaModel" else made, Intent(cache=positions if declared else None))
+    assert report.findings == ()
+    assert "cache" in {passed.check for passed in report.held}
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "cause"),
+    [
+        (published.LlamaModelRestarted, (TOKENS,), "positions restart at 0"),
+        (published.LlamaModelTopLeft, (TOKENS,), "aligned top left"),
+        (published.GptFastRestarted, (TOKENS, torch.arange(6)), "positions restart at 0"),
+    ],
+)
+@pytest.mark.parametrize("declared", [True, False])
+def test_a_mistake_that_only_chunks_show_is_found(
+    model: type[nn.Module], args: tuple[torch.Tensor, ...], cause: str, declared: bool
+) -> None:
+    torch.manual_seed(0)
+    positions = "input_pos" if len(args) > 1 else "start_pos"
+    report = checked((model(), args), Intent(cache=positions if declared else None))
+    (finding,) = report.findings
+    assert (finding.check, finding.sure) == ("cache", True)
+    assert cause in finding.sentence
+    # The first chunk and the one call agree: worked out by hand with the module itself.
+    module = model().eval()
+    whole, first = module(*args), module(TOKENS[:, :3], *(each[:3] for each in args[1:]))
+    assert torch.allclose(whole[:, :3], first, atol=1e-5)
+    assert int(re.findall(r"from position (\d+) on", finding.sentence)[0]) >= 3
+
+
+def test_an_argument_that_nobody_can_cut_accuses_nobody() -> None:
+    reasons = {skipped.check: skipped.reason for skipped in checked(published.llama_table()).left_out}
+    assert "table has a size for each token" in reasons["cache"]
+    with pytest.raises(InputError, match=r"cache was declared and could not run: table has a size .*--skip cache"):
+        checked(published.llama_table(), Intent(cache="start_pos"))
+    with pytest.raises(InputError, match=r"writes its keys into no buffer or attribute\. Give .*--cache NAME"):
+        checked((Counted(), (X,)), Intent(cache="start_pos"))
+
+
+class Counted(published.Esm):
+    def forward(self, x: torch.Tensor, start_pos: int = 0) -> torch.Tensor:
+        return super().forward(x + start_pos)
 
 
 def test_the_keys_of_a_static_cache_are_aligned_with_what_was_written() -> None:
