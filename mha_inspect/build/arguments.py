@@ -149,7 +149,7 @@ class Arguments:
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
-    """Name to the flag that gave it, except for --set."""
+    """Name to the flag that gave it, except where --set names it."""
     left: dict[str, str] = field(default_factory=dict)
     """Settings of --set that the constructor does not take."""
     names: list[str] = field(default_factory=list)
@@ -159,7 +159,11 @@ class Arguments:
 
 
 class MissingSettingError(AttributeError, KeyError):
-    """A config was asked for a setting that was not given: its path, e.g. `config.n_layer`."""
+    """A config was asked for a setting that was not given."""
+
+    def __init__(self, path: str, config: FlagConfig, setting: str) -> None:
+        super().__init__(path)
+        self.path, self.config, self.setting = path, config, setting
 
 
 class FlagConfig(dict[str, Any]):
@@ -176,7 +180,7 @@ class FlagConfig(dict[str, Any]):
         flag = None if name.startswith("__") else flag_of(name)
         value = None if flag is None else self._flags.value(flag)
         if flag is None or value is None:
-            raise MissingSettingError(f"{self._name}.{name}")
+            raise MissingSettingError(f"{self._name}.{name}", self, name)
         self._bound.origins[f"{self._name}.{name}"] = dashed(flag)
         self._bound.used.add(flag)
         self[name] = value
@@ -251,15 +255,17 @@ def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) 
     """Pass flags for required arguments, and the user's flags to the argument of the most specific name."""
     for flag in ALIASES:
         matching = named_for(flag, plain)
-        # A value of --set for one name counts for the others: d_in and d_out are one width.
-        said = [bound.values[n] for n in matching if n in bound.values]
-        value = said[0] if said else flags.value(flag)
-        needed = [n for n in matching if plain[n].default is Parameter.empty and n not in bound.values]
+        said = [n for n in matching if n in bound.values]
+        value, origin = flags.value(flag), dashed(flag)
+        needed = [n for n in matching if plain[n].default is Parameter.empty and n not in said]
         if flag in flags.given and flag != "seq_len" and matching:
             bound.used.add(flag)
-            needed = needed if needed or said else matching[:1]
+            needed = needed or [n for n in matching[:1] if n not in said]
+        elif said:
+            # A value of --set for one name counts for the others: d_in and d_out are one width.
+            value, origin = bound.values[said[0]], f"{flags.setting} {said[0]}"
         for key in needed if value is not None else ():
-            bound.values[key], bound.origins[key] = value, dashed(flag)
+            bound.values[key], bound.origins[key] = value, origin
 
 
 def _pass_config(

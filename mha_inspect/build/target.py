@@ -6,7 +6,7 @@ Loading one runs its code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import Parameter
@@ -38,6 +38,8 @@ _OF_CONSTRUCTION = frozenset(
     | {"dropout", "rope"}
 )
 """Flags that only a constructor can take."""
+_MOST_MISSING = 20
+"""Settings that a config lacks and that one message names."""
 _WANTED = "a torch.nn.Module. A target is a class of modules, a function that returns one, or a module."
 
 
@@ -191,14 +193,34 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
             seed_everything(spec.seed)  # again, because the import may have drawn numbers
             return function(**bound.values)
     except MissingSettingError as error:
-        path = error.args[0]
+        paths = list(_missing_settings(function, bound, error))
+        them = "it" if len(paths) == 1 else "them"
         raise SpecError(
-            f"{name} reads {path}, and mha-inspect has no option for it. Give {spec.flags.setting} {path}=VALUE."
+            f"{name} reads {', '.join(paths)}, and mha-inspect has no option for {them}. "
+            f"Give {' '.join(f'{spec.flags.setting} {path}=VALUE' for path in paths)}."
         ) from None
     except Exception as error:
         if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
             raise
         raise InputError(f"{called} cannot be built: {in_one_line(error)}") from None
+
+
+def _missing_settings(function: Callable[..., Any], bound: Arguments, error: MissingSettingError) -> Iterator[str]:
+    """Yield each setting that the constructor reads from a config and that was not given.
+
+    The constructor is called again with 2 for the settings so far, until it returns or fails for another reason.
+    """
+    for _ in range(_MOST_MISSING):
+        yield error.path
+        error.config[error.setting] = 2
+        try:
+            with of_bounded_number(""), torch.device("meta"):
+                function(**bound.values)
+            return
+        except MissingSettingError as another:
+            error = another
+        except (Exception, SystemExit):  # 2 is no value for one of the settings
+            return
 
 
 def _plain(value: Any) -> Any:

@@ -290,7 +290,10 @@ def how_to_give_sizes(command: str) -> str:
 def _no_use_for(context: typer.Context) -> str:
     """Return the message for words that a command does not take."""
     command, extra = str(context.info_name), shown(" ".join(context.args))
-    if is_target(extra):
+    file = str(context.params.get("target") or "")
+    if is_target(file) and ":" not in file and extra.isidentifier():
+        way_out = f" as a second word. Write {shown(file)}:{extra}"
+    elif is_target(extra):
         way_out = " as another target. To compare two: mha-inspect diff LEFT RIGHT"
     elif command == "layers":
         way_out = f". For its options: {context.command_path} --help"

@@ -57,6 +57,16 @@ def test_optional_arguments_are_left_alone_unless_asked_for():
     assert load("Cross", {"query_dim": "3"}, flags=flags(kdim=5)).module.kv.in_features == 5
 
 
+def test_a_flag_that_was_typed_is_passed_beside_a_setting_of_another_name():
+    sizes = {"spacial_dim": "7", "output_dim": "6"}
+    target = load("Pooled", sizes, flags=flags(embed_dim=22, num_heads=2))
+    assert target.passed == {"spacial_dim": 7, "embed_dim": 22, "num_heads": 2, "output_dim": 6}
+    assert "embed_dim=22 (--embed-dim)" in target.notes[0]
+    alone = load("Pooled", sizes)
+    assert alone.passed["embed_dim"] == 6
+    assert "embed_dim=6 (--set output_dim)" in alone.notes[0]
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "width", "heads"),
     [
@@ -172,6 +182,26 @@ def test_a_config_that_is_asked_for_more_than_there_is(tmp_path, monkeypatch):
         load_target(f"{file}:Wants", {}, TargetSpec(flags=flags()))
     target = load_target(f"{file}:Wants", {"n_layer": "3"}, TargetSpec(flags=flags()))
     assert (target.module.layers, target.module.rate) == (42, 7)
+
+
+def test_all_settings_that_a_config_lacks_are_named_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "mini.py"
+    file.write_text(
+        "from torch import nn\nclass Mini(nn.Module):\n    def __init__(self, config):\n        super().__init__()\n"
+        "        assert config.vocab_size is not None and config.block_size is not None\n"
+        "        self.rate = getattr(config, 'rate', 7)\n"
+        "        self.wte = nn.Embedding(config.vocab_size, config.n_embd)\n"
+        "        self.h = nn.ModuleList(nn.Dropout(config.pdrop) for _ in range(config['n_layer']))\n"
+    )
+    with pytest.raises(SpecError) as caught:
+        load_target(f"{file}:Mini", {}, TargetSpec(flags=flags()))
+    lacking = ("vocab_size", "n_layer", "pdrop")
+    assert f"reads {', '.join(f'config.{name}' for name in lacking)}" in str(caught.value)
+    assert " ".join(f"--set config.{name}=VALUE" for name in lacking) in str(caught.value)
+    assert "rate" not in str(caught.value)
+    given = {"vocab_size": "5", "n_layer": "3", "pdrop": "0.1"}
+    assert len(load_target(f"{file}:Mini", given, TargetSpec(flags=flags())).module.h) == 3
 
 
 @pytest.mark.parametrize(

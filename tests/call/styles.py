@@ -211,3 +211,16 @@ class Spectrogram(nn.Module):
     def forward(self, x):
         h = self.conv(x).transpose(1, 2)
         return self.attention(h, h, h)[0]
+
+
+class Pooled(nn.Module):
+    """Two widths, of which the second may be left out, as in CLIP."""
+
+    def __init__(self, spacial_dim: int, embed_dim: int, num_heads: int, output_dim: int | None = None):
+        super().__init__()
+        self.places = nn.Parameter(torch.zeros(spacial_dim**2 + 1, embed_dim))
+        self.attention = nn.MultiheadAttention(embed_dim, num_heads, batch_first=True)
+        self.out = nn.Linear(embed_dim, output_dim or embed_dim)
+
+    def forward(self, x):
+        return self.out(self.attention(x, x, x)[0])

@@ -90,6 +90,7 @@ LINES: list[tuple[str, ...]] = [
     ("trace --causal=true", "--causal takes no value: write --causal alone."),
     ("layers b", "layers does not take b. For its options: mha-inspect layers --help"),
     ("trace a.py:B c", "trace does not take c", "--embed-dim 512"),
+    ("trace gpt.py GPT", "trace does not take GPT as a second word. Write gpt.py:GPT"),
     ("trace a.py:A b.py:B", "trace does not take b.py:B as another target. To compare two: mha-inspect diff"),
     ("compare-heads --heads 1 2 4", "a list with commas, e.g. --heads 1,2,4."),
     ("params --num-heads 1 2", "a list with commas, e.g. --num-heads 1,2,4."),
