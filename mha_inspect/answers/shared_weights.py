@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import WeightsError
 from ..measure.weights import PARTS, CopiedParts, NotCopied, Weights, copy_by_head, draw
@@ -82,20 +82,50 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     return Shared(SharedWeights(not left_out, f"{how}.", left_out))
 
 
+def copy_all(source: ComparableRun, target: ComparableRun) -> str:
+    """Copy every weight of one side into the other, by name or else by head; return why not, empty if all were copied.
+
+    Buffers are not copied: a mask or a table of rotations is part of what is compared. Statistics of batch norms are.
+    """
+    given, taken = _weights_by_name(source), _weights_by_name(target)
+    if not _agree(given, taken):
+        reason = _unreadable(source, target)
+        if reason:
+            return reason
+        copied = _copied(source, target)
+        if copied.not_copied:
+            return _why_not(copied.not_copied[:1], target.label, source.label)[0]
+        given, taken = _outside(source), _outside(target)
+        if not _agree(given, taken):
+            return next(iter((*_rest(target), *_rest(source))))
+    with torch.no_grad():
+        for name, tensor in taken.items():
+            tensor.copy_(given[name])
+    target.forget()
+    return ""
+
+
+def _agree(given: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> bool:
+    """Return whether names and shapes are the same."""
+    return {name: t.shape for name, t in given.items()} == {name: t.shape for name, t in taken.items()}
+
+
+def _weights_by_name(side: ComparableRun) -> dict[str, Tensor]:
+    module = side.subject.module
+    norms = [path for path, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[0] in norms}
+    return {**dict(module.named_parameters()), **buffers}
+
+
 def _numbers(side: ComparableRun) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in side.subject.module.state_dict().items()}
 
 
 def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str:
     """Copy the weights of all attentions in one direction; return the direction, or why they cannot be copied."""
-    for side in (source, target):
-        missing = next((weights.missing[0] for weights in side.weights if weights.missing), "")
-        if missing or not side.weights:
-            return f"{side.label}: {missing or 'no attention was found.'}"
-        if not all(weights.projections for weights in side.weights):
-            return f"{side.label}: its attention has no projections."
-    if len(source.weights) != len(target.weights):
-        return f"{source.label} has {len(source.weights)} attentions, but {target.label} has {len(target.weights)}."
+    reason = _unreadable(source, target)
+    if reason:
+        return reason
     before = _numbers(target), _numbers(source)
     there = _copied(source, target)
     if not there.not_copied:
@@ -112,6 +142,19 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     if any(of_attention.copied for of_attention in there.copied):
         return there
     return _why_not(there.not_copied[:1], target.label, source.label)[0]
+
+
+def _unreadable(source: ComparableRun, target: ComparableRun) -> str:
+    """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
+    for side in (source, target):
+        missing = next((weights.missing[0] for weights in side.weights if weights.missing), "")
+        if missing or not side.weights:
+            return f"{side.label}: {missing or 'no attention was found.'}"
+        if not all(weights.projections for weights in side.weights):
+            return f"{side.label}: its attention has no projections."
+    if len(source.weights) != len(target.weights):
+        return f"{source.label} has {len(source.weights)} attentions, but {target.label} has {len(target.weights)}."
+    return ""
 
 
 def _copied(source: ComparableRun, target: ComparableRun) -> _Direction:
@@ -136,12 +179,17 @@ def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[
 
 def _rest(side: ComparableRun) -> Iterator[str]:
     """Yield a sentence if a module has parameters outside the projections of its attentions."""
+    others = _outside(side)
+    if others:
+        names, count = first_few(list(others), 1), sum(tensor.numel() for tensor in others.values())
+        yield f"{side.label}: not copied, outside the projections: {names} ({count:,} numbers)."
+
+
+def _outside(side: ComparableRun) -> dict[str, Tensor]:
+    """Return the weights outside the projections of the attentions, by name."""
     projections = [projection for weights in side.weights for projection in weights.projections.values()]
     known = {name for projection in projections for name in projection.parameters}
-    others = {name: p.numel() for name, p in side.subject.module.named_parameters() if name not in known}
-    if others:
-        names, count = first_few(list(others), 1), sum(others.values())
-        yield f"{side.label}: not copied, outside the projections: {names} ({count:,} numbers)."
+    return {name: tensor for name, tensor in _weights_by_name(side).items() if name not in known}
 
 
 def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Shared:

@@ -76,7 +76,7 @@ class Intent:
     scale: Literal["sqrt_head_dim"] | None = None
     """`sqrt_head_dim`: the scores are q·k / √head_dim."""
     reference: nn.Module | None = None
-    """A trusted module that takes the same arguments and must return the same output."""
+    """A trusted module that takes the same arguments and must return the same output with the same weights."""
 
     def __post_init__(self) -> None:
         """Raise `SpecError` for an impossible intent."""

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MhaInspectError
+from ...record.arguments import with_copies
 from ...reports.check import Finding
 from ...running.subject import Subject
 from ..diff import Side, diff
+from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
 from .replay import between
@@ -260,37 +262,59 @@ def _stepwise(
 
 
 def reference(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first stage that differs from a trusted module; each side keeps its own weights.
+    """Yield the first stage that differs from a trusted module with the weights of the checked module.
 
-    Weights are not copied by their role in the attention: that would hide a swapped query and key.
+    They are copied by name; only where names differ, by their role: that hides a swapped query and key. The reference
+    is left as it was.
     """
     trusted = evidence.intent.reference
     if trusted is None:
         raise UndeclaredError("--reference TARGET")
     args, kwargs = evidence.arguments.of_call({})
     other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, without_ones=None)
+    before = [(tensor, tensor.detach().clone()) for tensor in trusted.parameters()]
     with other.replaying(other.state()):
         trusted.eval()
-        findings = list(_against(evidence, other))
+        try:
+            findings = list(_against(evidence, other))
+        finally:
+            with torch.no_grad():
+                for tensor, numbers in before:
+                    tensor.copy_(numbers)
     yield from findings
 
 
-def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
+def _output_of_reference(evidence: Evidence, other: Subject) -> Tensor:
+    # The reference may write into its arguments.
+    args, kwargs = with_copies((other.args, other.kwargs))
     try:
-        returned = other.plain()
+        returned = replace(other, args=args, kwargs=kwargs).plain()
     except Exception as error:  # user code may raise anything
         raise NotPossibleError(f"the reference raises on these arguments: {type(error).__name__}") from error
-    theirs = evidence.output_of(returned)
+    return evidence.output_of(returned)
+
+
+def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
+    theirs = _output_of_reference(evidence, other)
     if theirs.shape != evidence.output.shape:
         sentence = (
             f"Expected output shape {list(theirs.shape)}, as the reference has; got {list(evidence.output.shape)}."
         )
         yield Finding("reference", sentence, "Both ran on the same arguments.")
         return
-    apart = evidence.apart(theirs, times=OTHER_SIZES)
+    left, right = Side("left", evidence.subject), Side("right", other)
+    try:
+        reason = copy_all(left, right)
+    except MhaInspectError as error:
+        reason = str(error)
+    if reason:
+        raise NotPossibleError(
+            f"the weights could not be copied into the reference: {reason.rstrip('.')}",
+            give="Give a reference with the same names and shapes of parameters",
+        )
+    apart = evidence.apart(_output_of_reference(evidence, other), times=OTHER_SIZES)
     if not apart:
         return
-    left, right = Side("left", evidence.subject), Side("right", other)
     where, line, module = "the output", "", ""
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
         rows = diff(left, right, same_weights=False).stages if len(left.attentions) == len(right.attentions) else ()
@@ -301,7 +325,7 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     yield Finding(
         "reference",
         f"The output differs from the reference by {apart:.3g}; the first difference is in {where}.",
-        "Both ran on the same arguments. Their stages were compared in canonical axes.",
+        "Both ran on the same arguments with the same weights. Their stages were compared in canonical axes.",
         source=line,
         module=module,
     )

@@ -1,0 +1,124 @@
+"""A reference gets the weights of the checked module: by name, else by head; else nothing is compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect
+from mha_inspect import Intent
+from mha_inspect.errors import InputError
+from mha_inspect.reports.check import CheckReport
+
+from .cases import B, D, E, H, N, Right
+
+X = torch.randn(B, N, E, generator=torch.Generator().manual_seed(0))
+
+
+class Fused(nn.Module):
+    """The same attention under other names, in one matrix."""
+
+    scale = D**-0.5
+
+    def __init__(self, *, norm: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(E, 3 * E), nn.Linear(E, E)
+        self.norm = nn.LayerNorm(E) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, H, D)).permute(2, 0, 3, 1, 4)
+        return self.norm(self.out(((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2)))
+
+
+class Unscaled(Fused):
+    scale = 1.0
+
+
+class Swapped(Right):
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().heads(x)
+        return k, q, v
+
+
+class Masked(Right):
+    """The mask is a buffer of the state dict."""
+
+    def __init__(self, diagonal: int = 1) -> None:
+        super().__init__()
+        self.register_buffer("future", torch.ones(N, N).triu(diagonal).bool())
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(self.future, -1e9)
+
+
+def against(module: nn.Module, reference: nn.Module) -> CheckReport:
+    return mha_inspect.check(module, X, intent=Intent(reference=reference), only=["reference"])
+
+
+def made(kind: Callable[..., nn.Module], seed: int, *args: Any, **kwargs: Any) -> nn.Module:
+    torch.manual_seed(seed)
+    return kind(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "other"), [(Right, Right), (Right, Fused), (Fused, Right)])
+def test_a_reference_with_other_random_weights_gets_those_of_the_module(
+    kind: type[nn.Module], other: type[nn.Module]
+) -> None:
+    module, trusted = made(kind, 1), made(other, 2)
+    before = copy.deepcopy(trusted.state_dict()), copy.deepcopy(module.state_dict())
+    report = against(module, trusted)
+    assert (report.findings, [passed.check for passed in report.held]) == ((), ["reference"])
+    for part, state in zip((trusted, module), before, strict=True):
+        assert all(torch.equal(tensor, state[name]) for name, tensor in part.state_dict().items())
+
+
+def test_a_mistake_is_found_with_weights_that_are_copied_by_head() -> None:
+    module, trusted = made(Unscaled, 1), made(Right, 2)
+    (finding,) = against(module, trusted).findings
+    assert (finding.check, finding.sure, "scores of attention 1" in finding.sentence) == ("reference", True, True)
+    # By hand: the same numbers in both, and the largest difference of their outputs.
+    with torch.no_grad():
+        for part, rows in zip((trusted.q, trusted.k, trusted.v), range(3), strict=True):
+            part.weight.copy_(module.qkv.weight[rows * E : (rows + 1) * E])
+            part.bias.copy_(module.qkv.bias[rows * E : (rows + 1) * E])
+        trusted.o.load_state_dict(module.out.state_dict())
+        assert f"by {float((module(X) - trusted(X)).abs().max()):.3g};" in finding.sentence
+
+
+def test_a_swapped_query_and_key_is_found_by_the_names_of_the_weights() -> None:
+    (finding,) = against(made(Swapped, 1), made(Right, 2)).findings
+    assert finding.check == "reference"
+
+
+def test_a_mask_in_a_buffer_of_the_reference_is_its_own() -> None:
+    assert against(made(Masked, 1), made(Masked, 2)).findings == ()
+    (finding,) = against(made(Masked, 1, 2), made(Masked, 2)).findings
+    assert "masked_scores" in finding.sentence
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        (lambda: Fused(norm=True), r"outside the projections: norm\.weight"),
+        (lambda: nn.TransformerEncoderLayer(E, H, 8, batch_first=True), "outside the projections"),
+        (lambda: nn.Sequential(nn.Linear(E, E)), "no attention was found"),
+    ],
+)
+def test_weights_that_cannot_be_copied_are_not_compared(reference: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(InputError, match=rf"could not be copied.*{why}.*Give a reference with .*--skip reference"):
+        against(made(Right, 1), made(reference, 1))
+
+
+class Elsewhere(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :1]
+
+
+def test_another_output_shape_needs_no_weights() -> None:
+    (finding,) = against(made(Right, 1), Elsewhere()).findings
+    assert "Expected output shape [3, 1, 24]" in finding.sentence
