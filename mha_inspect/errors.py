@@ -37,6 +37,10 @@ class SpecError(MhaInspectError):
     """The sizes or settings of a layer contradict each other."""
 
 
+class NoMaskError(SpecError):
+    """The forward of a target takes no mask."""
+
+
 class InputError(MhaInspectError):
     """A query, key, value, mask or input file does not fit the layer."""
 

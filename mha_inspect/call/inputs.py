@@ -173,7 +173,7 @@ def _masks(
     try:
         learned, said = learn_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
     except SpecError as error:  # another layout may be the solution
-        raise SpecError(" ".join((str(error), *notes))) from None
+        raise type(error)(" ".join((str(error), *notes))) from None
     return {**masks, **learned}, said
 
 

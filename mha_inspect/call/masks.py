@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..build.target import Target
 from ..build.vocabulary import kind_of, plain
-from ..errors import InputError, SpecError
+from ..errors import InputError, NoMaskError, SpecError
 from ..files.tensors import read_tensor
 from ..layers.spec import InputSpec
 from ..naming.canonical import content_of
@@ -104,6 +104,12 @@ def read_attn_mask(path: Path, batch: int, heads: int, query: int, key: int) -> 
 # -- in the form that a forward takes ----------------------------------------------------------------------------------
 
 
+def _no_mask(forward: Forward, flag: str) -> NoMaskError:
+    listed = ", ".join(forward.parameters)
+    arguments = f"its arguments are {listed}" if listed else "it names no arguments"
+    return NoMaskError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
+
+
 def masks_of(
     forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -127,10 +133,10 @@ def masks_of(
     }
     flags = [flag for flag, (is_asked, _) in asked.items() if is_asked]
     for flag in flags:
-        if not asked[flag][1]:
-            listed = ", ".join(forward.parameters)
-            arguments = f"its arguments are {listed}" if listed else "it names no arguments"
-            raise SpecError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
+        # A module of the user may mask by itself: its weights show that.
+        may_be_built_in = flag == "--causal" and not is_known and forward.device.type != "meta"
+        if not asked[flag][1] and not may_be_built_in:
+            raise _no_mask(forward, flag)
     tensors = {name: value for name in forward.parameters if isinstance(value := values.get(name), Tensor)}
     if flags and tensors and is_known:
         scores, padded = _known_masks(forward, target, inputs, tensors)
@@ -314,6 +320,8 @@ def learn_masks(
         both = tuple(flag for (flag,) in asked)
         asked = {both: _masked(inputs, both, forward.device)}
         forms = learned(asked) if len(both) > 1 else {}
+        if not forms and not free:
+            raise _no_mask(forward, lacking)
         if not forms:
             file = "--attn-mask FILE, or " if lacking == "--causal" else ""
             raise SpecError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from ..errors import ExitCode, SpecError
+from ..errors import ExitCode, NoMaskError, SpecError
 from ..layers.catalog import LAYERS, OPTIONAL
 from ..text import shown
 from . import subject
@@ -212,7 +212,13 @@ def _built(
         sizes = {} if of_part is None else sizes_of(of_part[0])
         target = subject.load_target(asked.text, set_options, asked.of_constructor, sizes, taken, asked.flag)
         target = target if of_part is None else with_arguments_of(target, of_part[1])
-        call = subject.call_of(target, set_options)
+        try:
+            call = subject.call_of(target, set_options)
+        except NoMaskError as error:
+            if not options.causal:
+                raise
+            way = f"For the other side only: --{other.name}-set causal=true."
+            raise SpecError(f"{error} {way}") from None
         target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)
         settings = dict[str, Any](parse_settings(asked.settings))
         # A lambda, because both branches make one and mypy rejects two `def`s of one name.

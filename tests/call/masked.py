@@ -74,6 +74,22 @@ class Needed(Attention):
         return self.attended(x, lambda s: s.masked_fill(mask.unsqueeze(1) == 0, -1e9))
 
 
+class Inside(Attention):
+    """Masks by itself, and takes no mask."""
+
+    def forward(self, x):
+        future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+        return self.attended(x, lambda s: s.masked_fill(future, float("-inf")))
+
+
+class OneLate(Attention):
+    """Masks by itself, and one diagonal too late."""
+
+    def forward(self, x):
+        future = torch.ones(x.shape[1], x.shape[1]).triu(2).bool()
+        return self.attended(x, lambda s: s.masked_fill(future, float("-inf")))
+
+
 class KeepsKeys(Attention):
     def forward(self, x, pad_mask=None):
         fill = None if pad_mask is None else (1.0 - pad_mask[:, None, None, :]) * -1e4

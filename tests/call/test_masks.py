@@ -12,7 +12,7 @@ from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
-from mha_inspect.errors import SpecError
+from mha_inspect.errors import NoMaskError, SpecError
 from mha_inspect.layers.spec import InputSpec
 
 FILE = str(Path(__file__).parent / "masked.py")
@@ -42,6 +42,15 @@ def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) ->
     target, call = made(name, batch=batch, causal=True)
     for token in range(5):
         assert moved(target, call, token)[0].tolist() == [False] * token + [True] * (5 - token)
+
+
+def test_a_module_that_masks_by_itself_needs_no_argument_for_it() -> None:
+    _, call = made("Inside", causal=True)
+    assert list(call.kwargs) == ["x"]
+    assert "already does" in call.said[0]
+    for name, inputs in (("OneLate", {"causal": True}), ("Inside", {"padding": (2,)})):
+        with pytest.raises(NoMaskError, match="takes no mask: its arguments are x"):
+            made(name, **inputs)
 
 
 @pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Multiplies", "Needed", "KeepsKeys", "BarsKeys", "Both"])
