@@ -415,15 +415,28 @@ class Recorder(TorchDispatchMode):
         while frame is not None and frame is not self._frame:
             code = frame.f_code
             site += code, frame.f_lasti
-            if code is _MODULE_CALL:
-                known = self._module_calls.get(id(frame))
-                # The mark exists as long as the call, and so long no other frame has its id.
-                site.append(known[1] if known is not None and known[0]() is not None else self._begin(frame))
-                break
             if code is ATTENTION_FORWARD:
                 attention = frame
+            if code is _MODULE_CALL or code.co_name == "forward":
+                known = self._module_calls.get(id(frame))
+                # The mark exists as long as the call, and so long no other frame has its id.
+                call = known[1] if known is not None and known[0]() is not None else None
+                if call is not None or self._calls_module(frame):
+                    site.append(call or self._begin(frame))
+                    break
             frame = frame.f_back
         return site, attention
+
+    def _calls_module(self, frame: FrameType) -> bool:
+        """Return whether this frame is the call of a module, or its `forward` if that is called directly."""
+        code, above = frame.f_code, frame.f_back
+        if code is _MODULE_CALL or code.co_name != "forward" or not code.co_argcount:
+            return code is _MODULE_CALL
+        while above is not None and above is not self._frame and above.f_code.co_name != "forward":
+            if above.f_code is _MODULE_CALL:
+                return False
+            above = above.f_back
+        return isinstance(_called(frame), nn.Module)
 
     def _begin(self, frame: FrameType) -> ModuleCall:
         """Note the call of a module, and put a mark into its frame's variables, which disappears with the frame.
@@ -431,8 +444,7 @@ class Recorder(TorchDispatchMode):
         Ids of frames are reused, and a reference to a frame would keep its tensors alive. Reading a frame's variables
         copies all of them, so it is done once per call.
         """
-        names = frame.f_locals
-        module = names["self"]
+        module = _called(frame)
         path = self._path(module)
         if path is None:
             self._learn(self._outermost(frame))
@@ -440,7 +452,7 @@ class Recorder(TorchDispatchMode):
             if path is None:  # a module that is not part of any other
                 path = ""
                 self._paths[id(module)] = ref(module), path
-        mark = names[self._key] = _Mark()
+        mark = frame.f_locals[self._key] = _Mark()
         call = ModuleCall(path, self._site_of(frame.f_back)[0])
         self._module_calls[id(frame)] = ref(mark), call
         return call
@@ -463,11 +475,10 @@ class Recorder(TorchDispatchMode):
         """Return the module of the outermost running call."""
         outermost = frame
         while frame is not None and frame is not self._frame:
-            outermost = frame if frame.f_code is _MODULE_CALL else outermost
+            outermost = frame if self._calls_module(frame) else outermost
             frame = frame.f_back
         assert outermost is not None
-        module: nn.Module = outermost.f_locals["self"]
-        return module
+        return _called(outermost)
 
     def _number_turns(self) -> None:
         """Give each turn of `for w in ws: x = w @ x` its own call number.
@@ -484,6 +495,12 @@ class Recorder(TorchDispatchMode):
                     ops[place].call = self._call
                 self._whole.update(op.call for op in ops)
         self._new_call = True
+
+
+def _called(frame: FrameType) -> nn.Module:
+    """Return the first argument of a frame: the module that is called."""
+    module: nn.Module = frame.f_locals[frame.f_code.co_varnames[0]]
+    return module
 
 
 def _period(names: Sequence[str]) -> int:

@@ -1,4 +1,4 @@
-"""Attention as published code writes it: caches written by index, and heads in other orders."""
+"""Attention as published code writes it: caches written by index, heads in other orders, forwards called directly."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect import params, trace
+from mha_inspect import params, recording, trace
 from mha_inspect.naming.canonical import content_of
 from mha_inspect.running.subject import Subject
 
@@ -86,6 +86,28 @@ class Scattered(Cached):
         cache.scatter_(2, at.view(1, 1, -1, 1).expand_as(content), content)
 
 
+class Layers(nn.Module):
+    """Layers whose forward is called instead of the layer, and logits without a dimension for the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Grouped() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer.forward(x)
+        return x.view(-1, WIDTH)
+
+
+class Forwards(Grouped):
+    """An attention that calls the forward of its projections."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(project.forward(x)) for project in (self.q, self.k, self.v))
+        k, v = (heads.repeat_interleave(HEADS // KV_HEADS, 1) for heads in (k, v))
+        return self.o.forward(((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 def content(module: nn.Module, *args: Tensor) -> dict[str, Tensor | None]:
     """Return every stage in canonical axes."""
     with torch.no_grad():
@@ -125,3 +147,17 @@ def test_a_cache_written_by_index_has_the_heads_of_its_projections(kind: type[Ca
     for letter in "qkv":
         weight = getattr(module, letter).weight
         assert all(map(torch.equal, rows_of(module, f"W_{letter}", *given), weight.split(HEAD_DIM)))
+
+
+@pytest.mark.parametrize("kind", [Grouped, Forwards])
+@pytest.mark.parametrize("batch", [1, B])
+def test_a_module_is_known_where_its_forward_is_called(kind: type[Grouped], batch: int) -> None:
+    module, x = Layers(), torch.randn(batch, N, WIDTH)
+    for layer in module.layers:
+        layer.__class__ = kind
+    with recording() as recorded:
+        module.forward(x)
+    for attentions in (trace(module, x).attentions, recorded.trace.attentions):
+        assert [one.module for one in attentions] == ["layers.0", "layers.1"]
+        shapes = {stage.name: (stage.shape, stage.axes) for stage in attentions[0].stages}
+        assert shapes["scores"] == ((batch, HEADS, N, N), "batch heads query key")
