@@ -155,7 +155,7 @@ def unify(left: Dim, right: Dim) -> bool:
 
 def _merge(x: Axis, y: Axis) -> None:
     """Replace `y` by `x`, and unify the dimensions that both were cut from, counted by or joined of."""
-    y.parts = (x,)
+    y.parts, x.repeats = (x,), x.repeats and y.repeats
     if y.twins:
         x.twins = (*y.twins, *x.twins)[:_MANY]
     for size, counter in y.counters.items():

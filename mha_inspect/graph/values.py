@@ -63,9 +63,10 @@ def softmaxed_side(
     """Return whether the left side of the scores is the keys, and whether the softmax runs over the queries.
 
     The keys are the axis that the values are averaged over. Return None for softmaxes that are not attention: capsule
-    routing (over an axis that every score has a product of its own for, without queries beside the keys), clusters of
-    nodes (over the features of a projection), k-means (over clusters that average the tensors compared with them), and
-    pooling by learned queries that average the keys themselves.
+    routing (over an axis that every score has a product of its own for, without queries beside the keys, or of weights
+    that average over the features of the scores), clusters of nodes (over the features of a projection), k-means (over
+    clusters that average the tensors compared with them), and pooling by learned queries that average the keys
+    themselves.
     """
     if len(product.op.output.shape) < 2 or not masked.shape:
         return False, False
@@ -75,6 +76,8 @@ def softmaxed_side(
         return None
     over_rows = bool(over & rows) and not over & columns
     summed = set(wide(values.averaged(graph.dimensions)))
+    if over and summed and summed <= {*axes.left_inner, *axes.right_inner} - over:
+        return None
     if over and summed & (columns if over_rows else rows) - over and not summed & over:
         keys = product.right if over_rows else product.left
         alike = _unmoved(graph, keys) == _unmoved(graph, values.values)

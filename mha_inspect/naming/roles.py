@@ -143,7 +143,7 @@ class Roles:
         q_heads = self._dimensions.of(self._attention.stages["q_heads"])
         if not outside:  # without a projection: batch comes before heads
             rank = len(q_heads)
-            if (rank == 3 and len(folded) < 2) or (rank < 3 and not self._attention.is_dot):
+            if (rank <= 3 and len(folded) < 2) or (rank < 3 and not self._attention.is_dot):
                 return folded, (), ()
             batch = _within(folded, q_heads[0] if rank > 3 else folded[:-1] if rank == 3 else ())
             return batch, wide(_without(folded, batch)) or _without(folded, batch)[:1], ()

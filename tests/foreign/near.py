@@ -338,6 +338,36 @@ class SoftmaxClusters(nn.Module):
         return centres
 
 
+class CapsulesByBatch(nn.Module):
+    """Dynamic routing with the weights repeated for each batch item, and sums that keep their dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(K, N, A, E))
+
+    def votes(self, x: Tensor) -> Tensor:
+        return (self.weight[None] @ x[:, None, :, :, None]).squeeze(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes, logits = self.votes(x), torch.zeros(B, K, N)
+        for _ in range(3):
+            capsules = (logits.softmax(1)[..., None] * votes).sum(-2, keepdim=True).tanh()
+            logits = logits + (capsules * votes).sum(-1)
+        return capsules.squeeze(-2)
+
+
+class CapsulesByFeature(CapsulesByBatch):
+    """Routing over what is voted, with logits that are repeated for each feature."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = self.votes(x)
+        logits = torch.zeros_like(votes)
+        for _ in range(3):
+            capsules = (logits.softmax(2) * votes).sum(2, keepdim=True).tanh()
+            logits = logits + (votes * capsules).sum(-1, keepdim=True)
+        return capsules.squeeze(2)
+
+
 class Inverted(nn.Module):
     """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
 
@@ -375,6 +405,8 @@ NEAR = [
     Dispatch,
     Router,
     RoutedCapsules,
+    CapsulesByBatch,
+    CapsulesByFeature,
     DynamicDispatch,
     SoftmaxClusters,
     Inverted,

@@ -108,6 +108,19 @@ class Forwards(Grouped):
         return self.o.forward(((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class Memories(nn.Module):
+    """A memory network: one query for each batch item, and neither heads nor projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys, self.values, self.queries = (nn.Embedding(13, WIDTH) for _ in range(3))
+
+    def forward(self, story: Tensor, question: Tensor) -> Tensor:
+        query = self.queries(question).sum(1)
+        weights = (query[:, None] * self.keys(story).sum(2)).sum(-1).softmax(-1)
+        return query + (weights[..., None] * self.values(story).sum(2)).sum(1)
+
+
 def content(module: nn.Module, *args: Tensor) -> dict[str, Tensor | None]:
     """Return every stage in canonical axes."""
     with torch.no_grad():
@@ -161,3 +174,9 @@ def test_a_module_is_known_where_its_forward_is_called(kind: type[Grouped], batc
         assert [one.module for one in attentions] == ["layers.0", "layers.1"]
         shapes = {stage.name: (stage.shape, stage.axes) for stage in attentions[0].stages}
         assert shapes["scores"] == ((batch, HEADS, N, N), "batch heads query key")
+
+
+def test_single_queries_are_a_batch() -> None:
+    (one,) = trace(Memories(), torch.randint(13, (4, N, 5)), torch.randint(13, (4, 5))).attentions
+    stages = {stage.name: stage.axes for stage in one.stages}
+    assert (one.num_heads, stages["weights"]) == (1, "batch key")
