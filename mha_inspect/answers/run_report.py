@@ -15,6 +15,7 @@ from ..layers.spec import Show
 from ..measure.content import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
+from ..naming.inner_steps import InnerStepsReader
 from ..naming.pattern import STAGES
 from ..naming.stage_facts import StageFacts, weighs_by_others, without_dot
 from ..naming.visibility import Rows
@@ -135,9 +136,10 @@ def report(
     layer: LayerInfo,
     proof: Proof | None = None,
     kinds: Sequence[tuple[str, ...]] = (),
+    leaves: Mapping[int, Tensor] | None = None,
 ) -> Trace:
     """Return a run as plain data; `proof` replaces the proof of the run's kernels."""
-    axes = own_axes(run)
+    axes, reader = own_axes(run), InnerStepsReader(run, leaves or {})
     modules = [attention.module for attention, _ in run.attentions]
     # Nested tensors are recorded as one buffer without axes; only opened kernels pad their rows.
     missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
@@ -148,7 +150,7 @@ def report(
         path=path_of(run),
         attentions=tuple(
             replace(
-                _attention(run, attention, names, axes.stages[place], show),
+                _attention(run, attention, names, axes.stages[place], show, reader),
                 kind=kinds[place] if place < len(kinds) else (),
                 call=modules[: place + 1].count(attention.module) if modules.count(attention.module) > 1 else None,
             )
@@ -175,9 +177,10 @@ def _masked_of(run: Run, attention: Attention) -> Tensor | None:
 
 
 def _attention(
-    run: Run, attention: Attention, names: AxisNames, axes: Mapping[str, str], show: Show
+    run: Run, attention: Attention, names: AxisNames, axes: Mapping[str, str], show: Show, reader: InnerStepsReader
 ) -> AttentionReport:
-    facts = StageFacts(run.graph, attention, dict(axes))
+    inner = reader.of(attention, names)
+    facts = StageFacts(run.graph, attention, dict(axes), inner)
     masked = _masked_of(run, attention) if show.stats else None
     stages = [
         Stage(
@@ -205,6 +208,11 @@ def _attention(
         scale=float("nan") if attention.scale is None else attention.scale,
         stages=tuple(stages),
         notes=_notes(run.graph, attention, names, facts),
+        position=inner.position,
+        qk_norm=inner.qk_norm,
+        cache=inner.cache,
+        window=inner.window,
+        bias=inner.bias,
     )
 
 

@@ -42,9 +42,10 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             kinds=kinds_of(run),
             environment=environment_of(subject),
             layer=layer_of(subject),
+            leaves=(leaves := subject.leaves(run.recording)),
         )
         numbers = _of_numbers(subject, before, run, keep)
-        notes = (*mask_notes(run, subject.leaves(run.recording)), *([numbers] if numbers else []))
+        notes = (*mask_notes(run, leaves), *([numbers] if numbers else []))
     absent = show.without_numbers(trace.environment.device)
     return replace(trace, notes=(*trace.notes, *notes, *absent, *subject.notes)), run
 

@@ -83,7 +83,12 @@ class Graph:
     @cached_property
     def given_or_learned(self) -> set[int]:
         """Ids of tensors that depend on an input of the run or on a parameter."""
-        return self._from_inputs | made_of(self.recording.parameter_names, self.recording.ops)
+        return self._from_inputs | self.learned
+
+    @cached_property
+    def learned(self) -> set[int]:
+        """Ids of parameters and of tensors that depend on one."""
+        return made_of(self.recording.parameter_names, self.recording.ops)
 
     @cached_property
     def _from_each_input(self) -> dict[int, set[int]]:

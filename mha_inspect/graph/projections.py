@@ -76,7 +76,7 @@ def _projection(
     *,
     outside: bool = True,
 ) -> Projection | None:
-    """Return the nearest projection behind a tensor of heads; of added projections, the one with the input `like`.
+    """Return the nearest projection behind a tensor of heads; of added or joined ones, the one with the input `like`.
 
     A projection that gives `positions` reduces the number of keys: it is passed if another one gives the features. With
     `outside` the projection may be outside the module. None if there is no projection.
@@ -92,10 +92,11 @@ def _projection(
         if op is None or not graph.is_projection(op) or not (outside or inside(op.module, module)):
             continue
         end = Projection(op, step.path[::-1])
-        is_like = like is None or not _adds_activations(graph, end.path) or _origin(graph, op) == like
+        several = _adds_activations(graph, end.path) or any(passed.base_name == "cat" for passed in end.path)
+        is_like = like is None or not several or _origin(graph, op) == like
         if _gives(graph, op, positions):
             of_positions = of_positions or end
-        elif is_like and (nearest is None or _adds_activations(graph, end.path)):
+        elif is_like and (nearest is None or several):
             return end
         else:
             nearest = nearest or end

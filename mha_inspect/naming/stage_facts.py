@@ -10,6 +10,7 @@ from ..graph.dataflow import Graph, made_of
 from ..graph.products import Joint
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Memory
+from .inner_steps import InnerSteps, OperandSteps, bias_steps
 from .named_run import NamedRun
 from .pattern import dims_of, rearrangement
 
@@ -34,10 +35,13 @@ _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
 class StageFacts:
     """Formula, operations and memory of the stages of one attention."""
 
-    def __init__(self, graph: Graph, attention: Attention, axes: dict[str, str]) -> None:
+    def __init__(
+        self, graph: Graph, attention: Attention, axes: dict[str, str], inner: InnerSteps | None = None
+    ) -> None:
         self._graph = graph
         self._attention = attention
         self._axes = axes
+        self._inner = inner or InnerSteps()
 
     def formula(self, stage: str, *, brief: bool = False) -> str:
         """Return the formula with the real numbers, or an einops pattern where elements only move.
@@ -130,8 +134,11 @@ class StageFacts:
         if stage == "scores":
             return product
         if "scores" in attention.stages:
-            return masked_text("scores", attention.scoring)
-        return masked_text(f"mask + {product}", attention.scoring, last="add")
+            return masked_text("scores", bias_steps(attention, self._inner.added))
+        told = self._inner.added.get(attention.score_product.op.index)
+        first = "bias" if told is not None and told.bias else "mask"
+        steps = bias_steps(attention, self._inner.added)
+        return masked_text(f"{first} + {product}", steps, last="add" if first == "mask" else first)
 
     def has_other_keys(self) -> bool:
         """Return whether the scores are joined with scores of other keys from a second product, instead of sinks."""
@@ -178,7 +185,11 @@ class StageFacts:
         made.sort(key=lambda op: op.index)
         # Operations that make positions and masks do not read the source, and are skipped.
         derived = made_of({stages[source].id}, made)
-        computed = [op.base_name for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
+        steps = self._inner.operands.get(stage, OperandSteps())
+        computing = [op for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
+        computed = [op.base_name for op in computing if op.index not in steps.ops and not _moves_in_place(op)]
+        if steps != OperandSteps():
+            return self._in_heads(stage, source, steps, computed)
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
@@ -187,6 +198,21 @@ class StageFacts:
             pattern = "merge" if stage == "concat" else "split"
         moved = source if left == right else pattern or f"{source} in heads"
         return moved + self._grown(source, stage)
+
+    def _in_heads(self, stage: str, source: str, steps: OperandSteps, computed: list[str]) -> str:
+        """Return the norm, the rotation, the cache and the repeated heads on the way to a stage."""
+        before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
+        text = f"{source} in heads"
+        if steps.norm:
+            text = f"{steps.norm}({source}) in heads" if steps.whole else f"{steps.norm}({text})"
+        text = f"rotary({text})" if steps.rotated else text
+        text += f", then {', '.join(dict.fromkeys(computed))}" if computed else ""
+        cache = steps.cache
+        if cache is not None:
+            past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
+            text = f"{past}{f'({text})' if computed else text} ({cache.new}){empty if cache.empty else ''}"
+            before = before * (cache.past + cache.new + cache.empty) // max(cache.new, 1)
+        return text + _repeated(before, after)
 
     def _grown(self, source: str, stage: str) -> str:
         """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
@@ -205,8 +231,17 @@ class StageFacts:
         if more > 0:
             what = "value" if stage == "v_heads" else "key"
             return f", plus {more} appended {what}{'s' if more > 1 else ''}"
-        before, after = stages[source].numel, stages[stage].numel
-        return f", each head repeated {after // before} times" if after > before > 0 and after % before == 0 else ""
+        return _repeated(stages[source].numel, stages[stage].numel)
+
+
+def _moves_in_place(op: Op) -> bool:
+    """Return whether an operation only copies into memory, or makes memory to copy into."""
+    return op.base_name in ("copy_", "empty_like", "new_empty", "new_zeros", "zeros_like")
+
+
+def _repeated(before: int, after: int) -> str:
+    """Return how often each head is repeated; empty if it is not."""
+    return f", each head repeated {after // before} times" if after > before > 0 and after % before == 0 else ""
 
 
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
@@ -279,8 +314,9 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
     text, whole = scores, " " not in scores
     for place, (kind, number) in enumerate(steps):
         inside = text if whole else f"({text})"
-        if kind == "add":
-            text, whole = text if last == kind else f"{text} + mask", False
+        if kind in ("add", "bias"):
+            name = "mask" if kind == "add" else kind
+            text, whole = text if last == kind else f"{text} + {name}", False
         elif kind in ("fill", "mixed"):
             name = "mask" if kind == "fill" else "mix"
             text, whole = text if last == kind == "fill" else f"{name}({text})", True
@@ -288,7 +324,7 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
             text, whole = f"{inside} · mask", False
         elif kind == "scale":
             beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
-            bends = bool(number) and bool(beside - {"", "scale", "add", "fill", "times", "mixed"})
+            bends = bool(number) and bool(beside - {"", "scale", "add", "bias", "fill", "times", "mixed"})
             text, whole = _scaled(inside, number, as_a_root=not bends), False
         elif " " in kind:
             text, whole = f"{inside} {kind}", False

@@ -84,7 +84,7 @@ def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibili
 
 def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
     """Return which query attends to which key in one turn of a loop over heads, or in an attention without a loop."""
-    sight = _noted(graph, turn)
+    sight = noted(graph, turn)
     if sight is None or "weights" not in turn.stages:
         return None
     axes, shape = names.of_stage("weights"), turn.stages["weights"].shape
@@ -114,7 +114,7 @@ def _pair(sight: Sight, first: int, second: int) -> Tensor | None:
     return pair if pair is None or first < second else pair.T
 
 
-def _noted(graph: Graph, turn: Attention) -> Sight | None:
+def noted(graph: Graph, turn: Attention) -> Sight | None:
     """Return the note about the weights of an attention, or about the exponentials of a softmax written by hand."""
     sights, queue = graph.recording.sights, [turn.softmax.output]
     first, shape = turn.score_product.op.index, turn.softmax.output.shape
@@ -148,7 +148,7 @@ def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -
         return False
     known = visibility(graph, attention, names)
     if known is None or known.seen is None:
-        masks = (tensor for op in attention.masks for tensor in _masks_of(graph, attention, op))
+        masks = (tensor for op in attention.masks for tensor in masks_of(graph, attention, op))
         return any(op.base_name.startswith(("tril", "triu")) for tensor in masks for op in _makers(graph, tensor))
     if names.num_windows > 1:
         return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
@@ -158,13 +158,38 @@ def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -
     return any(map(is_causal, (known.seen, known.seen[:, :given], known.seen[:, -given:])))
 
 
+def window_of(seen: Tensor) -> int | None:
+    """Return how many keys, its own included, a query sees back, of a bool `query key`; None without a limit.
+
+    The queries are the first or the last of the keys. Keys that no query sees are padding.
+    """
+    queries, keys = seen.shape
+    known = seen.any(0)
+    if queries < 2 or bool(seen[:, known].all()):
+        return None
+    rows = seen.any(1).nonzero().flatten()
+    numbers = seen.to(torch.uint8)
+    first, last = numbers.argmax(1), keys - 1 - numbers.flip(1).argmax(1)
+    number = torch.cat((torch.zeros(1, dtype=torch.long), known.cumsum(0)))  # of known keys before each
+    if bool((number[last + 1] - number[first] != seen.sum(1))[rows].any()):
+        return None
+    for shift in sorted({0, keys - queries}):
+        back, ahead = int((rows + shift - first[rows]).max()), int((last[rows] - rows - shift).max())
+        lowest, highest = (rows + shift - back).clamp(0), (rows + shift + ahead + 1).clamp(0, keys)
+        whole = bool((number[highest.clamp(lowest)] - number[lowest] == seen.sum(1)[rows]).all()) and back >= 0 <= ahead
+        limited = bool((number[lowest] > 0).any()), bool((number[highest] < number[-1]).any())
+        if whole and limited[0] and (ahead == 0 or limited[1]):
+            return back + 1
+    return None
+
+
 def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> list[int]:
     """Return the keys at which the queries of a window may begin, if a window also has keys of its neighbours.
 
     With keys `[before, own, after]` the first window has no keys before it, so it shows where its own keys begin.
     """
     queries, keys = names.lengths
-    dims, sight = dims_of(names.of_stage("weights")), _noted(graph, attention)
+    dims, sight = dims_of(names.of_stage("weights")), noted(graph, attention)
     named = sight is not None and ["windows"] in dims and ["key"] in dims
     pair = _pair(sight, dims.index(["windows"]), dims.index(["key"])) if sight is not None and named else None
     seen = [] if pair is None else pair[0].nonzero().flatten().tolist()
@@ -172,7 +197,7 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
     return [start] if start else list(range(0, keys - queries + 1, queries))
 
 
-def _masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
+def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     """Return the tensors that a masking operation reads besides the scores."""
     product = attention.score_product.op
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
@@ -217,7 +242,7 @@ def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     """Return a sentence if a mask of 0 and 1 is added to the scores; its numbers are in `leaves` or in a kept run."""
     for attention, _ in run.attentions:
         for op in attention.masks:
-            masks = [] if op.does("fills") else _masks_of(run.graph, attention, op)
+            masks = [] if op.does("fills") else masks_of(run.graph, attention, op)
             if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
                 value = leaves.get(run.graph.before_moves(masks[0]).id)
                 if value is None or value.is_meta:

@@ -139,7 +139,7 @@ def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
     columns = [
         Column("#", lambda row: row[0], "right", "muted"),
         Column("module", lambda row: _place(row[1]) or "(the layer itself)", tone="strong"),
-        Column("kind", lambda row: ", ".join(row[1].kind), drop=3, optional=True),
+        Column("kind", lambda row: kind_of(row[1]), drop=3, optional=True),
         Column("num_heads", lambda row: heads(row[1]), "right"),
         Column("head_dim", lambda row: row[1].head_dim, "right", drop=1),
         Column("scores", lambda row: SHAPE.of(stage) if (stage := scores(row[1])) else "", tone="shape"),
@@ -148,6 +148,12 @@ def _summary(attentions: tuple[AttentionReport, ...]) -> Table:
         Column("notes", lambda row: " ".join(row[1].notes), wrap=24, into="module", optional=True),
     ]
     return table(enumerate(attentions, 1), columns)
+
+
+def kind_of(attention: AttentionReport) -> str:
+    """Return the kind with the window after it: `self, causal, window 4`."""
+    window = "" if attention.window is None else f"window {attention.window}"
+    return ", ".join(filter(None, (*attention.kind, window)))
 
 
 def _place(attention: AttentionReport) -> str:
@@ -159,7 +165,8 @@ def _attention(
     attention: AttentionReport, title: str, dtype: str, said: Iterable[str], more: str | None = None
 ) -> Section:
     """Return the sizes, the table of stages, requested contents, and the notes `said`."""
-    sizes = [", ".join(attention.kind)] if attention.kind else []
+    kind = kind_of(attention)
+    sizes = [kind] if kind else []
     sizes.append(f"num_heads {attention.num_heads}")
     if attention.num_kv_heads != attention.num_heads:
         sizes.append(f"num_kv_heads {attention.num_kv_heads}")

@@ -69,6 +69,44 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Position:
+    """How positions enter the scores."""
+
+    kind: Literal["rotary", "relative bias", "alibi"]
+    layout: Literal["half", "interleaved"] | None = None
+    """The features of a rotated pair: i and i + dims / 2, or 2i and 2i + 1; None if nothing is rotated."""
+    dims: int | None = None
+    """Number of rotated features of a head; None if nothing is rotated."""
+    query_offset: int | None = None
+    """Position of the first query in its rotation; None if it is unknown or the query is not rotated."""
+    key_offset: int | None = None
+    """The same for the first key of this call."""
+
+
+@dataclass(frozen=True)
+class QKNorm:
+    """A norm of queries and keys after their projection."""
+
+    kind: Literal["rms", "layer", "l2"]
+    over: Literal["head", "all"]
+    """The features of a head, or the features of all heads together."""
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Keys of earlier calls beside the keys of this call."""
+
+    past: int
+    """Number of keys of earlier calls."""
+    new: int
+    """Number of keys of this call."""
+    empty: int
+    """Number of keys that are slots without content."""
+    way: Literal["concatenated", "in place", "paged"]
+    """Keys are appended to a copy, written into memory of fixed size, or written and read by their slots."""
+
+
+@dataclass(frozen=True)
 class AttentionReport:
     """One attention: scores of queries and keys, weights computed from them, and the weighted average of the values."""
 
@@ -86,6 +124,16 @@ class AttentionReport:
     """`self` or `cross`, `causal`, `grouped`: the kinds that the recording shows."""
     call: int | None = None
     """Number of the attention among those that its module computed, from 1; None if it is the only one."""
+    position: Position | None = None
+    """How positions enter between the projections and the weights; None if they do not, or it is unknown."""
+    qk_norm: QKNorm | None = None
+    """The norm between the projections and the scores; None without one."""
+    cache: Cache | None = None
+    """The keys of earlier calls; None without any."""
+    window: int | None = None
+    """Number of keys, its own included, that a query sees back; None without a limit."""
+    bias: bool = False
+    """Whether finite numbers are added to the scores, apart from masks."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         lambda q, k: torch.baddbmm(BIAS, q, k.mT, alpha=0.25),
         0.25,
         "q_heads · k_headsᵀ / √16",
-        "scores + mask",
+        "scores + bias",
     ),
     "in the product, times 0": (
         lambda q, k: torch.baddbmm(BIAS, q, k.mT, beta=0, alpha=0.25),
@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         "q_heads · k_headsᵀ / √16",
         "",
     ),
-    "a mask": (lambda q, k: q @ k.mT / 2 + BIAS, 0.5, "q_heads · k_headsᵀ / √4", "scores + mask"),
+    "a mask": (lambda q, k: q @ k.mT / 2 + BIAS, 0.5, "q_heads · k_headsᵀ / √4", "scores + bias"),
     "a mask that fills": (
         lambda q, k: (q @ k.mT / 2).masked_fill(BARRED, -1e9),
         0.5,
@@ -56,7 +56,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         lambda q, k: 1.5 * torch.tanh(q @ k.mT / 2 / 1.5) + BIAS,
         0.5,
         "q_heads · k_headsᵀ / √4",
-        "1.5 · tanh(scores / 1.5) + mask",
+        "1.5 · tanh(scores / 1.5) + bias",
     ),
     "a tanh that caps nothing": (
         lambda q, k: torch.tanh(q @ k.mT / 30),
@@ -64,12 +64,12 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float, str, str]] = {
         "q_heads · k_headsᵀ",
         "tanh(scores / 30)",
     ),
-    "scaled at last": (lambda q, k: (q @ k.mT + BIAS) / 4, 0.25, "q_heads · k_headsᵀ", "(scores + mask) / √16"),
+    "scaled at last": (lambda q, k: (q @ k.mT + BIAS) / 4, 0.25, "q_heads · k_headsᵀ", "(scores + bias) / √16"),
     "scaled twice": (
         lambda q, k: (q @ k.mT / 2 + BIAS) / 2,
         0.25,
         "q_heads · k_headsᵀ / √4",
-        "(scores + mask) / √4",
+        "(scores + bias) / √4",
     ),
     "bent": (lambda q, k: (q @ k.mT / 2).relu() * 3, 1.5, "q_heads · k_headsᵀ / √4", "3 · relu(scores)"),
 }
@@ -95,7 +95,7 @@ def evaluated(formula: str, tensors: dict[str, Tensor]) -> Tensor:
     """What a formula gives, read as one would on paper."""
     text = formula.replace("q_heads · k_headsᵀ", "(q_heads @ k_heads.mT)").replace("·", "*")
     text = re.sub(r"√(\d+)", r"(\1 ** 0.5)", text)
-    names = {**tensors, "mask": BIAS, "tanh": torch.tanh, "relu": torch.relu}
+    names = {**tensors, "mask": BIAS, "bias": BIAS, "tanh": torch.tanh, "relu": torch.relu}
     result: Tensor = eval(text, names)
     return result
 

@@ -17,6 +17,7 @@ from einops import EinopsError, rearrange
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.canonical import sizes_in
 from ...naming.pattern import dims_of
@@ -25,7 +26,7 @@ from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
 from ...text import shortened, spans
 from .evidence import Evidence, NotPossibleError, remembered
-from .replay import SIDES, LostError, again, between, content_of, replayed
+from .replay import SIDES, LostError, again, content_of, replayed
 from .scores import masks_everything
 from .tokens import kinds, of_each_kind
 

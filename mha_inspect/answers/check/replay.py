@@ -6,17 +6,16 @@ contains, whatever reshapes, norms, rotations and caches are in between.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
-from ...graph.dataflow import made_of
+from ...graph.rerun import between, results_of
 from ...naming.axes import AxisNames
-from ...record.arguments import tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...running.subject import Run
 
@@ -71,7 +70,7 @@ def replayed(evidence: Recorded, given: Mapping[int, Tensor], target: TensorRef)
             return value.clone() if op.kind == "write" or value.is_inference() else value
 
         try:
-            results = zip(op.outputs, _results(op, content), strict=False)
+            results = zip(op.outputs, results_of(op, content), strict=False)
             known.update({tensor.id: result for tensor, result in results if tensor.id not in given})
             if op.kind == "write":
                 memory.write(op, known)
@@ -121,44 +120,6 @@ def _addresses(tensor: TensorRef) -> Tensor:
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride, strict=True)):
         places += (torch.arange(size) * step).view(-1, *[1] * (len(tensor.shape) - dim - 1))
     return places
-
-
-def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
-    """Run an operation again and return its outputs. Raise `LostError` if their shapes differ."""
-    if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
-        # The changed tensor may have another memory layout than the recorded one.
-        return [content(op.inputs[0]).reshape(op.output.shape)]
-
-    def argument(value: Any) -> Any:
-        if isinstance(value, TensorRef):
-            return content(value)
-        if isinstance(value, tuple):
-            return [argument(item) for item in value]
-        is_dtype = isinstance(value, str) and value.startswith("torch.")
-        return getattr(torch, value.removeprefix("torch.")) if is_dtype else value
-
-    namespace, name, overload = op.name.split(".")
-    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    result = function(*map(argument, op.args), **{key: argument(value) for key, value in op.kwargs.items()})
-    results = [tensor for _, tensor in tensors_in(result)]
-    if [tuple(tensor.shape) for tensor in results] != [tensor.shape for tensor in op.outputs]:
-        raise LostError
-    return results
-
-
-def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
-    """Return the operations on the paths from sources to a tensor, in order."""
-    needed: dict[int, Op] = {}
-    queue = [target]
-    while queue:
-        tensor = queue.pop()
-        op = recording.producer(tensor)
-        if tensor.id not in sources and op is not None and op.index not in needed:
-            needed[op.index] = op
-            queue += op.inputs
-    ordered = [needed[index] for index in sorted(needed)]
-    reached = made_of(sources, ordered)
-    return [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)] if target.id in reached else []
 
 
 def changed_by(evidence: Recorded, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .replay import SIDES, Factor, LostError, again, between, content_of
+from .replay import SIDES, Factor, LostError, again, content_of
 from .tokens import of_each_kind
 
 _NEAR = 1e-3

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MhaInspectError
+from ...graph.rerun import between
 from ...record.arguments import with_copies
 from ...reports.check import Finding
 from ...running.subject import Subject
@@ -19,7 +20,6 @@ from ..diff import Side, diff
 from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
-from .replay import between
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""

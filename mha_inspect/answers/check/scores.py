@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.visibility import visibility
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence, NotPossibleError, UndeclaredError
-from .replay import LostError, between, content_of
+from .replay import LostError, content_of
 from .sight import SeenKeys
 from .tokens import of_each_kind
 

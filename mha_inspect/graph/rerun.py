@@ -1,0 +1,115 @@
+"""Run recorded operations again: with other values, or on the constants that a tensor was computed from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..record.arguments import tensors_in
+from ..record.ops import Op, Recording, TensorRef
+from .dataflow import Graph, made_of
+
+_LARGEST = 1 << 20
+"""Tensors with more elements are not computed again."""
+
+
+def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
+    """Run an operation again and return its outputs. Raise `ValueError` if their shapes differ."""
+    if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
+        # The changed tensor may have another memory layout than the recorded one.
+        return [content(op.inputs[0]).reshape(op.output.shape)]
+
+    def argument(value: Any) -> Any:
+        if isinstance(value, TensorRef):
+            return content(value)
+        if isinstance(value, tuple):
+            return [argument(item) for item in value]
+        is_dtype = isinstance(value, str) and value.startswith("torch.")
+        return getattr(torch, value.removeprefix("torch.")) if is_dtype else value
+
+    namespace, name, overload = op.name.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
+    # The steps of an opened kernel are recorded on meta.
+    named = {key: "cpu" if value == "meta" else argument(value) for key, value in op.kwargs.items()}
+    results = [tensor for _, tensor in tensors_in(function(*map(argument, op.args), **named))]
+    if [tuple(tensor.shape) for tensor in results] != [tensor.shape for tensor in op.outputs]:
+        raise ValueError("the results have other shapes")
+    return results
+
+
+def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
+    """Return the operations on the paths from sources to a tensor, in order."""
+    needed: dict[int, Op] = {}
+    queue = [target]
+    while queue:
+        tensor = queue.pop()
+        op = recording.producer(tensor)
+        if tensor.id not in sources and op is not None and op.index not in needed:
+            needed[op.index] = op
+            queue += op.inputs
+    ordered = [needed[index] for index in sorted(needed)]
+    reached = made_of(sources, ordered)
+    return [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)] if target.id in reached else []
+
+
+class Constants:
+    """Values of tensors that no projection has a part in, e.g. masks and tables of positions, computed when needed."""
+
+    def __init__(self, graph: Graph, leaves: Mapping[int, Tensor]) -> None:
+        recording = graph.recording
+        self._recording = recording
+        self._leaves = {**recording.constants, **leaves}
+        self._values: dict[int, Tensor | None] = {}
+        self._graph = graph
+
+    @cached_property
+    def _unknown(self) -> tuple[set[int], set[int]]:
+        """Ids of tensors that depend on a projection, and numbers of storages that are written in place."""
+        ops = self._recording.ops
+        projected = (op.output.id for op in ops if self._graph.is_projection(op))
+        return made_of(projected, ops), {op.output.storage for op in ops if op.kind == "write"}
+
+    def value(self, tensor: TensorRef) -> Tensor | None:
+        """Return the value of a tensor; None if it depends on a projection, or cannot be computed again."""
+        if tensor.id not in self._values:
+            self._values[tensor.id] = None  # while it is being computed
+            value = self._compute(tensor)
+            self._values[tensor.id] = None if value is None or value.is_meta else value
+        return self._values[tensor.id]
+
+    def numbers(self, tensor: TensorRef) -> list[int]:
+        """Return the integers in a tensor; empty if they are unknown."""
+        value = self.value(tensor)
+        known = value is not None and not value.is_floating_point() and not value.is_complex()
+        return [int(number) for number in value.flatten().tolist()] if known and value is not None else []
+
+    def _compute(self, tensor: TensorRef) -> Tensor | None:
+        kept: Tensor | None = self._recording.values.get(tensor.id)
+        if kept is not None:
+            return kept.detach()
+        activations, written = self._unknown
+        if tensor.storage in written or tensor.id in activations:
+            return None
+        op = self._recording.producer(tensor)
+        if op is None:
+            number = self._recording.scalars.get(tensor.id)
+            return self._leaves.get(tensor.id) if number is None else torch.tensor(number)
+        unknown = any(self.value(read) is None for read in op.inputs)
+        if unknown or op.does("draws") or (tensor.numel > _LARGEST and op.kind != "view"):
+            return None
+        try:
+            with torch.no_grad():
+                results = results_of(op, self._known)
+        except Exception:  # an operation may raise anything when called directly
+            return None
+        self._values.update({output.id: result for output, result in zip(op.outputs, results, strict=False)})
+        return self._values[tensor.id]
+
+    def _known(self, tensor: TensorRef) -> Tensor:
+        value = self.value(tensor)
+        assert value is not None
+        return value

@@ -1,0 +1,151 @@
+"""Say what happens to queries, keys and scores inside an attention: positions, norms, a cache, a window, a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ..graph.attention import Attention
+from ..graph.rerun import Constants
+from ..record.ops import Op
+from ..record.sight import Sight
+from ..reports.trace import Cache, Position, QKNorm
+from .axes import AxisNames
+from .named_run import NamedRun
+from .operand_path import OperandPath, cache_of, norm_of
+from .positions import Added, Rotation, Turned, added_by, rotation_of
+from .visibility import masks_of, noted, visibility, window_of
+
+_STAGES = {"query": "q_heads", "key": "k_heads", "value": "v_heads"}
+
+
+@dataclass(frozen=True)
+class OperandSteps:
+    """What becomes of queries, keys or values between their projection and the product."""
+
+    norm: str = ""
+    """Name of the norm's function; empty without a norm."""
+    whole: bool = False
+    """Whether the norm is over the features of all heads."""
+    rotated: bool = False
+    cache: Cache | None = None
+    ops: frozenset[int] = frozenset()
+    """Indices of the operations that compute all this."""
+
+
+@dataclass(frozen=True)
+class InnerSteps:
+    """What happens to queries, keys and scores inside one attention."""
+
+    position: Position | None = None
+    qk_norm: QKNorm | None = None
+    cache: Cache | None = None
+    window: int | None = None
+    bias: bool = False
+    operands: Mapping[str, OperandSteps] = field(default_factory=dict)
+    """`q_heads`, `k_heads`, `v_heads` to their steps; a stage without any is absent."""
+    added: Mapping[int, Added] = field(default_factory=dict)
+    """Index of an operation that masks scores to what it adds."""
+
+
+class InnerStepsReader:
+    """Reads the inner steps of each attention of a run; `leaves` are values of inputs, parameters and buffers."""
+
+    def __init__(self, run: NamedRun, leaves: Mapping[int, Tensor]) -> None:
+        self._run, self._graph = run, run.graph
+        self._constants = Constants(run.graph, leaves)
+        self._rotations: dict[Any, Rotation | None] = {}
+        self._windows: dict[tuple[int, str], tuple[Sight | None, int | None]] = {}
+
+    def of(self, attention: Attention, names: AxisNames) -> InnerSteps:
+        """Return the inner steps of an attention."""
+        turn = next(iter(attention.branches), attention)
+        paths = {side: OperandPath(self._graph, turn, side) for side in _STAGES}
+        sides = ("query", "key")
+        norms = {side: norm_of(paths[side], names) for side in sides}
+        seen = partial(self._seen, attention, names)
+        first = {
+            side: OperandPath(self._graph, turn, side, from_first=True) if turn.earlier.get(side) else paths[side]
+            for side in ("key", "value")
+        }
+        turns = {
+            side: self._rotation(paths[side], names) or self._rotation(first.get(side, paths[side]), names)
+            for side in (sides if turn.is_dot else ())
+        }
+        caches = {side: cache_of(path, self._constants, names, seen) for side, path in first.items()}
+        added = added_by(self._graph, self._constants, turn, lambda op: masks_of(self._graph, turn, op))
+        operands: dict[str, OperandSteps] = {}
+        for side, stage in _STAGES.items():
+            norm, turned, cached = norms.get(side), turns.get(side), caches.get(side)
+            spans = [range(found.start, found.stop + 1) for found in (norm, turned) if found is not None]
+            ops = {op.index for op in paths[side].ops if any(op.index in span for span in spans)}
+            if norm or turned or cached:
+                operands[stage] = OperandSteps(
+                    norm=f"{norm.report.kind}_norm" if norm else "",
+                    whole=norm is not None and norm.report.over == "all",
+                    rotated=turned is not None,
+                    cache=cached.report if cached else None,
+                    ops=frozenset(ops | (cached.ops if cached else set())),
+                )
+        norm = norms["query"] or norms["key"]
+        cached = caches["key"]
+        rotary = _rotary(turns["query"], turns["key"])
+        return InnerSteps(
+            position=rotary or next((each.position for each in added.values() if each.position), None),
+            qk_norm=norm.report if norm else None,
+            cache=cached.report if cached else None,
+            window=self._window(attention, names),
+            bias=any(each.bias for each in added.values()),
+            operands=operands,
+            added=added,
+        )
+
+    def _rotation(self, path: OperandPath, names: AxisNames) -> Turned | None:
+        return rotation_of(path, self._constants, names, self._rotations)
+
+    def _seen(self, attention: Attention, names: AxisNames) -> Tensor | None:
+        """Return which query sees which key; None if unknown."""
+        known = visibility(self._graph, attention, names)
+        return None if known is None else known.seen
+
+    def _window(self, attention: Attention, names: AxisNames) -> int | None:
+        """Return the window of an attention; layers with one mask share it."""
+        sight = noted(self._graph, attention)
+        key = id(sight), names.of_stage("weights") if "weights" in attention.stages else ""
+        if key not in self._windows or attention.branches:
+            limited = names.num_windows == 1 and sight is not None and sight.pairs
+            seen = self._seen(attention, names) if limited else None
+            self._windows[key] = sight, None if seen is None else window_of(seen)
+        return self._windows[key][1]
+
+
+def _rotary(query: Turned | None, key: Turned | None) -> Position | None:
+    """Return the rotation of queries and keys as a position; None if neither is rotated."""
+    either = query or key
+    if either is None:
+        return None
+    return Position(
+        "rotary",
+        either.rotation.layout,
+        either.rotation.dims,
+        query.rotation.offset if query else None,
+        key.rotation.offset if key else None,
+    )
+
+
+def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[str, float | None], ...]:
+    """Return `attention.scoring` with `bias` in the place of `add` where numbers are added that are no mask."""
+    ops: list[Op] = [op for op in attention.masks if op is not attention.score_product.op]
+    steps: list[tuple[str, float | None]] = []
+    for kind, number in attention.scoring:
+        op = ops.pop(0) if kind in ("add", "fill", "times") and ops else None
+        told = added.get(op.index) if op is not None and kind == "add" else None
+        if told is not None and told.bias:
+            steps += [("bias", None), *([("add", None)] if told.mask else [])]
+        else:
+            steps.append((kind, number))
+    return tuple(steps)

@@ -1,0 +1,375 @@
+"""Find how positions enter the scores: rotated queries and keys, and numbers that are added to the scores.
+
+A rotation multiplies pairs of features by numbers that no projection has a part in. The operations around these tables
+are run again on two sets of random features, the second with each pair multiplied by a complex number of its own. In a
+rotation, whatever its code, exactly the results are multiplied by the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from math import pi
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..graph.attention import Attention
+from ..graph.dataflow import Graph
+from ..graph.rerun import Constants, between, results_of
+from ..record.ops import Op, TensorRef
+from ..record.sight import MASKED_BELOW
+from ..reports.trace import Position
+from .axes import AxisNames
+from .operand_path import OperandPath
+
+Layout = Literal["half", "interleaved"]
+_LAYOUTS: tuple[Layout, Layout] = ("half", "interleaved")
+_FAR = 60
+"""Tensors after which a walk gives up."""
+_NEAR = 1e-5
+"""Relative differences below this are rounding."""
+_FARTHEST = 1 << 20
+"""Positions beyond are not told apart by their angles."""
+_LARGEST = 1 << 24
+"""Heads with more elements are not computed again."""
+
+
+class Rotation(NamedTuple):
+    """A rotation of queries or keys by their positions."""
+
+    layout: Layout
+    dims: int
+    offset: int | None
+    """Position of the first token; None if unknown."""
+
+
+class Turned(NamedTuple):
+    """A rotation, and the range of the operations that compute it."""
+
+    rotation: Rotation
+    start: int
+    stop: int
+
+
+def rotation_of(
+    path: OperandPath, constants: Constants, names: AxisNames, known: dict[Any, Rotation | None]
+) -> Turned | None:
+    """Return the rotation between a projection and the scores; None without one, or if its table has no values.
+
+    Args:
+        path: the operations of queries or keys.
+        constants: values of tables.
+        names: the axes.
+        known: rotations by their operations, so that layers with one table are computed once.
+    """
+    tables = [(op, table) for op in path.ops for table in _tables(path, op)]
+    width, single = names.head_dim, names.lengths[0] == 1
+    ends = _region(path, [op for op, _ in tables]) if tables else None
+    if ends is None:
+        return None
+    before, after = _widest(_moved_back(path, ends[0]), width), _widest(_moved_on(path, ends[1]), width)
+    if before is None or after is None or _features(before) != _features(after) or before.numel > _LARGEST:
+        return None
+    ops = between(path.graph.recording, {before.id}, after)
+    key = tuple((op.name, op.output.shape, *(t.id for t in path.others(op))) for op in ops)
+    if key not in known:
+        rotation = _read(path, constants, ops, (before, after), [table for _, table in tables], single=single)
+        known[key] = rotation
+    rotation = known[key]
+    return None if rotation is None or not ops else Turned(rotation, ops[0].index, ops[-1].index)
+
+
+def _tables(path: OperandPath, op: Op) -> Iterator[TensorRef]:
+    """Yield what an operation multiplies heads by, feature by feature, other than learned gains."""
+    if op.base_name.rstrip("_") not in ("mul", "addcmul") and not op.does("product"):
+        return
+    for tensor in path.others(op):
+        gain = path.graph.is_weight(tensor) and tensor.id in path.graph.learned
+        if tensor.shape[-1:] not in ((), (1,)) and not gain:
+            yield tensor
+
+
+def _region(path: OperandPath, ops: list[Op]) -> tuple[TensorRef, TensorRef] | None:
+    """Return the last tensor before all of these operations, and the first after them; None if there is no such."""
+    recording, inside = path.graph.recording, {op.index for op in path.ops}
+    ends: list[TensorRef] = []
+    for backward in (True, False):
+        nearest = max if backward else min
+        front = {t.id: t for op in ops for t in (op.inputs if backward else op.outputs) if t.id in path.reached}
+        while len(front) > 1:
+            tensor = front.pop(nearest(front, key=lambda number: recording.producers.get(number, -1)))
+            maker = recording.producer(tensor)
+            if backward:
+                after = maker.inputs if maker is not None and maker.index in inside else ()
+            else:
+                readers = (op for op in recording.consumers.get(tensor.id, ()) if op.index in inside)
+                after = tuple(output for op in readers for output in op.outputs)
+            more = {t.id: t for t in after if t.id in path.reached}
+            if not more:
+                return None
+            front |= more
+        ends += front.values()
+    return (ends[0], ends[1]) if len(ends) == 2 else None
+
+
+def _features(tensor: TensorRef) -> int:
+    """Return the number of real features in the last dimension."""
+    return (tensor.shape[-1] if tensor.shape else 0) * (1 + tensor.dtype.startswith("complex"))
+
+
+def _moved_back(path: OperandPath, tensor: TensorRef) -> Iterator[TensorRef]:
+    """Yield a tensor, and the tensors that it was viewed or copied from as a whole."""
+    yield tensor
+    while (op := path.graph.recording.producer(tensor)) is not None and _is_whole(path, op):
+        tensor = op.inputs[0]
+        yield tensor
+
+
+def _moved_on(path: OperandPath, tensor: TensorRef) -> Iterator[TensorRef]:
+    """Yield a tensor, and what it is viewed or copied into as a whole."""
+    while True:
+        yield tensor
+        readers = [op for op in path.graph.recording.consumers.get(tensor.id, ()) if op in path.ops]
+        if len(readers) != 1 or not _is_whole(path, readers[0]) or path.target.id == tensor.id:
+            return
+        tensor = readers[0].output
+
+
+def _is_whole(path: OperandPath, op: Op) -> bool:
+    sizes = [tensor.numel * (1 + tensor.dtype.startswith("complex")) for tensor in (*op.inputs[:1], op.output)]
+    return path.graph.moves(op) and len(op.inputs) == 1 and sizes[0] == sizes[1] and op in path.ops
+
+
+def _widest(tensors: Iterator[TensorRef], width: int) -> TensorRef | None:
+    """Return the tensor with the most features in its last dimension, no more than a head has; the last of several."""
+    best: TensorRef | None = None
+    for tensor in tensors:
+        if tensor.shape and width >= _features(tensor) >= (1 if best is None else _features(best)):
+            best = tensor
+    return best
+
+
+def _read(
+    path: OperandPath,
+    constants: Constants,
+    ops: list[Op],
+    ends: tuple[TensorRef, TensorRef],
+    tables: list[TensorRef],
+    *,
+    single: bool,
+) -> Rotation | None:
+    """Return the rotation that operations compute; None if they compute something else."""
+    before, after = ends
+    count = _features(before) // 2
+    draw = torch.Generator().manual_seed(0)
+    values, factors = (
+        torch.complex(*torch.randn(2, count, generator=draw, dtype=torch.float64)) for _ in ("features", "factors")
+    )
+    dtype = getattr(torch, before.dtype)
+
+    def computed(layout: Layout, numbers: Tensor) -> Tensor | None:
+        features = _laid_out(numbers, layout)
+        if dtype.is_complex:
+            features = torch.view_as_complex(features.view(-1, 2))
+        return _run(constants, ops, before, features.to(dtype).expand(before.shape).clone(), after)
+
+    near = max(1e-4, 8 * torch.finfo(dtype).eps) * float(values.abs().max()) * float(factors.abs().max())
+    for layout in _LAYOUTS if _features(before) % 2 == 0 else ():
+        plain, multiplied = computed(layout, values), computed(layout, values * factors)
+        if plain is None or multiplied is None:
+            return None
+        for other in (layout, *(each for each in _LAYOUTS if each != layout)):
+            first, second = _pairs(plain, other), _pairs(multiplied, other)
+            if bool(((first * factors - second).abs() <= near).all()):
+                return _measured(path, constants, layout, first / values, tables, single=single)
+    return None
+
+
+def _laid_out(pairs: Tensor, layout: Layout) -> Tensor:
+    parts = torch.view_as_real(pairs)
+    return (parts.T if layout == "half" else parts).reshape(-1)
+
+
+def _pairs(value: Tensor, layout: Layout) -> Tensor:
+    """Return features as complex numbers, a pair each, in double precision."""
+    if value.is_complex():
+        value = torch.view_as_real(value.contiguous()).flatten(-2)
+    parts = value.double().reshape(*value.shape[:-1], *((2, -1) if layout == "half" else (-1, 2)))
+    return torch.view_as_complex((parts.mT if layout == "half" else parts).contiguous())
+
+
+def _run(constants: Constants, ops: list[Op], before: TensorRef, value: Tensor, after: TensorRef) -> Tensor | None:
+    """Return what operations compute of another value; None if one of them cannot be run again."""
+    known = {before.id: value}
+
+    def content(tensor: TensorRef) -> Tensor:
+        number = known.get(tensor.id)
+        number = constants.value(tensor) if number is None else number
+        if number is None:
+            raise ValueError("no value")
+        return number
+
+    try:
+        with torch.no_grad():
+            for op in ops:
+                if op.kind == "write" or op.does("draws"):
+                    return None
+                results = zip(op.outputs, results_of(op, content), strict=False)
+                known.update({output.id: result for output, result in results})
+    except Exception:  # an operation may raise anything when called directly
+        return None
+    return known.get(after.id)
+
+
+def _measured(
+    path: OperandPath, constants: Constants, layout: Layout, turns: Tensor, tables: list[TensorRef], *, single: bool
+) -> Rotation | None:
+    """Return a rotation by its complex numbers, `... pair`; None if they do not turn, or do not vary by position."""
+    angles = (turns / turns.abs().clamp(min=1e-12)).imag.abs().flatten(0, -2)
+    rotated = int((angles.amax(0) > 1e-9).sum())
+    # Slow pairs hardly turn: a table that leaves pairs alone does so beside pairs that turn visibly.
+    visible = float(angles.amax(0)[angles.amax(0) > 1e-9].min()) if rotated else 0.0
+    dims = 2 * (rotated if visible > 1e-3 else turns.shape[-1])
+    places = [
+        dim
+        for dim in range(turns.dim() - 1)
+        if bool(((turns - turns.select(dim, 0).unsqueeze(dim)).abs() > _NEAR * turns.abs().max()).any())
+    ]
+    starts = [start for table in tables if (start := _start(path.graph, constants, table)) is not None]
+    if not places:
+        if not single:
+            return None
+        return Rotation(layout, dims, starts[0] if starts else None)
+    if float(angles.max()) < _NEAR:
+        return None
+    rows = turns.movedim(places[-1], 0)
+    rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, 0]
+    return Rotation(layout, dims, _offset(rows / rows.abs().clamp(min=1e-12), starts))
+
+
+def _offset(turns: Tensor, guesses: list[int]) -> int | None:
+    """Return the position of the first row of a table, `position pair`; None if no integer fits its angles.
+
+    The step from row to row is the angle of one position. Its rounding error grows with the position.
+    """
+    start, steps = turns[0].angle(), (turns[1] / turns[0]).angle()
+    slow = int(torch.where(steps.abs() > 1e-7, steps.abs(), torch.inf).argmin())
+    step = float(steps[slow])
+    first, circle = (float(start[slow]) / step, 2 * pi / abs(step)) if abs(step) > 1e-7 else (0.0, 0.0)
+    laps = torch.tensor([first + lap * circle for lap in range(-1, 9)]).round().long()
+    numbers = torch.cat((torch.tensor(guesses, dtype=torch.long), (laps[:, None] + torch.arange(-8, 9)).flatten()))
+    near = 1e-3 + 1e-7 * numbers.abs()[:, None] + 4e-7 * numbers[:, None] ** 2 * steps.abs()
+    angles = torch.polar(torch.ones((), dtype=torch.float64), numbers[:, None] * steps)
+    fits = ((angles - turns[0]).abs() <= near).all(-1) & (numbers.abs() < _FARTHEST)
+    fits[: len(guesses)] &= numbers[: len(guesses)] >= 0
+    return int(numbers[int(fits.int().argmax())]) if bool(fits.any()) else None
+
+
+def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
+    """Return the position that a table begins at, from the integers or the slice that it was made with."""
+    queue = [table]
+    for tensor, _ in zip(queue, range(_FAR), strict=False):  # which grows meanwhile
+        numbers = constants.numbers(tensor) if tensor.dtype in ("int64", "int32") and tensor.numel else []
+        if numbers:
+            return numbers[0]
+        op = graph.recording.producer(tensor)
+        if op is None:
+            continue
+        place = int(op.args[1]) if op.base_name in ("slice", "select") and len(op.args) > 2 else 0
+        if op.base_name in ("slice", "select") and place % max(len(op.inputs[0].shape), 1) == 0 and op.args[2:]:
+            shorter = op.base_name == "select" or op.output.shape[0] < op.inputs[0].shape[0]
+            if shorter and isinstance(op.args[2], int):
+                return op.args[2]
+        if op.base_name == "arange" and (first := constants.value(tensor)) is not None and first.numel() == 1:
+            return int(first)
+        queue += op.inputs
+    return None
+
+
+# -- numbers added to the scores --------------------------------------------------------------------------------------
+
+
+class Added(NamedTuple):
+    """What is added to scores by one operation."""
+
+    bias: bool
+    """Whether it has finite numbers that are no mask."""
+    mask: bool
+    """Whether it masks keys out."""
+    position: Position | None = None
+
+
+def added_by(
+    graph: Graph, constants: Constants, attention: Attention, operands: Callable[[Op], list[TensorRef]]
+) -> dict[int, Added]:
+    """Return what each operation that masks scores adds, by its index; `operands` gives what it reads besides them."""
+    found: dict[int, Added] = {}
+    for op in attention.masks:
+        if not op.does("fills") and not op.does("scales"):
+            parts = [_added(graph, constants, tensor) for tensor in operands(op) if tensor.numel > 1]
+            position = next((part.position for part in parts if part.position is not None), None)
+            found[op.index] = Added(any(p.bias for p in parts), any(p.mask for p in parts), position)
+    return found
+
+
+def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:
+    """Return what a tensor adds to the scores."""
+    op = graph.recording.producer(tensor)
+    if op is not None and op.base_name == "where" and all(read.numel == 1 for read in op.inputs[1:]):
+        return Added(False, True)  # one number where a key may be seen, and another one where not
+    value = constants.value(tensor)
+    finite = None if value is None or value.dtype == torch.bool else value.isfinite() & (value > MASKED_BELOW)
+    if value is not None and finite is not None:
+        numbers = value[finite]
+        bias = bool((numbers != 0).any()) and not bool(((numbers == 0) | (numbers == 1)).all())
+        if bias and _is_linear(value, finite):
+            return Added(True, not bool(finite.all()), Position("alibi"))
+        if not bias:
+            return Added(False, not bool(finite.all()))
+    learned, relative = _origin(graph, tensor)
+    mask = finite is not None and not bool(finite.all())
+    return Added(learned or value is not None, mask, Position("relative bias") if relative else None)
+
+
+def _origin(graph: Graph, tensor: TensorRef) -> tuple[bool, bool]:
+    """Return whether a tensor depends on parameters, and whether by a table of distances.
+
+    A table of distances is read by integers that do not come from the inputs, or is a projection of such numbers.
+    """
+    learned = False
+
+    def through(op: Op) -> bool:
+        like = op.base_name.startswith("new_") or op.base_name.endswith("_like")
+        return not like and not (graph.is_projection(op) and graph.comes_from_inputs(graph.projected(op)))
+
+    for step in graph.back(tensor, through):
+        op = graph.recording.producer(step.tensor)
+        learned = learned or step.tensor.id in graph.recording.parameter_names
+        if op is None or not op.inputs:
+            continue
+        if graph.is_projection(op):
+            learned = True
+            if not graph.comes_from_inputs(graph.projected(op)):
+                return True, True
+        indices = [read for read in op.inputs if read.dtype in ("int64", "int32")]
+        given = (
+            bool(graph.inputs_of(read)) if graph.recording.inputs else graph.comes_from_inputs(read) for read in indices
+        )
+        by_distance = bool(indices) and not any(given)
+        if op.does("gathers") and by_distance and op.inputs[0].id in graph.learned:
+            return True, True
+    return learned, False
+
+
+def _is_linear(value: Tensor, finite: Tensor) -> bool:
+    """Return whether numbers, `... query key`, change from key to key by a constant of each head, up to its sign."""
+    if value.dim() < 2 or value.shape[-1] < 3 or not value.is_floating_point():
+        return False
+    value = value.double()
+    both = finite[..., 1:] & finite[..., :-1]
+    steps = torch.where(both, (value[..., 1:] - value[..., :-1]).abs(), torch.nan)
+    rows = steps.reshape(-1, steps.shape[-2] * steps.shape[-1])
+    high, low = rows.nan_to_num(-torch.inf).amax(-1), rows.nan_to_num(torch.inf).amin(-1)
+    near = max(1e-3, 16 * torch.finfo(value.dtype).eps) * high
+    return bool(both.any()) and bool(((high - low <= near) & (low > 0) | (high < low)).all())

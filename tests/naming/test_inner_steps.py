@@ -1,0 +1,373 @@
+"""What happens between projections and weights: positions, norms of queries and keys, caches, windows and biases."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mha_inspect
+from mha_inspect.reports.trace import AttentionReport, Cache, Position, QKNorm
+
+B, T, E, H, KV, D = 2, 6, 64, 4, 2, 16
+PLACES = torch.arange(T)
+DISTANCE = PLACES[:, None] - PLACES
+FUTURE = DISTANCE < 0
+X = torch.randn(B, T, E, generator=torch.Generator().manual_seed(1))
+Pair = tuple[Tensor, Tensor]
+
+
+class Attend(nn.Module):
+    """Grouped attention that does something to queries and keys, and to scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = nn.Linear(E, E), nn.Linear(E, KV * D), nn.Linear(E, KV * D), nn.Linear(E, E)
+        self.learned = nn.Parameter(torch.rand(T, D))
+        self.table = nn.Embedding(2 * T, H)
+
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        q, k, v = (self.heads(of(x)) for of in (self.q, self.k, self.v))
+        q, k = self.positions(q, k, *more)
+        k, v, mask = self.cached(k, v)
+        k, v = k.repeat_interleave(H // KV, 1), v.repeat_interleave(H // KV, 1)
+        scores = self.scores(q @ k.mT / math.sqrt(D))
+        scores = scores if mask is None else scores.masked_fill(~mask, -torch.inf)
+        return self.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, D)).transpose(1, 2)
+
+    def positions(self, q: Tensor, k: Tensor, *more: Tensor) -> Pair:
+        return q, k
+
+    def cached(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        return k, v, None
+
+    def scores(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+def angles(start: int = 0, length: int = T, dims: int = D) -> Tensor:
+    frequencies = 1 / 10000 ** (torch.arange(0, dims, 2) / dims)
+    return torch.outer(torch.arange(start, start + length), frequencies)
+
+
+def halves(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    angle = torch.cat((angle, angle), -1)
+    return x * angle.cos() + torch.cat((-b, a), -1) * angle.sin()
+
+
+def halves_apart(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+
+
+def neighbours(x: Tensor, angle: Tensor) -> Tensor:
+    angle = angle.repeat_interleave(2, -1)
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return x * angle.cos() + turned * angle.sin()
+
+
+def stacked(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()), -1).flatten(-2)
+
+
+def complexes(x: Tensor, angle: Tensor) -> Tensor:
+    turned = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * torch.polar(torch.ones(()), angle)
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def sorted_halves(x: Tensor, angle: Tensor) -> Tensor:
+    """DeepSeek: neighbours are brought into halves first."""
+    return halves(x.unflatten(-1, (-1, 2)).mT.flatten(-2), angle)
+
+
+def both(turn: Callable[[Tensor, Tensor], Tensor], start: int = 0) -> Any:
+    return lambda self, q, k: (turn(q, angles(start)), turn(k, angles(start)))
+
+
+def first_dims(self: Attend, q: Tensor, k: Tensor) -> Pair:
+    """GPT-NeoX, Phi: a part of the features is rotated."""
+    q, k = (torch.cat((halves(x[..., :4], angles(dims=4)), x[..., 4:]), -1) for x in (q, k))
+    return q, k
+
+
+def from_argument(self: Attend, q: Tensor, k: Tensor, freqs_cis: Tensor) -> Pair:
+    q, k = (torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2)) * freqs_cis) for x in (q, k))
+    return q.flatten(-2), k.flatten(-2)
+
+
+LONG = angles(length=50)
+
+
+def from_table(self: Attend, q: Tensor, k: Tensor) -> Pair:
+    return halves_apart(q, LONG[5 : 5 + T]), halves_apart(k, LONG[5 : 5 + T])
+
+
+def rms(x: Tensor) -> Tensor:
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def centred(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+
+
+def alibi(self: Attend, scores: Tensor) -> Tensor:
+    return (scores - 2.0 ** -torch.arange(1, H + 1)[:, None, None] * DISTANCE).masked_fill(FUTURE, -torch.inf)
+
+
+def alibi_in_the_mask(self: Attend, scores: Tensor) -> Tensor:
+    return scores + (2.0 ** -torch.arange(1, H + 1)[:, None, None] * PLACES + torch.full((T, T), -1e9).triu(1))
+
+
+def with_method(**methods: Any) -> nn.Module:
+    torch.manual_seed(0)
+    return type("Own", (Attend,), methods)().eval()
+
+
+def rotary(layout: Any, dims: int = D, query: int | None = 0, key: int | None = 0) -> Position:
+    return Position("rotary", layout, dims, query, key)
+
+
+def found(module: nn.Module, *args: Tensor) -> AttentionReport:
+    with torch.no_grad():
+        (attention,) = mha_inspect.trace(module, *(args or (X,))).attentions
+    return attention
+
+
+ROTATED = {
+    "halves": (both(halves), rotary("half")),
+    "halves, later": (both(halves, 7), rotary("half", query=7, key=7)),
+    "halves, each computed": (both(halves_apart), rotary("half")),
+    "neighbours": (both(neighbours), rotary("interleaved")),
+    "neighbours, each computed": (both(stacked, 3), rotary("interleaved", query=3, key=3)),
+    "complex": (both(complexes, 1000), rotary("interleaved", query=1000, key=1000)),
+    "neighbours, brought into halves": (both(sorted_halves), rotary("interleaved")),
+    "the first features": (first_dims, rotary("half", 4)),
+    "from a table": (from_table, rotary("half", query=5, key=5)),
+    "the query alone": (lambda self, q, k: (halves(q, angles()), k), rotary("half", key=None)),
+    "after a norm": (lambda self, q, k: (halves(rms(q), angles()), halves(rms(k), angles())), rotary("half")),
+}
+
+
+@pytest.mark.parametrize("name", ROTATED)
+def test_rotation(name: str) -> None:
+    positions, expected = ROTATED[name]
+    assert found(with_method(positions=positions)).position == expected
+
+
+def test_rotation_by_an_argument() -> None:
+    freqs_cis = torch.polar(torch.ones(()), angles(4))
+    assert found(with_method(positions=from_argument), X, freqs_cis).position == rotary("interleaved", query=4, key=4)
+
+
+def test_rotation_of_one_token() -> None:
+    for start in (0, 9):
+        single = with_method(positions=lambda self, q, k, at=start: tuple(halves(x, angles(at, 1)) for x in (q, k)))
+        assert found(single, X[:, :1]).position == rotary("half", query=start, key=start)
+
+
+NORMS = {
+    "rms": (lambda self, q, k: (rms(q), rms(k) * self.learned), QKNorm("rms", "head")),
+    "torch's rms": (lambda self, q, k: (F.rms_norm(q, (D,)), F.rms_norm(k, (D,))), QKNorm("rms", "head")),
+    "layer": (lambda self, q, k: (centred(q), centred(k)), QKNorm("layer", "head")),
+    "torch's layer": (lambda self, q, k: (F.layer_norm(q, (D,)), F.layer_norm(k, (D,))), QKNorm("layer", "head")),
+    "l2": (lambda self, q, k: (F.normalize(q, dim=-1) * 10, F.normalize(k, dim=-1)), QKNorm("l2", "head")),
+    "rms by a length": (lambda self, q, k: (F.normalize(q, dim=-1) * D**0.5, k), QKNorm("rms", "head")),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_norm_of_queries_and_keys(name: str) -> None:
+    positions, expected = NORMS[name]
+    attention = found(with_method(positions=positions))
+    assert (attention.qk_norm, attention.position) == (expected, None)
+
+
+def test_norm_over_all_heads() -> None:
+    whole = with_method(heads=lambda self, x: rms(x).unflatten(-1, (-1, D)).transpose(1, 2))
+    assert found(whole).qk_norm == QKNorm("rms", "all")
+
+
+SCORES = {
+    "alibi": (alibi, "alibi", "mask(scores + bias)"),
+    "alibi in the mask": (alibi_in_the_mask, "alibi", "scores + bias + mask"),
+    "T5": (
+        lambda self, s: s + self.table(DISTANCE.clamp(-4, 4) + 4).permute(2, 0, 1),
+        "relative bias",
+        "scores + bias",
+    ),
+    "Swin": (
+        lambda self, s: s + self.table.weight[(DISTANCE + T).flatten()].view(T, T, H).permute(2, 0, 1),
+        "relative bias",
+        "scores + bias",
+    ),
+    "drawn": (lambda self, s: s + torch.linspace(0, 1, T * T).sin().view(T, T), None, "scores + bias"),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_bias(name: str) -> None:
+    scores, kind, formula = SCORES[name]
+    attention = found(with_method(scores=scores))
+    assert (attention.bias, attention.position and attention.position.kind) == (True, kind)
+    assert {stage.name: stage.formula for stage in attention.stages}["masked_scores"] == formula
+
+
+@pytest.mark.parametrize(
+    ("masked", "window"),
+    [
+        (FUTURE | (DISTANCE >= 3), 3),
+        (DISTANCE.abs() > 1, 2),
+        (FUTURE, None),
+        (DISTANCE > 0, None),
+        (PLACES[:, None] // 3 != PLACES // 3, None),
+        ((PLACES > 3).expand(T, T), None),
+    ],
+)
+def test_window(masked: Tensor, window: int | None) -> None:
+    attention = found(with_method(scores=lambda self, scores: scores.masked_fill(masked, -torch.inf)))
+    assert (attention.window, attention.bias) == (window, False)
+
+
+NOTHING: dict[str, dict[str, Any]] = {
+    "sinusoids are added to queries": {"positions": lambda self, q, k: (q + angles().sin().repeat(1, 2), k)},
+    "learned positions are added": {"positions": lambda self, q, k: (q + self.learned, k + self.learned)},
+    "dropout": {"positions": lambda self, q, k: (F.dropout(q), F.dropout(k)), "scores": lambda self, s: F.dropout(s)},
+    "a learned gain": {"positions": lambda self, q, k: (q * self.learned[0], k * 0.3)},
+    "a number for each position": {"positions": lambda self, q, k: (q * PLACES.add(1).log()[:, None], k)},
+    "a number for each feature and position": {"positions": lambda self, q, k: (q * angles().cos().repeat(1, 2), k)},
+    "a gate": {"positions": lambda self, q, k: (q * self.heads(self.q(X * 2)).sigmoid(), k)},
+    "the same rotation everywhere": {
+        "positions": lambda self, q, k: (halves(q, angles(1, 1)), halves(k, angles(1, 1)))
+    },
+    "a causal mask that is added": {"scores": lambda self, scores: scores + torch.full((T, T), -1e9).triu(1)},
+    "padding that is added": {"scores": lambda self, s: s + (PLACES > 3) * torch.finfo(torch.float32).min},
+    "keys that are learned": {
+        "cached": lambda self, k, v: (
+            *(torch.cat((self.learned[:2].expand(B, KV, 2, D), x), 2) for x in (k, v)),
+            None,
+        ),
+    },
+    "keys of zeros": {"cached": lambda self, k, v: (*(F.pad(x, (0, 0, 0, 1)) for x in (k, v)), None)},
+    "keys of another text": {
+        "cached": lambda self, k, v: (
+            *(
+                torch.cat((x, self.heads(nn.functional.linear(X[:, :3] * 2, self.o.weight[: KV * D]))), 2)
+                for x in (k, v)
+            ),
+            None,
+        ),
+    },
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_is_none_of_these(name: str) -> None:
+    attention = found(with_method(**NOTHING[name]))
+    fields = attention.position, attention.qk_norm, attention.cache, attention.window, attention.bias
+    assert fields == (None, None, None, None, False)
+
+
+# -- caches -----------------------------------------------------------------------------------------------------------
+
+
+class Cached(Attend):
+    """Attention that keeps its keys, in steps."""
+
+    slots = 12
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.past = 0
+        self.old: list[Tensor] = []
+        self.kept = [torch.zeros(B, KV, self.slots, D) for _ in range(2)]
+
+    def cached(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        start, self.past = self.past, self.past + k.shape[2]
+        keys, values = self.write(k, v, slice(start, self.past))
+        return keys, values, torch.arange(keys.shape[2]) <= torch.arange(start, self.past)[:, None]
+
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        raise NotImplementedError
+
+
+class Concatenated(Cached):
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        self.old = [torch.cat((old, x), 2) for old, x in zip(self.old, (k, v), strict=True)] if self.old else [k, v]
+        return self.old
+
+
+class Sliced(Cached):
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        for kept, x in zip(self.kept, (k, v), strict=True):
+            kept[:B, :, new] = x
+        return [kept[:B, :, : new.stop] for kept in self.kept]
+
+
+class IndexCopied(Cached):
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        places = torch.arange(new.start, new.stop)
+        return [kept.index_copy_(2, places, x) for kept, x in zip(self.kept, (k, v), strict=True)]
+
+
+class IndexPut(Cached):
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        places = torch.arange(new.start, new.stop)
+        for kept, x in zip(self.kept, (k, v), strict=True):
+            kept[:, :, places] = x
+        return self.kept
+
+
+class Paged(Cached):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pools = [torch.zeros(2 * self.slots, KV, D) for _ in range(2)]
+        self.pages = torch.randperm(2 * self.slots).view(B, self.slots)
+
+    def write(self, k: Tensor, v: Tensor, new: slice) -> list[Tensor]:
+        for pool, x in zip(self.pools, (k, v), strict=True):
+            pool[self.pages[:, new]] = x.transpose(1, 2)
+        return [pool[self.pages[:, : new.stop]].transpose(1, 2) for pool in self.pools]
+
+
+WAYS = {
+    Concatenated: ("concatenated", 0),
+    Sliced: ("in place", 0),
+    IndexCopied: ("in place", 12),
+    IndexPut: ("in place", 12),
+    Paged: ("paged", 0),
+}
+
+
+@pytest.mark.parametrize("kind", WAYS)
+@pytest.mark.parametrize("alone", [True, False])
+def test_steps_of_a_loop_with_a_cache(kind: type[Cached], alone: bool) -> None:
+    way, slots = WAYS[kind]
+    torch.manual_seed(0)
+    module, steps = kind().eval(), (X, X[:, :1] * 2, X[:, :1] * 3)
+    with torch.no_grad():
+        if alone:
+            attentions = [found(module, step) for step in steps]
+        else:
+            with mha_inspect.recording() as recording:
+                for step in steps:
+                    module(step)
+            attentions = [*recording.trace.attentions]
+    assert [(a.num_heads, a.num_kv_heads, a.head_dim) for a in attentions] == [(H, KV, D)] * 3
+    assert [attention.kind for attention in attentions] == [("self", "causal", "grouped"), *[("self", "grouped")] * 2]
+    caches = [Cache(past, new, max(slots - past - new, 0), way) for past, new in ((0, T), (T, 1), (T + 1, 1))]
+    assert [attention.cache for attention in attentions] == [caches[0] if slots else None, *caches[1:]]
+    empty = " + empty (4)" if slots else ""
+    formulas = {stage.name: stage.formula for stage in attentions[2].stages}
+    for letter in "kv":
+        expected = f"cache (7) + {letter}_proj in heads (1){empty}, each head repeated 2 times"
+        assert formulas[f"{letter}_heads"] == expected
