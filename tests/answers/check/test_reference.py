@@ -45,6 +45,11 @@ class Swapped(Right):
         return k, q, v
 
 
+class Grouped(Right):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return super().attend(q, *(t.repeat_interleave(H // t.shape[1], 1) for t in (k, v)))
+
+
 class Masked(Right):
     """The mask is a buffer of the state dict."""
 
@@ -104,7 +109,8 @@ def test_a_mask_in_a_buffer_of_the_reference_is_its_own() -> None:
 @pytest.mark.parametrize(
     ("reference", "why"),
     [
-        (lambda: Fused(norm=True), r"outside the projections: norm\.weight"),
+        (lambda: Grouped(2), r"W_k is \[24, 24\] in Right and \[12, 24\] in the reference Grouped"),
+        (lambda: Fused(norm=True), r"the reference Fused: not copied, outside the projections: norm\.weight"),
         (lambda: nn.TransformerEncoderLayer(E, H, 8, batch_first=True), "outside the projections"),
         (lambda: nn.Sequential(nn.Linear(E, E)), "no attention was found"),
     ],
