@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 
 from .answers.check.intent import Intent
+from .answers.decode import with_steps
 from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
 from .layers.spec import Show, require_steps
@@ -277,4 +278,4 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         """The trace of the block. Raises `ValueError` inside the block."""
         if not self._is_over:
             raise ValueError("the recording is still running. Read its trace after the with block.")
-        return LiveTrace.of(of_block(self._ran, self._failed), self._kept)
+        return LiveTrace.of(with_steps(of_block(self._ran, self._failed)), self._kept)

@@ -34,7 +34,7 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """
     with subject.settings():
         before = subject.state()
-        run = _run(subject, show, keep, before)
+        run = run_of(subject, show, keep=keep, before=before)
         run = run.beside(subject.wider_run(run))
         trace = report(
             run,
@@ -126,8 +126,8 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return known and not tensor.is_nested and bool(torch.isnan(tensor).any())
 
 
-def _run(subject: Subject, show: Show, keep: bool, before: State) -> Run:
-    """Return the run. Raises `ForwardError` where the forward raises."""
+def run_of(subject: Subject, show: Show, *, keep: bool, before: State) -> Run:
+    """Run a subject from the state `before`, and return the run. Raises `ForwardError` where the forward raises."""
     run = run_and_record(subject.module, subject.args, subject.kwargs, keep=keep)
     if run.error is None:
         return run

@@ -23,12 +23,12 @@ if TYPE_CHECKING:
     from ..reports.trace import Trace
     from ..running.subject import Run
 
-PANEL, PICTURE = "Trace", "Picture"
+PANEL, DECODE, PICTURE = "Trace", "Decode", "Picture"
 
 
 @command(
     "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12",
-    "trace torch.nn:TransformerEncoderLayer --embed-dim 64 --num-heads 4 --seq-len 10",
+    "trace hf:gpt2 --set small=true --seq-len 12 --decode 3",
     targets=True,
 )
 def trace(
@@ -37,6 +37,15 @@ def trace(
     attention: int | None = size(PANEL, "Show only this attention in full.", unset="one of each kind"),
     module: str | None = option(
         PANEL, "Show only attentions of this module in full.", metavar="PATH", show_default="one of each kind"
+    ),
+    decode: int | None = size(
+        DECODE, "Run a prompt, then the last N tokens one by one with a cache; show the last step.", unset="one call"
+    ),
+    cache: str | None = option(
+        DECODE, "The argument of the cache, which forward returns second.", metavar="NAME", show_default="found"
+    ),
+    positions: str | None = option(
+        DECODE, "A further argument of positions, to advance at each step.", metavar="NAME", show_default="by name"
     ),
     picture: str | None = option(
         PICTURE,
@@ -62,6 +71,9 @@ def trace(
 
     The module is run once, unchanged. If a fused kernel of PyTorch hides stages, they are computed separately, and the
     last line shows how close they are to the result of the kernel.
+
+    With --decode, a table has a row for each call, and the last position is compared with one forward over all tokens;
+    the exit code is 1 if they differ.
     """
     subject.check(target, options, "trace")
     if text is not None and (target is None or not target.startswith("hf:")):
@@ -69,6 +81,10 @@ def trace(
     for name in ("input", "seq_len", "batch") if text is not None else ():
         if name in options.typed:
             raise SpecError(f"--text and {dashed(name)} both set the input. Drop one.")
+    for flag, given in (("--cache", cache), ("--positions", positions)):
+        if given is not None and decode is None:
+            raise SpecError(f"{flag} {shown(given)} only affects --decode. Add --decode 1.")
+    loop = None if decode is None else (decode, cache, positions)
     wanted = _wanted(options, picture, head, batch_row, tokens)
     export = prepare(options, draws=wanted is not None)
     if text is not None:
@@ -78,35 +94,40 @@ def trace(
         options.seq_len, options.batch = options.ids.shape[1], 1
         wanted = wanted and replace(wanted, tokens=wanted.tokens or names)
     try:
-        report, run = _traced(target, options, keep=wanted is not None)
+        report, run = _traced(target, options, loop, keep=wanted is not None)
     except DoesNotFitError as error:
         if wanted is None or wanted.printed or options.ending != ".html":
             raise
         subject.print_notes([f"The page has no pictures, because their tensors do not fit in memory: {error}"], options)
         wanted = None
-        report, run = _traced(target, options)
+        report, run = _traced(target, options, loop)
     if run is None:
         give(report, options, export)
         return ExitCode.CONDITION
     report = choose(report, attention, module)
     give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
-    return ExitCode.OK
+    return ExitCode.CONDITION if report.decode is not None and report.decode.verdict == "differs" else ExitCode.OK
 
 
-def _traced(target: str | None, options: Options, *, keep: bool = False) -> tuple[Trace, Run | None]:
-    """Return the report of one run, and the run; None for the run if the forward raised."""
+def _traced(
+    target: str | None, options: Options, loop: tuple[int, str | None, str | None] | None, *, keep: bool = False
+) -> tuple[Trace, Run | None]:
+    """Return the report of one run, or of a decode loop, and the run; None for the run if the forward raised."""
     show = subject.show(options)
     with subject.running(options, f"tracing {target or options.layer}"):
+        from ..answers.decode import decoded
         from ..answers.trace import traced
         from ..call.call import explaining, way_out
 
         asked = subject.load(target, options)
         try:
             with explaining(asked):
+                if loop is not None:
+                    return decoded(asked, show, *loop)
                 return traced(asked, show, keep=keep or show.stats or show.values)
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
-            notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if explained else way_out(asked)]))
+            notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if explained or loop else way_out(asked)]))
             return replace(failed.trace, notes=notes), None
 
 

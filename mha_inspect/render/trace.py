@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import AttentionReport, Failure, OpLine, OpTensor, Path, Proof, Stage, Trace
+from ..reports.trace import AttentionReport, DecodeProof, Failure, OpLine, OpTensor, Path, Proof, Stage, Step, Trace
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes
 
@@ -28,6 +28,9 @@ def trace_page(trace: Trace) -> Page:
 
 
 def _sections(trace: Trace) -> Iterator[Section]:
+    if trace.steps is not None:
+        below = "" if trace.decode is None else "the last is shown below"
+        yield section(text.plural(len(trace.steps), "call"), _steps(trace.steps), detail=below)
     if len(trace.attentions) > 1:
         more = "" if trace.chosen else None
         yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
@@ -42,7 +45,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
     if trace.failure is None:
-        yield section("", _proof(trace.proof))
+        yield section("", *([_decode(trace.decode)] if trace.decode else []), _proof(trace.proof))
     else:
         yield from _failure(trace.failure, trace.environment.dtype)
 
@@ -225,6 +228,31 @@ def _ops(ops: tuple[OpLine, ...]) -> Table:
         Column("module", lambda op: op.module, tone="muted", drop=2, optional=True),
     ]
     return table(ops, columns)
+
+
+def _steps(steps: tuple[Step, ...]) -> Table:
+    columns = [
+        Column("step", lambda row: row[0] or "prompt", tone="strong"),
+        Column("queries", lambda row: row[1].queries, "right"),
+        Column("past", lambda row: row[1].past, "right"),
+        Column("new", lambda row: row[1].new, "right"),
+        Column("scores", lambda row: text.shape(row[1].scores), tone="shape"),
+        Column("cache", lambda row: text.byte_size(row[1].cache_bytes), "right", drop=1),
+        Column("FLOPs", lambda row: text.flops(row[1].flops), "right", "muted", drop=2),
+    ]
+    return table(enumerate(steps), columns)
+
+
+def _decode(proof: DecodeProof) -> Paragraph:
+    """Return the sentence on whether the last step equals one forward over all tokens."""
+    one = f"one forward over all {proof.tokens} tokens"
+    if proof.verdict is None or proof.max_abs_difference is None:
+        return Paragraph(f"The last step was not compared with {one}: {proof.note}.", "muted")
+    verdict = {"same": "equals", "differs": "DIFFERS from", "inconclusive": "may differ from"}[proof.verdict]
+    rounding = "" if proof.noise_floor is None else f", rounding error {text.small(proof.noise_floor)}"
+    difference = text.small(proof.max_abs_difference)
+    sentence = f"The last position {verdict} that of {one}: difference {difference}{rounding}"
+    return Paragraph(sentence, "good" if proof.verdict == "same" else "bad" if proof.verdict == "differs" else "warn")
 
 
 def _proof(proof: Proof) -> Paragraph:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from .common import Environment, LayerInfo, Report, Stats, Values
+from .common import Difference, Environment, LayerInfo, Report, Stats, Values
 
 Memory = Literal["input", "view", "copy", "new"]
 """Where a tensor's memory comes from: an input, shared with the tensor it was made from, copied, or computed."""
@@ -192,6 +192,35 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Step:
+    """One call of a decode loop: a prompt, or a single token after it."""
+
+    queries: int
+    """Number of tokens that the call was given."""
+    past: int
+    """Number of keys from earlier calls."""
+    new: int
+    """Number of keys that this call adds."""
+    scores: tuple[int, ...]
+    """Shape of the scores, in the attention with the most keys."""
+    cache_bytes: int
+    """Bytes of the cache that the call returned; otherwise of the keys and values of all attentions, empty slots
+    included, in as many heads as are projected."""
+    flops: int
+    """Floating-point operations of all stages of all attentions."""
+
+
+@dataclass(frozen=True)
+class DecodeProof(Difference):
+    """The output of the last step beside the last position of one forward over all tokens."""
+
+    tokens: int
+    """Number of all tokens: the prompt and the steps."""
+    note: str = ""
+    """Why they were not compared; empty if they were."""
+
+
+@dataclass(frozen=True)
 class FailedOperand:
     """One tensor among the arguments of the failing call."""
 
@@ -299,11 +328,17 @@ class Trace(Report):
     """The failure of a forward that raised, after which the rest is what was completed before; None if it returned."""
     chosen: tuple[int, ...] | None = None
     """Numbers, from 1, of the attentions requested in full; None if not requested. The report has every attention."""
+    steps: tuple[Step, ...] | None = None
+    """The calls of a decode loop, the prompt first; the attentions are those of the last call for `--decode`, and those
+    of every call in a recorded block. None without a decode loop."""
+    decode: DecodeProof | None = None
+    """Whether the last step equals one forward over all tokens; None if not requested."""
 
     @property
     def ok(self) -> bool:
-        """Whether the forward returned, and every opened stage agrees with its kernel."""
-        return self.failure is None and self.proof.agrees is not False
+        """Whether the forward returned, every opened stage agrees with its kernel, and steps with one forward."""
+        differs = self.decode is not None and self.decode.verdict == "differs"
+        return self.failure is None and self.proof.agrees is not False and not differs
 
 
 def attention_names(trace: Trace) -> list[str]:

@@ -298,3 +298,60 @@ def test_through_the_installed_program(program, tmp_path):
     assert json.loads(out)["layer"]["spec"] == {"embed_dim": 14, "num_heads": 2}
     assert "hello" in err
     assert "from a child" in err
+
+
+DECODE = ("trace", "hf:gpt2", "--set", "small=true", "--seq-len", "6", "--decode", "2")
+
+
+def test_decode_has_a_row_for_each_call_and_the_last_step(invoke):
+    data = data_of(invoke(*DECODE, "--json"))
+    jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
+    assert [(row["queries"], row["past"], row["new"]) for row in data["steps"]] == [(4, 0, 4), (1, 4, 1), (1, 5, 1)]
+    shapes = {stage["name"]: stage["shape"] for stage in data["attentions"][0]["stages"]}
+    assert data["steps"][-1]["scores"] == shapes["scores"] == [1, 12, 1, 6]
+    assert data["steps"][-1]["flops"] == sum(stage["flops"] for one in data["attentions"] for stage in one["stages"])
+    assert (data["decode"]["verdict"], data["decode"]["tokens"]) == ("same", 6)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (("--decode", "6"), "decode 6 leaves no prompt: the input has 6 tokens. Use --decode 1 to 5, or more tokens."),
+        (("--decode", "2", "--cache", "past_key_value"), "Did you mean past_key_values?"),
+        (("--decode", "2", "--positions", "position_id"), "Did you mean position_ids?"),
+    ],
+)
+def test_what_cannot_be_decoded_is_refused(invoke, asked, message):
+    code, out, err = invoke(*DECODE[:-2], *asked)
+    assert (code, out) == (2, "")
+    assert message in err
+    assert err.count("\n") <= 2
+
+
+def test_names_of_a_cache_without_decode_are_refused(invoke):
+    code, _, err = invoke("trace", "hf:gpt2", "--cache", "past_key_values")
+    assert (code, err) == (2, "mha-inspect: --cache past_key_values only affects --decode. Add --decode 1.\n")
+    assert "--positions pos only affects --decode" in invoke("trace", "--positions", "pos").err
+
+
+def test_a_step_that_differs_or_raises_ends_with_1(invoke, tmp_path):
+    (tmp_path / "cached.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "class Cached(nn.Module):\n"
+        "    def __init__(self, dim=8, limit=9):\n"
+        "        super().__init__()\n"
+        "        self.q, self.k, self.limit = nn.Linear(dim, dim), nn.Linear(dim, dim), limit\n"
+        "    def forward(self, x, past=None):\n"
+        "        q, k = self.q(x + torch.arange(x.shape[1])[:, None]), self.k(x)\n"
+        "        k = k if past is None else torch.cat([past, k], 1)\n"
+        "        if past is not None and k.shape[1] > self.limit:\n"
+        "            raise RuntimeError('full')\n"
+        "        mask = torch.ones(q.shape[1], k.shape[1]).tril(k.shape[1] - q.shape[1]) == 0\n"
+        "        return (q @ k.mT).masked_fill(mask, -torch.inf).softmax(-1) @ k, k\n",
+    )
+    target = f"{tmp_path}/cached.py:Cached"
+    line = ("trace", target, "--embed-dim", "8", "--seq-len", "5", "--decode", "2")
+    code, out, _ = invoke(*line)
+    assert (code, "The last position DIFFERS from" in out) == (1, True)
+    code, out, _ = invoke(*line, "--set", "limit=4")
+    assert (code, "note  Step 2 of 2 raised: 1 token after 4." in out, "RuntimeError" in out) == (1, True, True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 import mha_inspect
+from mha_inspect.reports.trace import DecodeProof, Step
+
+from .trace_samples import TRACE
 
 
 def page_of(module: nn.Module, *args: torch.Tensor) -> str:
@@ -77,3 +81,31 @@ def test_the_heads_of_one_layer_are_listed_one_by_one() -> None:
     page = repr(mha_inspect.params(layer, x, x, x, per_head=True))
     assert re.search(r"in_proj_weight +W_k +2 +20–23 +0–11", page)
     assert "h the number" not in page
+
+
+STEPS = (Step(9, 0, 9, (1, 2, 9, 9), 1536, 1_400_000), Step(1, 9, 1, (1, 2, 1, 10), 2048, 155_000))
+
+
+@pytest.mark.parametrize(
+    ("proof", "sentence"),
+    [
+        ((1.4e-6, 1e-7, 1.2e-6, 1.2, "same"), "equals that of one forward over all 10 tokens: difference 1.4e-06, r"),
+        ((0.0, 0.0, None, 0.0, "same"), "equals that of one forward over all 10 tokens: difference 0\n"),
+        ((0.5, 0.1, 1.2e-6, 4e5, "differs"), "DIFFERS from that of one forward over all 10 tokens: difference 0.5, "),
+        ((9e-6, 1e-6, 1.5e-6, 6.0, "inconclusive"), "may differ from that of one forward over all 10 tokens"),
+    ],
+)
+def test_the_calls_of_a_loop_come_first_and_their_proof_before_that_of_kernels(proof, sentence) -> None:
+    page = repr(replace(TRACE, steps=STEPS, decode=DecodeProof(*proof, 10)))
+    first, *rows = page.partition("2 calls: the last is shown below\n")[2].splitlines()[:3]
+    assert first.split() == ["step", "queries", "past", "new", "scores", "cache", "FLOPs"]
+    assert rows[0].split() == ["prompt", "9", "0", "9", "[1,", "2,", "9,", "9]", "1.5", "KiB", "1.4", "MFLOP"]
+    assert rows[1].split() == ["1", "1", "9", "1", "[1,", "2,", "1,", "10]", "2.0", "KiB", "155", "kFLOP"]
+    assert page.index("2 calls") < page.index("attention: ") < page.index(f"The last position {sentence}")
+    assert page.index("The last position") < page.index("Opened stages agree")
+
+
+def test_steps_that_were_not_compared_say_why() -> None:
+    proof = DecodeProof(None, None, None, None, None, 10, "the forward draws random numbers")
+    page = repr(replace(TRACE, steps=STEPS, decode=proof))
+    assert "The last step was not compared with one forward over all 10 tokens: the forward draws random" in page

@@ -28,6 +28,9 @@ _ROTATION = re.compile(r"cos|sin|freqs|rope|rotary|position_embeddings", re.IGNO
 CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
 """Usual names of the argument that takes the cache, which the forward returns second."""
 
+_NOT_CACHE = re.compile(r"hidden_state|attention|pooler|logits|loss", re.IGNORECASE)
+"""Outputs of these names are not caches."""
+
 
 class Arguments:
     """The arguments of a forward by name, including those in **kwargs."""
@@ -42,21 +45,33 @@ class Arguments:
         self.values |= self.values.pop(self._others, {})
 
     def require(self, name: str) -> None:
-        """Raise `InputError`, listing the arguments of the forward, if the name is not one of them."""
-        if name not in self.parameters and not self._others:
+        """Raise `InputError`, listing the arguments of the forward, if the name is not one of them.
+
+        A forward with `**kwargs` takes any name but one that looks like a typing mistake.
+        """
+        typo = not self._others or (name not in self.values and did_you_mean(name, self.parameters))
+        if name not in self.parameters and typo:
             raise InputError(
                 f"{self._forward} has no argument {shown(name)}. It takes {', '.join(self.parameters) or 'none'}."
                 f"{did_you_mean(name, self.parameters)}"
             )
 
+    def is_free(self, name: str) -> bool:
+        """Return whether an argument is None, in the call or by default."""
+        return self.values.get(name, self.parameters[name].default) is None
+
     def of_call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments of a call with changes by name; every tensor is a copy that may be overwritten."""
+        return with_copies(self.call(changes))
+
+    def call(self, changes: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments of a call with changes by name."""
         values = {**self.values, **changes}
         given = {name: value for name, value in values.items() if name in self.parameters}
         if self._others:
             given[self._others] = {name: value for name, value in values.items() if name not in self.parameters}
         bound = BoundArguments(self._signature, given)
-        return with_copies((bound.args, bound.kwargs))
+        return bound.args, bound.kwargs
 
     def piece(
         self,
@@ -215,10 +230,11 @@ def second_output(returned: Any) -> Any:
     for name in ("past_key_values", "past_key_value", "cache"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name)
-    if hasattr(returned, "to_tuple"):
-        returned = returned.to_tuple()
-    values = tuple(returned.values()) if isinstance(returned, dict) else returned
-    further = values[1:] if isinstance(values, (tuple, list)) else ()
+    if isinstance(returned, dict):
+        returned = [
+            value for place, (name, value) in enumerate(returned.items()) if not place or not _NOT_CACHE.search(name)
+        ]
+    further = returned[1:] if isinstance(returned, (tuple, list)) else ()
     return next((value for value in further if value is not None), None)
 
 

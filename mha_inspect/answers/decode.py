@@ -1,0 +1,237 @@
+"""Decode: a prompt, then one token at a time with a cache, beside one forward over all tokens."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import ForwardError, InputError
+from ..layers.spec import Show
+from ..record.arguments import first_tensor, parts_of
+from ..record.rounding import beside, distances, judge, rounding_error
+from ..reports.trace import AttentionReport, DecodeProof, Stage, Step, Trace
+from ..running.subject import Run, Subject
+from ..text import listed, plural
+from .check.arguments import CACHES, Arguments, Source, second_output, sources_of
+from .check.intent import Intent
+from .comparable_run import measured_in
+from .run_report import drops_at_random, environment_of, layer_of, report
+from .trace import run_of, traced
+
+_NO_CACHE = re.compile(r"mask|pos|label|target|^use_|^output_|^return_", re.IGNORECASE)
+"""Optional arguments of these names do not take the cache."""
+_SCORES = ("scores", "masked_scores", "weights")
+
+
+def decoded(
+    subject: Subject, show: Show, steps: int, cache: str | None = None, positions: str | None = None
+) -> tuple[Trace, Run]:
+    """Run a prompt, then `steps` single tokens with a cache; return the trace of the last call, and its run.
+
+    The trace also has a row for each call, and compares the last output with that of one forward over all tokens.
+    `positions` is a further argument to advance. The subject is unchanged afterwards.
+
+    Raises `InputError` if no prompt is left, no cache is found, or the forward has no such argument, and `ForwardError`
+    if a call raises; its trace has the rows of the calls before.
+    """
+    rows: list[Step] = []
+    with subject.apart() as fresh, _saying("The forward over all tokens raised.", rows):
+        whole = first_tensor(_recorded(fresh)[1].returned).detach()
+    with subject.apart() as fresh:
+        arguments = Arguments(fresh)
+        for name in filter(None, (cache, positions)):
+            arguments.require(name)
+        source = _source(fresh, arguments, whole, steps)
+        past, held = None, list[int]()
+        for step, (start, stop) in enumerate(pairwise([0, *range(source.length - steps, source.length + 1)])):
+            changes = arguments.piece(source, start, stop, positions=positions)
+            if "use_cache" in arguments.parameters:
+                changes["use_cache"] = True
+            if past is not None:
+                cache = cache or _cache_argument(fresh, arguments, changes, past)
+                changes |= {cache: past} if cache else {}
+            called = _with(fresh, arguments, changes)
+            where = f"Step {step} of {steps} raised: 1 token after {start}." if step else "The prompt raised."
+            with _saying(where, rows):
+                trace, run = traced(called, show, keep=True) if step == steps else _recorded(called)
+            rows.append(step_of(trace.attentions, start))
+            if step and not rows[-1].past:
+                takes = listed(_may_take_cache(arguments)) or "no optional argument"
+                why = f"the forward returns nothing that it takes ({takes})"
+                why = f"with {cache}, a step sees no earlier token" if cache else why
+                raise InputError(f"no cache was found: {why}. Give --cache NAME.")
+            past = second_output(run.returned)
+            held.append(held_bytes(past))
+    if cache:
+        rows = [replace(row, cache_bytes=held or row.cache_bytes) for row, held in zip(rows, held, strict=True)]
+    return replace(trace, steps=tuple(rows), decode=_proof(subject, whole, run, source.length)), run
+
+
+def _recorded(subject: Subject) -> tuple[Trace, Run]:
+    """Return the trace of a recorded run, without notes, and the run. Raises `ForwardError` if it raises."""
+    with subject.settings():
+        run = run_of(subject, Show(), keep=False, before=subject.state())
+    return report(run, Show(), environment=environment_of(subject), layer=layer_of(subject)), run
+
+
+def _with(subject: Subject, arguments: Arguments, changes: dict[str, Any]) -> Subject:
+    args, kwargs = arguments.call(changes)
+    return replace(subject, args=args, kwargs=kwargs, without_ones=None)
+
+
+def _source(subject: Subject, arguments: Arguments, whole: Tensor, steps: int) -> Source:
+    """Return the argument with the tokens. Raises `InputError` if no prompt is left beside the steps."""
+    sources = sources_of(subject, arguments.values, Intent(), whole.dim)
+    length = sources[0].length if sources else 0
+    if not 0 < steps < length:
+        why = "leaves no prompt" if steps > 0 else "has no step"
+        most = f"--decode 1 to {length - 1}, or " if length > 1 else ""
+        tokens = plural(length, "token")
+        raise InputError(f"decode {steps} {why}: the input has {tokens}. Use {most}more tokens.")
+    return sources[0]
+
+
+def _may_take_cache(arguments: Arguments) -> list[str]:
+    """Return the arguments that may take the cache, those of a usual name first."""
+    free = [name for name in arguments.parameters if arguments.is_free(name) and not _NO_CACHE.search(name)]
+    return sorted(free, key=lambda name: CACHES.index(name) if name in CACHES else len(CACHES))
+
+
+def _cache_argument(subject: Subject, arguments: Arguments, changes: dict[str, Any], past: Any) -> str | None:
+    """Return the argument that takes the cache: one of a usual name, else the first with which a step runs."""
+    for name in _may_take_cache(arguments):
+        with suppress(Exception):  # user code may raise anything on a value that is not meant for it
+            if name not in CACHES:
+                with _with(subject, arguments, {**changes, name: past}).apart() as tried:
+                    tried.plain()
+            return name
+    return None
+
+
+@contextmanager
+def _saying(where: str, rows: Sequence[Step]) -> Iterator[None]:
+    """Add to a `ForwardError` of the body which call raised, and the rows of the calls before."""
+    try:
+        yield
+    except ForwardError as failed:
+        failed.trace = replace(failed.trace, notes=(where, *failed.trace.notes), steps=tuple(rows) or None)
+        raise
+
+
+def step_of(attentions: Sequence[AttentionReport], before: int) -> Step:
+    """Return the row of a call with these attentions, after calls with `before` tokens.
+
+    Raises `InputError` without attentions.
+    """
+    if not attentions:
+        raise InputError("no attention was found: nothing here computes softmax(QKᵀ)V. Check the target.")
+    # The scores may have a group of heads in place of the queries.
+    asked = [_size(attention, "query", ("query", "q_proj", "output", *_SCORES)) for attention in attentions]
+    queries = min(asked)
+    of_tokens = [attention for attention, number in zip(attentions, asked, strict=True) if number == queries]
+    widest = max(of_tokens, key=lambda attention: _size(attention, "key", _SCORES))
+    keys = _size(widest, "key", _SCORES)
+    return Step(
+        queries=queries,
+        past=min(before, max(keys - queries, 0)),
+        new=queries,
+        scores=next(stage.shape for stage in widest.stages if stage.name in _SCORES),
+        cache_bytes=sum(map(_read_bytes, attentions)),
+        flops=sum(stage.flops for attention in attentions for stage in attention.stages),
+    )
+
+
+def _size(attention: AttentionReport, axis: str, names: Sequence[str]) -> int:
+    """Return the size of an axis in the first of these stages that names it; 1 if none does."""
+    stages = {stage.name: stage for stage in attention.stages}
+    named = (_sizes(stages[name]) for name in names if name in stages)
+    return next((sizes[axis] for sizes in named if axis in sizes), 1)
+
+
+def _sizes(stage: Stage) -> dict[str, int]:
+    return dict(zip(re.findall(r"\([^)]*\)|\S+", stage.axes), stage.shape, strict=False))
+
+
+def _read_bytes(attention: AttentionReport) -> int:
+    """Return the bytes of the keys and values, in as many heads as are projected."""
+    total = 0
+    for stage in attention.stages:
+        if stage.name in ("k_heads", "v_heads"):
+            sizes = _sizes(stage)
+            merged = attention.num_kv_heads if "kv_heads" in stage.axes else attention.num_heads
+            heads = sizes.get("kv_heads", sizes.get("heads", merged))
+            total += stage.nbytes * min(attention.num_kv_heads, heads) // heads
+    return total
+
+
+def held_bytes(cache: Any) -> int:
+    """Return the bytes of the tensors in a cache: nested containers, or an object with them as attributes.
+
+    Counters and lengths do not count: they have fewer than two dimensions.
+    """
+    tensors, queue, seen = list[Tensor](), [cache], set[int]()
+    while queue:
+        value = queue.pop()
+        if id(value) not in seen and not isinstance(value, (nn.Module, type)):
+            seen.add(id(value))
+            tensors += [value] if isinstance(value, Tensor) else []
+            queue += [part for _, part in parts_of(value)] or getattr(value, "__dict__", {}).values()
+    return sum(tensor.nbytes for tensor in tensors if tensor.dim() > 1)
+
+
+def with_steps(trace: Trace) -> Trace:
+    """Return the trace of a block, with a row for each call if it is a loop that attends to a cache token by token."""
+    counts = {*Counter(attention.module for attention in trace.attentions).values()}
+    if trace.failure is not None or len(counts) != 1 or counts == {1}:
+        return trace
+    rows: list[Step] = []
+    for call in range(1, counts.pop() + 1):
+        attentions = [attention for attention in trace.attentions if attention.call == call]
+        rows.append(step_of(attentions, sum(row.new for row in rows)))
+    is_loop = all(row.queries == 1 and row.past for row in rows[1:])
+    return replace(trace, steps=tuple(rows)) if is_loop else trace
+
+
+def _proof(subject: Subject, whole: Tensor, run: Run, length: int) -> DecodeProof:
+    """Compare the output of the last step with the last position of one forward over all tokens."""
+    output, note = first_tensor(run.returned).detach(), ""
+    last = _last_of(whole, output, length)
+    if whole.is_meta:
+        note = "device meta has shapes and no numbers"
+    elif drops_at_random(run):
+        note = "the forward draws random numbers"
+    elif last is None:
+        note = f"a step returns {list(output.shape)}, and the forward over all tokens {list(whole.shape)}"
+    if note or last is None:
+        return DecodeProof(None, None, None, None, None, length, note)
+    largest, relative = distances(last, output)
+    floor = _rounding(subject, whole) if largest else None
+    return DecodeProof(largest, relative, floor, *judge(largest, floor or 0.0), length)
+
+
+def _last_of(whole: Tensor, output: Tensor, length: int) -> Tensor | None:
+    """Return the last position of an output of all tokens, in the shape of a step's output; None if it has another."""
+    for axis, size in enumerate(whole.shape):
+        last = whole.narrow(axis, length - 1, 1) if size == length else whole
+        if last.shape == output.shape:
+            return last
+    return None
+
+
+def _rounding(subject: Subject, whole: Tensor) -> float:
+    """Return the rounding error of the forward over all tokens, measured against float64, or by half a digit."""
+    dtype, unit = beside(whole.dtype)
+    with torch.no_grad(), subject.apart() as fresh:
+        try:
+            exact = measured_in(subject.name, fresh.copied, dtype, lambda copy: first_tensor(copy.plain()))
+        except InputError:
+            exact, unit = first_tensor(fresh.shaken().plain()), 1.0
+    return rounding_error(whole, exact) * unit

@@ -1,0 +1,270 @@
+"""A prompt and single steps with a cache: rows by hand, Hugging Face's own caches, and torch's own long forward."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    DynamicCache,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    StaticCache,
+)
+
+import mha_inspect
+from mha_inspect.answers.decode import decoded, held_bytes
+from mha_inspect.errors import ForwardError, InputError
+from mha_inspect.layers.spec import Show
+from mha_inspect.running.subject import Subject
+
+from .check import published
+
+IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+LLAMA = LlamaConfig(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+
+
+def decode(module, *args, steps=3, cache=None, positions=None, **kwargs):
+    subject = Subject(module.eval(), args, kwargs, seed=0, grad=False)
+    return decoded(subject, Show(), steps, cache, positions)[0]
+
+
+def rows(trace):
+    return [(row.queries, row.past, row.new) for row in trace.steps]
+
+
+class Attention(nn.Module):
+    """As nanoGPT has it, with a `past` that is returned second."""
+
+    def __init__(self, embed=32, heads=4, fault="") -> None:
+        super().__init__()
+        self.heads, self.fault = heads, fault
+        self.qkv, self.proj = nn.Linear(embed, 3 * embed), nn.Linear(embed, embed)
+
+    def forward(self, x, past=None):
+        b, t, e = x.shape
+        q, k, v = (part.view(b, t, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        if past is not None:
+            if self.fault == "raises" and past[0].shape[2] > 5:
+                raise RuntimeError("the cache is full")
+            k, v = (torch.cat([old, new], 2) for old, new in zip(past, (k, v), strict=True))
+        keys = k.shape[2]
+        mask = torch.ones(t, keys, dtype=torch.bool).tril(keys - t)
+        if self.fault == "forgets":
+            k, v, mask = k[:, :, -t:], v[:, :, -t:], mask[:, -t:]
+        weights = (q @ k.mT / (e // self.heads) ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
+        return self.proj((weights @ v).transpose(1, 2).reshape(b, t, e)), (k, v)
+
+
+def test_rows_of_a_concatenated_cache_by_hand():
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 32)
+    trace = decode(Attention(), x)
+    assert rows(trace) == [(4, 0, 4), (1, 4, 1), (1, 5, 1), (1, 6, 1)]
+    assert [row.scores for row in trace.steps] == [(2, 4, 4, 4), (2, 4, 1, 5), (2, 4, 1, 6), (2, 4, 1, 7)]
+    # keys and values: 2 tensors of 2 · 4 heads · keys · 8 features in 4 bytes
+    assert [row.cache_bytes for row in trace.steps] == [2 * 2 * 4 * keys * 8 * 4 for keys in (4, 5, 6, 7)]
+    # four projections of 32 by 32, then scores and context: 2 · batch · heads · queries · keys · head_dim each
+    flops = [2 * 2 * n * 32 * 32 * 4 + 2 * 2 * 2 * 4 * n * keys * 8 for n, keys in ((4, 4), (1, 5), (1, 6), (1, 7))]
+    assert [row.flops for row in trace.steps] == flops
+    assert trace.decode.verdict == "same"
+    assert trace.decode.tokens == 7
+    stages = {stage.name: stage.shape for stage in trace.attentions[0].stages}
+    assert stages["scores"] == (2, 4, 1, 7)
+
+
+class Shifted(Attention):
+    """Positions restart at 0 in each call."""
+
+    def forward(self, x, past=None):
+        return super().forward(x + torch.arange(x.shape[1]).to(x)[:, None].sin(), past)
+
+
+def test_the_difference_and_the_rounding_error_are_torchs_own():
+    torch.manual_seed(0)
+    module, x = Shifted().eval(), torch.randn(2, 7, 32)
+    with torch.no_grad():
+        whole, (_, past) = module(x)[0], module(x[:, :6])
+        last, _ = module(x[:, 6:], past)
+        exact = copy.deepcopy(module).double()(x.double())[0]
+    trace = decode(module, x, steps=1)
+    assert trace.decode.max_abs_difference == pytest.approx(float((whole[:, 6:] - last).abs().max()), rel=1e-4)
+    assert trace.decode.noise_floor == pytest.approx(float((whole - exact).abs().max()))
+    assert trace.decode.verdict == "differs"
+    assert not trace.ok
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "base"])
+def test_lengths_and_bytes_are_those_of_hugging_faces_own_cache(kind):
+    torch.manual_seed(0)
+    model = {
+        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_head=4, n_layer=2)),
+        "llama": lambda: LlamaForCausalLM(LLAMA),
+        "base": lambda: LlamaModel(LLAMA),
+    }[kind]().eval()
+    trace, cache = decode(model, input_ids=IDS), DynamicCache()
+    for row, (start, stop) in zip(trace.steps, [(0, 4), (4, 5), (5, 6), (6, 7)], strict=True):
+        assert (row.past, row.new) == (cache.get_seq_length(), stop - start)
+        with torch.no_grad():
+            model(input_ids=IDS[:, start:stop], past_key_values=cache, use_cache=True)
+        assert row.cache_bytes == sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+        assert row.scores == (2, 4, stop - start, cache.get_seq_length())
+    assert trace.decode.verdict == "same"
+
+
+class Static(nn.Module):
+    """A model that makes and returns, or keeps, a static cache of 16 slots."""
+
+    def __init__(self, *, keeps: bool) -> None:
+        super().__init__()
+        self.model, self.keeps = LlamaForCausalLM(LLAMA), keeps
+        self.cache = StaticCache(LLAMA, max_cache_len=16) if keeps else None
+
+    def forward(self, ids, past_key_values=None):
+        cache = self.cache if self.keeps else past_key_values or StaticCache(LLAMA, max_cache_len=16)
+        out = self.model(ids, past_key_values=cache)
+        return out.logits if self.keeps else (out.logits, out.past_key_values)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_static_cache_has_empty_slots_and_counts_the_tokens_so_far(keeps):
+    torch.manual_seed(0)
+    trace = decode(Static(keeps=keeps), IDS)
+    assert rows(trace) == [(4, 0, 4), (1, 4, 1), (1, 5, 1), (1, 6, 1)]
+    # 2 layers of keys and values: 2 batch items, 2 heads, 16 slots, 8 features
+    assert [row.cache_bytes for row in trace.steps[1:]] == [2 * 2 * 2 * 2 * 16 * 8 * 4] * 3
+    assert trace.decode.verdict == "same"
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_fast", "model"])
+def test_published_code_that_writes_its_cache_in_place(name):
+    torch.manual_seed(0)
+    made = (published.LlamaModel(), (IDS[:, :6],)) if name == "model" else getattr(published, name)()
+    trace = decode(made[0], *made[1])
+    assert rows(trace) == [(3, 0, 3), (1, 3, 1), (1, 4, 1), (1, 5, 1)]
+    keys = 16 if name == "gpt_fast" else 6
+    assert trace.steps[-1].scores == (2, 4, 1, keys)
+    assert trace.decode.verdict == "same"
+
+
+def test_a_run_leaves_no_trace():
+    module, args = published.gpt_fast()
+    decode(module, *args)
+    assert not module.kv_cache.k_cache.any()
+    layer, args = published.llama()
+    decode(layer, *args)
+    assert not layer.cache_k.any()
+
+
+def test_a_cache_of_any_name_and_positions_that_are_named():
+    class Odd(Attention):
+        def forward(self, x, weights_mask=None, note=None, earlier=None, step=0):
+            if note is not None:
+                raise TypeError("note is text")
+            return super().forward(x + torch.arange(step, step + x.shape[1])[:, None].sin(), earlier)
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 7, 32)
+    assert decode(Odd(), x, positions="step").decode.verdict == "same"
+    assert decode(Odd(), x, positions="step", cache="earlier").decode.verdict == "same"
+    assert decode(Odd(), x).decode.verdict == "differs"
+
+
+def test_masks_are_cut_to_what_there_is():
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[0, :2] = 0
+    trace = decode(LlamaForCausalLM(LLAMA), input_ids=IDS, attention_mask=mask)
+    assert rows(trace)[-1] == (1, 6, 1)
+    assert trace.decode.verdict == "same"
+
+
+def test_logits_of_the_last_position_alone_and_none_before_the_cache():
+    class Last(Attention):
+        def forward(self, x, past=None):
+            out, cache = super().forward(x, past)
+            return out[:, [-1]], None, cache
+
+    trace = decode(Last(), torch.randn(2, 7, 32))
+    assert trace.decode.verdict in ("same", "inconclusive")
+    assert trace.decode.max_abs_difference < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("module", "asked", "message"),
+    [
+        (Attention(), {"steps": 7}, r"decode 7 leaves no prompt: the input has 7 tokens\. Use --decode 1 to 6"),
+        (Attention(), {"steps": 0}, r"decode 0 has no step"),
+        (Attention(), {"cache": "pasd"}, r"no argument pasd\. It takes x, past\. Did you mean past\?"),
+        (Attention(), {"positions": "pos"}, r"no argument pos\. It takes x, past"),
+        (Attention(fault="forgets"), {}, r"no cache was found: with past, a step sees no earlier token"),
+        (
+            nn.TransformerEncoderLayer(32, 4, batch_first=True),
+            {},
+            r"no cache was found: the forward returns nothing that it takes \(no optional argument\)\. Give --cache",
+        ),
+        (nn.Linear(32, 32), {}, r"no attention was found"),
+    ],
+)
+def test_what_cannot_be_decoded_says_why(module, asked, message):
+    with pytest.raises(InputError, match=message):
+        decode(module, torch.randn(2, 7, 32), **asked)
+
+
+def test_a_step_that_raises_is_named_and_the_calls_before_are_shown():
+    with pytest.raises(ForwardError) as failed:
+        decode(Attention(fault="raises"), torch.randn(2, 7, 32))
+    trace = failed.value.trace
+    assert trace.notes[0] == "Step 3 of 3 raised: 1 token after 6."
+    assert rows(trace) == [(4, 0, 4), (1, 4, 1), (1, 5, 1)]
+    assert "the cache is full" in trace.failure.message
+
+
+def test_without_numbers_there_are_rows_and_no_proof():
+    with torch.device("meta"):
+        module = Attention()
+        trace = decode(module, torch.randn(2, 7, 32))
+    assert rows(trace)[-1] == (1, 6, 1)
+    assert trace.decode.verdict is None
+    assert "device meta" in trace.decode.note
+
+
+def test_a_recorded_generate_loop_has_a_row_for_each_call():
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LLAMA).eval()
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        model.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+    trace = seen.trace
+    assert rows(trace) == [(7, 0, 7), (1, 7, 1), (1, 8, 1), (1, 9, 1)]
+    assert [row.cache_bytes for row in trace.steps] == [2 * 2 * 2 * 2 * keys * 8 * 4 for keys in (7, 8, 9, 10)]
+    assert repr(trace).index("4 calls") < repr(trace).index("8 attentions")
+    assert trace.decode is None
+
+
+def test_calls_that_are_no_loop_have_no_rows():
+    module, x = Attention().eval(), torch.randn(2, 7, 32)
+    with mha_inspect.recording() as seen:
+        module(x)
+        module(x)
+    assert seen.trace.steps is None
+    with mha_inspect.recording() as seen:
+        module(x)
+        module(x[:, :1])
+    assert seen.trace.steps is None
+
+
+def test_bytes_of_a_cache_are_counted_once():
+    tensor = torch.zeros(2, 3)
+    assert held_bytes([tensor, (tensor, torch.tensor(3)), {"again": tensor}]) == 24
+    assert held_bytes(None) == 0
