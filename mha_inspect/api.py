@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from .answers.check.intent import Intent
 from .answers.decode import with_steps
@@ -175,6 +176,9 @@ def diff(
     from .answers.diff import diff as report_of
 
     modules = [require_module(module, "diff") for module in (left, right)]
+    lazy = next((name for module in modules for name, p in module.named_parameters() if is_lazy(p)), None)
+    if lazy is not None:
+        raise InputError(f"parameter {lazy!r} is lazy: it has no shape before the first call. Run the module once.")
     modules = [copy_module(module) for module in modules] if same_weights else modules
     first, second = (Subject(module, args, kwargs, seed=0) for module in modules)
     return report_of(Side("left", first), Side("right", second), same_weights=same_weights)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.errors import ForwardError, SpecError
+from mha_inspect.errors import ForwardError, InputError, SpecError
 from mha_inspect.testing import assert_same_attention, assert_stage_shapes
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 7, 3, 5
@@ -250,3 +250,28 @@ def test_a_stage_goes_by_its_name_and_a_slip_gets_the_nearest() -> None:
 
 def test_the_package_lists_its_public_names_alone() -> None:
     assert dir(mha_inspect) == sorted([*mha_inspect.__all__, "__version__"])
+
+
+class LazyHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.LazyLinear(HEADS * HEAD_DIM) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.out(((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).transpose(1, 2).flatten(-2))
+
+
+def test_the_first_run_of_a_lazy_module_has_the_stages_of_the_second(x: torch.Tensor) -> None:
+    module = LazyHeads()
+    first, second = mha_inspect.trace(module, x).attentions[0], mha_inspect.trace(module, x).attentions[0]
+    stages = [{stage.name: (stage.formula, stage.axes) for stage in found.stages} for found in (first, second)]
+    assert stages[0] == stages[1]
+    assert "W_q" in stages[0]["q_proj"][0]
+    fresh = LazyHeads()
+    with mha_inspect.recording() as seen:
+        fresh(x)
+    assert [stage.name for stage in seen.trace.attentions[0].stages] == list(stages[0])
+    assert mha_inspect.diff(module, module, x).verdict == "same"
+    with pytest.raises(InputError, match=r"'q.weight' is lazy: .* Run the module once"):
+        mha_inspect.diff(module, LazyHeads(), x)

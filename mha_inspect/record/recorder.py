@@ -109,6 +109,8 @@ class Recorder(TorchDispatchMode):
         self._buffers: list[Named] = []
         self._sights: dict[int, Sight] = {}
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
+        self._lazy: dict[int, tuple[str, Tensor]] = {}
+        """Parameters without a shape before the run, which gives them one."""
         self._compiled: list[str] = []
         self._refusals: dict[int, str] = {}
         self._key = f".recorder {next(_NUMBERS)}"
@@ -179,7 +181,11 @@ class Recorder(TorchDispatchMode):
             start = f"{path}." if path else ""
             for names, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in tensors.items():
-                    if tensor is not None and id(tensor) not in names and not nn.parameter.is_lazy(tensor):
+                    if tensor is None or id(tensor) in names:
+                        continue
+                    if nn.parameter.is_lazy(tensor):
+                        self._lazy[id(tensor)] = start + name, tensor
+                    else:
                         names[id(tensor)] = start + name, tensor
         self._name(self._parameters, parameters.values())
         self._name(self._buffers, buffers.values(), are_constants=True)
@@ -196,6 +202,7 @@ class Recorder(TorchDispatchMode):
         """Return the recording so far, with `returned` as its named outputs."""
         outputs: list[Named] = []
         self._name(outputs, tensors_in(returned))
+        self._name(self._parameters, [named for named in self._lazy.values() if not nn.parameter.is_lazy(named[1])])
         with uncollected():
             self._catch_up()
             self._number_turns()
