@@ -275,3 +275,43 @@ def test_the_first_run_of_a_lazy_module_has_the_stages_of_the_second(x: torch.Te
     assert mha_inspect.diff(module, module, x).verdict == "same"
     with pytest.raises(InputError, match=r"'q.weight' is lazy: .* Run the module once"):
         mha_inspect.diff(module, LazyHeads(), x)
+
+
+class Heads(LazyHeads):
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        self.q, self.k, self.v, self.out = (nn.Linear(HEADS * HEAD_DIM, HEADS * HEAD_DIM) for _ in range(4))
+
+
+class Block(nn.Module):
+    """Attention, and layers around it: some of other names or shapes than in a block of another depth."""
+
+    def __init__(self, deep: bool = True) -> None:
+        super().__init__()
+        width = HEADS * HEAD_DIM
+        self.attn, self.norm = Heads(), nn.LayerNorm(width)
+        self.mlp = nn.Sequential(nn.Linear(width, 2 * width), nn.Linear(2 * width, width)) if deep else None
+        self.last = nn.Linear(width, width, bias=deep)
+        nn.init.normal_(self.norm.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.norm(x))
+        return self.last(x if self.mlp is None else x + self.mlp(x))
+
+
+def test_weights_around_an_attention_are_copied_too_where_name_and_shape_agree(x: torch.Tensor) -> None:
+    report = mha_inspect.diff(Block(), Block(deep=False), x, same_weights=True)
+    assert {row.verdict for row in report.stages} == {"same"}  # the queries come from the norm
+    assert report.verdict == "differs"
+    assert not report.weights.whole
+    assert "and 3 other tensors by name and shape" in report.weights.sentence
+    outside = {line.partition(":")[0]: line for line in report.weights.left_out}
+    assert "mlp.0.weight" in outside["Block"]
+    assert "norm" not in str(outside)
+
+
+def test_a_block_beside_an_attention_alone_is_told_how_to_compare_its_attention(x: torch.Tensor) -> None:
+    notes = mha_inspect.diff(Heads(), Block(), x, same_weights=True).notes
+    assert [note for note in notes if note.endswith("--right-module attn.")]
+    for left, right in ((Block(), Block(deep=False)), (Heads(), nn.Sequential(Heads()))):
+        assert "-module" not in str(mha_inspect.diff(left, right, x, same_weights=True).notes)

@@ -198,6 +198,8 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
             f"{sides[0].label} has {plural(counts[0], 'attention')} and {sides[1].label} has {counts[1]}: "
             f"the first {min(counts)} are paired, in the order of computation."
         )
+    for side, other in (sides, sides[::-1]):
+        yield from _around(side, other)
     if any(side.drops for side in sides):
         yield (
             "Dropout is on, so the sides also differ in the elements that they drop. "
@@ -205,6 +207,14 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
         )
     yield from dict.fromkeys(note for side in sides for note in side.notes)
     yield from (f"{side.label}: {note}" for side in sides for note in unlike_dot(side.run))
+
+
+def _around(side: Side, other: Side) -> Iterator[str]:
+    """Yield how to compare the attention inside a block with a side that is an attention alone."""
+    (path, *_), alone = ([attention.module for attention, _ in run.attentions] or [""] for run in (side, other))
+    parameters = side.subject.module.named_parameters()
+    if path and alone == [""] and any(not name.startswith(f"{path}.") for name, _ in parameters):
+        yield f"{side.label} has weights around its attention. To compare the attention: --{side.name}-module {path}."
 
 
 def _not_comparable(report: DiffReport) -> Iterator[str]:

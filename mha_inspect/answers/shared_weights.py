@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from ..errors import WeightsError
 from ..measure.weights import PARTS, CopiedParts, NotCopied, Weights, copy_by_head, draw
 from ..record.rounding import same_bits
 from ..reports.diff import SharedWeights
-from ..text import first_few, listed
+from ..text import first_few, listed, plural
 from .comparable_run import ComparableRun
 
 
@@ -72,13 +72,15 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         return Shared(SharedWeights(False, sentence, (direction,)), are_copied=False, are_comparable=False)
     source, target = direction.source, direction.target
     lacking = _why_not(direction.not_copied, target.label, source.label)
-    left_out = (*lacking, *_rest(source), *_rest(target))
+    named = _copied_by_name(source, target)
+    left_out = (*lacking, *_rest(source, named), *_rest(target, named))
     filled = {part for copied in direction.copied for part in copied.filled}
     how = f"Copied by head from {source.label} to {target.label}"
     added = ["the identity as W_o"] if "W_o" in filled else []
     added += ["zeros as biases"] if filled - {"W_o"} else []
     how += f", with {listed(added)}" if added else ""
     how += ", as far as they fit" if lacking else ""
+    how += f", and {plural(len(named), 'other tensor')} by name and shape" if named else ""
     return Shared(SharedWeights(not left_out, f"{how}.", left_out))
 
 
@@ -177,9 +179,21 @@ def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[
     )
 
 
-def _rest(side: ComparableRun) -> Iterator[str]:
-    """Yield a sentence if a module has parameters outside the projections of its attentions."""
-    others = _outside(side)
+def _copied_by_name(source: ComparableRun, target: ComparableRun) -> frozenset[str]:
+    """Copy the weights outside the projections that have the same name and shape on both sides; return their names."""
+    given, taken = _outside(source), _outside(target)
+    same = frozenset(name for name, tensor in taken.items() if name in given and given[name].shape == tensor.shape)
+    with torch.no_grad():
+        for name in same:
+            taken[name].copy_(given[name])
+    if same:
+        target.forget()
+    return same
+
+
+def _rest(side: ComparableRun, copied: Collection[str] = ()) -> Iterator[str]:
+    """Yield a sentence if a module has parameters outside the projections that were not `copied`, by name."""
+    others = {name: tensor for name, tensor in _outside(side).items() if name not in copied}
     if others:
         names, count = first_few(list(others), 1), sum(tensor.numel() for tensor in others.values())
         yield f"{side.label}: not copied, outside the projections: {names} ({count:,} numbers)."
