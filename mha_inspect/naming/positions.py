@@ -29,8 +29,6 @@ _FAR = 60
 """Tensors after which a walk gives up."""
 _NEAR = 1e-5
 """Relative differences below this are rounding."""
-_FARTHEST = 1 << 20
-"""Positions beyond are not told apart by their angles."""
 _LARGEST = 1 << 24
 """Heads with more elements are not computed again."""
 
@@ -261,9 +259,8 @@ def _offset(turns: Tensor, guesses: list[int]) -> int | None:
     numbers = torch.cat((torch.tensor(guesses, dtype=torch.long), (laps[:, None] + torch.arange(-8, 9)).flatten()))
     near = 1e-3 + 1e-7 * numbers.abs()[:, None] + 4e-7 * numbers[:, None] ** 2 * steps.abs()
     angles = torch.polar(torch.ones((), dtype=torch.float64), numbers[:, None] * steps)
-    fits = ((angles - turns[0]).abs() <= near).all(-1) & (numbers.abs() < _FARTHEST)
-    fits[: len(guesses)] &= numbers[: len(guesses)] >= 0
-    return int(numbers[int(fits.int().argmax())]) if bool(fits.any()) else None
+    fits = ((angles - turns[0]).abs() <= near).all(-1) & (near < steps.abs() / 2).any(-1)
+    return min(numbers[fits].tolist(), key=lambda number: (number not in guesses, abs(number)), default=None)
 
 
 def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
@@ -325,11 +322,11 @@ def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:
         bias = bool((numbers != 0).any()) and not bool(((numbers == 0) | (numbers == 1)).all())
         if bias and _is_linear(value, finite):
             return Added(True, not bool(finite.all()), Position("alibi"))
-        if not bias:
-            return Added(False, not bool(finite.all()))
+    else:
+        bias = False
     learned, relative = _origin(graph, tensor)
     mask = finite is not None and not bool(finite.all())
-    return Added(learned or value is not None, mask, Position("relative bias") if relative else None)
+    return Added(bias or learned, mask, Position("relative bias") if relative else None)
 
 
 def _origin(graph: Graph, tensor: TensorRef) -> tuple[bool, bool]:

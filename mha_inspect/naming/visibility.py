@@ -90,6 +90,9 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
     axes, shape = names.of_stage("weights"), turn.stages["weights"].shape
     dims, sizes = dims_of(axes), sizes_in(attention, names, "weights")
     queries, keys = ([place for place, dim in enumerate(dims) if name in dim] for name in ("query", "key"))
+    if len(keys) == 1 and not queries and names.lengths == (1, shape[keys[0]]):  # a single query has no axis
+        pair = _pair(sight, 0, keys[0]) if keys[0] else None
+        return Visibility(None if pair is None else pair.any(0)[None], ())
     if len(queries) != 1 or len(keys) != 1 or queries == keys:
         return None
     query, key = queries[0], keys[0]
