@@ -236,7 +236,8 @@ class StageFacts:
 
 def _moves_in_place(op: Op) -> bool:
     """Return whether an operation only copies into memory, or makes memory to copy into."""
-    return op.base_name in ("copy_", "empty_like", "new_empty", "new_zeros", "zeros_like")
+    made = op.base_name.removeprefix("new_").removesuffix("_like")
+    return made in ("copy_", "index_copy_", "index_put_", "empty", "zeros")
 
 
 def _repeated(before: int, after: int) -> str:
