@@ -27,10 +27,7 @@ _STAGES = {"query": "q_heads", "key": "k_heads", "value": "v_heads"}
 class OperandSteps:
     """What becomes of queries, keys or values between their projection and the product."""
 
-    norm: str = ""
-    """Name of the norm's function; empty without a norm."""
-    whole: bool = False
-    """Whether the norm is over the features of all heads."""
+    norm: QKNorm | None = None
     rotated: bool = False
     cache: Cache | None = None
     ops: frozenset[int] = frozenset()
@@ -72,40 +69,34 @@ class InnerStepsReader:
             side: OperandPath(self._graph, turn, side, from_first=True) if turn.earlier.get(side) else paths[side]
             for side in ("key", "value")
         }
-        turns = {
-            side: self._rotation(paths[side], names) or self._rotation(first.get(side, paths[side]), names)
-            for side in (sides if turn.is_dot else ())
-        }
+        rotation = partial(rotation_of, constants=self._constants, known=self._rotations)
+        turns = {side: rotation(paths[side], names) or rotation(first.get(side, paths[side]), names) for side in sides}
         caches = {side: cache_of(path, self._constants, names, seen) for side, path in first.items()}
         added = added_by(self._graph, self._constants, turn, lambda op: masks_of(self._graph, turn, op))
         operands: dict[str, OperandSteps] = {}
         for side, stage in _STAGES.items():
             norm, turned, cached = norms.get(side), turns.get(side), caches.get(side)
-            spans = [range(found.start, found.stop + 1) for found in (norm, turned) if found is not None]
+            spans = [found[1] for found in (norm, turned) if found is not None]
             ops = {op.index for op in paths[side].ops if any(op.index in span for span in spans)}
             if norm or turned or cached:
                 operands[stage] = OperandSteps(
-                    norm=f"{norm.report.kind}_norm" if norm else "",
-                    whole=norm is not None and norm.report.over == "all",
-                    rotated=turned is not None,
-                    cache=cached.report if cached else None,
-                    ops=frozenset(ops | (cached.ops if cached else set())),
+                    norm[0] if norm else None,
+                    turned is not None,
+                    cached[0] if cached else None,
+                    frozenset(ops.union(cached[1] if cached else ())),
                 )
         norm = norms["query"] or norms["key"]
         cached = caches["key"]
         rotary = _rotary(turns["query"], turns["key"])
         return InnerSteps(
             position=rotary or next((each.position for each in added.values() if each.position), None),
-            qk_norm=norm.report if norm else None,
-            cache=cached.report if cached else None,
+            qk_norm=norm[0] if norm else None,
+            cache=cached[0] if cached else None,
             window=self._window(attention, names),
             bias=any(each.bias for each in added.values()),
             operands=operands,
             added=added,
         )
-
-    def _rotation(self, path: OperandPath, names: AxisNames) -> Turned | None:
-        return rotation_of(path, self._constants, names, self._rotations)
 
     def _seen(self, attention: Attention, names: AxisNames) -> Tensor | None:
         """Return which query sees which key; None if unknown."""
@@ -130,10 +121,10 @@ def _rotary(query: Turned | None, key: Turned | None) -> Position | None:
         return None
     return Position(
         "rotary",
-        either.rotation.layout,
-        either.rotation.dims,
-        query.rotation.offset if query else None,
-        key.rotation.offset if key else None,
+        either[0].layout,
+        either[0].dims,
+        query[0].offset if query else None,
+        key[0].offset if key else None,
     )
 
 

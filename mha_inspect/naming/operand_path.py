@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import isclose, prod
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -58,18 +57,8 @@ class OperandPath:
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-class Norm(NamedTuple):
-    """A norm of queries or keys after their projection."""
-
-    report: QKNorm
-    start: int
-    """Index of its first operation."""
-    stop: int
-    """Index of its last operation, with its gain."""
-
-
-def norm_of(path: OperandPath, names: AxisNames) -> Norm | None:
-    """Return the norm between a projection and the scores; None without one."""
+def norm_of(path: OperandPath, names: AxisNames) -> tuple[QKNorm, range] | None:
+    """Return the norm between a projection and the scores, and the indices of its operations; None without one."""
     for op in path.ops:
         found = _fused_norm(op) or _norm_in_steps(path, op)
         if found is None:
@@ -85,7 +74,7 @@ def norm_of(path: OperandPath, names: AxisNames) -> Norm | None:
             number = path.graph.scale_of(later) if kind == "l2" and op.index < later.index < op.index + 4 else None
             if number is not None and isclose(number, size**0.5, rel_tol=1e-4):
                 kind, end = "rms", later
-        return Norm(QKNorm(kind, over), start, end.index)  # type: ignore[arg-type]  # a word of the tables
+        return QKNorm(kind, over), range(start, end.index + 1)  # type: ignore[arg-type]  # a word of the tables
     return None
 
 
@@ -130,18 +119,10 @@ def _statistic(path: OperandPath, tensor: TensorRef) -> Op | None:
 # -- caches -----------------------------------------------------------------------------------------------------------
 
 
-class CachedKeys(NamedTuple):
-    """Keys or values of earlier calls beside those of this one."""
-
-    report: Cache
-    ops: frozenset[int]
-    """Indices of the operations that join or write them."""
-
-
 def cache_of(
     path: OperandPath, constants: Constants, names: AxisNames, who_sees: Callable[[], Tensor | None]
-) -> CachedKeys | None:
-    """Return the cache behind the keys or values of an attention; None without one.
+) -> tuple[Cache, set[int]] | None:
+    """Return the cache behind keys or values, and the indices of the operations that fill it; None without one.
 
     Args:
         path: the operations of that side.
@@ -157,13 +138,12 @@ def cache_of(
             new = sum(t.shape[_join_place(op)] for t in op.inputs if t.id in path.reached)
             past = op.output.shape[_join_place(op)] - new
             if past and new and past + new >= keys > new and all(_is_earlier(path, tensor) for tensor in earlier):
-                return CachedKeys(Cache(keys - new, new, 0, "concatenated"), frozenset((op.index,)))
+                return Cache(keys - new, new, 0, "concatenated"), {op.index}
         elif op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached:
             written = op
     if written is None:
         return None
     ends = [op for op in path.ops if op.index > written.index and op.does("gathers") and _is_paged(path, op, keys)]
-    ops = frozenset(op.index for op in path.ops if op.index in (written.index, *(end.index for end in ends)))
     new, first = _written_keys(path, constants, written, queries)
     seen = who_sees()
     open_slots = [] if seen is None else [not bool(key) for key in seen.any(0).tolist()]
@@ -175,7 +155,8 @@ def cache_of(
     past = last - new
     if past < 0 or (past == 0 and last == keys):
         return None
-    return CachedKeys(Cache(past, new, keys - last, "paged" if ends else "in place"), ops)
+    ops = {written.index, *(op.index for op in ends)}
+    return Cache(past, new, keys - last, "paged" if ends else "in place"), ops
 
 
 def _join_place(op: Op) -> int:

@@ -42,23 +42,19 @@ class Rotation(NamedTuple):
     """Position of the first token; None if unknown."""
 
 
-class Turned(NamedTuple):
-    """A rotation, and the range of the operations that compute it."""
-
-    rotation: Rotation
-    start: int
-    stop: int
+Turned = tuple[Rotation, range]
+"""A rotation, and the indices of its operations."""
 
 
 def rotation_of(
-    path: OperandPath, constants: Constants, names: AxisNames, known: dict[Any, Rotation | None]
+    path: OperandPath, names: AxisNames, *, constants: Constants, known: dict[Any, Rotation | None]
 ) -> Turned | None:
     """Return the rotation between a projection and the scores; None without one, or if its table has no values.
 
     Args:
         path: the operations of queries or keys.
-        constants: values of tables.
         names: the axes.
+        constants: values of tables.
         known: rotations by their operations, so that layers with one table are computed once.
     """
     tables = [(op, table) for op in path.ops for table in _tables(path, op)]
@@ -66,7 +62,7 @@ def rotation_of(
     ends = _region(path, [op for op, _ in tables]) if tables else None
     if ends is None:
         return None
-    before, after = _widest(_moved_back(path, ends[0]), width), _widest(_moved_on(path, ends[1]), width)
+    before, after = (_widest(path, end, width, backward=end is ends[0]) for end in ends)
     if before is None or after is None or _features(before) != _features(after) or before.numel > _LARGEST:
         return None
     ops = between(path.graph.recording, {before.id}, after)
@@ -75,7 +71,7 @@ def rotation_of(
         rotation = _read(path, constants, ops, (before, after), [table for _, table in tables], single=single)
         known[key] = rotation
     rotation = known[key]
-    return None if rotation is None or not ops else Turned(rotation, ops[0].index, ops[-1].index)
+    return None if rotation is None or not ops else (rotation, range(ops[0].index, ops[-1].index + 1))
 
 
 def _tables(path: OperandPath, op: Op) -> Iterator[TensorRef]:
@@ -116,36 +112,24 @@ def _features(tensor: TensorRef) -> int:
     return (tensor.shape[-1] if tensor.shape else 0) * (1 + tensor.dtype.startswith("complex"))
 
 
-def _moved_back(path: OperandPath, tensor: TensorRef) -> Iterator[TensorRef]:
-    """Yield a tensor, and the tensors that it was viewed or copied from as a whole."""
-    yield tensor
-    while (op := path.graph.recording.producer(tensor)) is not None and _is_whole(path, op):
-        tensor = op.inputs[0]
-        yield tensor
+def _widest(path: OperandPath, tensor: TensorRef, width: int, *, backward: bool) -> TensorRef | None:
+    """Return the last tensor with the most features, at most those of a head, that this is a whole view or copy of.
 
-
-def _moved_on(path: OperandPath, tensor: TensorRef) -> Iterator[TensorRef]:
-    """Yield a tensor, and what it is viewed or copied into as a whole."""
-    while True:
-        yield tensor
-        readers = [op for op in path.graph.recording.consumers.get(tensor.id, ()) if op in path.ops]
-        if len(readers) != 1 or not _is_whole(path, readers[0]) or path.target.id == tensor.id:
-            return
-        tensor = readers[0].output
-
-
-def _is_whole(path: OperandPath, op: Op) -> bool:
-    sizes = [tensor.numel * (1 + tensor.dtype.startswith("complex")) for tensor in (*op.inputs[:1], op.output)]
-    return path.graph.moves(op) and len(op.inputs) == 1 and sizes[0] == sizes[1] and op in path.ops
-
-
-def _widest(tensors: Iterator[TensorRef], width: int) -> TensorRef | None:
-    """Return the tensor with the most features in its last dimension, no more than a head has; the last of several."""
+    Otherwise the last that is a view or copy of it.
+    """
     best: TensorRef | None = None
-    for tensor in tensors:
+    while True:
         if tensor.shape and width >= _features(tensor) >= (1 if best is None else _features(best)):
             best = tensor
-    return best
+        made, recording = path.graph.recording.producer(tensor), path.graph.recording
+        near = [made] if backward and made is not None else []
+        near = near if backward else [op for op in recording.consumers.get(tensor.id, ()) if op in path.ops]
+        if len(near) != 1 or near[0] not in path.ops or not path.graph.moves(near[0]) or len(near[0].inputs) != 1:
+            return best
+        ends = near[0].inputs[0], near[0].output
+        if len({end.numel * (1 + end.dtype.startswith("complex")) for end in ends}) > 1:
+            return best
+        tensor = ends[not backward]
 
 
 def _read(

@@ -203,8 +203,9 @@ class StageFacts:
         """Return the norm, the rotation, the cache and the repeated heads on the way to a stage."""
         before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
         text = f"{source} in heads"
-        if steps.norm:
-            text = f"{steps.norm}({source}) in heads" if steps.whole else f"{steps.norm}({text})"
+        if steps.norm is not None:
+            name, whole = f"{steps.norm.kind}_norm", steps.norm.over == "all"
+            text = f"{name}({source}) in heads" if whole else f"{name}({text})"
         text = f"rotary({text})" if steps.rotated else text
         text += f", then {', '.join(dict.fromkeys(computed))}" if computed else ""
         cache = steps.cache
