@@ -66,11 +66,18 @@ class Graph:
         buffers = (named.tensor for named in self.recording.buffers)
         ids = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
         for op in self.recording.ops:
-            if op.inputs and op.inputs[0].id in ids and op.kind != "write" and all(t.id in ids for t in op.inputs):
+            if op.inputs and op.kind != "write" and self._is_of(op, ids):
                 weighs = op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
                 if weighs or op.kind != "compute":
                     ids.update(tensor.id for tensor in op.outputs)
         return frozenset(ids)
+
+    def _is_of(self, op: Op, weights: set[int]) -> bool:
+        """Return whether an operation reads weights alone, or joins weights with constants, e.g. a bias with zeros."""
+        if op.does("joins"):
+            weight = any(tensor.id in weights for tensor in op.inputs)
+            return weight and not any(tensor.id in self._from_inputs for tensor in op.inputs)
+        return op.inputs[0].id in weights and all(tensor.id in weights for tensor in op.inputs)
 
     @cached_property
     def _from_inputs(self) -> set[int]:

@@ -103,7 +103,7 @@ class Elements:
             return self._written(op)
         if op.does("joins", "gathers") or name in _MOVED_BY_TORCH:
             return self._moved(op)
-        if op.does("product", "runs", "softmax"):
+        if op.does("product", "runs", "softmax") or name.endswith("_like"):
             return None
         if axes_rule(op.base_name) == "reduce":
             source = self.of(op.inputs[0])

@@ -226,7 +226,8 @@ class _PartsOfAttention:
             inner = "group" in words and self._names.head_order.index("group") == 1
             self._serve([head % shared if inner else head * shared // heads for head in range(heads)])
         parts = [*self._side("q"), *self._side("k"), *self._side("v"), *self._output()]
-        return parts, self._serves
+        # A bias that is joined from several has elements of one side in each.
+        return [part for part in parts if part.heads or not _is_elsewhere(part, parts)], self._serves
 
     def _serve(self, users: list[int]) -> None:
         counted = range(self._names.num_kv_heads)
@@ -493,6 +494,13 @@ def _have_in_common(heads: dict[int, Tensor]) -> bool:
     """Return whether heads have elements in common."""
     first, *others = heads.values() or [torch.zeros(0)]
     return any(bool(torch.isin(other[other >= 0], first).any()) for other in others[:1])
+
+
+def _is_elsewhere(part: Part, parts: Iterable[Part]) -> bool:
+    """Return whether every element of a bias is known to be in the heads of other sides."""
+    same = [other for other in parts if other.parameter.name == part.parameter.name and other.kind == part.kind == "b"]
+    rows = [row[row >= 0] for other in same for row in other.heads.values()]
+    return bool(rows) and len(torch.unique(torch.cat(rows))) == part.parameter.tensor.numel
 
 
 def _of_no_head(part: Part) -> Part:

@@ -181,15 +181,17 @@ class Roles:
         if "k_proj" not in self._attention.stages or self.mixes_positions:
             return self.heads
         projected = self._atoms("k_proj")
-        pieces = (atom for atom in self.heads if 1 < atom.size < size_of(self.heads))
+        once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))
+        count = size_of(self.heads)
+        pieces = (atom for atom in self.heads if 1 < atom.size < count or (atom.size == count and atom in once))
         shared = _within(self.heads, projected) or tuple(
-            # A piece of an axis, if one projection gives different numbers of query and key heads.
+            # A piece of an axis, if one projection gives different numbers of query and key heads, or if a few heads
+            # are computed at a time.
             atom
             for atom in pieces
             if projected & {*resolve(atom.origins.get(atom.size, ((), 0))[0])}
         )
         # Otherwise the heads before they are repeated, if they could not be followed to the projection.
-        once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))
         fewer = _within(wide(self.heads), once)
         shared = shared or (fewer if len(fewer) < len(wide(self.heads)) else ())
         if not shared and not self._attention.is_dot and not {*self.heads} & {*wide(tuple(self._atoms("k_heads")))}:

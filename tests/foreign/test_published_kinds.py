@@ -180,3 +180,48 @@ def test_single_queries_are_a_batch() -> None:
     (one,) = trace(Memories(), torch.randint(13, (4, N, 5)), torch.randint(13, (4, 5))).attentions
     stages = {stage.name: stage.axes for stage in one.stages}
     assert (one.num_heads, stages["weights"]) == (1, "batch key")
+
+
+class Biased(nn.Module):
+    """BEiT and Swin v2: one bias, joined from that of the queries, zeros for the keys, and that of the values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH)
+        self.q_bias, self.v_bias = (nn.Parameter(torch.randn(WIDTH)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = torch.cat([self.q_bias, torch.zeros_like(self.v_bias), self.v_bias])
+        packed = nn.functional.linear(x, self.qkv.weight, bias).unflatten(-1, (3, HEADS, HEAD_DIM))
+        q, k, v = packed.permute(2, 0, 3, 1, 4)
+        return self.o(((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_bias_that_is_joined_belongs_to_the_side_that_its_elements_reach() -> None:
+    module, x = Biased(), torch.randn(B, N, WIDTH)
+    roles = {parameter.name: parameter.role for parameter in params(module, x).parameters}
+    assert (roles["q_bias"], roles["v_bias"]) == ("b_q", "b_v")
+    for letter in "qv":
+        assert all(map(torch.equal, rows_of(module, f"b_{letter}", x), getattr(module, f"{letter}_bias").split(5)))
+
+
+class FewAtATime(Grouped):
+    """Stable Diffusion's attention for little memory: a few of the folded heads at a time, written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(project(x)).flatten(0, 1) for project in (self.q, self.k, self.v))
+        context = torch.zeros_like(q)
+        for at in range(0, len(q), KV_HEADS):
+            some = slice(at, at + KV_HEADS)
+            scores = torch.einsum("bid,bjd->bij", q[some], k[some]) * HEAD_DIM**-0.5
+            context[some] = torch.einsum("bij,bjd->bid", scores.softmax(-1), v[some])
+        return self.o(context.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2))
+
+
+def test_a_few_heads_at_a_time_have_keys_of_their_own() -> None:
+    attentions = trace(FewAtATime(), torch.randn(B, N, WIDTH)).attentions
+    assert [(one.num_heads, one.num_kv_heads) for one in attentions] == [(KV_HEADS, KV_HEADS)] * 4
