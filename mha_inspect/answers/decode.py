@@ -62,7 +62,7 @@ def decoded(
             where = f"Step {step} of {steps} raised: 1 token after {start}." if step else "The prompt raised."
             with _saying(where, rows):
                 trace, run = traced(called, show, keep=True) if step == steps else _recorded(called)
-            rows.append(step_of(trace.attentions, start))
+            rows.append(step_of(trace.attentions, start, continued=bool(cache and past is not None)))
             if step and not rows[-1].past:
                 takes = listed(_may_take_cache(arguments)) or "no optional argument"
                 why = f"the forward returns nothing that it takes ({takes})"
@@ -126,13 +126,16 @@ def _saying(where: str, rows: Sequence[Step]) -> Iterator[None]:
         raise
 
 
-def step_of(attentions: Sequence[AttentionReport], before: int) -> Step:
+def step_of(attentions: Sequence[AttentionReport], before: int, *, continued: bool = False) -> Step:
     """Return the row of a call with these attentions, after calls with `before` tokens.
+
+    Keys beside those of its own tokens are of earlier calls if the call is `continued` or a cache is seen.
 
     Raises `InputError` without attentions.
     """
     if not attentions:
         raise InputError("no attention was found: nothing here computes softmax(QKᵀ)V. Check the target.")
+    continued = continued or any(attention.cache for attention in attentions)
     # The scores may have a group of heads in place of the queries.
     asked = [_size(attention, "query", ("query", "q_proj", "output", *_SCORES)) for attention in attentions]
     queries = min(asked)
@@ -141,9 +144,10 @@ def step_of(attentions: Sequence[AttentionReport], before: int) -> Step:
     keys = _size(widest, "key", _SCORES)
     return Step(
         queries=queries,
-        past=min(before, max(keys - queries, 0)),
+        # Empty slots of a static cache may not be known.
+        past=min(before, max(keys - queries, 0)) if continued else 0,
         new=queries,
-        scores=next(stage.shape for stage in widest.stages if stage.name in _SCORES),
+        scores=next((stage.shape for stage in widest.stages if stage.name in _SCORES), ()),
         cache_bytes=sum(map(_read_bytes, attentions)),
         flops=sum(stage.flops for attention in attentions for stage in attention.stages),
     )

@@ -68,6 +68,17 @@ class Attention(nn.Module):
         return self.proj((weights @ v).transpose(1, 2).reshape(b, t, e)), (k, v)
 
 
+class WithBias(nn.Module):
+    """Every step sees two keys more than its own, and no earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(32, 4, add_bias_kv=True, add_zero_attn=True, batch_first=True)
+
+    def forward(self, x):
+        return self.inner(x, x, x)[0]
+
+
 def test_rows_of_a_concatenated_cache_by_hand():
     torch.manual_seed(0)
     x = torch.randn(2, 7, 32)
@@ -156,6 +167,8 @@ def test_published_code_that_writes_its_cache_in_place(name):
     assert rows(trace) == [(3, 0, 3), (1, 3, 1), (1, 4, 1), (1, 5, 1)]
     keys = 16 if name == "gpt_fast" else 6
     assert trace.steps[-1].scores == (2, 4, 1, keys)
+    cache = trace.attentions[0].cache
+    assert (cache.past, cache.new, cache.empty) == (5, 1, keys - 6)
     assert trace.decode.verdict == "same"
 
 
@@ -215,6 +228,7 @@ def test_logits_of_the_last_position_alone_and_none_before_the_cache():
             r"no cache was found: the forward returns nothing that it takes \(no optional argument\)\. Give --cache",
         ),
         (nn.Linear(32, 32), {}, r"no attention was found"),
+        (WithBias(), {}, r"no cache was found"),
     ],
 )
 def test_what_cannot_be_decoded_says_why(module, asked, message):
@@ -261,6 +275,12 @@ def test_calls_that_are_no_loop_have_no_rows():
     with mha_inspect.recording() as seen:
         module(x)
         module(x[:, :1])
+    assert seen.trace.steps is None
+    cross, memory = nn.MultiheadAttention(32, 4, batch_first=True).eval(), torch.randn(2, 9, 32)
+    with mha_inspect.recording() as seen:
+        for _ in range(3):
+            cross(x[:, :1], memory, memory)
+    assert len(seen.trace.attentions) == 3
     assert seen.trace.steps is None
 
 
