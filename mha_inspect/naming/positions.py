@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
-from ..graph.dataflow import Graph
+from ..graph.dataflow import Graph, made_of
 from ..graph.rerun import Constants, between, results_of
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW
@@ -286,9 +286,12 @@ def added_by(
 ) -> dict[int, Added]:
     """Return what each operation that masks scores adds, by its index; `operands` gives what it reads besides them."""
     found: dict[int, Added] = {}
+    product = attention.score_product.op
+    own = made_of({product.output.id}, graph.recording.ops[product.index + 1 : attention.softmax.index])
     for op in attention.masks:
         if not op.does("fills") and not op.does("scales"):
-            parts = [_added(graph, constants, tensor) for tensor in operands(op) if tensor.numel > 1]
+            others = [tensor for tensor in operands(op) if tensor.numel > 1 and tensor.id not in own]
+            parts = [_added(graph, constants, tensor) for tensor in others]
             position = next((part.position for part in parts if part.position is not None), None)
             found[op.index] = Added(any(p.bias for p in parts), any(p.mask for p in parts), position)
     return found

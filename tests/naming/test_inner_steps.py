@@ -214,6 +214,41 @@ SCORES = {
 }
 
 
+def by_query(self: Attend, positions: Tensor) -> Tensor:
+    """Return scores of a query with distances, after it was kept by `remembered`."""
+    return torch.einsum("bhqd,qkd->bhqk", self.kept, positions)
+
+
+def remembered(self: Attend, q: Tensor, k: Tensor) -> Pair:
+    self.kept = q
+    return q, k
+
+
+def shifted(self: Attend, scores: Tensor) -> Tensor:
+    """Transformer-XL: the projections of sinusoids, by distance."""
+    angle = angles(length=2 * T - 1, dims=E)
+    far = self.heads(self.q(torch.cat((angle.sin(), angle.cos()), -1)[None]))
+    return scores + (self.kept @ far.mT).gather(-1, (DISTANCE + T - 1).expand(B, H, T, T))
+
+
+@pytest.mark.parametrize(
+    "scores",
+    [
+        lambda self, scores: scores + by_query(self, self.learned[DISTANCE.clamp(-2, 2) + 2]),  # BERT, relative keys
+        shifted,
+    ],
+)
+def test_relative_positions_that_queries_are_multiplied_with(scores: Any) -> None:
+    attention = found(with_method(positions=remembered, scores=scores))
+    assert (attention.bias, attention.position) == (True, Position("relative bias"))
+
+
+def test_a_bias_of_activations_is_no_position() -> None:
+    scores = with_method(scores=lambda self, scores: scores + self.q(X)[..., :H].mT[..., None])
+    attention = found(scores)
+    assert (attention.bias, attention.position) == (True, None)
+
+
 @pytest.mark.parametrize("name", SCORES)
 def test_bias(name: str) -> None:
     scores, kind, formula = SCORES[name]
@@ -249,6 +284,7 @@ NOTHING: dict[str, dict[str, Any]] = {
     "the same rotation everywhere": {
         "positions": lambda self, q, k: (halves(q, angles(1, 1)), halves(k, angles(1, 1)))
     },
+    "the largest score is taken off": {"scores": lambda self, scores: scores - scores.amax(-1, True).expand_as(scores)},
     "a causal mask that is added": {"scores": lambda self, scores: scores + torch.full((T, T), -1e9).triu(1)},
     "padding that is added": {"scores": lambda self, s: s + (PLACES > 3) * torch.finfo(torch.float32).min},
     "keys that are learned": {
