@@ -189,7 +189,7 @@ class StageFacts:
         computing = [op for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
         computed = [op.base_name for op in computing if op.index not in steps.ops and not _moves_in_place(op)]
         if steps != OperandSteps():
-            return self._in_heads(stage, source, steps, computed)
+            return self._in_heads(stage, source, steps, computed, brief=brief)
         if computed:
             return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
         left, right = self._axes[source], self._axes[stage]
@@ -197,25 +197,29 @@ class StageFacts:
         if brief and pattern:
             pattern = "merge" if stage == "concat" else "split"
         moved = source if left == right else pattern or f"{source} in heads"
-        return moved + self._grown(source, stage)
+        return moved + self._grown(source, stage, brief=brief)
 
-    def _in_heads(self, stage: str, source: str, steps: OperandSteps, computed: list[str]) -> str:
-        """Return the norm, the rotation, the cache and the repeated heads on the way to a stage."""
+    def _in_heads(self, stage: str, source: str, steps: OperandSteps, computed: list[str], *, brief: bool) -> str:
+        """Return the norm, the rotation, the cache and the repeated heads on the way to a stage.
+
+        A brief text lists them: `split, rms_norm, rotary`.
+        """
         before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
-        text = f"{source} in heads"
+        text, name = f"{source} in heads", "" if steps.norm is None else f"{steps.norm.kind}_norm"
         if steps.norm is not None:
-            name, whole = f"{steps.norm.kind}_norm", steps.norm.over == "all"
-            text = f"{name}({source}) in heads" if whole else f"{name}({text})"
+            text = f"{name}({source}) in heads" if steps.norm.over == "all" else f"{name}({text})"
         text = f"rotary({text})" if steps.rotated else text
         text += f", then {', '.join(dict.fromkeys(computed))}" if computed else ""
+        if brief:
+            text = ", ".join(filter(None, ("split", name, "rotary" * steps.rotated, *dict.fromkeys(computed))))
         cache = steps.cache
         if cache is not None:
             past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
             text = f"{past}{f'({text})' if computed else text} ({cache.new}){empty if cache.empty else ''}"
             before = before * (cache.past + cache.new + cache.empty) // max(cache.new, 1)
-        return text + _repeated(before, after)
+        return text + _repeated(before, after, brief=brief)
 
-    def _grown(self, source: str, stage: str) -> str:
+    def _grown(self, source: str, stage: str, *, brief: bool) -> str:
         """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
         stages, (left, right) = self._attention.stages, (dims_of(self._axes[name]) for name in (source, stage))
         words = [word for dim in right for word in dim]
@@ -232,7 +236,7 @@ class StageFacts:
         if more > 0:
             what = "value" if stage == "v_heads" else "key"
             return f", plus {more} appended {what}{'s' if more > 1 else ''}"
-        return _repeated(stages[source].numel, stages[stage].numel)
+        return _repeated(stages[source].numel, stages[stage].numel, brief=brief)
 
 
 def _moves_in_place(op: Op) -> bool:
@@ -241,9 +245,11 @@ def _moves_in_place(op: Op) -> bool:
     return made in ("copy_", "index_copy_", "index_put_", "empty", "zeros")
 
 
-def _repeated(before: int, after: int) -> str:
+def _repeated(before: int, after: int, *, brief: bool = False) -> str:
     """Return how often each head is repeated; empty if it is not."""
-    return f", each head repeated {after // before} times" if after > before > 0 and after % before == 0 else ""
+    if not after > before > 0 or after % before:
+        return ""
+    return f", ×{after // before}" if brief else f", each head repeated {after // before} times"
 
 
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:

@@ -106,3 +106,10 @@ def test_what_was_not_shown_is_shown_on_a_wide_one(screen, monkeypatch) -> None:
     lines = screen("trace")
     assert {"bytes", "FLOPs", "memory"} <= set(" ".join(lines).split())
     assert any("batch query (heads head_dim) -> batch heads query head_dim" in line for line in lines)
+
+
+def test_the_steps_of_a_stage_are_listed_where_there_is_no_room_for_a_formula(screen) -> None:
+    lines = screen("trace", "--layer", "grouped-query", "--num-kv-heads", "2", "--rope")
+    stages = {line.split()[0]: line for line in lines if "batch" in line}
+    assert stages["q_heads"].endswith("split, rotary")
+    assert stages["k_heads"].endswith("split, rotary, ×4")
