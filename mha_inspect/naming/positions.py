@@ -66,7 +66,7 @@ def rotation_of(
     if before is None or after is None or _features(before) != _features(after) or before.numel > _LARGEST:
         return None
     ops = between(path.graph.recording, {before.id}, after)
-    key = tuple((op.name, op.output.shape, *(t.id for t in path.others(op))) for op in ops)
+    key = tuple((op.name, op.output.shape, *((t.storage, t.offset, t.stride) for t in path.others(op))) for op in ops)
     if key not in known:
         rotation = _read(path, constants, ops, (before, after), [table for _, table in tables], single=single)
         known[key] = rotation
