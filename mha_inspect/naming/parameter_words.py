@@ -283,8 +283,12 @@ class _Words:
         if use.kind in _BESIDE or not parts or parts[0].is_vector:
             text = _listed(use.kind, use.letters) if use.kind in ("W", "b") else _plain(use)
             return ParameterRole("", text)
-        axes = self._axes_of(use.kind, parts)
-        return ParameterRole(" ".join(axes), self._text(use, parts, axes), _slices(use.kind, parts), is_part=True)
+        # Keys that are also the values are one matrix with two names.
+        apart = [part for place, part in enumerate(parts) if not any(_is_same(part, other) for other in parts[:place])]
+        axes = self._axes_of(use.kind, apart)
+        letters = [part.letter for part in parts]
+        text = self._text(use, letters, apart, axes)
+        return ParameterRole(" ".join(axes), text, _slices(use.kind, parts), is_part=True)
 
     def _axes_of(self, kind: str, parts: list[Part]) -> list[str]:
         """Return the name of each dimension of a parameter."""
@@ -331,13 +335,13 @@ class _Words:
             axes[dim] = f"({'kv_heads' if shared else heads} packed)" if grouped else "packed"
         return axes
 
-    def _text(self, use: _Use, parts: list[Part], axes: list[str]) -> str:
+    def _text(self, use: _Use, letters: list[str], parts: list[Part], axes: list[str]) -> str:
         first, is_shared = parts[0], any(part.is_shared for part in parts)
         if use.kind in ("norm", "before", "scale before") and is_shared:
             return f"{_plain(use)}; not split by head"
         if use.kind not in ("W", "b"):
             return _plain(use)
-        matrices = _listed(use.kind, [part.letter for part in parts])
+        matrices = _listed(use.kind, letters)
         if use.kind == "b" and first.letter == "o":
             return "b_o: added once, not split by head"
         if is_shared:
@@ -386,6 +390,12 @@ class _Words:
         if not any(list(users) != list(range(users[0], users[0] + len(users))) for users in self.serves if users):
             return ""
         return ", ".join(map(str, self.serves[0][:3])) + (", …" if len(self.serves[0]) > 3 else "")
+
+
+def _is_same(part: Part, other: Part) -> bool:
+    """Return whether two parts have the same elements in every head, along the same dimension."""
+    heads = [{head: row.tolist() for head, row in each.heads.items()} for each in (part, other)]
+    return bool(part.heads) and heads[0] == heads[1] and part.inner == other.inner
 
 
 def _plain(use: _Use) -> str:

@@ -225,3 +225,23 @@ class FewAtATime(Grouped):
 def test_a_few_heads_at_a_time_have_keys_of_their_own() -> None:
     attentions = trace(FewAtATime(), torch.randn(B, N, WIDTH)).attentions
     assert [(one.num_heads, one.num_kv_heads) for one in attentions] == [(KV_HEADS, KV_HEADS)] * 4
+
+
+class Latent(Grouped):
+    """Multi-query attention whose keys are also its values, as in attention with absorbed projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, HEAD_DIM, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        latent = self.down(x)
+        weights = torch.einsum("bhnd,bsd->bhns", self.split(self.q(x)), latent).softmax(-1)
+        return self.o(torch.einsum("bhns,bsd->bnhd", weights, latent).flatten(2))
+
+
+def test_keys_that_are_also_the_values_are_one_matrix() -> None:
+    module, x = Latent(), torch.randn(B, N, WIDTH)
+    (row,) = (row for row in params(module, x).parameters if row.name == "down.weight")
+    role = f"W_k, W_v: rows are the heads stacked, {HEAD_DIM} each, each for {HEADS} query heads"
+    assert (row.axes, row.role) == ("(kv_heads head_dim) embed", role)
