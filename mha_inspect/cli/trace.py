@@ -115,7 +115,6 @@ def _traced(
     """Return the report of one run, or of a decode loop, and the run; None for the run if the forward raised."""
     show = subject.show(options)
     with subject.running(options, f"tracing {target or options.layer}"):
-        from ..answers.decode import decoded
         from ..answers.trace import traced
         from ..call.call import explaining, way_out
 
@@ -123,6 +122,8 @@ def _traced(
         try:
             with explaining(asked):
                 if loop is not None:
+                    from ..answers.decode import decoded
+
                     return decoded(asked, show, *loop)
                 return traced(asked, show, keep=keep or show.stats or show.values)
         except ForwardError as failed:
