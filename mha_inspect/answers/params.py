@@ -19,10 +19,11 @@ from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.content import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
+from ..record.ranks import Piece, local, piece_of, wraps
 from ..record.rounding import same_bits
-from ..reports.params import HeadCountColumn, HeadNorms, Parameter, ParametersTotal, ParamsReport
+from ..reports.params import HeadCountColumn, HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport
 from ..running.subject import Run, Subject
-from ..text import first_few, listed
+from ..text import first_few, listed, span, spans
 from .run_report import environment_of, layer_of
 
 INPUTS = InputSpec(batch=2, seq_len=5)
@@ -55,8 +56,10 @@ def params(
     Raises `InputError` if the module has lazy parameters, which have no shape before the first call, or if `beside` is
     given and the module has no attention.
     """
-    module = subject.module
+    module, spread = subject.module, dict[str, Tensor]()
     for name, parameter in module.named_parameters():
+        if wraps([type(parameter)]):
+            spread[name] = parameter  # a run under FSDP puts the gathered parameter in its place
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
     run = _recorded(subject, of_several=bool(beside)) if called else None
@@ -69,7 +72,7 @@ def params(
         pairs = zip(columns[1:], parameters[1:], strict=True)
         differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, each) for column, each in pairs)
         changes = " ".join(filter(None, differing)) or _unchanged(columns, parameters[0])
-    rows = _parameters(module, roles, show, per_head)
+    rows = _parameters({**dict(module.named_parameters()), **spread}, roles, show, per_head)
     environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
     notes = () if run is None else unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
     return ParamsReport(
@@ -127,13 +130,12 @@ def _formula(subject: Subject) -> tuple[str, int | None]:
 
 
 def _parameters(
-    module: nn.Module, roles: Mapping[str, ParameterRole], show: Show, per_head: bool
+    named: Mapping[str, Tensor], roles: Mapping[str, ParameterRole], show: Show, per_head: bool
 ) -> tuple[Parameter, ...]:
-    named = dict(module.named_parameters())
-    whole = sum(parameter.numel() for parameter in named.values())
+    whole = sum(local(parameter).numel() for parameter in named.values())
     rows = []
-    for name, parameter in named.items():
-        role = roles.get(name, ParameterRole("", ""))
+    for name, spread in named.items():
+        role, parameter, piece = roles.get(name, ParameterRole("", "")), local(spread), piece_of(spread)
         rows.append(
             Parameter(
                 name=name,
@@ -143,13 +145,48 @@ def _parameters(
                 numel=parameter.numel(),
                 nbytes=parameter.numel() * parameter.element_size(),
                 share=parameter.numel() / whole if whole else 0.0,
-                role=role.text,
-                heads=role.heads if per_head and role.is_part else None,
+                role="; ".join(filter(None, (role.text, _place(role, piece, parameter)))),
+                heads=_own_heads(role, parameter) if per_head and role.is_part else None,
                 stats=stats_of(parameter) if show.stats else None,
                 values=values_of(parameter, show) if show.values else None,
+                whole=None if piece is None else piece.whole,
+                start=None if piece is None else piece.start,
             )
         )
     return tuple(rows)
+
+
+def _place(role: ParameterRole, piece: Piece | None, own: Tensor) -> str:
+    """Return where a rank's part is in the whole: `rows 16–31 of 32: heads 2–3`; empty for a whole parameter."""
+    if piece is None:
+        return ""
+    places = []
+    for dim, (size, whole, start) in enumerate(zip(own.shape, piece.whole, piece.start, strict=True)):
+        if size < whole:
+            unit = "elements" if own.dim() == 1 else ("rows", "columns")[dim] if own.dim() == 2 else f"dimension {dim}:"
+            heads = _heads_of(role, dim, (start, start + size), whole)
+            place = f"{unit} {span((start, start + size))} of {whole}" if size else f"no {unit} of {whole}"
+            places.append(place + (f": {heads}" if heads else ""))
+    return ", ".join(places)
+
+
+def _heads_of(role: ParameterRole, dim: int, own: tuple[int, int], whole: int) -> str:
+    """Return the heads between two bounds of a dimension; empty if these bounds are not between heads."""
+    bounds = [(head.rows, head.columns)[dim] for head in role.heads] if dim < 2 else []
+    _, width = bounds[0] or (0, 0) if bounds else (0, 0)
+    in_order = bounds == [(number * width, (number + 1) * width) for number in range(len(bounds))]
+    if width == 0 or not in_order or whole % (width * len(bounds)) or own[0] % width or own[1] % width:
+        return ""
+    heads = range(own[0] // width, own[1] // width)
+    return f"head{'s' if len(heads) > 1 else ''} {spans(heads)}"
+
+
+def _own_heads(role: ParameterRole, own: Tensor) -> tuple[HeadSlice, ...]:
+    """Return the slices of the heads; empty if they are of a tensor that was gathered from several ranks."""
+    ends = ((piece.rows[1], *(piece.columns or ())[1:]) for piece in role.heads)
+    large = [size for size in own.shape if size > 1] if own.dim() > 2 else own.shape
+    fits = all(stop <= size for end in ends for stop, size in zip(end, large, strict=False))
+    return role.heads if fits else ()
 
 
 def _dtype(tensor: torch.Tensor) -> str:
@@ -205,9 +242,10 @@ def _head_norms(module: nn.Module, roles: Roles) -> tuple[HeadNorms, ...]:
     A part of a head that comes again, in the order of the parameters, begins the next attention.
     """
     attentions: list[tuple[list[str], dict[tuple[str, int], Tensor]]] = []
-    for name, parameter in module.named_parameters():
+    for name, parameter in ((name, local(parameter)) for name, parameter in module.named_parameters()):
         role = roles.get(name, ParameterRole("", ""))
-        pieces = [piece for piece in role.heads if role.is_part and piece.part.startswith("W_") and piece.columns]
+        own = _own_heads(role, parameter) if role.is_part else ()
+        pieces = [piece for piece in own if piece.part.startswith("W_") and piece.columns]
         if pieces and (not attentions or any((piece.part, piece.head) in attentions[-1][1] for piece in pieces)):
             attentions.append(([], {}))
         for piece in pieces:

@@ -22,7 +22,7 @@ from ..naming.visibility import Rows
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
 from ..reports.common import Environment, LayerInfo
-from ..reports.trace import AttentionReport, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
+from ..reports.trace import AttentionReport, Collective, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
 from ..running.subject import Run, Subject
 
 _UNSAID = "torch gives no reason; its fast path requires biases"
@@ -160,7 +160,20 @@ def report(
         proof=proof_of(run) if proof is None else proof,
         notes=(*((_NESTED,) if nested else ()), *run.recording.notes),
         ops=tuple(_op_lines(run, axes)) if show.ops else None,
+        collectives=tuple(_collectives(run)) or None,
     )
+
+
+def _collectives(run: Run) -> Iterator[Collective]:
+    stages = {tensor.id: stage for attention, _ in run.attentions for stage, tensor in attention.stages.items()}
+    for op in run.recording.ops:
+        tensors = sorted((*op.inputs, *op.outputs), key=lambda tensor: tensor.nbytes)
+        if op.is_collective and tensors:
+            # The stage may be a view of the collective's result.
+            made = run.graph.after(op.output, run.graph.moves, lambda reader: True) if op.outputs else tensors[-1]
+            stage = next((stages[tensor.id] for tensor in (*op.outputs, made) if tensor.id in stages), "")
+            name, largest = op.base_name.strip("_"), tensors[-1]
+            yield Collective(name, stage, largest.shape, largest.dtype, largest.nbytes, op.module, op.source)
 
 
 def _masked_of(run: Run, attention: Attention) -> Tensor | None:

@@ -10,6 +10,7 @@ from ..layers.spec import Show
 from ..naming.canonical import content_of
 from ..naming.visibility import Rows, kinds_of, mask_notes, visibility
 from ..record.arguments import tensors_in
+from ..record.ranks import arrived, needs_ranks
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.subject import Run, State, Subject, run_and_record
@@ -70,7 +71,7 @@ def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> str:
     place, rows = blind
     again = _kept(subject, before, run, keep)
     if again is None:
-        return masked_sentence(rows, "their weights are unknown, because the module fails in a second run")
+        return masked_sentence(rows, f"their weights are unknown, because {_no_second_run(subject, run)}")
     again = again.beside(run.wider)
     fate = fate_of(content_of(again, *again.attentions[place], "weights"), rows)
     return masked_sentence(rows, f"their weights are {fate}")
@@ -85,14 +86,21 @@ def _blind(run: Run) -> tuple[int, Rows] | None:
 
 
 def _kept(subject: Subject, before: State, run: Run, keep: bool) -> Run | None:
-    """Return the run with its tensors kept, run again if necessary; None if the module fails in a second run."""
+    """Return the run with its tensors kept, run again if necessary; None if a second run is not possible."""
     if keep:
         return run
+    if needs_ranks(subject.module, run.recording):
+        return None
     try:
         with subject.replaying(before):
             return subject.recorded(keep=True)
     except Exception:  # a forward with state may raise anything in a second call
         return None
+
+
+def _no_second_run(subject: Subject, run: Run) -> str:
+    spread = needs_ranks(subject.module, run.recording)
+    return "a second run needs every rank" if spread else "the module fails in a second run"
 
 
 def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
@@ -105,7 +113,7 @@ def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
         return "The output has NaN, and so have parameters or buffers."
     again = _kept(subject, before, run, keep)
     if again is None:
-        return "The output has NaN. Its origin could not be determined, because the module fails in a second run."
+        return f"The output has NaN. Its origin could not be determined, because {_no_second_run(subject, run)}."
     stages = {
         tensor.id: f"the stage {stage}" + (f" of attention {number}" if len(again.attentions) > 1 else "")
         for number, (attention, _) in reversed([*enumerate(again.attentions, 1)])
@@ -122,6 +130,7 @@ def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
+    tensor = arrived(tensor)
     known = tensor.is_floating_point() and not tensor.is_meta and tensor.layout == torch.strided
     return known and not tensor.is_nested and bool(torch.isnan(tensor).any())
 

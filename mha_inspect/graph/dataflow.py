@@ -237,8 +237,9 @@ class Graph:
         return op.index in self.softmaxes
 
     def moves(self, op: Op) -> bool:
-        """Return whether this only views or copies elements."""
-        return op.kind in ("view", "copy") and not op.does("joins") and bool(op.inputs)
+        """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
+        moves = op.kind in ("view", "copy") or op.does("adds_ranks")
+        return moves and not op.does("joins") and bool(op.inputs)
 
     def passes_on(self, op: Op) -> bool:
         """Return whether scores pass through this as scores: viewed, masked, scaled, dropped or cast."""

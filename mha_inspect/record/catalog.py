@@ -32,6 +32,7 @@ Trait = Literal[
     "reshapes",  # may change the dimensions before the last
     "broadcasts",  # may lay out a factor for a product written with mul and sum
     "draws",  # draws random numbers
+    "adds_ranks",  # adds up the parts of a tensor that the ranks of a process group have
 ]
 """The effects of an operation that the search for attention depends on."""
 
@@ -96,6 +97,8 @@ _TABLE = (
     "_fused_dropout rrelu_with_noise bernoulli rand rand_like randn | - | draws",
     "randn_like randint randint_like randperm uniform normal log_normal | - | draws",
     "exponential geometric cauchy random multinomial poisson | - | draws",
+    "all_reduce allreduce | - | passes_on adds_ranks",
+    "wait_tensor _wrap_tensor_autograd | - | passes_on",
 )
 """Similar operations, the rule for their axes (in `graph.rules`, `-` for none), and their traits.
 
@@ -281,7 +284,7 @@ def _inspect(func: Any) -> About:
         pointwise=torch.Tag.pointwise in func.tags or base_name in _UNTAGGED,
         composite=composite,
         makes_views=has_kernel(func.name(), "ADInplaceOrView"),
-        written=written,
+        written=() if name.startswith("fsdp.") else written,  # FSDP puts the same parameters there again
         fused=kernel,
         copies=does(base_name, "copies"),
         weighs=base_name in _WEIGHS,

@@ -22,6 +22,10 @@ RESULT = "kernel.result.default"
 """An added operation that torch never ran: the link from the last step of a fused kernel to the kernel's result."""
 
 
+_OF_RANKS = ("c10d.", "_c10d_functional.", "_c10d_functional_autograd.")
+"""The namespaces of collectives."""
+
+
 @dataclass(slots=True, unsafe_hash=True)  # creating a frozen one takes three times as long, and there are many
 class TensorRef:
     """The identity of a tensor when an operation read or wrote it, without its content."""
@@ -94,6 +98,11 @@ class Op:
     def does(self, *traits: catalog.Trait) -> bool:
         """Return whether the operation has at least one of these traits of `record.catalog`."""
         return not _traits(self.name).isdisjoint(traits)
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it exchanges elements with other ranks."""
+        return self.name.startswith(_OF_RANKS) and not self.base_name.startswith(("wait_tensor", "_wrap_tensor"))
 
     @property
     def makes_result(self) -> bool:

@@ -44,6 +44,7 @@ from ..text import plural
 from .arguments import tensors_in
 from .catalog import ABOUT, About, about, adds_scores
 from .ops import Kind, Named, Op, Recording, TensorRef
+from .ranks import gathered, runs_on_shapes, wait, wraps
 from .sight import Sight, sight_of
 from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off
 from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
@@ -137,6 +138,8 @@ class Recorder(TorchDispatchMode):
         """The frame that called the composite operation or kernel whose parts are running; None outside of these."""
         self._kernel: int | None = None
         """Index of the fused kernel that the running operations belong to; None outside a kernel."""
+        self._is_rank = False
+        """Whether a tensor that is spread over ranks has been seen."""
         self._inside = False
         """Whether a kernel's own code runs: below autograd, where composite operations are not decomposed."""
         if root is not None:
@@ -203,10 +206,14 @@ class Recorder(TorchDispatchMode):
         outputs: list[Named] = []
         self._name(outputs, tensors_in(returned))
         self._name(self._parameters, [named for named in self._lazy.values() if not nn.parameter.is_lazy(named[1])])
+        modules = [module for known, _ in self._paths.values() if (module := known()) is not None]
+        whole = [(self._path(module), name, self._look(tensor, False)) for module, name, tensor in gathered(modules)]
         with uncollected():
             self._catch_up()
             self._number_turns()
         tensors = self._tensors
+        if whole:
+            self._read_whole({f"{path}.{name}" if path else name: tensors.read(look) for path, name, look in whole})
         return Recording(
             ops=tuple(self._ops),
             inputs=tuple(self._inputs),
@@ -221,6 +228,18 @@ class Recorder(TorchDispatchMode):
             values=tensors.values,
             sights=self._sights,
         )
+
+    def _read_whole(self, whole: Mapping[str, TensorRef]) -> None:
+        """Name the parameters that FSDP gathered, which the operations read, instead of the ranks' parts."""
+        first: dict[tuple[object, ...], TensorRef] = {}  # the backward pass makes the same views again
+        for tensor in (tensor for op in self._ops for tensor in op.inputs):
+            first.setdefault((tensor.storage, tensor.offset, tensor.shape, tensor.stride), tensor)
+        for place, named in enumerate(self._parameters):
+            if named.name in whole:
+                tensor = whole[named.name]
+                key = tensor.storage, tensor.offset, tensor.shape, tensor.stride
+                self._parameters[place] = Named(named.name, first.get(key, tensor))
+                self._tensors.producers.pop(self._parameters[place].tensor.id, None)  # its memory is the run's own
 
     def _catch_up(self) -> None:
         """Turn the notes into operations."""
@@ -282,6 +301,12 @@ class Recorder(TorchDispatchMode):
         """Run one operation and note it."""
         running = RUNNING.get()
         kwargs = kwargs or {}
+        if types or self._is_rank:
+            if wraps(types):
+                self._is_rank = True
+                return NotImplemented  # the operations on the rank's own tensors come next
+            if self._is_rank and runs_on_shapes(sys._getframe(1)):
+                return func(*args, **kwargs)
         if running is not self._accepted and not self._belongs(running):
             return func(*args, **kwargs)
         known = ABOUT.get(id(func)) or about(func)
@@ -298,6 +323,8 @@ class Recorder(TorchDispatchMode):
         looks = (look(result, False),) if type(result) is Tensor else self._looks(result)
         self._entries.append((known, noted, named, looks, None, self._site, self._call, self._kernel, None, None, None))
         if self._keeps:
+            if known.name.startswith("_c10d_functional."):
+                wait(result)  # a kept tensor is read after the run, or never waited for
             self._catch_up()
         return result
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .ops import TensorRef
+from .ranks import local
 
 Look = tuple[Any, ...]
 """A snapshot of a tensor: weak reference to its memory, offset, shape, stride, dtype. A tensor without dimensions adds
@@ -92,6 +93,7 @@ class Tensors:
                 memory = ref(tensor.untyped_storage())
                 look: Look = memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
             else:
+                tensor = local(tensor)
                 look = look_at(tensor)
         except _NO_STORAGE:
             look = look_at(tensor)

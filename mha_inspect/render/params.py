@@ -93,7 +93,7 @@ def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Tabl
 
     columns = [
         Column("name", lambda p: p.name, tone="strong"),
-        Column("shape", unless_total(lambda p: shape_cell(p.shape, p.axes)), tone="shape"),
+        Column("shape", unless_total(lambda p: shape_cell(p.shape, p.axes, p.whole)), tone="shape"),
         AXES,
         Column("dtype", lambda p: p.dtype, tone="muted", drop=3),
         Column("count", lambda p: text.count(p.numel), "right"),

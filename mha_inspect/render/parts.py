@@ -44,9 +44,10 @@ def layer_page(environment: Environment, layer: LayerInfo, sections: Iterable[Se
     return Page(title or f"layer {layer.name}", sizes(layer), made_with, tuple(sections))
 
 
-def shape_cell(sizes: tuple[int, ...], axes: str) -> Cell:
-    """Return a field with a shape and the names of its axes."""
-    return Cell(text.shape(sizes), "shape", axes)
+def shape_cell(sizes: tuple[int, ...], axes: str, whole: tuple[int, ...] | None = None) -> Cell:
+    """Return a field with a shape and the names of its axes; a part of a tensor also gets the shape of the `whole`."""
+    of = "" if whole is None else f" of {text.shape(whole)}"
+    return Cell(text.shape(sizes) + of, "shape", axes)
 
 
 SHAPE = Column("shape", lambda row: shape_cell(row.shape, row.axes), tone="shape")

@@ -40,7 +40,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section("", Paragraph(none, "warn"))
     run = _path(trace.path) if trace.failure is None or trace.attentions else ()
     returned = [("returns", _returned(trace))] if trace.returns else []
-    lines = [*returned, *run, *(("note", note) for note in trace.notes)]
+    lines = [*returned, *run, *_collectives(trace), *(("note", note) for note in trace.notes)]
     yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
@@ -48,6 +48,18 @@ def _sections(trace: Trace) -> Iterator[Section]:
         yield section("", *([_decode(trace.decode)] if trace.decode else []), _proof(trace.proof))
     else:
         yield from _failure(trace.failure, trace.environment.dtype)
+
+
+def _collectives(trace: Trace) -> Iterator[tuple[str, str]]:
+    """Yield the exchanges with other ranks, each kind with its number, its bytes and the stage that it makes."""
+    kinds = grouped(trace.collectives or (), lambda collective: (collective.name, collective.stage))
+    said = [
+        f"{len(kind)} {kind[0].name}{f' of {kind[0].stage}' if kind[0].stage else ''}, "
+        f"{text.byte_size(sum(collective.nbytes for collective in kind))}"
+        for kind in kinds
+    ]
+    if said:
+        yield "between ranks", "; ".join(said)
 
 
 def _returned(trace: Trace) -> str:

@@ -37,6 +37,10 @@ class Parameter:
     """The rows and columns of each head; None if not requested."""
     stats: Stats | None = None
     values: Values | None = None
+    whole: tuple[int, ...] | None = None
+    """Shape over all ranks, if this rank has a part of it; None for a whole parameter."""
+    start: tuple[int, ...] | None = None
+    """Index in `whole` of this rank's first element; None for a whole parameter."""
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,23 @@ class Failure:
     """The parts that could not be recorded, and why; empty if everything was recorded."""
 
 
+@dataclass(frozen=True)
+class Collective:
+    """An exchange of elements between the ranks of a process group."""
+
+    name: str
+    """`all_reduce`, `all_gather_into_tensor`."""
+    stage: str
+    """The stage of an attention that it makes; empty for any other tensor."""
+    shape: tuple[int, ...]
+    """Shape of its largest tensor on this rank."""
+    dtype: str
+    nbytes: int
+    """Bytes of that tensor."""
+    module: str
+    source: str
+
+
 @dataclass(frozen=True, repr=False)
 class Trace(Report):
     """One recorded forward pass, the attentions in it, and their proof."""
@@ -324,6 +341,8 @@ class Trace(Report):
     notes: tuple[str, ...] = ()
     ops: tuple[OpLine, ...] | None = None
     """Every operation; None if not requested."""
+    collectives: tuple[Collective, ...] | None = None
+    """The exchanges with other ranks; None if this rank exchanged nothing."""
     failure: Failure | None = None
     """The failure of a forward that raised, after which the rest is what was completed before; None if it returned."""
     chosen: tuple[int, ...] | None = None

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from ..naming.named_run import NamedRun
 from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
 from ..record.ops import Recording
+from ..record.ranks import local, needs_ranks
 from ..record.tensors import Stages, unshared
 from ..record.xray import XRay
 
@@ -147,7 +148,7 @@ class Subject:
         of_module = (*recording.buffers, *recording.parameters)
         leaves = {named.tensor.id: tensors[named.name] for named in of_module if named.name in tensors}
         leaves |= {named.tensor.id: given[named.name] for named in recording.inputs if named.name in given}
-        return {number: tensor.detach() for number, tensor in leaves.items()}
+        return {number: local(tensor).detach() for number, tensor in leaves.items()}
 
     def recorded(self, *, keep: bool = False) -> Run:
         """Run it once, record it and open its fused kernels; with `keep` keep the tensors. Raise the run's error."""
@@ -187,6 +188,8 @@ class Subject:
 
         The run uses a copy of the module with the same parameters, and leaves no trace.
         """
+        if needs_ranks(self.module, run.recording):
+            return None
         if self.without_ones is not None:
             return self._run_wider(run, self.without_ones)
         places = self._places_of_one()

@@ -9,6 +9,7 @@ from ...errors import ForwardError, MhaInspectError, is_out_of_memory
 from ...layers.spec import Show
 from ...record.arguments import with_copies
 from ...record.ops import Op, Recording, TensorRef
+from ...record.ranks import needs_ranks
 from ...record.recorder import Recorder
 from ...reports.trace import FailedOperand, Failure, Proof, ReachedOp, ReachedStage
 from ...running.subject import Run, State, Subject, run_and_record
@@ -41,7 +42,9 @@ def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> E
     try:
         if is_out_of_memory(error) or isinstance(error, MhaInspectError) or site_of(error) is None:
             return error
-        failure, completed = _watched(subject, error, before) or describe_failure(error, failed.recording, recorder)
+        alone = not needs_ranks(subject.module, failed.recording)
+        watched = _watched(subject, error, before) if alone else None
+        failure, completed = watched or describe_failure(error, failed.recording, recorder)
         ops = failed.recording.ops  # under a function mode torch skips its fast path, so the first recording is kept
         failure = replace(failure, op=_operation(error), last_ops=_last_of(ops), num_ops=len(ops))
     finally:

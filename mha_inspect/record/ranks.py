@@ -1,0 +1,114 @@
+"""Find a rank's own tensor inside the tensors of torch.distributed, and its place in the whole.
+
+Nothing here imports torch.distributed: whoever has such a tensor has imported it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .arguments import tensors_in
+from .ops import Recording
+
+_WRAPPERS = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
+"""Classes of torch.distributed that wrap a rank's tensor, and the attribute with that tensor."""
+_SHAPES = "torch/distributed/tensor/_sharding_prop.py"
+"""The file in which torch computes the shapes of a DTensor's results, on tensors without numbers."""
+_MODULE_CALL = nn.Module._call_impl.__code__
+_SPREAD = ("torch.distributed.", "torch.nn.parallel.")
+
+
+@cache
+def _inner(kind: type) -> str:
+    """Return the attribute with the rank's tensor, for a class that wraps it; empty for any other class."""
+    ours = (base for base in kind.__mro__ if base.__module__.startswith("torch.distributed."))
+    return next((_WRAPPERS[base.__name__] for base in ours if base.__name__ in _WRAPPERS), "")
+
+
+def wraps(kinds: Iterable[type]) -> bool:
+    """Return whether one of the classes wraps a rank's tensor: the operations on that tensor are dispatched next."""
+    return any(map(_inner, kinds))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the rank's own tensor inside a DTensor or the result of a collective; any other tensor unchanged."""
+    while name := _inner(type(tensor)):
+        tensor = getattr(tensor, name)
+    return tensor
+
+
+def wait(result: Any) -> None:
+    """Wait for the collectives that fill tensors, if there are any."""
+    for _, tensor in tensors_in(result):
+        torch.ops._c10d_functional.wait_tensor(local(tensor))
+
+
+def arrived(tensor: Tensor) -> Tensor:
+    """Return the rank's own tensor as `local` does, after waiting for the collective that fills it."""
+    if wraps([type(tensor)]):
+        wait(tensor)
+    return local(tensor)
+
+
+@cache
+def _computes_shapes(file: str) -> bool:
+    return file.replace("\\", "/").endswith(_SHAPES)
+
+
+def runs_on_shapes(frame: FrameType | None) -> bool:
+    """Return whether the code of a frame only computes the shape of a DTensor's result."""
+    while frame is not None and not _computes_shapes(frame.f_code.co_filename):
+        frame = frame.f_back if frame.f_code is not _MODULE_CALL else None
+    return frame is not None
+
+
+def needs_ranks(module: nn.Module, recording: Recording) -> bool:
+    """Return whether another run of a module would need the other ranks, which do not know of it."""
+    kinds = (kind.__module__ for part in module.modules() for kind in type(part).__mro__)
+    is_spread = any(kind.startswith(_SPREAD) for kind in kinds) or wraps(map(type, module.parameters()))
+    return is_spread or any(op.is_collective for op in recording.ops)
+
+
+def gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yield the parameters that FSDP gathers for a forward, each with its module and its name there."""
+    for module in modules:
+        with suppress(AttributeError):  # private names, which another version of torch may not have
+            state_of: Any = getattr(type(module), "_get_fsdp_state", None)
+            state = None if state_of is None else state_of(module)
+            groups = () if state is None else getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+            for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
+                about = parameter._module_info
+                yield about.module, about.param_name, local(parameter._unsharded_param)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a tensor that one rank has."""
+
+    whole: tuple[int, ...]
+    """Shape of the tensor over all ranks."""
+    start: tuple[int, ...]
+    """The index of the rank's first element in each dimension of the whole."""
+
+
+def piece_of(tensor: Tensor) -> Piece | None:
+    """Return which part of the whole the rank has; None if the tensor is whole, or the part is not one block."""
+    if _inner(type(tensor)) != "_local_tensor" or local(tensor).shape == tensor.shape:
+        return None
+    spread: Any = tensor
+    with suppress(ImportError, AttributeError, RuntimeError, NotImplementedError):
+        places: Any = import_module("torch.distributed.tensor._utils")
+        placed = places.compute_local_shape_and_global_offset
+        shape, start = placed(tensor.shape, spread.device_mesh, spread.placements)
+        if tuple(shape) == tuple(local(tensor).shape):
+            return Piece(tuple(tensor.shape), tuple(start))
+    return None

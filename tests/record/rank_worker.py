@@ -1,0 +1,213 @@
+"""Run the ranks of `test_ranks`: `python rank_worker.py FOLDER`. The answers are `FOLDER/WORLD/RANK.json`."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mha_inspect
+from mha_inspect.errors import ForwardError
+
+PLAN = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
+HEADS, WIDTH = 4, 32
+
+
+class Attention(nn.Module):
+    def __init__(self, fused: bool, bias: bool = True) -> None:
+        super().__init__()
+        self.fused, self.head_dim = fused, WIDTH // HEADS
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        if self.fused:
+            context = nn.functional.scaled_dot_product_attention(q, k, v)
+        else:
+            context = (q @ k.mT / self.head_dim**0.5).softmax(-1) @ v
+        return self.o(context.transpose(1, 2).flatten(2))
+
+
+class Model(nn.Module):
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.first, self.norm, self.second = Attention(fused), nn.LayerNorm(WIDTH), Attention(fused)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.norm(self.first(x)))
+
+
+class ByHand(Attention):
+    """The rank's own heads in plain parameters, and torch's older collective, which writes into the output."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        super().__init__(fused=False, bias=False)
+        for name in "qkv":
+            weight = getattr(self, name).weight
+            setattr(self, name, nn.Linear(WIDTH, WIDTH // world, bias=False))
+            getattr(self, name).weight = nn.Parameter(weight.detach().chunk(world)[rank].clone())
+        self.o.weight = nn.Parameter(self.o.weight.detach().chunk(world, 1)[rank].clone())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        with torch.no_grad():
+            dist.all_reduce(out)
+        return out
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of a block."""
+
+    count = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
+            return NotImplemented
+        self.count += "c10d" in str(func) and "wait" not in str(func) and "wrap" not in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return make()
+
+
+def tensor_parallel(fused: bool) -> nn.Module:
+    model = seeded(lambda: Model(fused))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for attention in (model.first, model.second):
+        parallelize_module(attention, mesh, PLAN)
+    return model
+
+
+def fsdp() -> nn.Module:
+    model = seeded(Model)
+    for attention in (model.first, model.second):
+        fully_shard(attention)
+    return fully_shard(model)
+
+
+def both() -> nn.Module:
+    model = seeded(Model)
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    for attention in (model.first, model.second):
+        parallelize_module(attention, mesh["tp"], PLAN)
+        fully_shard(attention, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def run(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor], int]:
+    with Collectives() as collectives:
+        out = model(x)
+        out.square().mean().backward()
+    gradients = [own(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    return own(out) + 0, gradients, collectives.count
+
+
+def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
+    plain, plain_gradients, plain_count = run(make(), x)
+    model = make()
+    with mha_inspect.recording() as recording:
+        out, gradients, count = run(model, x)
+    model = make()
+    with Collectives() as collectives:
+        trace = mha_inspect.trace(model, x, keep=True)
+    model = make()
+    with Collectives() as of_one:
+        mha_inspect.trace(model, x[:1])
+    params = mha_inspect.params(make(), x, per_head=True)
+    return {
+        "same output": torch.equal(out, plain),
+        "same gradients": len(gradients) == len(plain_gradients) > 0
+        and all(map(torch.equal, gradients, plain_gradients)),
+        "collectives": [plain_count, count],
+        "forward collectives": [collectives.count, of_one.count, len(trace.collectives or ())],
+        "recorded": [{stage.name: list(stage.shape) for stage in a.stages} for a in recording.trace.attentions],
+        "traced": [{stage.name: list(stage.shape) for stage in a.stages} for a in trace.attentions],
+        "between ranks": [[c.name, c.stage, c.nbytes] for c in trace.collectives or ()],
+        "numbers": {stage.name: stage.tensor.tolist() for stage in trace.attentions[0].stages},
+        "parameters": {
+            p.name: [list(p.shape), p.whole and list(p.whole), p.start and list(p.start), p.role]
+            for p in params.parameters
+        },
+        "proved": bool(trace) and bool(recording.trace),
+    }
+
+
+def raising(x: torch.Tensor) -> str:
+    """Return the message of a traced call that fails on this rank only, while the others wait for nobody."""
+    model = tensor_parallel(fused=False)
+    if dist.get_rank() == 0:
+        try:
+            mha_inspect.trace(model, x[..., :7])
+        except ForwardError as error:
+            return str(error)
+    return ""
+
+
+def rank_of(folder: Path, rank: int, world: int) -> None:
+    warnings.simplefilter("ignore")
+    dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
+    try:
+        x = seeded(lambda: nn.Embedding(2 * 5, WIDTH)).weight.detach().view(2, 5, WIDTH)
+        cases: dict[str, Callable[[], nn.Module]] = {
+            "tensor parallel": lambda: tensor_parallel(fused=False),
+            "tensor parallel, fused": lambda: tensor_parallel(fused=True),
+            "by hand": lambda: seeded(lambda: ByHand(rank, world)),
+            "fsdp": fsdp,
+            "ddp": lambda: DistributedDataParallel(seeded(Model)),
+        }
+        if world > 2:
+            few = ("tensor parallel", "by hand")
+            cases = {name: cases[name] for name in few} | {"fsdp and tensor parallel": both}
+        found: dict[str, Any] = {name: answers(make, x) for name, make in cases.items()}
+        found["raising"] = raising(x)
+        whole = seeded(Model)
+        unsharded = mha_inspect.trace(whole, x, keep=True).attentions[0]
+        found["unsharded"] = {stage.name: stage.tensor.tolist() for stage in unsharded.stages}
+        hand = mha_inspect.trace(seeded(lambda: Attention(fused=False, bias=False)), x, keep=True).attentions[0]
+        found["unsharded by hand"] = {stage.name: stage.tensor.tolist() for stage in hand.stages}
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def main(folder: Path) -> None:
+    for world in (2, 4):
+        (folder / str(world)).mkdir()
+        # Forked, so that torch is imported once.
+        start = multiprocessing.get_context("fork").Process
+        ranks = [start(target=rank_of, args=(folder / str(world), rank, world), daemon=True) for rank in range(world)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+        if any(rank.exitcode for rank in ranks):
+            sys.exit(f"exit codes {[rank.exitcode for rank in ranks]}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
