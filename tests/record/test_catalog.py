@@ -17,7 +17,9 @@ OPERATIONS = catalog._OPERATIONS
 
 def overloads(name: str) -> list[torch._ops.OpOverload]:
     """The overloads of an operation, and of the one that works in place."""
-    packets = [getattr(torch.ops.aten, form) for form in (name, f"{name}_") if hasattr(torch.ops.aten, form)]
+    spaces = (torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional)
+    forms = [(space, form) for space in spaces for form in (name, f"{name}_")]
+    packets = [getattr(space, form) for space, form in forms if hasattr(space, form)]
     return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
 
 
