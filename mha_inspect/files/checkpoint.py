@@ -14,11 +14,12 @@ from typing import Any
 
 from ..errors import InputError, UnsafeFileError
 from ..text import plural, shown
+from .distributed import METADATA, read_distributed
 from .tensors import READERS, StoredTensor, Unknown, content_of, kind_of, made_by_code, opened, path_name
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 _INDEX = ".index.json"
-_PLACES = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pth", "*.pt")
+_PLACES = ("*.safetensors.index.json", "*.safetensors", METADATA, "*.bin.index.json", "*.bin", "*.pth", "*.pt")
 """File patterns in a folder, by priority: the first pattern with a match is read."""
 _STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net", "params", "ema", "weights")
 """Keys under which training scripts save a model's state dict, beside the optimizer's."""
@@ -41,7 +42,7 @@ class Checkpoint:
 
 def is_checkpoint(text: str) -> bool:
     """Return whether a text has the form of a path to a file of tensors, or is the path of a folder."""
-    return text.casefold().endswith((*READERS, _INDEX)) or (":" not in text and os.path.isdir(text))
+    return text.casefold().endswith((*READERS, _INDEX, METADATA)) or (":" not in text and os.path.isdir(text))
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
@@ -52,7 +53,8 @@ def read_checkpoint(path: Path) -> Checkpoint:
     files, notes = _files(path), []
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        inner, key = _state_dict(content_of(file, SUFFIXES), file)
+        content = read_distributed(file) if file.name == METADATA else content_of(file, SUFFIXES)
+        inner, key = _state_dict(content, file)
         twice = next((name for name in inner if name in tensors), None)
         if twice is not None:
             raise InputError(f"{shown(twice)} is in two files of {path_name(path)}. Give one of the files.")
@@ -83,7 +85,9 @@ def _files(path: Path) -> list[Path]:
     places = ([path / name for name in fnmatch.filter(names or [], place)] for place in _PLACES)
     files = [path] if names is None else next(filter(None, places), [])
     if not files:
-        raise InputError(f"{path_name(path)} has no file of tensors ({', '.join(SUFFIXES)}). Give another folder.")
+        raise InputError(
+            f"{path_name(path)} has no file of tensors ({', '.join((*SUFFIXES, METADATA))}). Give another folder."
+        )
     if not files[0].name.casefold().endswith(_INDEX):
         return files
     weights = read_json(files[0]).get("weight_map")

@@ -40,6 +40,8 @@ _SAFETENSORS_DTYPES = {
     **{"F4": ("float4_e2m1", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)},
 }
 """The format's dtype name to torch's name and the bits of an element."""
+DTYPE_BITS = {**dict(_SAFETENSORS_DTYPES.values()), "complex128": 128}
+"""torch's name of a dtype to the bits of an element."""
 _LONGEST_SAFETENSORS_HEADER = 25_000_000
 """Bytes; enough for about 200,000 tensors."""
 _MOST_DIMENSIONS = 64
@@ -226,7 +228,7 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
         tensors = {}
         for key, entry in entries.items():
             dtype, bits = _SAFETENSORS_DTYPES[entry["dtype"]]
-            shape, (first, last) = _sizes(entry["shape"]), _sizes(entry["data_offsets"])
+            shape, (first, last) = sizes(entry["shape"]), sizes(entry["data_offsets"])
             if first > last or start + last > size or prod(shape) * bits != 8 * (last - first):
                 raise ValueError
             read = partial(_read_bytes, path, start + first, last - first, shape, dtype)
@@ -237,7 +239,7 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
         raise InputError(f"{path_name(path)} is not a .safetensors file, or it is truncated. Save it again.") from None
 
 
-def _sizes(value: Any) -> tuple[int, ...]:
+def sizes(value: Any) -> tuple[int, ...]:
     """Return a shape or offsets of a header as a tuple. Raise `ValueError` for an invalid value."""
     is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_DIMENSIONS
     if not is_short or not all(type(size) is int and 0 <= size < 2**63 for size in value):
@@ -276,7 +278,7 @@ def _read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             shape, _, dtype = (format.read_array_header_1_0 if old else format.read_array_header_2_0)(file)
-        shape = _sizes(shape)
+        shape = sizes(shape)
     except Exception:  # numpy's header parser raises many kinds of errors
         raise InputError(f"{name} is truncated or damaged: its header cannot be read. Save it again.") from None
     if dtype.hasobject:
