@@ -6,6 +6,7 @@ from typing import get_args
 
 import pytest
 import torch
+import torch.distributed._functional_collectives  # defines an operation
 from torch.utils.flop_counter import flop_registry
 
 from mha_inspect.graph.rules import RULES
