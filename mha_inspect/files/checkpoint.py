@@ -60,6 +60,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
             raise InputError(f"{shown(twice)} is in two files of {path_name(path)}. Give one of the files.")
         tensors |= inner
         notes += [f"The tensors come from the key {key!r} of the file."] if key else []
+        notes += ["Names, shapes and dtypes are read from .metadata; numbers are not."] if file.name == METADATA else []
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}

@@ -1,48 +1,38 @@
-"""Read the tensors of a directory that torch.distributed.checkpoint wrote, without a process group.
+"""Read which tensors a directory of torch.distributed.checkpoint has, without a process group and without torch.
 
-Names, shapes and dtypes come from its `.metadata`, a pickle, without torch. No class of the pickle is imported: each
-object is a `_Stored`, which only keeps what the pickle says of it.
+They are listed in its `.metadata`, a pickle. No class of the pickle is imported: each object is a `_Stored`.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import zipfile
-from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InputError, UnsafeFileError
-from ..text import shown
 from .tensors import DTYPE_BITS, StoredTensor, made_by_code, opened, path_name, sizes
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 METADATA = ".metadata"
 _LONGEST = 1 << 28
 """Bytes of the metadata; a tensor in 1,000 pieces has about 200,000."""
 _EXPECTED = ("torch", "pathlib", "collections")
 """The packages whose classes torch writes into the metadata."""
-_PIECE = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
+_TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
 
 
 class _Stored:
-    """An object of a pickle: the class that it names, the arguments it is made with, and its state."""
+    """An object of a pickle: the name of its class, its arguments and its state."""
 
     name = ""
-
-    def __init__(self, *args: Any) -> None: ...
+    args: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *args: Any) -> _Stored:
         made = super().__new__(cls)
-        made.args, made.state = args, {}
+        made.args = args
         return made
-
-    args: tuple[Any, ...]
-    state: Any
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -60,7 +50,7 @@ class _Reader(pickle._Unpickler):  # the one in C allocates whatever number of o
 
 
 def read_distributed(path: Path) -> dict[str, Any]:
-    """Return the tensors that a `.metadata` file lists, in the dicts of the state dict that was saved.
+    """Return the tensors that a `.metadata` file lists, without numbers, in the dicts of the saved state dict.
 
     Raise `InputError` if the file is missing or damaged, and `UnsafeFileError` if it names a class that is not torch's.
     """
@@ -68,83 +58,22 @@ def read_distributed(path: Path) -> dict[str, Any]:
         try:
             if size > _LONGEST:
                 raise ValueError
-            metadata = _Reader(file.read(size), path_name(path)).load().state
-            pieces = _pieces(metadata["storage_data"], path)
-            nested: dict[str, Any] = {}
+            metadata, nested = _Reader(file.read(size), path_name(path)).load().state, dict[str, Any]()
             for name, entry in metadata["state_dict_metadata"].items():
-                if entry.name == _PIECE:
-                    # The keys of the state dict, and its names without these keys.
+                if entry.name == _TENSOR:
                     keys = (metadata.get("planner_data") or {}).get(name) or (name,)
                     inside = nested.setdefault(str(keys[0]), {}) if len(keys) > 1 else nested
-                    inside[".".join(map(str, keys[1:] or keys))] = _tensor(str(name), entry.state, pieces)
+                    inside[".".join(map(str, keys[1:] or keys))] = _tensor(entry.state)
             return nested
         except UnsafeFileError:
             raise
         except Exception:  # an unpickler raises anything for a damaged file
+            name = path_name(path)
             raise InputError(
-                f"{path_name(path)} is not the metadata of torch.distributed.checkpoint, or it is truncated. "
-                "Save it again."
+                f"{name} was not written by torch.distributed.checkpoint, or it is truncated. Save it again."
             ) from None
 
 
-Pieces = dict[str, dict[tuple[int, ...], tuple[Path, int, int]]]
-"""Name of a tensor to the offset of each of its pieces, and the file, start and length of the piece."""
-
-
-def _pieces(storage: Any, metadata: Path) -> Pieces:
-    pieces: Pieces = {}
-    for index, place in storage.items():
-        if index.state.get("offset") is not None and not place.state.get("transform_descriptors"):
-            file, start, length = (place.state[key] for key in ("relative_path", "offset", "length"))
-            if Path(file).name != file:
-                raise UnsafeFileError(f"{path_name(metadata)} names {shown(file)}, but its files must be beside it.")
-            where = metadata.parent / file, *sizes([start, length])
-            pieces.setdefault(index.state["fqn"], {})[_size(index.state["offset"])] = where
-    return pieces
-
-
-def _size(size: Any) -> tuple[int, ...]:
-    return sizes(list(*size.args))
-
-
-def _tensor(name: str, state: Any, pieces: Pieces) -> StoredTensor:
-    shape, dtype = _size(state["size"]), state["properties"].state[0].name.removeprefix("torch.")
-    parts = [(_size(chunk.state["offsets"]), _size(chunk.state["sizes"])) for chunk in state["chunks"]]
-    if any(start + size > whole for part in parts for start, size, whole in zip(*part, shape, strict=True)):
-        raise ValueError
-    read = partial(_read, name, shape, dtype, parts, pieces.get(name, {}))
-    return StoredTensor(shape, dtype, prod(shape) * DTYPE_BITS[dtype] // 8, read)
-
-
-def _read(
-    name: str,
-    shape: tuple[int, ...],
-    dtype: str,
-    parts: list[tuple[tuple[int, ...], tuple[int, ...]]],
-    pieces: dict[tuple[int, ...], tuple[Path, int, int]],
-) -> Tensor:
-    """Return a tensor put together from its pieces. Raise `InputError` if a piece is missing or damaged."""
-    import torch
-
-    whole, filled = torch.empty(shape, dtype=getattr(torch, dtype), device="cpu"), 0
-    for offset, size in parts:
-        try:
-            file, start, length = pieces[offset]
-            with opened(file, ".distcp") as (content, available):
-                content.seek(start)
-                data = io.BytesIO(content.read(min(length, available)))
-            with zipfile.ZipFile(data) as archive:
-                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                    raise ValueError
-            data.seek(0)
-            piece = torch.load(data, map_location="cpu", weights_only=True)
-            at = tuple(slice(first, first + count) for first, count in zip(offset, size, strict=True))
-            whole[at] = piece.reshape(size)
-            filled += piece.numel()
-        except InputError:
-            raise
-        except Exception:  # zipfile and torch raise many kinds of errors for damaged files
-            raise InputError(f"a piece of {shown(name)} is missing or damaged. Save the checkpoint again.") from None
-    if filled != whole.numel():
-        raise InputError(f"the pieces of {shown(name)} have {filled} of {whole.numel()} elements. Save it again.")
-    return whole
+def _tensor(state: dict[str, Any]) -> StoredTensor:
+    shape, dtype = sizes(list(*state["size"].args)), state["properties"].state[0].name.removeprefix("torch.")
+    return StoredTensor(shape, dtype, prod(shape) * DTYPE_BITS[dtype] // 8, None)
