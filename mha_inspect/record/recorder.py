@@ -512,7 +512,8 @@ class Recorder(TorchDispatchMode):
             outermost = frame if self._calls_module(frame) else outermost
             frame = frame.f_back
         assert outermost is not None
-        return _called(outermost)
+        module: nn.Module = _called(outermost)
+        return module
 
     def _number_turns(self) -> None:
         """Give each turn of `for w in ws: x = w @ x` its own call number.
@@ -531,10 +532,9 @@ class Recorder(TorchDispatchMode):
         self._new_call = True
 
 
-def _called(frame: FrameType) -> nn.Module:
-    """Return the first argument of a frame: the module that is called."""
-    module: nn.Module = frame.f_locals[frame.f_code.co_varnames[0]]
-    return module
+def _called(frame: FrameType) -> Any:
+    """Return the first argument of a frame, the module that is called; None if the frame has deleted it."""
+    return frame.f_locals.get(frame.f_code.co_varnames[0])
 
 
 def _period(names: Sequence[str]) -> int:

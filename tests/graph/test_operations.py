@@ -33,3 +33,15 @@ def test_a_rare_operation_is_recorded_and_followed(name: str) -> None:
         result = RARE[name]()
     assert torch.equal(result, RARE[name]())
     assert recorded.trace.attentions == ()
+
+
+def test_a_function_named_forward_may_delete_its_argument() -> None:
+    def forward(x: Tensor) -> Tensor:
+        doubled = x * 2
+        del x
+        return doubled + 1
+
+    with mha_inspect.recording() as recorded:
+        result = forward(X)
+    assert torch.equal(result, X * 2 + 1)
+    assert recorded.trace.attentions == ()
