@@ -10,7 +10,7 @@ from ..layers.spec import Show
 from ..naming.canonical import content_of
 from ..naming.visibility import Rows, kinds_of, mask_notes, visibility
 from ..record.arguments import tensors_in
-from ..record.ranks import arrived, needs_ranks
+from ..record.ranks import local, needs_ranks
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.subject import Run, State, Subject, run_and_record
@@ -130,7 +130,7 @@ def _nan_note(subject: Subject, before: State, run: Run, keep: bool) -> str:
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
-    tensor = arrived(tensor)
+    tensor = local(tensor, filled=True)
     known = tensor.is_floating_point() and not tensor.is_meta and tensor.layout == torch.strided
     return known and not tensor.is_nested and bool(torch.isnan(tensor).any())
 

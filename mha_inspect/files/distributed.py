@@ -68,10 +68,8 @@ def read_distributed(path: Path) -> dict[str, Any]:
         except UnsafeFileError:
             raise
         except Exception:  # an unpickler raises anything for a damaged file
-            name = path_name(path)
-            raise InputError(
-                f"{name} was not written by torch.distributed.checkpoint, or it is truncated. Save it again."
-            ) from None
+            end = "was not written by torch.distributed.checkpoint, or it is truncated. Save it again."
+            raise InputError(f"{path_name(path)} {end}") from None
 
 
 def _tensor(state: dict[str, Any]) -> StoredTensor:

@@ -5,6 +5,7 @@ Nothing here imports torch.distributed: whoever has such a tensor has imported i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from .ops import Recording
 
 _WRAPPERS = {"DTensor": "_local_tensor", "AsyncCollectiveTensor": "elem"}
 """Classes of torch.distributed that wrap a rank's tensor, and the attribute with that tensor."""
-_SHAPES = "torch/distributed/tensor/_sharding_prop.py"
+_SHAPES = os.path.join("torch", "distributed", "tensor", "_sharding_prop.py")
 """The file in which torch computes the shapes of a DTensor's results, on tensors without numbers."""
 _MODULE_CALL = nn.Module._call_impl.__code__
 _SPREAD = ("torch.distributed.", "torch.nn.parallel.")
@@ -39,8 +40,13 @@ def wraps(kinds: Iterable[type]) -> bool:
     return any(map(_inner, kinds))
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return the rank's own tensor inside a DTensor or the result of a collective; any other tensor unchanged."""
+def local(tensor: Tensor, *, filled: bool = False) -> Tensor:
+    """Return the rank's own tensor inside a DTensor or the result of a collective; any other tensor unchanged.
+
+    `filled` waits for the collective.
+    """
+    if filled and wraps([type(tensor)]):
+        wait(tensor)
     while name := _inner(type(tensor)):
         tensor = getattr(tensor, name)
     return tensor
@@ -52,21 +58,9 @@ def wait(result: Any) -> None:
         torch.ops._c10d_functional.wait_tensor(local(tensor))
 
 
-def arrived(tensor: Tensor) -> Tensor:
-    """Return the rank's own tensor as `local` does, after waiting for the collective that fills it."""
-    if wraps([type(tensor)]):
-        wait(tensor)
-    return local(tensor)
-
-
-@cache
-def _computes_shapes(file: str) -> bool:
-    return file.replace("\\", "/").endswith(_SHAPES)
-
-
 def runs_on_shapes(frame: FrameType | None) -> bool:
     """Return whether the code of a frame only computes the shape of a DTensor's result."""
-    while frame is not None and not _computes_shapes(frame.f_code.co_filename):
+    while frame is not None and not frame.f_code.co_filename.endswith(_SHAPES):
         frame = frame.f_back if frame.f_code is not _MODULE_CALL else None
     return frame is not None
 
@@ -78,7 +72,7 @@ def needs_ranks(module: nn.Module, recording: Recording) -> bool:
     return is_spread or any(op.is_collective for op in recording.ops)
 
 
-def gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def gathered(modules: Iterable[nn.Module | None]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the parameters that FSDP gathers for a forward, each with its module and its name there."""
     for module in modules:
         with suppress(AttributeError):  # private names, which another version of torch may not have

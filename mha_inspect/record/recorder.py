@@ -206,8 +206,8 @@ class Recorder(TorchDispatchMode):
         outputs: list[Named] = []
         self._name(outputs, tensors_in(returned))
         self._name(self._parameters, [named for named in self._lazy.values() if not nn.parameter.is_lazy(named[1])])
-        modules = [module for known, _ in self._paths.values() if (module := known()) is not None]
-        whole = [(self._path(module), name, self._look(tensor, False)) for module, name, tensor in gathered(modules)]
+        gathers = gathered(known() for known, _ in self._paths.values())
+        whole = [(self._path(module), name, self._look(tensor, False)) for module, name, tensor in gathers]
         with uncollected():
             self._catch_up()
             self._number_turns()

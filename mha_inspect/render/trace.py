@@ -52,11 +52,10 @@ def _sections(trace: Trace) -> Iterator[Section]:
 
 def _collectives(trace: Trace) -> Iterator[tuple[str, str]]:
     """Yield the exchanges with other ranks, each kind with its number, its bytes and the stage that it makes."""
-    kinds = grouped(trace.collectives or (), lambda collective: (collective.name, collective.stage))
     said = [
         f"{len(kind)} {kind[0].name}{f' of {kind[0].stage}' if kind[0].stage else ''}, "
         f"{text.byte_size(sum(collective.nbytes for collective in kind))}"
-        for kind in kinds
+        for kind in grouped(trace.collectives or (), lambda collective: (collective.name, collective.stage))
     ]
     if said:
         yield "between ranks", "; ".join(said)

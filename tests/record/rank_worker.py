@@ -167,6 +167,14 @@ def raising(x: torch.Tensor) -> str:
     return ""
 
 
+def with_nan(x: torch.Tensor) -> list[str]:
+    """Return the notes of a trace whose NaN is in a result: to find its origin the module would run again."""
+    model = tensor_parallel(fused=False)
+    with torch.no_grad():
+        model.first.q.bias.to_local()[0] = float("inf")
+    return list(mha_inspect.trace(model, x).notes)
+
+
 def rank_of(folder: Path, rank: int, world: int) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
@@ -183,7 +191,7 @@ def rank_of(folder: Path, rank: int, world: int) -> None:
             few = ("tensor parallel", "by hand")
             cases = {name: cases[name] for name in few} | {"fsdp and tensor parallel": both}
         found: dict[str, Any] = {name: answers(make, x) for name, make in cases.items()}
-        found["raising"] = raising(x)
+        found["raising"], found["with nan"] = raising(x), with_nan(x)
         whole = seeded(Model)
         unsharded = mha_inspect.trace(whole, x, keep=True).attentions[0]
         found["unsharded"] = {stage.name: stage.tensor.tolist() for stage in unsharded.stages}

@@ -148,6 +148,11 @@ def test_a_rank_that_raises_says_why_without_a_second_run(ranks: list[Answers]) 
     assert "RuntimeError" in ranks[0]["raising"]
 
 
+def test_the_origin_of_nan_is_not_looked_for_in_a_second_run(ranks: list[Answers]) -> None:
+    for answers in ranks:
+        assert any("a second run needs every rank" in note for note in answers["with nan"])
+
+
 def test_a_plain_tensor_is_its_own_and_whole() -> None:
     parameter = torch.nn.Parameter(torch.zeros(2, 3))
     assert local(parameter) is parameter
