@@ -7,15 +7,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaModel,
-    StaticCache,
-)
 
 import mha_inspect
 from mha_inspect.answers.decode import decoded, held_bytes
@@ -26,14 +17,20 @@ from mha_inspect.running.subject import Subject
 from .check import published
 
 IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
-LLAMA = LlamaConfig(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-)
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def hf():
+    """`transformers`, where it is installed."""
+    return pytest.importorskip("transformers")
 
 
 def decode(module, *args, steps=3, cache=None, positions=None, **kwargs):
@@ -118,14 +115,14 @@ def test_the_difference_and_the_rounding_error_are_torchs_own():
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "base"])
-def test_lengths_and_bytes_are_those_of_hugging_faces_own_cache(kind):
+def test_lengths_and_bytes_are_those_of_hugging_faces_own_cache(hf, kind):
     torch.manual_seed(0)
     model = {
-        "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=50, n_embd=32, n_head=4, n_layer=2)),
-        "llama": lambda: LlamaForCausalLM(LLAMA),
-        "base": lambda: LlamaModel(LLAMA),
+        "gpt2": lambda: hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=50, n_embd=32, n_head=4, n_layer=2)),
+        "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)),
+        "base": lambda: hf.LlamaModel(hf.LlamaConfig(**SIZES)),
     }[kind]().eval()
-    trace, cache = decode(model, input_ids=IDS), DynamicCache()
+    trace, cache = decode(model, input_ids=IDS), hf.DynamicCache()
     for row, (start, stop) in zip(trace.steps, [(0, 4), (4, 5), (5, 6), (6, 7)], strict=True):
         assert (row.past, row.new) == (cache.get_seq_length(), stop - start)
         with torch.no_grad():
@@ -138,21 +135,21 @@ def test_lengths_and_bytes_are_those_of_hugging_faces_own_cache(kind):
 class Static(nn.Module):
     """A model that makes and returns, or keeps, a static cache of 16 slots."""
 
-    def __init__(self, *, keeps: bool) -> None:
+    def __init__(self, hf, *, keeps: bool) -> None:
         super().__init__()
-        self.model, self.keeps = LlamaForCausalLM(LLAMA), keeps
-        self.cache = StaticCache(LLAMA, max_cache_len=16) if keeps else None
+        self.model, self.keeps, self.make = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), keeps, hf.StaticCache
+        self.cache = self.make(self.model.config, max_cache_len=16) if keeps else None
 
     def forward(self, ids, past_key_values=None):
-        cache = self.cache if self.keeps else past_key_values or StaticCache(LLAMA, max_cache_len=16)
+        cache = self.cache if self.keeps else past_key_values or self.make(self.model.config, max_cache_len=16)
         out = self.model(ids, past_key_values=cache)
         return out.logits if self.keeps else (out.logits, out.past_key_values)
 
 
 @pytest.mark.parametrize("keeps", [True, False])
-def test_a_static_cache_has_empty_slots_and_counts_the_tokens_so_far(keeps):
+def test_a_static_cache_has_empty_slots_and_counts_the_tokens_so_far(hf, keeps):
     torch.manual_seed(0)
-    trace = decode(Static(keeps=keeps), IDS)
+    trace = decode(Static(hf, keeps=keeps), IDS)
     assert rows(trace) == [(4, 0, 4), (1, 4, 1), (1, 5, 1), (1, 6, 1)]
     # 2 layers of keys and values: 2 batch items, 2 heads, 16 slots, 8 features
     assert [row.cache_bytes for row in trace.steps[1:]] == [2 * 2 * 2 * 2 * 16 * 8 * 4] * 3
@@ -195,10 +192,10 @@ def test_a_cache_of_any_name_and_positions_that_are_named():
     assert decode(Odd(), x).decode.verdict == "differs"
 
 
-def test_masks_are_cut_to_what_there_is():
+def test_masks_are_cut_to_what_there_is(hf):
     mask = torch.ones(2, 7, dtype=torch.long)
     mask[0, :2] = 0
-    trace = decode(LlamaForCausalLM(LLAMA), input_ids=IDS, attention_mask=mask)
+    trace = decode(hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)), input_ids=IDS, attention_mask=mask)
     assert rows(trace)[-1] == (1, 6, 1)
     assert trace.decode.verdict == "same"
 
@@ -254,9 +251,9 @@ def test_without_numbers_there_are_rows_and_no_proof():
     assert "device meta" in trace.decode.note
 
 
-def test_a_recorded_generate_loop_has_a_row_for_each_call():
+def test_a_recorded_generate_loop_has_a_row_for_each_call(hf):
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LLAMA).eval()
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**SIZES)).eval()
     with torch.no_grad(), mha_inspect.recording() as seen:
         model.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False)
     trace = seen.trace

@@ -304,6 +304,7 @@ DECODE = ("trace", "hf:gpt2", "--set", "small=true", "--seq-len", "6", "--decode
 
 
 def test_decode_has_a_row_for_each_call_and_the_last_step(invoke):
+    pytest.importorskip("transformers")
     data = data_of(invoke(*DECODE, "--json"))
     jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
     assert [(row["queries"], row["past"], row["new"]) for row in data["steps"]] == [(4, 0, 4), (1, 4, 1), (1, 5, 1)]
@@ -322,6 +323,7 @@ def test_decode_has_a_row_for_each_call_and_the_last_step(invoke):
     ],
 )
 def test_what_cannot_be_decoded_is_refused(invoke, asked, message):
+    pytest.importorskip("transformers")
     code, out, err = invoke(*DECODE[:-2], *asked)
     assert (code, out) == (2, "")
     assert message in err
