@@ -7,7 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from mha_inspect.cli.app import COMMANDS
+from mha_inspect.schemas import load_schema
+
 from .sentences import LIST, comments, docstrings, files, name_of, sentences, shown
+
+README = LIST.parent.parent / "README.md"
 
 LONGEST = 25
 """Words of a sentence that is read once."""
@@ -53,6 +58,36 @@ def test_docstrings_and_comments_are_too() -> None:
 def test_a_sentence_is_short_and_begins_with_a_noun() -> None:
     every = ((name_of(path), sentence) for path in files() for text in shown(path) for sentence in sentences(text))
     assert [(name, sentence) for name, sentence in every if is_hard(sentence)] == []
+
+
+def faults(text: str) -> list[str]:
+    return [*ours(text), *filter(is_hard, sentences(" ".join(text.split())))]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_too(command: str, invoke, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # an option a line
+    text = invoke(command, "--help").out.partition("\nExamples:")[0]
+    assert [fault for line in text.splitlines() for fault in faults(line)] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_descriptions_of_a_schema_are_too(command: str) -> None:
+    def descriptions(value: object) -> Iterator[str]:
+        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+            if key == "description" and isinstance(inner, str):
+                yield inner
+            elif isinstance(inner, (dict, list)):
+                yield from descriptions(inner)
+
+    texts = list(descriptions(load_schema(command)))
+    assert texts
+    assert [fault for text in texts for fault in faults(text)] == []
+
+
+def test_the_readme_is_too() -> None:
+    prose = re.sub(r"```.*?```", "", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert [fault for paragraph in prose.split("\n\n") for fault in faults(paragraph)] == []
 
 
 def test_the_rules_find_what_they_refuse() -> None:

@@ -50,7 +50,7 @@ def decoded(
         for name in filter(None, (cache, positions)):
             arguments.require(name)
         source = _source(fresh, arguments, whole, steps)
-        past, held = None, list[int]()
+        past, sizes = None, list[int]()
         for step, (start, stop) in enumerate(pairwise([0, *range(source.length - steps, source.length + 1)])):
             changes = arguments.piece(source, start, stop, positions=positions)
             if "use_cache" in arguments.parameters:
@@ -69,9 +69,9 @@ def decoded(
                 why = f"with {cache}, a step sees no earlier token" if cache else why
                 raise InputError(f"no cache was found: {why}. Give --cache NAME.")
             past = second_output(run.returned)
-            held.append(held_bytes(past))
+            sizes.append(cache_bytes_of(past))
     if cache:
-        rows = [replace(row, cache_bytes=held or row.cache_bytes) for row, held in zip(rows, held, strict=True)]
+        rows = [replace(row, cache_bytes=size or row.cache_bytes) for row, size in zip(rows, sizes, strict=True)]
     return replace(trace, steps=tuple(rows), decode=_proof(subject, whole, run, source.length)), run
 
 
@@ -176,7 +176,7 @@ def _read_bytes(attention: AttentionReport) -> int:
     return total
 
 
-def held_bytes(cache: Any) -> int:
+def cache_bytes_of(cache: Any) -> int:
     """Return the bytes of the tensors in a cache: nested containers, or an object with them as attributes.
 
     Counters and lengths do not count: they have fewer than two dimensions.

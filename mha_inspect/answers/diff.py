@@ -271,13 +271,13 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
     if output.max_abs_difference is None:
         shapes = list(report.left.output_shape), list(report.right.output_shape)
         return f"Not the same: {left} returns {shapes[0]}, {right} returns {shapes[1]}."
-    first = f". First different stage: {report.first_differing_stage}" if report.first_differing_stage else ""
+    first = f" First different stage: {report.first_differing_stage}." if report.first_differing_stage else ""
     relative = output.relative_difference
     if relative is None or isinf(relative):
-        return f"Not the same: the outputs of {left} and {right} have NaN or inf in different places{first}."
+        return f"Not the same: the outputs of {left} and {right} have NaN or inf in different places.{first}"
     return (
-        f"Not the same: {given}, the outputs of {left} and {right} differ by {percent(relative)} of their size, "
-        f"{times}{first}."
+        f"Not the same: {given}, the outputs of {left} and {right} differ. "
+        f"The difference is {percent(relative)} of their size, {times}.{first}"
     )
 
 

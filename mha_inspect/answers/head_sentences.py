@@ -144,8 +144,8 @@ def _about_output(counts: Sequence[HeadCount], same_weights: bool) -> str:
     if not isfinite(furthest.relative_difference):
         return f"Yes: with {given}, the outputs of {_heads_of(counts)} have NaN or inf in different places."
     text = (
-        f"Yes: with {given}, the output of {_heads_of(differing)} differs from that of {baseline}: "
-        f"by up to {percent(furthest.relative_difference)}, "
+        f"Yes: with {given}, the output of {_heads_of(differing)} differs from that of {baseline}. "
+        f"The difference is up to {percent(furthest.relative_difference)}, "
         f"{multiple(max(c.times_noise for c in differing))} times the rounding error."
     )
     if rest:
@@ -161,9 +161,9 @@ def _about_parameters(counts: Sequence[HeadCount], copied: Sequence[CopiedWeight
         return f"Every head count uses the same {counts[0].numel:,} parameters, only split differently."
     count, weights = changed[0]
     numbers = listed([f"{c.numel:,} with {plural(c.num_heads, 'head')}" for c in counts])
-    same = f"; {listed(weights.copied)} {'stay' if len(weights.copied) > 1 else 'stays'} the same"
+    same = f". {listed(weights.copied)} {'stay' if len(weights.copied) > 1 else 'stays'} the same"
     return (
-        f"The head count changes the parameters ({numbers}), so the weights cannot all be the same. "
+        f"The head count changes the parameters: {numbers}. Not all weights can be the same. "
         f"With {plural(count.num_heads, 'head')}, {', '.join(change.sentence for change in weights.changes[:3])}"
         f"{same if weights.copied else ''}."
     )

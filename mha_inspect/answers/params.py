@@ -146,7 +146,7 @@ def _parameters(
                 nbytes=parameter.numel() * parameter.element_size(),
                 share=parameter.numel() / whole if whole else 0.0,
                 role="; ".join(filter(None, (role.text, _place(role, piece, parameter)))),
-                heads=_own_heads(role, parameter) if per_head and role.is_part else None,
+                heads=_local_heads(role, parameter) if per_head and role.is_part else None,
                 stats=stats_of(parameter) if show.stats else None,
                 values=values_of(parameter, show) if show.values else None,
                 whole=None if piece is None else piece.whole,
@@ -156,35 +156,41 @@ def _parameters(
     return tuple(rows)
 
 
-def _place(role: ParameterRole, piece: Piece | None, own: Tensor) -> str:
+def _place(role: ParameterRole, piece: Piece | None, local: Tensor) -> str:
     """Return where a rank's part is in the whole: `rows 16–31 of 32: heads 2–3`; empty for a whole parameter."""
     if piece is None:
         return ""
     places = []
-    for dim, (size, whole, start) in enumerate(zip(own.shape, piece.whole, piece.start, strict=True)):
+    for dim, (size, whole, start) in enumerate(zip(local.shape, piece.whole, piece.start, strict=True)):
         if size < whole:
-            unit = "elements" if own.dim() == 1 else ("rows", "columns")[dim] if own.dim() == 2 else f"dimension {dim}:"
+            unit = (
+                "elements"
+                if local.dim() == 1
+                else ("rows", "columns")[dim]
+                if local.dim() == 2
+                else f"dimension {dim}:"
+            )
             heads = _heads_of(role, dim, (start, start + size), whole)
             place = f"{unit} {span((start, start + size))} of {whole}" if size else f"no {unit} of {whole}"
             places.append(place + (f": {heads}" if heads else ""))
     return ", ".join(places)
 
 
-def _heads_of(role: ParameterRole, dim: int, own: tuple[int, int], whole: int) -> str:
+def _heads_of(role: ParameterRole, dim: int, rows: tuple[int, int], whole: int) -> str:
     """Return the heads between two bounds of a dimension; empty if these bounds are not between heads."""
     bounds = [(head.rows, head.columns)[dim] for head in role.heads] if dim < 2 else []
     _, width = bounds[0] or (0, 0) if bounds else (0, 0)
     in_order = bounds == [(number * width, (number + 1) * width) for number in range(len(bounds))]
-    if width == 0 or not in_order or whole % (width * len(bounds)) or own[0] % width or own[1] % width:
+    if width == 0 or not in_order or whole % (width * len(bounds)) or rows[0] % width or rows[1] % width:
         return ""
-    heads = range(own[0] // width, own[1] // width)
+    heads = range(rows[0] // width, rows[1] // width)
     return f"head{'s' if len(heads) > 1 else ''} {spans(heads)}"
 
 
-def _own_heads(role: ParameterRole, own: Tensor) -> tuple[HeadSlice, ...]:
+def _local_heads(role: ParameterRole, local: Tensor) -> tuple[HeadSlice, ...]:
     """Return the slices of the heads; empty if they are of a tensor that was gathered from several ranks."""
     ends = ((piece.rows[1], *(piece.columns or ())[1:]) for piece in role.heads)
-    large = [size for size in own.shape if size > 1] if own.dim() > 2 else own.shape
+    large = [size for size in local.shape if size > 1] if local.dim() > 2 else local.shape
     fits = all(stop <= size for end in ends for stop, size in zip(end, large, strict=False))
     return role.heads if fits else ()
 
@@ -244,8 +250,8 @@ def _head_norms(module: nn.Module, roles: Roles) -> tuple[HeadNorms, ...]:
     attentions: list[tuple[list[str], dict[tuple[str, int], Tensor]]] = []
     for name, parameter in ((name, local(parameter)) for name, parameter in module.named_parameters()):
         role = roles.get(name, ParameterRole("", ""))
-        own = _own_heads(role, parameter) if role.is_part else ()
-        pieces = [piece for piece in own if piece.part.startswith("W_") and piece.columns]
+        slices = _local_heads(role, parameter) if role.is_part else ()
+        pieces = [piece for piece in slices if piece.part.startswith("W_") and piece.columns]
         if pieces and (not attentions or any((piece.part, piece.head) in attentions[-1][1] for piece in pieces)):
             attentions.append(([], {}))
         for piece in pieces:

@@ -222,7 +222,7 @@ def _built(
         target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)
         settings = dict[str, Any](parse_settings(asked.settings))
         # A lambda, because both branches make one and mypy rejects two `def`s of one name.
-        finish = lambda call: subject_of(target, call, options.seed, set_options.grad)  # noqa: E731
+        finish = lambda call: subject_of(target, call, options.seed, set_options.grad)  # noqa: E731 - said above
     else:
         if beside is not None and other.is_target:
             options = _sized_like(options, asked, *beside)

@@ -76,7 +76,7 @@ class InnerStepsReader:
         operands: dict[str, OperandSteps] = {}
         for side, stage in _STAGES.items():
             norm, turned, cached = norms.get(side), turns.get(side), caches.get(side)
-            spans = [found[1] for found in (norm, turned) if found is not None]
+            spans = [step[1] for step in (norm, turned) if step is not None]
             ops = {op.index for op in paths[side].ops if any(op.index in span for span in spans)}
             if norm or turned or cached:
                 operands[stage] = OperandSteps(

@@ -60,10 +60,10 @@ class OperandPath:
 def norm_of(path: OperandPath, names: AxisNames) -> tuple[QKNorm, range] | None:
     """Return the norm between a projection and the scores, and the indices of its operations; None without one."""
     for op in path.ops:
-        found = _fused_norm(op) or _norm_in_steps(path, op)
-        if found is None:
+        norm = _fused_norm(op) or _norm_in_steps(path, op)
+        if norm is None:
             continue
-        kind, size, start = found
+        kind, size, start = norm
         heads = names.num_heads if path.side == "query" else names.num_kv_heads
         over = "all" if heads > 1 and size == heads * names.head_dim else "head"
         end = op

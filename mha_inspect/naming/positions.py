@@ -285,7 +285,7 @@ def added_by(
     graph: Graph, constants: Constants, attention: Attention, operands: Callable[[Op], list[TensorRef]]
 ) -> dict[int, Added]:
     """Return what each operation that masks scores adds, by its index; `operands` gives what it reads besides them."""
-    found: dict[int, Added] = {}
+    added: dict[int, Added] = {}
     product = attention.score_product.op
     own = made_of({product.output.id}, graph.recording.ops[product.index + 1 : attention.softmax.index])
     for op in attention.masks:
@@ -293,8 +293,8 @@ def added_by(
             others = [tensor for tensor in operands(op) if tensor.numel > 1 and tensor.id not in own]
             parts = [_added(graph, constants, tensor) for tensor in others]
             position = next((part.position for part in parts if part.position is not None), None)
-            found[op.index] = Added(any(p.bias for p in parts), any(p.mask for p in parts), position)
-    return found
+            added[op.index] = Added(any(p.bias for p in parts), any(p.mask for p in parts), position)
+    return added
 
 
 def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:

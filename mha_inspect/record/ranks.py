@@ -99,6 +99,7 @@ def piece_of(tensor: Tensor) -> Piece | None:
     if _inner(type(tensor)) != "_local_tensor" or local(tensor).shape == tensor.shape:
         return None
     spread: Any = tensor
+    # The function is torch's own and may move; some placements have no single block.
     with suppress(ImportError, AttributeError, RuntimeError, NotImplementedError):
         places: Any = import_module("torch.distributed.tensor._utils")
         placed = places.compute_local_shape_and_global_offset

@@ -26,6 +26,7 @@ same as long as the storage exists."""
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 DENSE = frozenset({Tensor, nn.Parameter})
 _NO_STORAGE = NotImplementedError, RuntimeError, ValueError
+"""What tensors without memory of their own raise if asked for it: sparse ones, subclasses, fake ones."""
 PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str})
 _LARGEST = 1 << 24

@@ -82,8 +82,8 @@ class HeadTraining:
     apart: float | None
     """‖weights - baseline's weights‖ / ‖the baseline's change of weights‖, after the last step."""
     noise_floor: float | None
-    """The larger rounding error of the two trainings, each measured against float64, for the matrix or bias with the
-    largest difference in units of its rounding error."""
+    """The larger rounding error of the two trainings, each measured against float64. It is that of the matrix or bias
+    with the largest difference in units of its rounding error."""
     times_noise: float | None
     verdict: Verdict | None
 

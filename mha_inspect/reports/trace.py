@@ -204,8 +204,8 @@ class Step:
     scores: tuple[int, ...]
     """Shape of the scores, in the attention with the most keys."""
     cache_bytes: int
-    """Bytes of the cache that the call returned; otherwise of the keys and values of all attentions, empty slots
-    included, in as many heads as are projected."""
+    """Bytes of the cache that the call returned. Without one: of the keys and values of all attentions, with empty
+    slots, in as many heads as are projected."""
     flops: int
     """Floating-point operations of all stages of all attentions."""
 
@@ -348,8 +348,8 @@ class Trace(Report):
     chosen: tuple[int, ...] | None = None
     """Numbers, from 1, of the attentions requested in full; None if not requested. The report has every attention."""
     steps: tuple[Step, ...] | None = None
-    """The calls of a decode loop, the prompt first; the attentions are those of the last call for `--decode`, and those
-    of every call in a recorded block. None without a decode loop."""
+    """The calls of a decode loop, the prompt first. With `--decode` the attentions are those of the last call, in a
+    recorded block those of every call. None without a decode loop."""
     decode: DecodeProof | None = None
     """Whether the last step equals one forward over all tokens; None if not requested."""
 

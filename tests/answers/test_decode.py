@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.answers.decode import decoded, held_bytes
+from mha_inspect.answers.decode import cache_bytes_of, decoded
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
 from mha_inspect.running.subject import Subject
@@ -283,5 +283,5 @@ def test_calls_that_are_no_loop_have_no_rows():
 
 def test_bytes_of_a_cache_are_counted_once():
     tensor = torch.zeros(2, 3)
-    assert held_bytes([tensor, (tensor, torch.tensor(3)), {"again": tensor}]) == 24
-    assert held_bytes(None) == 0
+    assert cache_bytes_of([tensor, (tensor, torch.tensor(3)), {"again": tensor}]) == 24
+    assert cache_bytes_of(None) == 0

@@ -109,8 +109,8 @@ class _Cache(NamedTuple):
 def cache(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if calls that continue from a cache give other outputs than one call."""
     declared = evidence.intent.cache
-    found = _cache_of(evidence)
-    evidence.arguments.require(found.name)
+    memory = _cache_of(evidence)
+    evidence.arguments.require(memory.name)
     if not evidence.follows or evidence.source.length < 3:
         raise NotPossibleError("the output has no entry for each token, or there are fewer than 3 tokens")
     length = evidence.source.length
@@ -119,17 +119,17 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     row: dict[str, Tensor] = {}
     if declared is None:
         del ways[_SINGLES]  # an undeclared cache gets the cheaper test only
-        row = {} if found.in_module else evidence.first_row()
+        row = {} if memory.in_module else evidence.first_row()
     base, changed = _first_row_of(evidence) if row else evidence.output, dict[str, Tensor]()
     try:
         for way, places in ways.items():
-            output = _continued(evidence, found, places, row, base)
+            output = _continued(evidence, memory, places, row, base)
             changed[way] = evidence.differences(output, base, times=OTHER_SIZES).amax(0)
     except RaisedError as error:
         _require_cut(evidence)
         if declared is None:
             raise UndeclaredError("--cache NAME") from error
-        how = f"{found.name} advanced" if found.in_module else f"its second output as {found.name}"
+        how = f"{memory.name} advanced" if memory.in_module else f"its second output as {memory.name}"
         yield Finding(
             "cache",
             f"The forward raises when it continues from its cache ({way}): {error}.",
@@ -224,16 +224,16 @@ def _writes_keys(evidence: Evidence) -> bool:
     return bool(written) and all(between(recording, written, factor) for factor in factors)
 
 
-def _continued(evidence: Evidence, found: _Cache, places: list[int], row: dict[str, Tensor], base: Tensor) -> Tensor:
+def _continued(evidence: Evidence, memory: _Cache, places: list[int], row: dict[str, Tensor], base: Tensor) -> Tensor:
     """Return the concatenated outputs of successive calls, each from one of these places to the next.
 
     If they differ from `base`, positions that are None by default are given too. Raises `RaisedError`.
     """
-    unset = [name for name in evidence.arguments.positions(unset=True) if name != found.name]
+    unset = [name for name in evidence.arguments.positions(unset=True) if name != memory.name]
     outputs: list[Tensor | RaisedError] = []
-    for positions in (found.name if found.in_module else None, *unset):
+    for positions in (memory.name if memory.in_module else None, *unset):
         try:
-            output = _stepwise(evidence, found, places, row, positions)
+            output = _stepwise(evidence, memory, places, row, positions)
             if not evidence.apart(output, base, times=OTHER_SIZES):
                 return output
             outputs.append(output)
@@ -245,18 +245,18 @@ def _continued(evidence: Evidence, found: _Cache, places: list[int], row: dict[s
 
 
 def _stepwise(
-    evidence: Evidence, found: _Cache, places: list[int], row: dict[str, Tensor], positions: str | None
+    evidence: Evidence, memory: _Cache, places: list[int], row: dict[str, Tensor], positions: str | None
 ) -> Tensor:
     source = evidence.source
     outputs, past = [], None
     for start, stop in pairwise(places):
         changes = evidence.arguments.piece(source, start, stop, row, positions=positions)
         if past is not None:
-            changes[found.name] = past
-        returned = evidence.returned(changes, go_on=found.in_module and start > 0)
+            changes[memory.name] = past
+        returned = evidence.returned(changes, go_on=memory.in_module and start > 0)
         outputs.append(evidence.output_of(returned))
-        past = None if found.in_module else second_output(returned)
-        if past is None and not found.in_module:
+        past = None if memory.in_module else second_output(returned)
+        if past is None and not memory.in_module:
             raise NotPossibleError("the forward has no second output that could be its cache")
     return torch.cat(outputs, dim=source.positions or 0)
 
