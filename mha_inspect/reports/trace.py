@@ -64,6 +64,8 @@ class Stage:
     values: Values | None = None
     shape_only: bool = False
     """Whether the stage has a shape and no numbers, because the scores are too large to compute."""
+    whole: tuple[int, ...] | None = None
+    """Shape of the tensor over all ranks; None if this rank computes all of it, or it is unknown."""
     _brief: str = ""
     """The formula with `split` or `merge` instead of a pattern."""
 
@@ -326,6 +328,27 @@ class Collective:
     source: str
 
 
+@dataclass(frozen=True)
+class Rank:
+    """The part of the attentions that one rank of a process group has."""
+
+    rank: int
+    heads: int | None
+    """Number of query heads that it computes; None if its attentions differ in it, or it computes none."""
+    kv_heads: int | None
+    """Number of key and value heads that it computes; None as for `heads`."""
+    kv_copied: bool
+    """Whether other ranks have the same key heads."""
+    rows: dict[str, tuple[int, int]]
+    """First row and the row after the last, in the whole, of W_q, W_k and W_v; the same for the columns of W_o."""
+    bytes: int
+    """Bytes of all parameters on this rank."""
+    flops: int
+    """Floating-point operations of all stages of its attentions."""
+    exchanged: int
+    """Bytes of the tensors that it exchanges with other ranks in one forward."""
+
+
 @dataclass(frozen=True, repr=False)
 class Trace(Report):
     """One recorded forward pass, the attentions in it, and their proof."""
@@ -343,6 +366,10 @@ class Trace(Report):
     """Every operation; None if not requested."""
     collectives: tuple[Collective, ...] | None = None
     """The exchanges with other ranks; None if this rank exchanged nothing."""
+    ranks: tuple[Rank, ...] | None = None
+    """The ranks of the process group; None on a single rank, or if they were not asked."""
+    plan: dict[str, Literal["colwise", "rowwise", "replicate"]] | None = None
+    """How each module's parameters are cut, by its path, for `parallelize_module`; None without --ranks."""
     failure: Failure | None = None
     """The failure of a forward that raised, after which the rest is what was completed before; None if it returned."""
     chosen: tuple[int, ...] | None = None
