@@ -19,7 +19,7 @@ from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.content import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.stage_facts import unlike_dot
-from ..record.ranks import Piece, local, piece_of, wraps
+from ..record.ranks import Piece, local, parameters_of, piece_of
 from ..record.rounding import same_bits
 from ..reports.params import HeadCountColumn, HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport
 from ..running.subject import Run, Subject
@@ -56,10 +56,8 @@ def params(
     Raises `InputError` if the module has lazy parameters, which have no shape before the first call, or if `beside` is
     given and the module has no attention.
     """
-    module, spread = subject.module, dict[str, Tensor]()
+    module = subject.module
     for name, parameter in module.named_parameters():
-        if wraps([type(parameter)]):
-            spread[name] = parameter  # a run under FSDP puts the gathered parameter in its place
         if is_lazy(parameter):
             raise InputError(f"parameter {name!r} is lazy: it has no shape before the first call. Run the module once.")
     run = _recorded(subject, of_several=bool(beside)) if called else None
@@ -72,7 +70,7 @@ def params(
         pairs = zip(columns[1:], parameters[1:], strict=True)
         differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, each) for column, each in pairs)
         changes = " ".join(filter(None, differing)) or _unchanged(columns, parameters[0])
-    rows = _parameters({**dict(module.named_parameters()), **spread}, roles, show, per_head)
+    rows = _parameters(parameters_of(module), roles, show, per_head)
     environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
     notes = () if run is None else unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
     return ParamsReport(

@@ -14,6 +14,7 @@ from ..record.ranks import local, needs_ranks
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.subject import Run, State, Subject, run_and_record
+from .ranks import with_whole_shapes
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
 
@@ -45,6 +46,7 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             layer=layer_of(subject),
             leaves=(leaves := subject.leaves(run.recording)),
         )
+        trace = with_whole_shapes(trace, run, subject.module)
         numbers = _of_numbers(subject, before, run, keep)
         notes = (*mask_notes(run, leaves), *([numbers] if numbers else []))
     absent = show.without_numbers(trace.environment.device)

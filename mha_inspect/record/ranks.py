@@ -74,14 +74,27 @@ def needs_ranks(module: nn.Module, recording: Recording) -> bool:
 
 def gathered(modules: Iterable[nn.Module | None]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the parameters that FSDP gathers for a forward, each with its module and its name there."""
+    for parameter in _of_fsdp(modules):
+        with suppress(AttributeError):  # not gathered yet
+            yield parameter._module_info.module, parameter._module_info.param_name, local(parameter._unsharded_param)
+
+
+def parameters_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters by name; for a parameter that FSDP has gathered, the rank's own part."""
+    paths = {part: f"{path}." if path else "" for path, part in module.named_modules()}
+    own = ((parameter._module_info, parameter.sharded_param) for parameter in _of_fsdp(paths))
+    own_parts = {paths[about.module] + about.param_name: part for about, part in own if about.module in paths}
+    return {name: own_parts.get(name, parameter) for name, parameter in module.named_parameters()}
+
+
+def _of_fsdp(modules: Iterable[nn.Module | None]) -> Iterator[Any]:
+    """Yield FSDP's descriptions of the parameters that it shards."""
     for module in modules:
         with suppress(AttributeError):  # private names, which another version of torch may not have
             state_of: Any = getattr(type(module), "_get_fsdp_state", None)
             state = None if state_of is None else state_of(module)
             groups = () if state is None else getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-            for parameter in (parameter for group in groups if group is not None for parameter in group.fsdp_params):
-                about = parameter._module_info
-                yield about.module, about.param_name, local(parameter._unsharded_param)
+            yield from (parameter for group in groups if group is not None for parameter in group.fsdp_params)
 
 
 @dataclass(frozen=True)

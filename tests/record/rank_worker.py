@@ -7,6 +7,7 @@ import multiprocessing
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mha_inspect
+from mha_inspect import Show
+from mha_inspect.answers.ranks import rank_of
+from mha_inspect.answers.trace import traced
 from mha_inspect.errors import ForwardError
+from mha_inspect.running.subject import Subject
 
 PLAN = {"q": ColwiseParallel(), "k": ColwiseParallel(), "v": ColwiseParallel(), "o": RowwiseParallel()}
 HEADS, WIDTH = 4, 32
@@ -134,6 +139,8 @@ def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
     model = make()
     with Collectives() as collectives:
         trace = mha_inspect.trace(model, x, keep=True)
+    with torch.no_grad():
+        rank = rank_of(dist.get_rank(), *traced(Subject(model := make(), (x,), {}), Show(), keep=False), model)
     model = make()
     with Collectives() as of_one:
         mha_inspect.trace(model, x[:1])
@@ -152,6 +159,9 @@ def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
             p.name: [list(p.shape), p.whole and list(p.whole), p.start and list(p.start), p.role]
             for p in params.parameters
         },
+        "whole": {stage.name: stage.whole and list(stage.whole) for stage in trace.attentions[0].stages},
+        "rank": asdict(rank),
+        "parameter bytes": sum(own(parameter).nbytes for parameter in make().parameters()),
         "proved": bool(trace) and bool(recording.trace),
     }
 
@@ -175,7 +185,7 @@ def with_nan(x: torch.Tensor) -> list[str]:
     return list(mha_inspect.trace(model, x).notes)
 
 
-def rank_of(folder: Path, rank: int, world: int) -> None:
+def answer(folder: Path, rank: int, world: int) -> None:
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world)
     try:
@@ -208,7 +218,7 @@ def main(folder: Path) -> None:
         (folder / str(world)).mkdir()
         # Forked, so that torch is imported once.
         start = multiprocessing.get_context("fork").Process
-        ranks = [start(target=rank_of, args=(folder / str(world), rank, world), daemon=True) for rank in range(world)]
+        ranks = [start(target=answer, args=(folder / str(world), rank, world), daemon=True) for rank in range(world)]
         for rank in ranks:
             rank.start()
         for rank in ranks:

@@ -135,6 +135,29 @@ def test_parameters_say_which_part_of_the_whole_they_are(ranks: list[Answers]) -
             assert answers["ddp"]["parameters"]["module.first.q.weight"][:3] == [[32, 32], None, None]
 
 
+def test_a_rank_says_its_heads_and_their_place_in_the_whole(ranks: list[Answers]) -> None:
+    for name, rank, found in cases(ranks):
+        parallel = {"fsdp": 1, "ddp": 1, "fsdp and tensor parallel": 2}.get(name, len(ranks))
+        heads, rows, place = 4 // parallel, 32 // parallel, rank % parallel
+        of = found["rank"]
+        assert (of["rank"], of["heads"], of["kv_heads"]) == (rank, heads, heads), name
+        known = {} if name == "by hand" else {f"W_{letter}": [rows * place, rows * (place + 1)] for letter in "qkvo"}
+        assert of["rows"] == known, (name, rank)
+        assert of["bytes"] == found["parameter bytes"], (name, rank)
+        # Four projections and two products, of 2 items and 5 positions.
+        attentions = 1 if name == "by hand" else 2
+        assert of["flops"] == attentions * 2 * (4 * 2 * 5 * 32 * rows + 2 * 2 * 5 * 5 * rows), (name, rank)
+        assert of["exchanged"] == sum(nbytes for *_, nbytes in found["between ranks"])
+
+
+def test_a_stage_says_its_shape_over_all_ranks(ranks: list[Answers]) -> None:
+    for name, rank, found in cases(ranks):
+        for stage, whole in found["whole"].items():
+            mine, every = found["numbers"][stage], ranks[rank]["unsharded"][stage]
+            mine, every = list(torch.tensor(mine).shape), list(torch.tensor(every).shape)
+            assert whole == (None if mine == every or name == "by hand" else every), (name, rank, stage)
+
+
 def test_a_parameter_sharded_twice_says_its_own_head(ranks: list[Answers]) -> None:
     for rank, answers in enumerate(ranks if len(ranks) > 2 else ()):
         shape, whole, start, role = answers["fsdp and tensor parallel"]["parameters"]["first.q.weight"]

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.reports.trace import DecodeProof, Step
+from mha_inspect.answers.ranks import with_copies
+from mha_inspect.reports.trace import DecodeProof, Rank, Step
 
 from .trace_samples import TRACE
 
@@ -109,3 +110,36 @@ def test_steps_that_were_not_compared_say_why() -> None:
     proof = DecodeProof(None, None, None, None, None, 10, "the forward draws random numbers")
     page = repr(replace(TRACE, steps=STEPS, decode=proof))
     assert "The last step was not compared with one forward over all 10 tokens: the forward draws random" in page
+
+
+def _rank(number: int, heads: int = 2, flops: int = 900) -> Rank:
+    rows = (16 * number, 16 * number + 8 * heads)
+    return Rank(number, heads, 1, False, {"W_q": rows, "W_k": (0, 8), "W_o": rows}, 4096, flops, 640)
+
+
+def _rows(*ranks: Rank) -> list[list[str]]:
+    lines = repr(replace(TRACE, ranks=with_copies(ranks))).splitlines()
+    start = next(number for number, line in enumerate(lines) if re.match(r"[\d,]+ ranks", line))
+    return [re.split(r"\s{2,}", line.strip()) for line in lines[start : lines.index("", start)]]
+
+
+def test_ranks_that_are_alike_are_one_row_and_the_balance_is_the_busiest_beside_the_mean() -> None:
+    title, heading, four, last = _rows(*map(_rank, range(4)), _rank(4, heads=3, flops=1400))
+    assert title == ["5 ranks: rank 4 computes 1.40 × the mean FLOPs"]  # 1400 / ((4 * 900 + 1400) / 5)
+    columns = ["W_q rows", "W_k rows", "W_o columns", "parameters", "FLOPs", "exchanged"]
+    assert heading == ["rank", "heads", "kv_heads", *columns]
+    places = "0–15, …, 48–63"
+    assert four == ["0–3", "2", "1, copied", places, "0–7", places, "4.0 KiB", "900 FLOP", "640 B"]
+    assert last[:4] == ["4", "3", "1, copied", "64–87"]
+
+
+def test_a_thousand_ranks_are_one_row() -> None:
+    title, _, row = _rows(*map(_rank, range(1024)))
+    assert title == ["1,024 ranks"]
+    assert row[0] == "0–1023"
+
+
+def test_keys_are_copies_where_ranks_with_other_queries_have_them() -> None:
+    replicas = [_rank(0), replace(_rank(0), rank=1)]
+    assert not any(rank.kv_copied for rank in with_copies(replicas))
+    assert all(rank.kv_copied for rank in with_copies([*replicas, _rank(2)]))
