@@ -217,7 +217,7 @@ def _proof(subject: Subject, whole: Tensor, run: Run, length: int) -> DecodeProo
     if note or last is None:
         return DecodeProof(None, None, None, None, None, length, note)
     largest, relative = distances(last, output)
-    floor = _rounding(subject, whole) if largest else None
+    floor = rounding_of(subject, whole) if largest else None
     return DecodeProof(largest, relative, floor, *judge(largest, floor or 0.0), length)
 
 
@@ -230,7 +230,7 @@ def _last_of(whole: Tensor, output: Tensor, length: int) -> Tensor | None:
     return None
 
 
-def _rounding(subject: Subject, whole: Tensor) -> float:
+def rounding_of(subject: Subject, whole: Tensor) -> float:
     """Return the rounding error of the forward over all tokens, measured against float64, or by half a digit."""
     dtype, unit = beside(whole.dtype)
     with torch.no_grad(), subject.apart() as fresh:

@@ -52,6 +52,13 @@ def local(tensor: Tensor, *, filled: bool = False) -> Tensor:
     return tensor
 
 
+def by_rank(tensor: Tensor) -> list[Tensor]:
+    """Return the tensor of each rank, if torch simulates all of them in this process; else the tensor alone."""
+    tensor = local(tensor)
+    each: dict[int, Tensor] = getattr(tensor, "_local_tensors", {})
+    return [each[rank] for rank in sorted(each)] or [tensor]
+
+
 def wait(result: Any) -> None:
     """Wait for the collectives that fill tensors, if there are any."""
     for _, tensor in tensors_in(result):

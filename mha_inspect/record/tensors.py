@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .ops import TensorRef
-from .ranks import local
+from .ranks import by_rank, local
 
 Look = tuple[Any, ...]
 """A snapshot of a tensor: weak reference to its memory, offset, shape, stride, dtype. A tensor without dimensions adds
@@ -95,7 +95,7 @@ class Tensors:
                 look: Look = memory, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
             else:
                 tensor = local(tensor)
-                look = look_at(tensor)
+                look = look_at(by_rank(tensor)[0])
         except _NO_STORAGE:
             look = look_at(tensor)
         if not look[2]:

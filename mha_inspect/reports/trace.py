@@ -370,6 +370,8 @@ class Trace(Report):
     """The ranks of the process group; None on a single rank, or if they were not asked."""
     plan: dict[str, Literal["colwise", "rowwise", "replicate"]] | None = None
     """How each module's parameters are cut, by its path, for `parallelize_module`; None without --ranks."""
+    plan_code: str | None = None
+    """Python code that applies the plan; None without one."""
     failure: Failure | None = None
     """The failure of a forward that raised, after which the rest is what was completed before; None if it returned."""
     chosen: tuple[int, ...] | None = None

@@ -1,0 +1,142 @@
+"""Plan how the projections of a module are cut over ranks: W_q, W_k and W_v by rows of whole heads, W_o by columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from ..errors import InputError
+from ..naming.axes import AxisNames
+from ..naming.parameters import Part, coordinates, num_heads, parts_of
+from ..reports.trace import AttentionReport
+from ..running.subject import Run
+from ..text import listed
+
+Style = Literal["colwise", "rowwise", "replicate"]
+STYLES: dict[Style, str] = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "replicate": ""}
+"""How a module's parameters are cut, in the words of Hugging Face's `tp_plan`, and torch's class for it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module is cut."""
+
+    styles: Mapping[str, Style] = field(default_factory=dict)
+    """Path of a module, in which `*` is any part, to its style; empty if the plan is code."""
+    code: Mapping[str, Any] | Callable[..., Any] | None = None
+    """The argument of `parallelize_module`, or a function of a module and a mesh; None for styles."""
+    doubts: tuple[str, ...] = ()
+    """The reasons that the styles cannot work, as sentences."""
+
+
+def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], ranks: int) -> Plan:
+    """Return the plan from a run of the whole module. Raises `InputError` with the reason if heads cannot be cut."""
+    styles: dict[str, Style] = {}
+    for (_, names), (parts, _), attention in zip(run.attentions, parts_of(run), attentions, strict=True):
+        where = f" of {attention.module}" if attention.module else ""
+        if names.num_heads % ranks:
+            fits = [str(number) for number in range(2, names.num_heads + 1) if names.num_heads % number == 0]
+            way = f"Use --ranks {listed(fits)}." if fits else "One head cannot be cut."
+            raise InputError(f"{names.num_heads} heads{where} do not divide among {ranks} ranks. {way}")
+        if attention.qk_norm is not None and attention.qk_norm.over == "all":
+            raise InputError(f"the queries{where} are normed over all heads, and a rank has only some. Norm each head.")
+        matrices = [part for part in parts if part.kind == "W" and part.heads]
+        for letter in "qo":
+            if all(part.letter != letter for part in matrices):
+                raise InputError(f"W_{letter}{where} was not found, and without it no heads can be cut.")
+        copied = bool(names.num_kv_heads % ranks)
+        for path, of_path in _by_module(matrices).items():
+            letters = {part.letter for part in of_path}
+            kind = type(module.get_submodule(path)).__name__
+            if not isinstance(module.get_submodule(path), nn.Linear):
+                raise InputError(
+                    f"{of_path[0].name} is {of_path[0].parameter.name} of {kind}, and parallelize_module cuts "
+                    "nn.Linear. Give each projection a nn.Linear."
+                )
+            if copied and letters <= {"k", "v"}:
+                styles[path] = "replicate"
+                continue
+            styles[path] = "rowwise" if letters == {"o"} else "colwise"
+            for doubt in _doubts(path, of_path, names, ranks, styles[path]):
+                raise InputError(doubt)
+    if not styles:
+        raise InputError("no attention was found, so there are no heads to cut. Check the target.")
+    return Plan(styles)
+
+
+def doubts_of(styles: Mapping[str, Style], run: Run, ranks: int) -> tuple[str, ...]:
+    """Return the reasons, as sentences, that a user's styles do not cut whole heads."""
+    found: dict[str, None] = {}
+    for (_, names), (parts, _) in zip(run.attentions, parts_of(run), strict=True):
+        for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
+            style = next((style for pattern, style in styles.items() if _is_at(path, pattern)), "replicate")
+            found |= dict.fromkeys(_doubts(path, of_path, names, ranks, style))
+    return tuple(found)
+
+
+def _by_module(parts: Sequence[Part]) -> dict[str, list[Part]]:
+    paths: dict[str, list[Part]] = {}
+    for part in parts:
+        paths.setdefault(part.parameter.name.rpartition(".")[0], []).append(part)
+    return paths
+
+
+def _doubts(path: str, parts: Sequence[Part], names: AxisNames, ranks: int, style: Style) -> Iterator[str]:
+    """Yield the reason that a cut of a projection does not give each rank whole heads, if there is one."""
+    dim, letters = int(style == "rowwise"), [f"W_{part.letter}" for part in parts]
+    is_output = any(part.letter == "o" for part in parts)
+    if style == "replicate":
+        return
+    if is_output != (style == "rowwise"):
+        right = "rowwise: its columns belong to heads" if is_output else "colwise: its rows belong to heads"
+        yield f"{path} is {listed(letters)} and cut {style}. It must be {right}."
+        return
+    for part in parts:
+        used, count = part.parameter.tensor, num_heads(names, part.letter)
+        for head, places in part.heads.items():
+            rows = coordinates(places[places >= 0], used)[dim]
+            if used.shape[dim] % ranks or (rows // (used.shape[dim] // ranks) != head * ranks // count).any():
+                lines = f"{used.shape[dim]} {'columns' if dim else 'rows'}"
+                if len(parts) > 1:
+                    yield (
+                        f"{path} has {listed(letters)} in its {lines}, and a cut into {ranks} gives a rank other heads "
+                        "of each. Give each a nn.Linear."
+                    )
+                elif count % ranks:
+                    yield f"{path} has {count} heads in {lines}, and a cut into {ranks} is inside of a head. Replicate it."
+                else:
+                    yield f"{path} has its {count} heads in another order than its {lines}. Sort them by head."
+                return
+
+
+def _is_at(path: str, pattern: str) -> bool:
+    words, parts = pattern.split("."), path.split(".")
+    return len(words) == len(parts) and all(word in ("*", part) for word, part in zip(words, parts, strict=True))
+
+
+def folded(styles: Mapping[str, Style]) -> dict[str, Style]:
+    """Return the styles with `*` for numbers in paths, where all of them have the same style."""
+    patterns: dict[str, set[Style]] = {}
+    for path, style in styles.items():
+        patterns.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", path), set()).add(style)
+    if any(len(kinds) > 1 for kinds in patterns.values()):
+        return dict(styles)
+    return {pattern: kinds.pop() for pattern, kinds in patterns.items()}
+
+
+def code_of(styles: Mapping[str, Style], *, keeps: bool, hugging_face: bool) -> str:
+    """Return Python code that applies a plan; with `keeps` the projections return DTensors."""
+    lines, patterns = ["parallelize_module(model, mesh, {"], folded(styles)
+    for pattern, style in patterns.items():
+        argument = "use_local_output=False" if keeps and style == "colwise" else ""
+        entry = f'"{pattern}": {STYLES[style]}({argument}),'
+        lines.append(f"    {entry}" if STYLES[style] else f"    # {pattern}: every rank has a copy")
+    lines += ["})", *(["with implicit_replication():", "    model(...)"] if keeps else [])]
+    if hugging_face and not keeps:
+        entries = ", ".join(f'"{pattern}": "{style}"' for pattern, style in patterns.items() if STYLES[style])
+        lines.append(f"tp_plan = {{{entries}}}")
+    return "\n".join(lines)

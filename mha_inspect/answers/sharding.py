@@ -1,0 +1,248 @@
+"""Run a module that is cut by heads over several ranks, all in this process, and compare it with the whole module.
+
+torch.distributed is imported here alone. Its simulation of ranks is private: `LocalTensorMode`, since torch 2.10.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..errors import InputError
+from ..layers.spec import Show
+from ..naming.canonical import contents_of
+from ..naming.pattern import CANONICAL_AXES, STAGES
+from ..naming.visibility import kinds_of
+from ..record.arguments import tensors_in
+from ..record.ranks import by_rank, parameters_of
+from ..record.rounding import distances, judge, rounding_error
+from ..reports.trace import Proof, Rank, Trace
+from ..running.subject import Run, Subject
+from ..text import first_line
+from ..text import shape as shape_text
+from .decode import rounding_of
+from .ranks import rank_of, shards_of, with_copies, with_whole_shapes
+from .run_report import environment_of, layer_of, report
+from .shard_plan import STYLES, Plan, code_of, doubts_of, plan_of
+from .trace import traced
+
+_LOG = "torch._subclasses.fake_tensor"
+"""torch logs a traceback where it cannot compute the shape of a DTensor's result; the error says the same."""
+_NO_SIMULATION = "this torch cannot simulate ranks, which needs torch 2.10 or newer. Update torch."
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A simulated run: the trace of rank 0, and each rank's output and kept tensors."""
+
+    trace: Trace
+    run: Run
+    kept: dict[int, list[Tensor]]
+    returned: list[Tensor]
+    keeps: bool
+    """Whether the projections returned DTensors."""
+
+
+def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) -> tuple[Trace, Run]:
+    """Trace rank 0 of a module that is cut over `ranks`, and compare every rank's output with the whole module's.
+
+    Without a `plan` it is made of the roles of the parameters. On device meta there are shapes and no comparison.
+
+    Raises `InputError` if the module cannot be cut, the forward of a rank raises, or torch cannot simulate ranks.
+    """
+    whole_trace, whole = traced(subject, Show(), keep=True)
+    is_ours = plan is None
+    if plan is None:
+        plan = plan_of(whole, subject.module, whole_trace.attentions, ranks)
+    else:
+        plan = replace(plan, doubts=doubts_of(plan.styles, whole, ranks) if plan.styles else ())
+    output = _first(whole.returned)
+    outcome, proof, errors = None, None, list[str]()
+    for keeps in (False, True) if plan.code is None else (False,):
+        try:
+            outcome = _simulated(subject, show, ranks, plan, keeps)
+        except _RankError as error:
+            errors.append(str(error))
+            continue
+        proof = _proof(subject, output, outcome)
+        if proof.agrees is not False:
+            break
+    if outcome is None or proof is None:
+        why = " ".join(plan.doubts) or f"the forward raises: {'; with DTensors: '.join(errors)}."
+        way = "View to (…, -1, head_dim), so that a rank computes its own heads." if is_ours else ""
+        raise InputError(f"over {ranks} ranks {why} {way}".rstrip())
+    if proof.agrees is False:
+        proof = replace(proof, note=_first_difference(subject, whole, outcome, ranks))
+    styles = dict(plan.styles)
+    code = code_of(styles, keeps=outcome.keeps, hugging_face=subject.label.startswith("hf:")) if styles else None
+    notes = (*outcome.trace.notes, *plan.doubts, *subject.notes)
+    return replace(outcome.trace, proof=proof, plan=styles or None, plan_code=code, notes=notes), outcome.run
+
+
+class _RankError(Exception):
+    """The forward of a rank raised."""
+
+
+@contextmanager
+def process_group(ranks: int, device: str) -> Iterator[Any]:
+    """Yield a device mesh of simulated ranks, of which this process is rank 0.
+
+    Raises `InputError` if there is a process group already, or torch has none to simulate.
+    """
+    try:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+    except ImportError:
+        raise InputError(_NO_SIMULATION) from None
+    if dist.is_initialized():
+        raise InputError("--ranks simulates a process group, and there is one already. Drop --ranks.")
+    log = logging.getLogger(_LOG)
+    level = log.level
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        log.setLevel(logging.CRITICAL + 1)
+        yield init_device_mesh("cpu" if device == "meta" else device, (ranks,))
+    finally:
+        log.setLevel(level)
+        dist.destroy_process_group()
+
+
+def cut(module: nn.Module, mesh: Any, plan: Plan, *, keeps: bool = False) -> nn.Module:
+    """Return a module whose parameters are cut by a plan; with `keeps` the projections return DTensors."""
+    from torch.distributed.tensor import parallel
+
+    if callable(plan.code):
+        return plan.code(module, mesh) or module
+    styles: Any = plan.code
+    if styles is None:
+        styles = {}
+        for path, style in plan.styles.items():
+            local = {"use_local_output": False} if keeps and style == "colwise" else {}
+            styles |= {path: getattr(parallel, STYLES[style])(**local)} if STYLES[style] else {}
+    # Without a source rank each rank takes its part of the parameter that it has.
+    return parallel.parallelize_module(module, mesh, styles, src_data_rank=None)
+
+
+def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool) -> _Outcome:
+    """Run all ranks. Raises `_RankError` if the plan does not fit or the forward raises."""
+    device = environment_of(subject).device
+    with process_group(ranks, device.partition(":")[0]) as mesh:
+        from torch.distributed.tensor.experimental import implicit_replication
+
+        fresh = subject.fresh()
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(_all_ranks(ranks) if device != "meta" else nullcontext())
+            if keeps:
+                stack.enter_context(implicit_replication())
+                # torch derives the placements of a fused kernel's result by trying all; with a mask that takes hours.
+                stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
+            try:
+                spread = replace(fresh, module=cut(fresh.module, mesh, plan, keeps=keeps), without_ones=None, grad=False)
+                run = spread.recorded(keep=device != "meta")
+                returned = by_rank(_whole_of(_first(run.returned)))
+            except Exception as error:  # user code and torch may raise anything on a part of the heads
+                raise _RankError(first_line(error).rstrip(".")) from None
+        kept = {number: by_rank(value) for number, value in run.recording.values.items()}
+        _take_rank(run, kept, 0)
+        leaves = {number: by_rank(leaf)[0] for number, leaf in spread.leaves(run.recording).items()}
+        settings = {"environment": environment_of(subject), "layer": layer_of(subject)}
+        trace = report(run, show, kinds=kinds_of(run), leaves=leaves, **settings)
+        trace = with_whole_shapes(trace, run, spread.module)
+        trace = replace(trace, ranks=_ranks(ranks, trace, run, spread.module))
+    return _Outcome(trace, run, kept, returned, keeps)
+
+
+def _all_ranks(ranks: int) -> Any:
+    try:
+        from torch.distributed._local_tensor import LocalTensorMode
+    except ImportError:
+        raise InputError(_NO_SIMULATION) from None
+    return LocalTensorMode(ranks)
+
+
+def _first(result: Any) -> Tensor:
+    return next((tensor for _, tensor in tensors_in(result)), torch.empty(0)).detach()
+
+
+def _whole_of(tensor: Any) -> Tensor:
+    """Return a result with the parts of all ranks, complete."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.wait() if hasattr(whole, "wait") else whole
+
+
+def _take_rank(run: Run, kept: dict[int, list[Tensor]], rank: int) -> None:
+    """Make the tensors of a rank those of the run."""
+    run.recording.values.update({number: each[rank % len(each)] for number, each in kept.items()})
+
+
+def _ranks(ranks: int, trace: Trace, run: Run, module: nn.Module) -> tuple[Rank, ...]:
+    """Return what each rank has: the parts are equal, so those of rank 0 are moved by their sizes."""
+    first = rank_of(0, trace, run, module)
+    shards = next(iter(shards_of(run, parameters_of(module))), {})
+    steps = {name: shard.size if shard.size < shard.whole else 0 for name, shard in shards.items()}
+    every = []
+    for rank in range(ranks):
+        moved = {name: (rank * steps.get(name, 0)) for name in first.rows}
+        rows = {name: (start + moved[name], stop + moved[name]) for name, (start, stop) in first.rows.items()}
+        every.append(replace(first, rank=rank, rows=rows))
+    return with_copies(every)
+
+
+def _proof(subject: Subject, whole: Tensor, outcome: _Outcome) -> Proof:
+    """Compare every rank's output with the whole module's, beside the whole module's rounding error."""
+    if whole.is_meta:
+        return Proof(None, None, None, "device meta has shapes and no numbers")
+    if any(output.shape != whole.shape for output in outcome.returned):
+        return Proof(None, None, False)
+    largest = max(distances(whole, output)[0] for output in outcome.returned)
+    floor = rounding_of(subject, whole) if largest else 0.0
+    return Proof(largest, floor, judge(largest, floor)[1] != "differs")
+
+
+def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: int) -> str:
+    """Return a sentence that names the first stage of a rank that is not its part of the whole module's stage."""
+    if len(whole.attentions) != len(outcome.run.attentions):
+        found = f"{len(outcome.run.attentions)} attentions where the whole module computes {len(whole.attentions)}"
+        return f"A rank computes {found}."
+    try:
+        exact: Run | None = subject.fresh().copied(torch.float64).recorded(keep=True)
+    except Exception:  # user code may raise anything in another dtype
+        exact = None
+    for number, (named, of_rank) in enumerate(zip(whole.attentions, outcome.run.attentions, strict=True)):
+        expected = contents_of(whole, *named)
+        precise = contents_of(exact, *exact.attentions[number]) if exact is not None else {}
+        for stage in (stage for stage in STAGES if stage in expected):
+            for rank in range(ranks):
+                _take_rank(outcome.run, outcome.kept, rank)
+                got = contents_of(outcome.run, *of_rank).get(stage)
+                wanted = None if got is None else _part(expected[stage], got.shape, rank, ranks)
+                if got is None:
+                    continue
+                which = f" of attention {number + 1}" if len(whole.attentions) > 1 else ""
+                if wanted is None:
+                    shapes = f"{shape_text(tuple(got.shape))}, no part of {shape_text(tuple(expected[stage].shape))}"
+                    return f"The first difference is {stage}{which}: rank {rank} has {shapes}."
+                floor = rounding_error(expected[stage], precise[stage].to(expected[stage].dtype)) if precise else 0.0
+                largest = distances(wanted, got)[0]
+                if judge(largest, floor)[1] == "differs":
+                    return f"The first difference is {stage}{which} on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
+    return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
+
+
+def _part(whole: Tensor, shape: torch.Size, rank: int, ranks: int) -> Tensor | None:
+    """Return the part of a stage that a rank should have, in this shape; None if it is no equal part."""
+    for dim, (size, part) in enumerate(zip(whole.shape, shape, strict=True)):
+        if size != part:
+            if part * ranks != size:
+                return None
+            whole = whole.narrow(dim, rank * part, part)
+    return whole
