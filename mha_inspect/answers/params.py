@@ -47,11 +47,13 @@ def params(
     norms: bool = False,
     beside: Sequence[Subject] = (),
     called: bool = True,
+    cut: Mapping[str, Tensor] | None = None,
 ) -> ParamsReport:
     """Report every parameter of a module, and with `beside` the same module under other head counts.
 
     The module is run once and recorded, which shows the role of each parameter, and the rows and columns of each head.
-    The run restores the module's state. If not `called`, roles come from the kinds of modules alone.
+    The run restores the module's state. If not `called`, roles come from the kinds of modules alone. `cut` replaces
+    parameters by the part that one rank has.
 
     Raises `InputError` if the module has lazy parameters, which have no shape before the first call, or if `beside` is
     given and the module has no attention.
@@ -70,14 +72,16 @@ def params(
         pairs = zip(columns[1:], parameters[1:], strict=True)
         differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, each) for column, each in pairs)
         changes = " ".join(filter(None, differing)) or _unchanged(columns, parameters[0])
-    rows = _parameters(parameters_of(module), roles, show, per_head)
+    rows = _parameters(parameters_of(module) | dict(cut or {}), roles, show, per_head)
     environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
     notes = () if run is None else unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
     return ParamsReport(
         environment=environment,
         layer=layer_of(subject),
         parameters=rows,
-        total=ParametersTotal(sum(row.numel for row in rows), sum(row.nbytes for row in rows), *_formula(subject)),
+        total=ParametersTotal(
+            sum(row.numel for row in rows), sum(row.nbytes for row in rows), *(("", None) if cut else _formula(subject))
+        ),
         side_by_side=columns,
         changes=changes,
         notes=(*notes, *show.without_numbers(environment.device)),

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
+from ..build.importing import load_object
 from ..errors import InputError
 from ..naming.axes import AxisNames
 from ..naming.parameters import Part, coordinates, num_heads, parts_of
 from ..reports.trace import AttentionReport
 from ..running.subject import Run
-from ..text import listed
+from ..text import first_line, listed, shown
 
 Style = Literal["colwise", "rowwise", "replicate"]
 STYLES: dict[Style, str] = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "replicate": ""}
 """How a module's parameters are cut, in the words of Hugging Face's `tp_plan`, and torch's class for it."""
+
+_WRITE = 'Write e.g. {"q_proj": "colwise", "o_proj": "rowwise"}.'
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,26 @@ class Plan:
     """The argument of `parallelize_module`, or a function of a module and a mesh; None for styles."""
     doubts: tuple[str, ...] = ()
     """The reasons that the styles cannot work, as sentences."""
+
+
+def plan_from(text: str) -> Plan:
+    """Return the plan in a JSON file, or the object `FILE.py:NAME`: a dict or a function of a module and a mesh.
+
+    The JSON is from module path to style, also under the key `plan`, as in a report.
+
+    Raises `InputError` if it cannot be read, or is something else.
+    """
+    if ".py:" in text:
+        made, _ = load_object(text)
+        return Plan(code=made)
+    try:
+        styles = json.loads(Path(text).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"plan {shown(text)} cannot be read as JSON: {first_line(error)}. {_WRITE}") from None
+    styles = styles.get("plan", styles) if isinstance(styles, dict) else None
+    if not isinstance(styles, dict) or not styles or not set(map(str, styles.values())) <= set(STYLES):
+        raise InputError(f"plan {shown(text)} is not a map from module path to {listed(list(STYLES))}. {_WRITE}")
+    return Plan(styles)
 
 
 def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], ranks: int) -> Plan:
@@ -73,7 +98,8 @@ def doubts_of(styles: Mapping[str, Style], run: Run, ranks: int) -> tuple[str, .
     found: dict[str, None] = {}
     for (_, names), (parts, _) in zip(run.attentions, parts_of(run), strict=True):
         for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
-            style = next((style for pattern, style in styles.items() if _is_at(path, pattern)), "replicate")
+            none: Style = "replicate"
+            style = next((style for pattern, style in styles.items() if _is_at(path, pattern)), none)
             found |= dict.fromkeys(_doubts(path, of_path, names, ranks, style))
     return tuple(found)
 
@@ -107,7 +133,7 @@ def _doubts(path: str, parts: Sequence[Part], names: AxisNames, ranks: int, styl
                         "of each. Give each a nn.Linear."
                     )
                 elif count % ranks:
-                    yield f"{path} has {count} heads in {lines}, and a cut into {ranks} is inside of a head. Replicate it."
+                    yield f"{path} has {count} heads, and a cut of its {lines} into {ranks} is inside of a head."
                 else:
                     yield f"{path} has its {count} heads in another order than its {lines}. Sort them by head."
                 return
@@ -128,15 +154,15 @@ def folded(styles: Mapping[str, Style]) -> dict[str, Style]:
     return {pattern: kinds.pop() for pattern, kinds in patterns.items()}
 
 
-def code_of(styles: Mapping[str, Style], *, keeps: bool, hugging_face: bool) -> str:
-    """Return Python code that applies a plan; with `keeps` the projections return DTensors."""
+def code_of(styles: Mapping[str, Style], call: str, *, hugging_face: bool) -> str:
+    """Return Python code that applies a plan; `call` is the call if the projections return DTensors, else empty."""
     lines, patterns = ["parallelize_module(model, mesh, {"], folded(styles)
     for pattern, style in patterns.items():
-        argument = "use_local_output=False" if keeps and style == "colwise" else ""
+        argument = "use_local_output=False" if call and style == "colwise" else ""
         entry = f'"{pattern}": {STYLES[style]}({argument}),'
         lines.append(f"    {entry}" if STYLES[style] else f"    # {pattern}: every rank has a copy")
-    lines += ["})", *(["with implicit_replication():", "    model(...)"] if keeps else [])]
-    if hugging_face and not keeps:
+    lines += ["})", *(["with implicit_replication():", f"    {call}"] if call else [])]
+    if hugging_face:
         entries = ", ".join(f'"{pattern}": "{style}"' for pattern, style in patterns.items() if STYLES[style])
         lines.append(f"tp_plan = {{{entries}}}")
     return "\n".join(lines)

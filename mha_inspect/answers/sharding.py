@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..errors import InputError
 from ..layers.spec import Show
 from ..naming.canonical import contents_of
-from ..naming.pattern import CANONICAL_AXES, STAGES
+from ..naming.pattern import STAGES
 from ..naming.visibility import kinds_of
 from ..record.arguments import tensors_in
 from ..record.ranks import by_rank, parameters_of
@@ -81,9 +82,23 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
     if proof.agrees is False:
         proof = replace(proof, note=_first_difference(subject, whole, outcome, ranks))
     styles = dict(plan.styles)
-    code = code_of(styles, keeps=outcome.keeps, hugging_face=subject.label.startswith("hf:")) if styles else None
+    call = "model(..., use_cache=False)" if _takes_cache(subject.module) else "model(...)"
+    shared = hasattr(subject.module, "tp_plan") and not outcome.keeps
+    code = code_of(styles, call if outcome.keeps else "", hugging_face=shared) if styles else None
     notes = (*outcome.trace.notes, *plan.doubts, *subject.notes)
     return replace(outcome.trace, proof=proof, plan=styles or None, plan_code=code, notes=notes), outcome.run
+
+
+@contextmanager
+def cut_parameters(subject: Subject, ranks: int) -> Iterator[dict[str, Tensor]]:
+    """Yield the parameters that rank 0 has of a subject whose heads are cut over `ranks`, by name.
+
+    Raises `InputError` as `sharded` does.
+    """
+    trace, run = traced(subject, Show(), keep=True)
+    plan = plan_of(run, subject.module, trace.attentions, ranks)
+    with process_group(ranks, "cpu") as mesh:
+        yield parameters_of(cut(subject.fresh().module, mesh, plan))
 
 
 class _RankError(Exception):
@@ -138,6 +153,8 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
         from torch.distributed.tensor.experimental import implicit_replication
 
         fresh = subject.fresh()
+        if keeps and _takes_cache(subject.module):
+            fresh = replace(fresh, kwargs={**fresh.kwargs, "use_cache": False})
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_all_ranks(ranks) if device != "meta" else nullcontext())
@@ -146,7 +163,9 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
                 # torch derives the placements of a fused kernel's result by trying all; with a mask that takes hours.
                 stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
             try:
-                spread = replace(fresh, module=cut(fresh.module, mesh, plan, keeps=keeps), without_ones=None, grad=False)
+                spread = replace(
+                    fresh, module=cut(fresh.module, mesh, plan, keeps=keeps), without_ones=None, grad=False
+                )
                 run = spread.recorded(keep=device != "meta")
                 returned = by_rank(_whole_of(_first(run.returned)))
             except Exception as error:  # user code and torch may raise anything on a part of the heads
@@ -154,11 +173,16 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
         kept = {number: by_rank(value) for number, value in run.recording.values.items()}
         _take_rank(run, kept, 0)
         leaves = {number: by_rank(leaf)[0] for number, leaf in spread.leaves(run.recording).items()}
-        settings = {"environment": environment_of(subject), "layer": layer_of(subject)}
-        trace = report(run, show, kinds=kinds_of(run), leaves=leaves, **settings)
+        about: Any = {"environment": environment_of(subject), "layer": layer_of(subject)}
+        trace = report(run, show, kinds=kinds_of(run), leaves=leaves, **about)
         trace = with_whole_shapes(trace, run, spread.module)
         trace = replace(trace, ranks=_ranks(ranks, trace, run, spread.module))
     return _Outcome(trace, run, kept, returned, keeps)
+
+
+def _takes_cache(module: nn.Module) -> bool:
+    """Return whether a forward may cache: transformers joins keys to an empty tensor, which DTensors cannot be."""
+    return "use_cache" in signature(module.forward).parameters
 
 
 def _all_ranks(ranks: int) -> Any:
@@ -200,12 +224,12 @@ def _ranks(ranks: int, trace: Trace, run: Run, module: nn.Module) -> tuple[Rank,
 def _proof(subject: Subject, whole: Tensor, outcome: _Outcome) -> Proof:
     """Compare every rank's output with the whole module's, beside the whole module's rounding error."""
     if whole.is_meta:
-        return Proof(None, None, None, "device meta has shapes and no numbers")
+        return Proof(None, None, None, "device meta has shapes and no numbers", "ranks")
     if any(output.shape != whole.shape for output in outcome.returned):
-        return Proof(None, None, False)
+        return Proof(None, None, False, of="ranks")
     largest = max(distances(whole, output)[0] for output in outcome.returned)
     floor = rounding_of(subject, whole) if largest else 0.0
-    return Proof(largest, floor, judge(largest, floor)[1] != "differs")
+    return Proof(largest, floor, judge(largest, floor)[1] != "differs", of="ranks")
 
 
 def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: int) -> str:
@@ -234,7 +258,9 @@ def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: in
                 floor = rounding_error(expected[stage], precise[stage].to(expected[stage].dtype)) if precise else 0.0
                 largest = distances(wanted, got)[0]
                 if judge(largest, floor)[1] == "differs":
-                    return f"The first difference is {stage}{which} on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
+                    return (
+                        f"The first difference is {stage}{which} on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
+                    )
     return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
 
 

@@ -275,6 +275,14 @@ def require_numbers(device: str, use: str, way_out: str = "") -> None:
         raise DeviceError(f"device meta has shapes and no numbers to {use}. Try --device cpu.{way_out}")
 
 
+def require_ranks(ranks: int | None, **others: bool) -> None:
+    """Raise `SpecError` if --ranks is below 2, or is used with one of these options that was given."""
+    for name in (name for name, is_given in others.items() if is_given and ranks is not None):
+        raise SpecError(f"--ranks and {dashed(name)} cannot be combined. Drop one.")
+    if ranks is not None and ranks < 2:
+        raise SpecError(f"ranks {ranks} cuts nothing: it must be 2 or more. Try --ranks 2.")
+
+
 def is_target(text: str) -> bool:
     """Return whether a text has the form of a target rather than a layer's name."""
     return ":" in text or text.endswith(".py")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -14,11 +16,14 @@ from ..layers.catalog import LAYERS
 from ..text import shown
 from . import subject
 from .app import command
-from .options import TARGET, Options, option
+from .options import TARGET, Options, option, require_ranks, size
 from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from ..reports.params import ParamsReport
+    from ..running.subject import Subject
 
 PANEL = "Params"
 _OF_INPUTS = ("causal", "padding", "attn_mask", "input")
@@ -45,6 +50,7 @@ def params(
         metavar="TARGET",
         show_default="names and shapes only",
     ),
+    ranks: int | None = size(PANEL, "Cut the heads over N ranks, and show the part of rank 0.", unset="one"),
     module: str | None = option(PANEL, "Read only the tensors of a checkpoint below this path.", metavar="PATH"),
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes, count and purpose.
@@ -80,6 +86,9 @@ def params(
             raise SpecError(
                 f"{dashed(name)} sets the inputs, and the parameters of a layer do not depend on them. Drop it."
             )
+    require_ranks(ranks, picture=picture)
+    if ranks is not None and (is_file or len(heads) > 1):
+        raise SpecError(f"--ranks {ranks} needs one module to cut. Give a layer or a TARGET, and one --num-heads.")
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
     if picture:
         require_drawable(options, in_json=True)
@@ -89,9 +98,9 @@ def params(
         asked |= {"show": asked["show"] if options.stats or options.values else None, "module": module or ""}
         report = _of_checkpoint(str(target), options, like, asked)
     elif target is None:
-        report = _of_layer(options, heads, asked)
+        report = _of_layer(options, heads, asked, ranks)
     else:
-        report = _of_target(target, options, heads, asked)
+        report = _of_target(target, options, heads, asked, ranks)
     drawn = None
     if report.head_norms is not None:
         from ..pictures.stages import norms_picture
@@ -127,17 +136,29 @@ def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[st
         return params_of_checkpoint(Path(text), like=beside, **asked)
 
 
-def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -> ParamsReport:
+def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any], ranks: int | None) -> ParamsReport:
     with subject.running(options, f"reading {options.layer}"):
         from ..answers.params import INPUTS, params
         from ..call.load import load_layer
 
         specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
         first, *others = [load_layer(spec, INPUTS, run, options.layer) for spec in specs]
-        return params(first, beside=others, **asked)
+        with _cut(first, ranks) as cut:
+            return params(first, beside=others, cut=cut, **asked)
 
 
-def _of_target(text: str, options: Options, heads: tuple[int, ...], asked: dict[str, Any]) -> ParamsReport:
+def _cut(subject: Subject, ranks: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
+    """Return a context with the parameters that rank 0 has; with none if they are not cut."""
+    if ranks is None:
+        return nullcontext({})
+    from ..answers.sharding import cut_parameters
+
+    return cut_parameters(subject, ranks)
+
+
+def _of_target(
+    text: str, options: Options, heads: tuple[int, ...], asked: dict[str, Any], ranks: int | None
+) -> ParamsReport:
     """Report the parameters of a target and their purposes, from one call of it; or why it cannot be called."""
     many, why = len(heads) > 1, ""
     with subject.running(options, f"reading {text}"):
@@ -155,9 +176,16 @@ def _of_target(text: str, options: Options, heads: tuple[int, ...], asked: dict[
         try:
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             subjects = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            report = params(subjects[0], beside=subjects[1:], **asked)
+            with _cut(subjects[0], ranks) as cut:
+                report = params(subjects[0], beside=subjects[1:], cut=cut, **asked)
         except MhaInspectError as error:
-            if many or options.input_shape or options.input or any(map(is_lazy, first.module.parameters())):
+            if (
+                many
+                or ranks is not None
+                or options.input_shape
+                or options.input
+                or any(map(is_lazy, first.module.parameters()))
+            ):
                 raise
             unrun = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(unrun, called=False, **asked)

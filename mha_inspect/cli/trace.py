@@ -15,7 +15,7 @@ from ..naming.pattern import STAGES
 from ..text import did_you_mean, shown
 from . import subject
 from .app import command
-from .options import TARGET, Options, option, size
+from .options import TARGET, Options, file, option, require_ranks, size
 from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..reports.trace import Trace
     from ..running.subject import Run
 
-PANEL, DECODE, PICTURE = "Trace", "Decode", "Picture"
+PANEL, DECODE, RANKS, PICTURE = "Trace", "Decode", "Ranks", "Picture"
 
 
 @command(
@@ -46,6 +46,10 @@ def trace(
     ),
     positions: str | None = option(
         DECODE, "A further argument of positions, to advance at each step.", metavar="NAME", show_default="by name"
+    ),
+    ranks: int | None = size(RANKS, "Cut the heads over N ranks, and run all of them in this process.", unset="one"),
+    plan: Path | None = file(
+        RANKS, "How to cut: JSON from module path to colwise, rowwise or replicate, or FILE.py:NAME.", unset="found"
     ),
     picture: str | None = option(
         PICTURE,
@@ -74,6 +78,9 @@ def trace(
 
     With --decode, a table has a row for each call, and the last position is compared with one forward over all tokens;
     the exit code is 1 if they differ.
+
+    With --ranks, W_q, W_k and W_v are cut by whole heads and W_o by columns. The stages are those of rank 0, the plan
+    is ready to paste, and the outputs of all ranks are compared with that of the whole module.
     """
     subject.check(target, options, "trace")
     if text is not None and (target is None or not target.startswith("hf:")):
@@ -84,6 +91,9 @@ def trace(
     for flag, given in (("--cache", cache), ("--positions", positions)):
         if given is not None and decode is None:
             raise SpecError(f"{flag} {shown(given)} only affects --decode. Add --decode 1.")
+    if plan is not None and ranks is None:
+        raise SpecError(f"--plan {shown(plan)} needs the number of ranks. Add --ranks 2.")
+    require_ranks(ranks, decode=decode is not None, picture=picture is not None)
     loop = None if decode is None else (decode, cache, positions)
     wanted = _wanted(options, picture, head, batch_row, tokens)
     export = prepare(options, draws=wanted is not None)
@@ -94,7 +104,7 @@ def trace(
         options.seq_len, options.batch = options.ids.shape[1], 1
         wanted = wanted and replace(wanted, tokens=wanted.tokens or names)
     try:
-        report, run = _traced(target, options, loop, keep=wanted is not None)
+        report, run = _traced(target, options, loop, keep=wanted is not None, ranks=ranks, plan=plan)
     except DoesNotFitError as error:
         if wanted is None or wanted.printed or options.ending != ".html":
             raise
@@ -106,11 +116,17 @@ def trace(
         return ExitCode.CONDITION
     report = choose(report, attention, module)
     give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
-    return ExitCode.CONDITION if report.decode is not None and report.decode.verdict == "differs" else ExitCode.OK
+    return ExitCode.OK if report.ok else ExitCode.CONDITION
 
 
 def _traced(
-    target: str | None, options: Options, loop: tuple[int, str | None, str | None] | None, *, keep: bool = False
+    target: str | None,
+    options: Options,
+    loop: tuple[int, str | None, str | None] | None,
+    *,
+    keep: bool = False,
+    ranks: int | None = None,
+    plan: Path | None = None,
 ) -> tuple[Trace, Run | None]:
     """Return the report of one run, or of a decode loop, and the run; None for the run if the forward raised."""
     show = subject.show(options)
@@ -125,6 +141,11 @@ def _traced(
                     from ..answers.decode import decoded
 
                     return decoded(asked, show, *loop)
+                if ranks is not None:
+                    from ..answers.shard_plan import plan_from
+                    from ..answers.sharding import sharded
+
+                    return sharded(asked, show, ranks, None if plan is None else plan_from(str(plan)))
                 return traced(asked, show, keep=keep or show.stats or show.values)
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None

@@ -121,7 +121,7 @@ class Tensors:
     def copy_kept(self, tensor: Tensor) -> None:
         """Copy the kept tensors that share a tensor's memory, because it is about to be overwritten."""
         self.read(self.look(tensor))
-        for seen in self._storages[look_at(tensor)[0]].seen.values():
+        for seen in self._storages[look_at(by_rank(tensor)[0])[0]].seen.values():
             if seen.id in self.values:
                 self.values[seen.id] = self.values[seen.id].clone()
 

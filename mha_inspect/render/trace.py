@@ -20,7 +20,7 @@ from ..reports.trace import (
     Step,
     Trace,
 )
-from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
+from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Verbatim, facts, section, table
 from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, shape_cell
 
 LEGENDS = {
@@ -56,6 +56,8 @@ def _sections(trace: Trace) -> Iterator[Section]:
     yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
     if trace.ranks:
         yield section(text.plural(len(trace.ranks), "rank"), _ranks(trace.ranks), detail=_balance(trace.ranks))
+    if trace.plan_code is not None:
+        yield section("plan", Verbatim(tuple(trace.plan_code.splitlines())))
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
     if trace.failure is None:
@@ -319,10 +321,16 @@ def _decode(proof: DecodeProof) -> Paragraph:
 
 
 def _proof(proof: Proof) -> Paragraph:
-    """Return the sentence on whether the shown stages are what PyTorch computes."""
+    """Return the sentence on whether the shown stages, or the outputs of the ranks, are what PyTorch computes."""
     note = f"; {proof.note}" if proof.note else ""
+    of_ranks = proof.of == "ranks"
     if proof.agrees is None:
-        return Paragraph(f"The opened stages were not compared with the kernel{note}.", "muted")
+        compared = (
+            "ranks were not compared with the whole module"
+            if of_ranks
+            else "opened stages were not compared with the kernel"
+        )
+        return Paragraph(f"The {compared}{note}.", "muted")
     if proof.max_abs_difference == 0 and proof.noise_floor is None:
         return Paragraph(proof.note, "good")
     measured = []
@@ -330,9 +338,10 @@ def _proof(proof: Proof) -> Paragraph:
         measured.append(f"difference {text.small(proof.max_abs_difference)}")
     if proof.noise_floor is not None:
         measured.append(f"rounding error {text.small(proof.noise_floor)}")
-    verdict = "agree with" if proof.agrees else "DIFFER from"
+    verdict = f"{'agree with' if proof.agrees else 'DIFFER from'} the {'whole module' if of_ranks else 'kernel'}"
     numbers = f": {', '.join(measured)}" if measured else ""
-    return Paragraph(f"Opened stages {verdict} the kernel{numbers}{note}", "good" if proof.agrees else "bad")
+    shown = "The outputs of all ranks" if of_ranks else "Opened stages"
+    return Paragraph(f"{shown} {verdict}{numbers}{note}", "good" if proof.agrees else "bad")
 
 
 # -- a forward that failed: what was completed, then the failure, then why --------------------------------------------

@@ -181,7 +181,10 @@ class OpLine:
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether the steps of fused kernels compute the kernels' results: the kernel with the largest difference."""
+    """Whether the steps of fused kernels compute the kernels' results: the kernel with the largest difference.
+
+    With --ranks: whether every rank's output is the whole module's.
+    """
 
     max_abs_difference: float | None
     """Largest difference between a kernel's result and that of its steps; None without numbers (device meta)."""
@@ -190,7 +193,9 @@ class Proof:
     agrees: bool | None
     """Whether the result and the steps agree within rounding; None if not measured."""
     note: str = ""
-    """Why there is no measurement, or which kernels it omits; else empty."""
+    """Why there is no measurement, which kernels it omits, or the first stage that differs; else empty."""
+    of: Literal["kernels", "ranks"] = "kernels"
+    """The results that are compared with a second computation."""
 
 
 @dataclass(frozen=True)
