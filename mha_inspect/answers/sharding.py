@@ -212,13 +212,15 @@ def _ranks(ranks: int, trace: Trace, run: Run, module: nn.Module) -> tuple[Rank,
     """Return what each rank has: the parts are equal, so those of rank 0 are moved by their sizes."""
     first = rank_of(0, trace, run, module)
     shards = next(iter(shards_of(run, parameters_of(module))), {})
-    steps = {name: shard.size if shard.size < shard.whole else 0 for name, shard in shards.items()}
-    every = []
-    for rank in range(ranks):
-        moved = {name: (rank * steps.get(name, 0)) for name in first.rows}
-        rows = {name: (start + moved[name], stop + moved[name]) for name, (start, stop) in first.rows.items()}
-        every.append(replace(first, rank=rank, rows=rows))
-    return with_copies(every)
+
+    def rows(rank: int, name: str, start: int, stop: int) -> tuple[int, int]:
+        size, whole = shards[name].size, shards[name].whole
+        # Of a parameter that every rank has whole, a rank uses the heads of its queries.
+        before = rank * size if size < whole else rank * (whole // (stop - start)) // ranks * (stop - start)
+        return start + before, stop + before
+
+    moved = ({name: rows(rank, name, *bounds) for name, bounds in first.rows.items()} for rank in range(ranks))
+    return with_copies([replace(first, rank=rank, rows=each) for rank, each in enumerate(moved)])
 
 
 def _proof(subject: Subject, whole: Tensor, outcome: _Outcome) -> Proof:

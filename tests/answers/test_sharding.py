@@ -1,0 +1,299 @@
+"""Heads cut over simulated ranks: each rank's stages are its part of the whole, and wrong plans are found."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect.answers.params import params
+from mha_inspect.answers.shard_plan import Plan, folded, plan_from
+from mha_inspect.answers.sharding import cut_parameters, sharded
+from mha_inspect.errors import InputError
+from mha_inspect.layers.grouped_query import GroupedQueryAttention
+from mha_inspect.layers.spec import Show
+from mha_inspect.layers.split_heads import SplitHeadsAttention
+from mha_inspect.running.subject import Subject
+
+pytest.importorskip("torch.distributed._local_tensor")
+
+GOOD = {"q": "colwise", "k": "colwise", "v": "colwise", "o": "rowwise"}
+
+
+class Attention(nn.Module):
+    """Attention that computes its own number of heads from what it gets."""
+
+    def __init__(self, width: int = 24, head_dim: int = 3) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        weights = (q @ k.mT / self.head_dim**0.5).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Packed(Attention):
+    def __init__(self, width: int = 24, head_dim: int = 3) -> None:
+        super().__init__(width, head_dim)
+        self.qkv = nn.Linear(width, 3 * width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.q, self.k, self.v = (nn.Identity(),) * 3
+        q, k, v = (p.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in self.qkv(x).chunk(3, -1))
+        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class PackedByHead(Packed):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (-1, 3 * self.head_dim)).transpose(1, 2).chunk(3, -1)
+        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class NormedOverHeads(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = (nn.functional.rms_norm(p(x), (p.out_features,)) for p in (self.q, self.k))
+        q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, self.v(x)))
+        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def subject(module: nn.Module, *args: Tensor) -> Subject:
+    torch.manual_seed(0)
+    return Subject(module.eval(), args or (torch.randn(2, 5, 24),), {})
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_the_plan_is_proved_and_each_stage_is_a_part_of_the_whole(ranks: int) -> None:
+    made = subject(Attention())
+    trace, run = sharded(made, Show(), ranks)
+    assert trace.plan == GOOD
+    assert trace.proof.of == "ranks"
+    assert trace.proof.agrees
+    assert trace.proof.noise_floor
+    (attention,) = trace.attentions
+    assert attention.num_heads == 8 // ranks
+    shapes = {stage.name: (stage.shape, stage.whole) for stage in attention.stages}
+    assert shapes["scores"] == ((2, 8 // ranks, 5, 5), (2, 8, 5, 5))
+    assert shapes["output"] == ((2, 5, 24), None)
+    weights = run.recording.values[run.attentions[0][0].stages["weights"].id]
+    module, (x,) = made.module, made.args
+    assert isinstance(module, Attention)
+    with torch.no_grad():
+        q, k = (p(x).unflatten(-1, (-1, 3)).transpose(1, 2) for p in (module.q, module.k))
+        expected = (q @ k.mT / 3**0.5).softmax(-1)
+    torch.testing.assert_close(weights, expected[:, : 8 // ranks])
+
+
+def test_ranks_say_their_rows_and_share_the_work() -> None:
+    trace, _ = sharded(subject(Attention()), Show(), 4)
+    assert trace.ranks is not None
+    assert [rank.rows["W_q"] for rank in trace.ranks] == [(0, 6), (6, 12), (12, 18), (18, 24)]
+    assert [rank.rows["W_o"] for rank in trace.ranks] == [(0, 6), (6, 12), (12, 18), (18, 24)]
+    whole = 4 * (24 * 24 + 24) * 4
+    assert all(rank.bytes == whole // 4 + 24 * 4 * 3 // 4 for rank in trace.ranks)  # the bias of W_o is on every rank
+    assert all(rank.heads == 2 and not rank.kv_copied and rank.exchanged == 2 * 5 * 24 * 4 for rank in trace.ranks)
+
+
+def test_nothing_of_the_module_changes_and_no_process_group_stays() -> None:
+    made = subject(Attention())
+    before = {name: parameter.clone() for name, parameter in made.module.named_parameters()}
+    sharded(made, Show(), 2)
+    after = dict(made.module.named_parameters())
+    assert all(type(parameter) is nn.Parameter and parameter.equal(before[name]) for name, parameter in after.items())
+    assert not torch.distributed.is_initialized()
+
+
+def test_a_fixed_head_count_needs_dtensors_and_the_code_says_so() -> None:
+    x = torch.randn(2, 5, 24)
+    trace, _ = sharded(subject(SplitHeadsAttention(24, 8), x, x, x), Show(), 4)
+    assert trace.proof.agrees
+    assert trace.attentions[0].num_heads == 2
+    assert trace.plan_code is not None
+    assert "use_local_output=False" in trace.plan_code
+    assert "implicit_replication" in trace.plan_code
+
+
+def test_grouped_keys_are_cut_or_copied() -> None:
+    cut, _ = sharded(subject(GroupedQueryAttention(24, 8, 4, 3)), Show(), 4)
+    assert cut.ranks is not None
+    assert {(rank.heads, rank.kv_heads, rank.kv_copied) for rank in cut.ranks} == {(2, 1, False)}
+    copied, _ = sharded(subject(GroupedQueryAttention(24, 8, 2, 3)), Show(), 4)
+    assert copied.plan == {"q_proj": "colwise", "k_proj": "replicate", "v_proj": "replicate", "o_proj": "rowwise"}
+    assert copied.proof.agrees
+    alone, _ = sharded(subject(GroupedQueryAttention(24, 8, 2, 3), torch.randn(1, 5, 24)), Show(), 4)
+    assert alone.ranks is not None
+    assert [rank.rows["W_k"] for rank in alone.ranks] == [(0, 3), (0, 3), (3, 6), (3, 6)]
+    assert {(rank.heads, rank.kv_copied) for rank in alone.ranks} == {(2, True)}
+
+
+def test_the_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.tensor.experimental import implicit_replication
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    from mha_inspect.answers.sharding import process_group
+
+    x = torch.randn(2, 5, 24)
+    made = subject(SplitHeadsAttention(24, 8), x, x, x)
+    trace, _ = sharded(made, Show(), 2)
+    assert trace.plan_code is not None
+    names = {
+        "model": lambda *args: made.module(x, x, x),
+        "mesh": None,
+        "implicit_replication": implicit_replication,
+        "ColwiseParallel": ColwiseParallel,
+        "RowwiseParallel": RowwiseParallel,
+        "parallelize_module": lambda model, mesh, plan: parallelize_module(made.module, mesh, plan),
+    }
+    with process_group(2, "cpu") as mesh:
+        exec(trace.plan_code, {**names, "mesh": mesh})
+        assert tuple(made.module.wq.weight.to_local().shape) == (12, 24)  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.parametrize(
+    ("module", "ranks", "reason"),
+    [
+        (Attention(), 3, "8 heads do not divide among 3 ranks. Use --ranks 2, 4 and 8."),
+        (Packed(), 2, "qkv has W_q, W_k and W_v in its 72 rows"),
+        (NormedOverHeads(), 2, "normed over all heads"),
+        (nn.MultiheadAttention(24, 8, batch_first=True), 2, "W_q is in_proj_weight of MultiheadAttention"),
+        (nn.Linear(24, 24), 2, "no attention was found"),
+    ],
+)
+def test_what_cannot_be_cut_is_said_with_the_reason(module: nn.Module, ranks: int, reason: str) -> None:
+    made = subject(module)
+    if isinstance(module, nn.MultiheadAttention):
+        made = subject(module, *made.args * 3)
+    with pytest.raises(InputError) as refused:
+        sharded(made, Show(), ranks)
+    assert reason in str(refused.value)
+
+
+def test_rows_packed_head_by_head_can_be_cut() -> None:
+    trace, _ = sharded(subject(PackedByHead()), Show(), 2)
+    assert trace.plan == {"qkv": "colwise", "o": "rowwise"}
+    assert trace.proof.agrees
+
+
+class Rowwise(nn.Module):
+    """A rank's columns of W_o, written by hand; the sum over ranks and the bias may be wrong."""
+
+    def __init__(self, whole: nn.Linear, mesh: Any, *, reduces: bool, bias_everywhere: bool) -> None:
+        super().__init__()
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        self.weight = nn.Parameter(distribute_tensor(whole.weight, mesh, [Shard(1)], src_data_rank=None))
+        self.bias, self.reduces, self.bias_everywhere = whole.bias, reduces, bias_everywhere
+
+    def forward(self, x: Tensor) -> Tensor:
+        import torch.distributed as dist
+
+        out = nn.functional.linear(x, self.weight.to_local(), self.bias if self.bias_everywhere else None)  # type: ignore[operator]
+        if self.reduces:
+            dist.all_reduce(out)
+        return out if self.bias_everywhere else out + self.bias
+
+
+def by_hand(reduces: bool, bias_everywhere: bool) -> Callable[[Attention, Any], None]:
+    def cut(module: Attention, mesh: Any) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+        module.o = Rowwise(module.o, mesh, reduces=reduces, bias_everywhere=bias_everywhere)  # type: ignore[assignment]
+        parallelize_module(module, mesh, {name: ColwiseParallel() for name in "qkv"}, src_data_rank=None)
+
+    return cut
+
+
+def test_a_plan_written_as_code_is_proved() -> None:
+    trace, _ = sharded(subject(Attention()), Show(), 4, Plan(code=by_hand(reduces=True, bias_everywhere=False)))
+    assert trace.proof.agrees
+
+
+@pytest.mark.parametrize(("reduces", "bias_everywhere"), [(False, False), (True, True), (False, True)])
+def test_a_wrong_output_is_found_with_its_stage(reduces: bool, bias_everywhere: bool) -> None:
+    plan = Plan(code=by_hand(reduces, bias_everywhere))
+    trace, _ = sharded(subject(Attention()), Show(), 4, plan)
+    assert trace.proof.agrees is False
+    assert "The first difference is output on rank 0" in trace.proof.note
+
+
+def test_shuffled_keys_are_found_at_their_stage() -> None:
+    def cut(module: Attention, mesh: Any) -> None:
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        with torch.no_grad():
+            module.k.weight = nn.Parameter(module.k.weight.roll(3, 0))
+        styles: Any = {**{name: ColwiseParallel() for name in "qkv"}, "o": RowwiseParallel()}
+        parallelize_module(module, mesh, styles, src_data_rank=None)
+
+    trace, _ = sharded(subject(Attention()), Show(), 2, Plan(code=cut))
+    assert trace.proof.agrees is False
+    assert "The first difference is k_proj on rank 0" in trace.proof.note
+
+
+@pytest.mark.parametrize(
+    ("styles", "ranks", "reason"),
+    [
+        (GOOD | {"q": "rowwise"}, 2, "q is W_q and cut rowwise. It must be colwise"),
+        (GOOD | {"o": "colwise"}, 2, "o is W_o and cut colwise. It must be rowwise"),
+        (GOOD, 3, "q has 8 heads, and a cut of its 24 rows into 3 is inside of a head."),
+    ],
+)
+def test_a_users_plan_that_does_not_cut_heads_says_why(styles: Any, ranks: int, reason: str) -> None:
+    try:
+        trace, _ = sharded(subject(Attention()), Show(), ranks, Plan(styles))
+        said = " ".join((trace.proof.note, *trace.notes))
+        assert trace.proof.agrees is False or reason in said
+    except InputError as error:
+        said = str(error)
+    assert reason in said
+
+
+def test_a_replicated_key_is_a_copy_and_right() -> None:
+    styles: Any = GOOD | {"k": "replicate", "v": "replicate"}
+    assert sharded(subject(Attention()), Show(), 2, Plan(styles))[0].proof.agrees
+
+
+def test_a_plan_is_read_from_json_from_a_report_and_from_python(tmp_path: Path) -> None:
+    file = tmp_path / "plan.json"
+    for content in (GOOD, {"plan": GOOD, "proof": {}}):
+        file.write_text(json.dumps(content))
+        assert plan_from(str(file)).styles == GOOD
+    code = tmp_path / "sharding_of_mine.py"
+    code.write_text("def cut(module, mesh):\n    return module\n")
+    assert callable(plan_from(f"{code}:cut").code)
+    for wrong in ('{"q": "columns"}', "[]", "{}", "not JSON"):
+        file.write_text(wrong)
+        with pytest.raises(InputError, match=r"Write e\.g\."):
+            plan_from(str(file))
+
+
+def test_on_meta_there_are_shapes_and_no_proof() -> None:
+    made = subject(Attention().to("meta"), torch.empty(2, 5, 24, device="meta"))
+    trace, _ = sharded(made, Show(), 4)
+    assert trace.proof.agrees is None
+    assert trace.attentions[0].num_heads == 2
+    assert trace.ranks is not None
+    assert len(trace.ranks) == 4
+
+
+def test_paths_are_folded_only_where_all_are_alike() -> None:
+    alike: Any = {"layers.0.q": "colwise", "layers.1.q": "colwise"}
+    assert folded(alike) == {"layers.*.q": "colwise"}
+    mixed: Any = {"layers.0.q": "colwise", "layers.1.q": "rowwise"}
+    assert folded(mixed) == mixed
+
+
+def test_parameters_show_the_part_of_rank_0() -> None:
+    made = subject(Attention())
+    with cut_parameters(made, 4) as cut:
+        rows = {row.name: row for row in params(made, cut=cut).parameters}
+    assert (rows["q.weight"].shape, rows["q.weight"].whole) == ((6, 24), (24, 24))
+    assert rows["q.weight"].role.endswith("rows 0–5 of 24: heads 0–1")
+    assert rows["o.weight"].role.endswith("columns 0–5 of 24: heads 0–1")
+    assert rows["o.bias"].whole is None
