@@ -15,10 +15,11 @@ def main() -> int:
         import gc
 
         from .cli.process import leave_on_interrupt
+        from .cli.ranks import on_every_rank
 
         gc.disable()
         with leave_on_interrupt():
-            code = run()
+            code = on_every_rank(run)
         gc.freeze()  # the process ends: no need to collect garbage
     except KeyboardInterrupt:  # before or after `leave_on_interrupt` handles it
         code = 130

@@ -22,6 +22,7 @@ from ..record.rounding import beside, rounding_error
 from ..reports.common import MeasuredAgainst
 from ..running.subject import Run, Subject
 from ..text import first_line
+from .ranks import require_alone
 from .run_report import drops_at_random, environment_of
 
 T = TypeVar("T")
@@ -60,9 +61,11 @@ class ComparableRun:
     @cached_property
     def run(self) -> Run:
         """The run, with every tensor kept. Raises `DeviceError` or `InputError` if it has no numbers to compare."""
+        require_alone(self.subject, "a comparison")
         with torch.no_grad():
             with self.subject.apart() as subject:
                 run = subject.recorded(keep=True)
+            require_alone(self.subject, "a comparison", run)
             returned = [dense(tensor) for _, tensor in tensors_in(run.returned)]
             if any(tensor.is_meta for tensor in returned):
                 raise DeviceError(

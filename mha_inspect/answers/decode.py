@@ -23,6 +23,7 @@ from ..text import listed, plural
 from .check.arguments import CACHES, Arguments, Source, second_output, sources_of
 from .check.intent import Intent
 from .comparable_run import measured_in
+from .ranks import require_alone
 from .run_report import drops_at_random, environment_of, layer_of, report
 from .trace import run_of, traced
 
@@ -43,6 +44,7 @@ def decoded(
     if a call raises; its trace has the rows of the calls before.
     """
     rows: list[Step] = []
+    require_alone(subject, "--decode")
     with subject.apart() as fresh, _saying("The forward over all tokens raised.", rows):
         whole = first_tensor(_recorded(fresh)[1].returned).detach()
     with subject.apart() as fresh:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
+from types import FrameType
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import InputError
 from ..naming.named_run import NamedRun
 from ..naming.parameters import Part, coordinates, parts_of
 from ..naming.pattern import dims_of
-from ..record.ranks import local, parameters_of, piece_of
+from ..record.ranks import local, needs_ranks, parameters_of, piece_of
+from ..record.site import Site, place_of_site
 from ..reports.trace import Rank, Stage, Trace
-from ..running.subject import Run
+from ..running.subject import Run, Subject
 
 _OF_ALL_HEADS = ("query", "key", "value", "output")
 """The stages without an axis of heads."""
@@ -61,6 +65,15 @@ def rank_of(rank: int, trace: Trace, run: Run, module: nn.Module) -> Rank:
         flops=sum(stage.flops for attention in trace.attentions for stage in attention.stages),
         exchanged=sum(collective.nbytes for collective in trace.collectives or ()),
     )
+
+
+def require_alone(subject: Subject, asked: str, run: Run | None = None) -> None:
+    """Raise `InputError` if more runs, which `asked` needs, would need the other ranks of a process group."""
+    if needs_ranks(subject.module, None if run is None else run.recording):
+        raise InputError(
+            f"{asked} runs {subject.name} several times, and its parameters or results are spread over ranks, which "
+            "would have to run it too. Use trace or params, or give the module as it is before sharding."
+        )
 
 
 def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
@@ -133,3 +146,13 @@ def _shard(part: Part, parameter: Tensor) -> Shard | None:
         if local(parameter).shape[dim] < size:  # FSDP gathered the part of this rank's heads from several ranks
             start -= start % size
     return Shard((start + int(places.min()), start + int(places.max()) + 1), size, whole)
+
+
+def waits_at(frame: FrameType | None) -> tuple[Site, str]:
+    """Return the instructions of a frame and its callers, and the user's line; no line outside torch.distributed."""
+    site: Site = []
+    while frame is not None:
+        site += [frame.f_code, frame.f_lasti]
+        frame = frame.f_back
+    is_inside = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
+    return site, place_of_site(site)[0] if is_inside else ""

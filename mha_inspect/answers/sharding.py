@@ -1,6 +1,6 @@
 """Run a module that is cut by heads over several ranks, all in this process, and compare it with the whole module.
 
-torch.distributed is imported here alone. Its simulation of ranks is private: `LocalTensorMode`, since torch 2.10.
+torch.distributed's simulation of ranks is private: `LocalTensorMode`, since torch 2.10.
 """
 
 from __future__ import annotations

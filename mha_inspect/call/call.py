@@ -20,6 +20,7 @@ from ..errors import ExitCode, MhaInspectError, SpecError, is_out_of_memory
 from ..files.memory import require_memory
 from ..layers.spec import InputSpec
 from ..record.arguments import described, tensors_in
+from ..record.ranks import needs_ranks
 from ..running.subject import Subject
 from ..text import did_you_mean, shown
 
@@ -239,7 +240,7 @@ def way_out(subject: Subject) -> str:
 
     Empty if nothing was guessed.
     """
-    if subject.module.training:
+    if subject.module.training or needs_ranks(subject.module):
         return subject.hint
     try:
         with torch.no_grad(), subject.apart() as fresh:

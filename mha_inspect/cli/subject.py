@@ -19,6 +19,7 @@ from ..text import first_few, shown
 from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
 from .process import resume_collection
+from .ranks import join, with_group
 
 if TYPE_CHECKING:
     from ..build.target import Target
@@ -205,6 +206,7 @@ def running(options: Options, words: str) -> Iterator[Tick]:
 
         from ..build.importing import stdout_for_the_answer
 
+        join()
         with _fitting(options), stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
             yield tick
 
@@ -264,7 +266,8 @@ def load_target(
         training=options.train,
         seed=options.seed,
     )
-    return build(text, parse_settings([*(options.settings or []), *side_settings]), spec)
+    settings = parse_settings([*(options.settings or []), *side_settings])
+    return with_group(lambda: build(text, settings, spec))
 
 
 def call_of(target: Target, options: Options, like: Call | None = None, *, may_fail: bool = False) -> Call:

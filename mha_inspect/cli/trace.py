@@ -17,6 +17,7 @@ from . import subject
 from .app import command
 from .options import TARGET, Options, file, option, require_ranks, size
 from .output import Drawn, give, prepare, require_drawable
+from .ranks import of_all_ranks
 
 if TYPE_CHECKING:
     from ..render.export import Destination
@@ -146,7 +147,8 @@ def _traced(
                     from ..answers.sharding import sharded
 
                     return sharded(asked, show, ranks, None if plan is None else plan_from(str(plan)))
-                return traced(asked, show, keep=keep or show.stats or show.values)
+                report, run = traced(asked, show, keep=keep or show.stats or show.values)
+                return of_all_ranks(report, run, asked.module), run
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
             notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if explained or loop else way_out(asked)]))

@@ -72,11 +72,11 @@ def runs_on_shapes(frame: FrameType | None) -> bool:
     return frame is not None
 
 
-def needs_ranks(module: nn.Module, recording: Recording) -> bool:
+def needs_ranks(module: nn.Module, recording: Recording | None = None) -> bool:
     """Return whether another run of a module would need the other ranks, which do not know of it."""
     kinds = (kind.__module__ for part in module.modules() for kind in type(part).__mro__)
     is_spread = any(kind.startswith(_SPREAD) for kind in kinds) or wraps(map(type, module.parameters()))
-    return is_spread or any(op.is_collective for op in recording.ops)
+    return is_spread or (recording is not None and any(op.is_collective for op in recording.ops))
 
 
 def gathered(modules: Iterable[nn.Module | None]) -> Iterator[tuple[nn.Module, str, Tensor]]:

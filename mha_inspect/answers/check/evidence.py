@@ -22,6 +22,7 @@ from ...record.arguments import dense, tensors_in
 from ...record.ops import Op, TensorRef
 from ...running.subject import Run, Subject
 from ...text import message_of
+from ..ranks import require_alone
 from .arguments import Arguments, Source, sources_of
 from .intent import Intent
 from .replay import first_key
@@ -324,7 +325,11 @@ def evidence_of(
     tensors = (tensor for _, tensor in tensors_in((subject.args, subject.kwargs)))
     meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
     prepared = runner.prepared(arguments.of_call({}))
+    if not once:
+        require_alone(prepared, "check")
     run = prepared.recorded(keep=not meta)
+    if not once:
+        require_alone(prepared, "check", run)
     run = run.beside(wider or subject.wider_run(run))
     again = None
     with suppress(Exception):  # user code may raise anything in a second run

@@ -1,0 +1,184 @@
+"""Run a command on every rank that torchrun started, where rank 0 answers for all.
+
+Results, failures and waits go through a store, apart from the process group: a collective could wait forever.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import timedelta
+from tempfile import TemporaryFile
+from threading import Thread, main_thread
+from traceback import walk_tb
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import typer
+
+from ..errors import InputError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..reports.trace import Trace
+    from ..running.subject import Run
+
+T = TypeVar("T")
+_STALLED = 5.0
+"""Seconds at one instruction of torch.distributed after which a rank counts as waiting."""
+_GRACE = 1.5
+"""Seconds in which rank 0 may print a failure of its own, before that of another rank is printed."""
+_LONGEST = 1 << 20
+"""Most bytes of another rank's output."""
+
+
+class Member:
+    """This process as one of several ranks."""
+
+    def __init__(self) -> None:
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._out, self._err = os.dup(1), os.dup(2)
+        self._said = [TemporaryFile() for _ in (1, 2) if self.rank]  # noqa: SIM115 - closed with the process
+        for number, file in enumerate(self._said, 1):
+            os.dup2(file.fileno(), number)
+        self._store: Any = None
+        self._done = [f"done/{rank}" for rank in range(self.world)]
+        """The keys under which ranks that have finished store their results."""
+
+    def join(self) -> None:
+        """Connect to the store, and watch the other ranks."""
+        if self._store is None:
+            from torch.distributed.rendezvous import rendezvous
+
+            self._store, *_ = next(iter(rendezvous("env://", timeout=timedelta(seconds=60))))
+            Thread(target=self._watch, daemon=True).start()
+
+    def leave(self, code: int) -> None:
+        """Store how the command ended, for the other ranks. Rank 0 is the last to end, unless it failed."""
+        try:
+            self.join()
+            if code and self.rank:
+                time.sleep(_GRACE)
+                for stream in (sys.stdout, sys.stderr):
+                    stream.flush()
+                said = [os.pread(file.fileno(), _LONGEST, 0).decode(errors="replace") for file in self._said]
+                self._store.compare_set("failed", "", json.dumps([self.rank, code, *said]))
+            else:
+                self._store.compare_set(self._done[self.rank], "", "{}")
+            while self.rank or not (code or self._store.check(self._done)):
+                time.sleep(0.02)  # the watching thread ends a rank other than 0
+            self._store.set("end", "")
+        except RuntimeError:  # the store has ended, and with it the launcher or rank 0
+            os._exit(0 if self.rank else code)
+
+    def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the results of all ranks, on rank 0. Any other rank ends its command here."""
+        self._store.set(self._done[self.rank], json.dumps(mine))
+        if self.rank:
+            raise typer.Exit
+        while not self._store.check(self._done):
+            time.sleep(0.02)
+        return [json.loads(value) for value in self._store.multi_get(self._done)]
+
+    def _watch(self) -> None:
+        from ..answers.ranks import waits_at
+
+        before: object = None
+        since, said = 0.0, None
+        with suppress(RuntimeError):  # the store has ended, and with it the launcher or rank 0
+            while self.rank == 0 or not self._store.check(["end"]):
+                time.sleep(0.2)
+                now, (at, line) = time.monotonic(), waits_at(sys._current_frames().get(main_thread().ident or 0))
+                if at != before:
+                    before, since = at, now
+                if said != (said := line if now - since > _STALLED else ""):
+                    self._store.set(f"waits/{self.rank}", said)
+                if self.rank == 0:
+                    self._look_for_failures()
+        if self.rank:
+            os._exit(0)
+
+    def _look_for_failures(self) -> None:
+        """End the command if another rank failed, or if some ranks have finished and all others wait for them."""
+        if self._store.check(["failed"]):
+            rank, code, out, err = json.loads(self._store.get("failed"))
+            self._end(code, out, f"{err}mha-inspect: rank {rank} of {self.world} failed: see above.\n")
+        others = [rank for rank in range(self.world) if not self._store.check([self._done[rank]])]
+        keys = [f"waits/{rank}" for rank in others]
+        waits = self._store.multi_get(keys) if 0 < len(keys) < self.world and self._store.check(keys) else []
+        if waits and all(waits):
+            from ..text import listed, spans
+
+            lines = {line: spans(rank for rank, at in zip(others, waits, strict=True) if at == line) for line in waits}
+            where = listed([f"rank {ranks} waits at {line.decode()}" for line, ranks in lines.items()])
+            done = spans({*range(self.world)}.difference(others))
+            said = f"{where}, but rank {done} has finished. Every rank must run the same collectives."
+            self._end(1, "", f"mha-inspect: {said}\n")
+
+    def _end(self, code: int, out: str, err: str) -> None:
+        """Print the outputs instead of rank 0's own, and end all ranks."""
+        os.write(self._out, out.encode())
+        os.write(self._err, err.encode())
+        self._store.set("end", "")
+        os._exit(code)
+
+
+member: Member | None = None
+"""This process among several ranks; None if it is alone."""
+
+
+def on_every_rank(run: Callable[[], int]) -> int:
+    """Run a command line, and return its exit code; on a rank other than 0 of several, silently."""
+    global member
+    if int(os.environ.get("WORLD_SIZE") or 1) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return run()
+    member = Member()
+    code = run()
+    member.leave(code)
+    return code
+
+
+def join() -> None:
+    """Watch the other ranks, if there are any, while a command runs a module."""
+    if member is not None:
+        member.join()
+
+
+def with_group(build: Callable[[], T]) -> T:
+    """Build a target; where it needs a process group and does not make it, make one and build it again."""
+    try:
+        return build()
+    except InputError as error:
+        if member is None:
+            raise
+        from torch import distributed
+
+        cause: BaseException | None = error
+        while cause is not None:
+            if any(frame.f_code.co_name == "init_process_group" for frame, _ in walk_tb(cause.__traceback__)):
+                raise
+            cause = cause.__context__
+        if distributed.is_initialized():
+            raise
+        with suppress(Exception):  # the target's own error says more
+            distributed.init_process_group()
+        if not distributed.is_initialized():
+            raise
+    return build()
+
+
+def of_all_ranks(trace: Trace, run: Run, module: nn.Module) -> Trace:
+    """Return the trace of rank 0 with a description of every rank. Any other rank ends its command here."""
+    if member is None:
+        return trace
+    from ..answers.ranks import rank_of, with_copies
+    from ..reports.trace import Rank
+
+    every = member.exchange(asdict(rank_of(member.rank, trace, run, module)))
+    ranks = [Rank(**{**one, "rows": {name: tuple(rows) for name, rows in one["rows"].items()}}) for one in every]
+    return replace(trace, ranks=with_copies(ranks))

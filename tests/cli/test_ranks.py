@@ -1,0 +1,181 @@
+"""Commands on 2 ranks with gloo: rank 0 answers for both, and a failing rank ends both with its cause."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+TARGETS = "tests.cli.rank_targets"
+ROOT = Path(__file__).parents[2]
+COMMANDS = {
+    "sharded": ["trace", f"{TARGETS}:sharded", "--format", "json"],
+    "own group": ["trace", f"{TARGETS}:in_its_own_group"],
+    "given group": ["trace", f"{TARGETS}:in_a_given_group"],
+    "copied keys": ["trace", f"{TARGETS}:copied_keys", "--format", "json"],
+    "params": ["params", f"{TARGETS}:sharded", "--format", "json"],
+    **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in ("raises", "skips", "is killed")},
+    "unknown": ["trace", f"{TARGETS}:unknown"],
+    "no backend": ["trace", f"{TARGETS}:without_backend"],
+    "usage": ["trace", f"{TARGETS}:sharded", "--batch", "many"],
+    "check": ["check", f"{TARGETS}:sharded"],
+    "check by hand": ["check", f"{TARGETS}:broken", "--set", "how=works"],
+    "diff": ["diff", f"{TARGETS}:sharded", f"{TARGETS}:sharded"],
+    "decode": ["trace", f"{TARGETS}:sharded", "--decode", "1"],
+}
+
+
+@dataclass(frozen=True)
+class Rank:
+    code: int
+    seconds: float
+    out: str
+    err: str
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Both ranks of each command, from processes that have ended; and the ports that are still open."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "commands.json").write_text(json.dumps(COMMANDS))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-m", TARGETS, str(folder)], cwd=ROOT, env=environment, start_new_session=True
+    ) as started:
+        try:
+            started.wait(timeout=100)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(started.pid, signal.SIGKILL)
+    found = json.loads((folder / "ended.json").read_text())
+
+    def said(name: str, rank: int, ending: str) -> str:
+        return (folder / f"{name}.{rank}.{ending}").read_text()
+
+    ranks = {
+        name: [Rank(*found["ended"][name][rank], said(name, rank, "out"), said(name, rank, "err")) for rank in (0, 1)]
+        for name in COMMANDS
+    }
+    return {**ranks, "ports left": found["ports left"]}
+
+
+def test_rank_0_answers_and_the_other_is_silent(ran: dict[str, Any]) -> None:
+    for name in COMMANDS:
+        first, other = ran[name]
+        assert (other.out, other.err) == ("", ""), name
+        assert other.code == (-signal.SIGKILL if name == "is killed" else 0), name
+        assert first.out or first.err, name
+    assert ran["ports left"] == []
+
+
+def test_a_trace_has_both_ranks_and_the_shapes_over_them(ran: dict[str, Any]) -> None:
+    trace = json.loads(ran["sharded"][0].out)
+    assert ran["sharded"][0].code == 0
+    assert ran["sharded"][0].err == "printed by the target\n"
+    for rank, found in enumerate(trace["ranks"]):
+        rows = [16 * rank, 16 * rank + 16]
+        assert (found["rank"], found["heads"], found["kv_heads"], found["kv_copied"]) == (rank, 2, 2, False)
+        assert found["rows"] == {"W_q": rows, "W_k": rows, "W_v": rows, "W_o": rows}
+        assert found["bytes"] == 4 * (4 * 32 * 16 + 3 * 16 + 32)
+        assert found["exchanged"] == 4 * 2 * 5 * 32
+    stages = {stage["name"]: stage for stage in trace["attentions"][0]["stages"]}
+    assert (stages["q_heads"]["shape"], stages["q_heads"]["whole"]) == ([2, 2, 5, 8], [2, 4, 5, 8])
+    assert (stages["output"]["shape"], stages["output"].get("whole")) == ([2, 5, 32], None)
+
+
+def test_key_heads_that_both_ranks_have_are_copies(ran: dict[str, Any]) -> None:
+    trace = json.loads(ran["copied keys"][0].out)
+    for rank, found in enumerate(trace["ranks"]):
+        assert (found["heads"], found["kv_heads"], found["kv_copied"]) == (2, 1, True)
+        assert (found["rows"]["W_q"], found["rows"]["W_k"]) == ([16 * rank, 16 * rank + 16], [0, 8])
+
+
+@pytest.mark.parametrize("name", ["own group", "given group"])
+def test_the_target_or_the_command_makes_the_process_group(ran: dict[str, Any], name: str) -> None:
+    first, _ = ran[name]
+    assert first.code == 0
+    assert "q_heads  [2, 2, 5, 8] of [2, 4, 5, 8]" in first.out
+    assert "0–15, 16–31" in first.out
+
+
+def test_another_command_answers_once(ran: dict[str, Any]) -> None:
+    report = json.loads(ran["params"][0].out)
+    assert (report["parameters"][0]["shape"], report["parameters"][0]["whole"]) == ([16, 32], [32, 32])
+
+
+def test_a_rank_that_raises_is_reported_by_rank_0(ran: dict[str, Any]) -> None:
+    first, _ = ran["raises"]
+    assert first.code == 1
+    assert "x.view(3, 7)" in first.out
+    assert "shape '[3, 7]' is invalid for input of size 320" in first.out
+    assert first.err.splitlines()[-1] == "mha-inspect: rank 1 of 2 failed: see above."
+
+
+def test_a_collective_that_never_comes_is_reported_with_the_line_that_waits(ran: dict[str, Any]) -> None:
+    first, _ = ran["skips"]
+    source = (ROOT / "tests/cli/rank_targets.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(source, 1) if "rank 0 waits here" in text)
+    assert first.code == 1
+    assert first.out == ""
+    assert first.err == (
+        f"mha-inspect: rank 0 waits at tests/cli/rank_targets.py:{line}, but rank 1 has finished. "
+        "Every rank must run the same collectives.\n"
+    )
+
+
+def test_a_rank_that_is_killed_ends_the_other(ran: dict[str, Any]) -> None:
+    first, _ = ran["is killed"]
+    assert first.code == 1
+    assert "dist.all_reduce(x + 0)" in first.out
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("unknown", "has no unknown"),
+        (
+            "no backend",
+            "without_backend() cannot be built: RuntimeError: Distributed package doesn't have NCCL built in",
+        ),
+        ("usage", "--batch many is not a whole number"),
+        ("check", "check runs Attention several times"),
+        ("check by hand", "check runs Broken several times"),
+        ("diff", "a comparison runs Attention several times"),
+        ("decode", "--decode runs Attention several times"),
+    ],
+)
+def test_bad_input_is_two_lines_on_rank_0_alone(ran: dict[str, Any], name: str, said: str) -> None:
+    first, _ = ran[name]
+    if name == "no backend" and torch.distributed.is_nccl_available():
+        pytest.skip("this torch has NCCL")
+    assert (first.code, first.out) == (2, "")
+    lines = [line for line in first.err.splitlines() if line.startswith("mha-inspect: ")]
+    assert len(lines) == 1
+    assert said in lines[0]
+
+
+def test_every_command_ends_within_seconds_of_its_failure(ran: dict[str, Any]) -> None:
+    usual = max(rank.seconds for rank in ran["sharded"])
+    for name in COMMANDS:
+        assert max(rank.seconds for rank in ran[name]) < usual + 10, name
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mha_inspect"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *COMMANDS["sharded"]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    assert [rank["rank"] for rank in json.loads(done.stdout)["ranks"]] == [0, 1]
