@@ -33,7 +33,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
-from .dimensions import Axis, Dimensions
+from .dimensions import Axis, Dimensions, wide
 from .products import Product, product_of
 from .softmax import Softmax, softmax_of
 
@@ -84,7 +84,7 @@ class Graph:
         """Ids of tensors that depend on an input of the run; parameters and buffers are no inputs."""
         named = {named.tensor.id for named in (*self.recording.parameters, *self.recording.buffers)}
         read = {tensor.id for op in self.recording.ops for tensor in op.inputs}
-        outside = read - self.recording.producers.keys() - named
+        outside = read - self.recording.producers.keys() - self.recording.scalars.keys() - named
         return made_of(outside, self.recording.ops) | self.recording.input_ids
 
     @cached_property
@@ -106,11 +106,11 @@ class Graph:
     def _reread(self) -> dict[int, list[TensorRef]]:
         """Index of a writing operation to the tensors that view the written memory, other than its own outputs."""
         tensors: dict[int, dict[int, TensorRef]] = {}
-        producers, returned = self.recording.producers, {tensor.id for tensor in self.recording.tensors()}
         for op in self.recording.ops:
             for tensor in op.inputs:
-                if tensor.id not in returned and tensor.id in producers:
-                    tensors.setdefault(producers[tensor.id], {})[tensor.id] = tensor
+                writer = self.recording.producer(tensor)
+                if writer is not None and all(output.id != tensor.id for output in writer.outputs):
+                    tensors.setdefault(writer.index, {})[tensor.id] = tensor
         return {index: list(by_id.values()) for index, by_id in tensors.items()}
 
     # -- what a tensor is ---------------------------------------------------------------------------------------------
@@ -146,6 +146,17 @@ class Graph:
             return False
         factors = op.inputs[-2:] if op.does("product") else op.inputs[1:2]
         return any(factor.id in self._weights for factor in factors)
+
+    def is_by_table(self, op: Op) -> bool:
+        """Return whether this multiplies by square matrices that are neither given nor learned, e.g. of a rotation.
+
+        Neither their rows nor their columns are split into heads.
+        """
+        tables = [factor for factor in op.inputs[-2:] if factor.id not in self.given_or_learned]
+        if not op.does("product") or len(tables) != 1 or self.is_weight(tables[0]):
+            return False
+        sides = [wide(dim) for dim in self.dimensions.of(tables[0])[-2:]]
+        return len(sides) == 2 and len(set(tables[0].shape[-2:])) == 1 == max(map(len, sides))
 
     def projected(self, op: Op) -> TensorRef:
         """Return the tensor that a projection is applied to."""
@@ -272,10 +283,14 @@ class Graph:
             for op in self.recording.consumers.get(step.tensor.id, ()):
                 yield op, step
                 if len(step.path) < _FAR and through(op):
-                    for tensor in (*op.outputs, *self._reread.get(op.index, ())):
+                    for tensor in self.results(op):
                         if tensor.id not in visited and tensor.dtype not in _INDICES:
                             visited.add(tensor.id)
                             queue.append(Step(tensor, (*step.path, op)))
+
+    def results(self, op: Op) -> tuple[TensorRef, ...]:
+        """Return the outputs of an operation, and the other tensors that view the memory that it wrote."""
+        return *op.outputs, *self._reread.get(op.index, ())
 
     def before(self, tensor: TensorRef, passes: Callable[[Op], bool]) -> TensorRef:
         """Return the tensor behind successive operations that `passes` accepts, always from the first operand."""

@@ -56,10 +56,11 @@ def with_projections(
     return {**given, **{f"{name[0]}_proj": _projected(graph, name, ends) for name in ends}, **heads}
 
 
-def _passes(op: Op) -> bool:
+def _passes(graph: Graph, op: Op) -> bool:
     """Return whether this operation may come between a projection and its heads."""
-    passes = op.kind != "compute" or op.pointwise or op.does("norms", "passes_on", "gathers", "pools")
-    return passes and not op.does("product")
+    if op.does("product"):
+        return graph.is_by_table(op)
+    return op.kind != "compute" or op.pointwise or op.does("norms", "passes_on", "gathers", "pools")
 
 
 def _origin(graph: Graph, op: Op) -> int:
@@ -85,7 +86,7 @@ def _projection(
     of_positions: Projection | None = None
 
     def through(op: Op) -> bool:
-        return (outside or inside(op.module, module)) and (_passes(op) or _gives(graph, op, positions))
+        return (outside or inside(op.module, module)) and (_passes(graph, op) or _gives(graph, op, positions))
 
     for step in graph.back(heads, through):
         op = graph.recording.producer(step.tensor)

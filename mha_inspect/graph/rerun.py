@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -41,19 +41,43 @@ def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     return results
 
 
+def run_again(graph: Graph, op: Op, content: Callable[[TensorRef], Tensor]) -> dict[int, Tensor]:
+    """Run an operation again. Return its outputs, and what reads the memory that it wrote, by their ids."""
+    if op.kind != "write":
+        return {output.id: result for output, result in zip(op.outputs, results_of(op, content), strict=False)}
+    written, before = op.inputs[0], content(op.inputs[0])
+    layout = before.storage_offset(), before.stride()
+    if layout != (written.offset, written.stride) or op.output.storage != written.storage:
+        raise ValueError("the memory has another layout")
+    # A copy is written, so that what was read before keeps its content.
+    memory = before.as_strided((before.untyped_storage().nbytes() // before.element_size(),), (1,), 0).clone()
+
+    def at(tensor: TensorRef) -> Tensor:
+        return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
+
+    results_of(op, lambda tensor: at(tensor) if tensor.id == written.id else content(tensor))
+    return {tensor.id: at(tensor) for tensor in graph.results(op)}
+
+
 def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
     """Return the operations on the paths from sources to a tensor, in order."""
+    ordered = _behind(recording, sources, target)
+    reached = made_of(sources, ordered)
+    ordered = [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)]
+    return ordered if ordered and ordered[-1] is recording.producer(target) else []
+
+
+def _behind(recording: Recording, known: Container[int], target: TensorRef) -> list[Op]:
+    """Return the operations that a tensor is computed by from known tensors, in order."""
     needed: dict[int, Op] = {}
     queue = [target]
     while queue:
         tensor = queue.pop()
         op = recording.producer(tensor)
-        if tensor.id not in sources and op is not None and op.index not in needed:
+        if tensor.id not in known and op is not None and op.index not in needed:
             needed[op.index] = op
             queue += op.inputs
-    ordered = [needed[index] for index in sorted(needed)]
-    reached = made_of(sources, ordered)
-    return [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)] if target.id in reached else []
+    return [needed[index] for index in sorted(needed)]
 
 
 class Constants:
@@ -64,13 +88,13 @@ class Constants:
         self._recording = recording
         self._leaves = {**recording.constants, **leaves}
         self._values: dict[int, Tensor | None] = {}
-        self._graph = graph
+        self.graph = graph
 
     @cached_property
     def _unknown(self) -> tuple[set[int], set[int]]:
         """Ids of tensors that depend on a projection, and numbers of storages that are written in place."""
         ops = self._recording.ops
-        projected = (op.output.id for op in ops if self._graph.is_projection(op))
+        projected = (op.output.id for op in ops if self.graph.is_projection(op))
         return made_of(projected, ops), {op.output.storage for op in ops if op.kind == "write"}
 
     def value(self, tensor: TensorRef) -> Tensor | None:
@@ -92,21 +116,23 @@ class Constants:
         if kept is not None:
             return kept.detach()
         activations, written = self._unknown
-        if tensor.storage in written or tensor.id in activations:
-            return None
         op = self._recording.producer(tensor)
+        if tensor.id in activations or (op is None and tensor.storage in written):
+            return None
         if op is None:
             number = self._recording.scalars.get(tensor.id)
             return self._leaves.get(tensor.id) if number is None else torch.tensor(number)
+        if tensor.storage in written:  # maybe a long chain of writes
+            for earlier in _behind(self._recording, {*self._values} - {tensor.id} | activations, tensor)[:-1]:
+                self.value(earlier.output)
         unknown = any(self.value(read) is None for read in op.inputs)
         if unknown or op.does("draws") or (tensor.numel > _LARGEST and op.kind != "view"):
             return None
         try:
             with torch.no_grad():
-                results = results_of(op, self._known)
+                self._values.update(run_again(self.graph, op, self._known))
         except Exception:  # an operation may raise anything when called directly
             return None
-        self._values.update({output.id: result for output, result in zip(op.outputs, results, strict=False)})
         return self._values[tensor.id]
 
     def _known(self, tensor: TensorRef) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import reduce
 from math import nan
 from operator import attrgetter
 from typing import Any
@@ -103,6 +104,8 @@ class Elements:
             return self._written(op)
         if op.does("joins", "gathers") or name in _MOVED_BY_TORCH:
             return self._moved(op)
+        if self._graph.is_by_table(op):
+            return self._turned(op)
         if op.does("product", "runs", "softmax") or name.endswith("_like"):
             return None
         if axes_rule(op.base_name) == "reduce":
@@ -135,6 +138,13 @@ class Elements:
             rows = rows[..., 0]
         summed = _where_alike(source, -2 if is_left and source.dim() > 1 else -1)
         return self._together([rows, summed, *map(self.of, op.inputs[:-2])], shape)
+
+    def _turned(self, op: Op) -> Tensor:
+        """Return the numbers of features that a matrix without parameters mixes, e.g. that of a rotation."""
+        left = self._knows(op.inputs[-2])
+        source, self.merged = self.of(op.inputs[-2 if left else -1]), True
+        place = source.dim() - (1 if left or source.dim() < 2 else 2)
+        return reduce(self._merge, source.unbind(place)).unsqueeze(place).expand(op.output.shape)
 
     def _written(self, op: Op) -> Tensor | None:
         """Return the numbers after an indexed write of values that are alike along the indexed dimension."""

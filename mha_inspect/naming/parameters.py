@@ -474,8 +474,8 @@ def _kind(op: Op) -> str:
 def _rows(low: Tensor, high: Tensor, codes: _Codes) -> Tensor:
     """Return for each head and feature the element that it is made of, from 0; -1 if unknown.
 
-    A rotated feature is made of two elements. All rotated features of a head together have as many elements as
-    features, and get them in order.
+    A rotated feature is made of two elements, or of all elements between two. All rotated features of a head together
+    have as many elements as features, and get them in order.
     """
     known = ~(low.isnan() | codes.numbers.isnan())
     index, size = codes.numbers[known].long(), codes.heads * codes.features
@@ -485,7 +485,10 @@ def _rows(low: Tensor, high: Tensor, codes: _Codes) -> Tensor:
     for row, *ends in zip(rows, lowest.view(rows.shape), highest.view(rows.shape), strict=True):
         rotated = (ends[0] != ends[1]) & (ends[0] < torch.inf)
         made_of = torch.unique(torch.cat([end[rotated] for end in ends])) if bool(rotated.any()) else ends[0][:0]
-        if len(made_of) == int(rotated.sum()):
+        count = int(rotated.sum())
+        if len(made_of) == 2 < count and (made_of[1] - made_of[0]) % (count - 1) == 0:
+            made_of = torch.linspace(int(made_of[0]), int(made_of[1]), count, dtype=made_of.dtype)
+        if len(made_of) == count:
             row[rotated] = made_of.long() - 1
     return rows
 

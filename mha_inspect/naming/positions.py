@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph, made_of
-from ..graph.rerun import Constants, between, results_of
+from ..graph.rerun import Constants, between, run_again
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW
 from ..reports.trace import Position
@@ -90,7 +90,8 @@ def _region(path: OperandPath, ops: list[Op]) -> tuple[TensorRef, TensorRef] | N
     ends: list[TensorRef] = []
     for backward in (True, False):
         nearest = max if backward else min
-        front = {t.id: t for op in ops for t in (op.inputs if backward else op.outputs) if t.id in path.reached}
+        sides = (op.inputs if backward else path.graph.results(op) for op in ops)
+        front = {t.id: t for side in sides for t in side if t.id in path.reached}
         while len(front) > 1:
             tensor = front.pop(nearest(front, key=lambda number: recording.producers.get(number, -1)))
             maker = recording.producer(tensor)
@@ -98,7 +99,7 @@ def _region(path: OperandPath, ops: list[Op]) -> tuple[TensorRef, TensorRef] | N
                 after = maker.inputs if maker is not None and maker.index in inside else ()
             else:
                 readers = (op for op in recording.consumers.get(tensor.id, ()) if op.index in inside)
-                after = tuple(output for op in readers for output in op.outputs)
+                after = tuple(output for op in readers for output in path.graph.results(op))
             more = {t.id: t for t in after if t.id in path.reached}
             if not more:
                 return None
@@ -145,8 +146,9 @@ def _read(
     before, after = ends
     count = _features(before) // 2
     draw = torch.Generator().manual_seed(0)
+    # Rounded, so that features that are left alone are exactly the same in every dtype.
     values, factors = (
-        torch.complex(*torch.randn(2, count, generator=draw, dtype=torch.float64)) for _ in ("features", "factors")
+        torch.complex(*torch.randn(2, count, generator=draw).bfloat16().double()) for _ in ("features", "factors")
     )
     dtype = getattr(torch, before.dtype)
 
@@ -154,7 +156,7 @@ def _read(
         features = _laid_out(numbers, layout)
         if dtype.is_complex:
             features = torch.view_as_complex(features.view(-1, 2))
-        return _run(constants, ops, before, features.to(dtype).expand(before.shape).clone(), after)
+        return _run(constants, ops, before, features.to(dtype).expand(before.shape), after)
 
     near = max(1e-4, 8 * torch.finfo(dtype).eps) * float(values.abs().max()) * float(factors.abs().max())
     for layout in _LAYOUTS if _features(before) % 2 == 0 else ():
@@ -183,7 +185,11 @@ def _pairs(value: Tensor, layout: Layout) -> Tensor:
 
 def _run(constants: Constants, ops: list[Op], before: TensorRef, value: Tensor, after: TensorRef) -> Tensor | None:
     """Return what operations compute of another value; None if one of them cannot be run again."""
-    known = {before.id: value}
+    same = [t for op in ops for t in (*op.inputs, *op.outputs) if t.storage == before.storage]
+    ends = [t.offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) for t in same]
+    # Writes need the recorded layout.
+    memory = torch.full((max(ends) + 1,), torch.nan, dtype=value.dtype)
+    known = {before.id: memory.as_strided(before.shape, before.stride, before.offset).copy_(value)}
 
     def content(tensor: TensorRef) -> Tensor:
         number = known.get(tensor.id)
@@ -195,10 +201,9 @@ def _run(constants: Constants, ops: list[Op], before: TensorRef, value: Tensor, 
     try:
         with torch.no_grad():
             for op in ops:
-                if op.kind == "write" or op.does("draws"):
+                if op.does("draws"):
                     return None
-                results = zip(op.outputs, results_of(op, content), strict=False)
-                known.update({output.id: result for output, result in results})
+                known.update(run_again(constants.graph, op, content))
     except Exception:  # an operation may raise anything when called directly
         return None
     return known.get(after.id)

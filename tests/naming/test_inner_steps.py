@@ -90,6 +90,65 @@ def sorted_halves(x: Tensor, angle: Tensor) -> Tensor:
     return halves(x.unflatten(-1, (-1, 2)).mT.flatten(-2), angle)
 
 
+def matrices(angle: Tensor) -> Tensor:
+    """Return a matrix for each position with a rotation of each pair of neighbours on its diagonal."""
+    rotations = angle.new_zeros(len(angle), 2 * angle.shape[-1], 2 * angle.shape[-1])
+    pairs = torch.arange(0, 2 * angle.shape[-1], 2)
+    rotations[:, pairs, pairs] = rotations[:, pairs + 1, pairs + 1] = angle.cos()
+    rotations[:, pairs, pairs + 1], rotations[:, pairs + 1, pairs] = -angle.sin(), angle.sin()
+    return rotations
+
+
+def by_matrices(x: Tensor, angle: Tensor) -> Tensor:
+    return torch.einsum("bhnd,ned->bhne", x, matrices(angle))
+
+
+def by_columns(x: Tensor, angle: Tensor) -> Tensor:
+    return (matrices(angle) @ x[..., None]).squeeze(-1)
+
+
+def by_pairs(x: Tensor, angle: Tensor) -> Tensor:
+    """A matrix of two rows for each pair."""
+    rotations = torch.stack((angle.cos(), -angle.sin(), angle.sin(), angle.cos()), -1).unflatten(-1, (2, 2))
+    return torch.einsum("npij,bhnpj->bhnpi", rotations, x.unflatten(-1, (-1, 2))).flatten(-2)
+
+
+def swapped(x: Tensor, angle: Tensor) -> Tensor:
+    """Neighbours are swapped by one matrix for all positions."""
+    angle = angle.repeat_interleave(2, -1)
+    return x * angle.cos() + x @ matrices(torch.full((1, x.shape[-1] // 2), torch.pi / 2))[0].mT * angle.sin()
+
+
+def written(x: Tensor, angle: Tensor) -> Tensor:
+    turned = torch.empty_like(x)
+    turned[..., ::2] = x[..., ::2] * angle.cos() - x[..., 1::2] * angle.sin()
+    turned[..., 1::2] = x[..., ::2] * angle.sin() + x[..., 1::2] * angle.cos()
+    return turned
+
+
+def overwritten(x: Tensor, angle: Tensor) -> Tensor:
+    """The projection itself is written, and features before it are read from a copy."""
+    half = x.shape[-1] // 2
+    a, b = x[..., :half].clone(), x[..., half:].clone()
+    x[..., :half] = a * angle.cos() - b * angle.sin()
+    x[..., half:].copy_(b * angle.cos() + a * angle.sin())
+    return x
+
+
+def multiplied(x: Tensor, angle: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    angle = torch.cat((angle, angle), -1)
+    turned = torch.cat((-b, a), -1) * angle.sin()
+    return x.clone().mul_(angle.cos()).add_(turned)
+
+
+def first_dims_written(self: Attend, q: Tensor, k: Tensor) -> Pair:
+    q, k = q.clone(), k.clone()
+    for x in (q, k):
+        x[..., :4] = stacked(x[..., :4], angles(dims=4))
+    return q, k
+
+
 def both(turn: Callable[[Tensor, Tensor], Tensor], start: int = 0) -> Any:
     return lambda self, q, k: (turn(q, angles(start)), turn(k, angles(start)))
 
@@ -154,6 +213,14 @@ ROTATED = {
     "the first features": (first_dims, rotary("half", 4)),
     "from a table": (from_table, rotary("half", query=5, key=5)),
     "the query alone": (lambda self, q, k: (halves(q, angles()), k), rotary("half", key=None)),
+    "by matrices": (both(by_matrices, 5), rotary("interleaved", query=5, key=5)),
+    "by matrices from the left": (both(by_columns), rotary("interleaved")),
+    "by a matrix for each pair": (both(by_pairs), rotary("interleaved")),
+    "swapped by a matrix": (both(swapped), rotary("interleaved")),
+    "written": (both(written, 2), rotary("interleaved", query=2, key=2)),
+    "overwritten": (both(overwritten), rotary("half")),
+    "multiplied in place": (both(multiplied), rotary("half")),
+    "the first features, written": (first_dims_written, rotary("interleaved", 4)),
     "after a norm": (lambda self, q, k: (halves(rms(q), angles()), halves(rms(k), angles())), rotary("half")),
 }
 
@@ -161,7 +228,37 @@ ROTATED = {
 @pytest.mark.parametrize("name", ROTATED)
 def test_rotation(name: str) -> None:
     positions, expected = ROTATED[name]
-    assert found(with_method(positions=positions)).position == expected
+    module = with_method(positions=positions)
+    assert found(module).position == expected
+    rows = {row.name: (row.axes, row.role) for row in mha_inspect.params(module, X).parameters}
+    assert rows["q.weight"] == ("(heads head_dim) embed", f"W_q: rows are the heads stacked, {D} each")
+
+
+def by_another_matrix(x: Tensor, angle: Tensor) -> Tensor:
+    others = torch.linspace(0, 9, T * D * D).sin().view(T, D, D)
+    return torch.einsum("bhnd,ned->bhne", x, matrices(angle) + others)
+
+
+def half_written(x: Tensor, angle: Tensor) -> Tensor:
+    turned = x.clone()
+    turned[..., ::2] = x[..., ::2] * angle.cos() - x[..., 1::2] * angle.sin()
+    return turned
+
+
+@pytest.mark.parametrize("turn", [by_another_matrix, half_written])
+def test_other_matrices_and_writes_are_no_rotation(turn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert found(with_method(positions=both(turn))).position is None
+
+
+def test_a_matrix_that_mixes_all_features_gives_no_rows_to_a_head() -> None:
+    mixed = torch.linspace(0, 5, E * E).sin().view(E, E)
+
+    def heads(self: Attend, x: Tensor) -> Tensor:
+        return (x @ mixed[: x.shape[-1], : x.shape[-1]]).unflatten(-1, (-1, D)).transpose(1, 2)
+
+    module = with_method(heads=heads)
+    roles = {row.name: row.role for row in mha_inspect.params(module, X).parameters}
+    assert "rows" not in roles["q.weight"]
 
 
 def test_rotation_by_an_argument() -> None:
