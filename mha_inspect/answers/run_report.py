@@ -266,6 +266,8 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
         f"The heads are a loop: stages, bytes and FLOPs of a single head are of the first of {number}.": (
             attention.branches
         ),
+        f"The keys come in {len(attention.pieces)} pieces with one softmax: scores, stages of keys and values, and "
+        "FLOPs are of the first.": attention.pieces,
         f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
         "Weights are shown as softmax gives them, before dropout.": facts.drops(),
     }

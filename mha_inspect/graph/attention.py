@@ -68,6 +68,9 @@ class Attention:
     branches: tuple[Attention, ...] = ()
     """The attention of each iteration, if the implementation loops over its heads; otherwise empty. The stages are
     those of the first iteration, except the shared ones: query, key, value, concat and output."""
+    pieces: tuple[Attention, ...] = ()
+    """The same for each piece of the keys, if the exponentials are summed piece by piece; otherwise empty. The stages
+    are those of the first piece."""
     module: str = ""
     """Path of the module whose forward computes the scores, or calls one module for each head."""
 

@@ -18,7 +18,7 @@ from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product
 from .softmax import Softmax
-from .values import find_weighings, softmaxed_side, value_product
+from .values import find_pieces, find_weighings, softmaxed_side, value_product
 
 
 def attentions_of(graph: Graph) -> list[Attention]:
@@ -30,9 +30,12 @@ def attentions_of(graph: Graph) -> list[Attention]:
         attention = None if values is None or scores is None else _attention_around(graph, softmax, scores, values)
         attentions += [] if attention is None else [attention]
     taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
-    for softmax, scores, values in find_weighings(graph, taken):
+    pieces: dict[int, list[Attention]] = {}
+    for softmax, scores, values in (*find_pieces(graph), *find_weighings(graph, taken)):
         attention = _attention_around(graph, softmax, scores, values)
-        attentions += [] if attention is None else [attention]
+        if attention is not None:
+            pieces.setdefault(attention.stages["context"].id, []).append(attention)
+    attentions += [replace(each[0], pieces=tuple(each[1:] and each)) for each in pieces.values()]
     attentions.sort(key=lambda attention: attention.softmax.index)
     attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.

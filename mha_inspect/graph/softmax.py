@@ -49,7 +49,8 @@ def softmax_of(recording: Recording, op: Op) -> Softmax | None:
             continue
         shift = recording.producer(exponential.inputs[0])
         masked = shift.inputs[0] if shift is not None and is_shift(recording, shift) else exponential.inputs[0]
-        if above.numel >= total.output.numel and _exponential(recording, above)[0] is exponential:
+        whole = above.numel >= total.output.numel and len(above.shape) > dim
+        if whole and _exponential(recording, above)[0] is exponential:
             return Softmax(op, masked, dim, masks)
         maker = _maker(recording, above)
         values_product = None if maker is None else product_of(recording, maker)

@@ -13,8 +13,12 @@ from ..record.ops import Op, TensorRef
 from .axis import Axis, size_of, wide
 from .dataflow import Graph, made_of
 from .products import Product, ProductPath, is_wide
+from .rules import reduced_places
 from .scores import mixes, score_product
 from .softmax import Softmax
+
+_DIVISORS = {"div": 1, "reciprocal": 0}
+"""Operations that divide, and the place of the divisor among their tensors."""
 
 
 def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | None:
@@ -101,6 +105,43 @@ def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
 def _unmoved(graph: Graph, tensor: TensorRef) -> int:
     """Return the id of a tensor before all of its elements were viewed or copied."""
     return graph.before(tensor, lambda op: graph.moves(op) and op.inputs[0].numel <= op.output.numel).id
+
+
+# -- softmaxes in pieces ----------------------------------------------------------------------------------------------
+
+
+def find_pieces(graph: Graph) -> Iterator[tuple[Softmax, ProductPath, ProductPath]]:
+    """Yield softmaxes over pieces of the keys, each with its products: flash attention written in Python.
+
+    The exponentials of each piece are summed, and multiplied by the values. Both are rescaled and added to those of
+    other pieces, and one is divided by the other.
+    """
+    for op in graph.recording.ops:
+        shift = graph.recording.producer(op.inputs[0]) if op.base_name.rstrip("_") == "exp" and op.inputs else None
+        if shift is None or shift.base_name.rstrip("_") != "sub" or op.index in graph.softmaxes:
+            continue
+        masked = shift.inputs[0]
+        readers = graph.forward(op.output, lambda passed: graph.moves(passed) or passed.does("fills"))
+        total = next((reader for reader, _ in readers if reader.base_name == "sum"), None)
+        places = () if total is None else reduced_places(total)
+        values = value_product(graph, op.output, places[0]) if len(places) == 1 else None
+        scores = None if values is None else score_product(graph, masked, places[0])
+        if total is None or values is None or scores is None or not _compares(graph, scores.product):
+            continue
+        after = [later for later in graph.recording.ops[op.index :] if not later.does("product")]
+        totals, contexts = (made_of({made.output.id}, after) for made in (total, values.product.op))
+        reads = {later.index: {tensor.id for tensor in later.inputs} for later in after}
+        divisions = [each for each in after if each.base_name.rstrip("_") in _DIVISORS]
+        divisors = [(each, each.inputs[_DIVISORS[each.base_name.rstrip("_")] :]) for each in divisions]
+        inverse = made_of({each.output.id for each, read in divisors if {t.id for t in read} & totals}, after)
+        scaled = [later for later in after if later.does("scales") and reads[later.index] & contexts]
+        scaled = [each for each in scaled if each.output.id in inverse and reads[each.index] & totals - contexts]
+        if scaled and scaled[0].kind == "write":  # other queries may be in the same memory
+            scaled = [later for later in scaled if later.output.offset == scaled[0].output.offset]
+        for last in scaled[-1:]:
+            added = (each for each in graph.recording.consumers.get(last.output.id, ()) if each.base_name == "add")
+            ends = (each for each in added if reads[each.index] <= totals | contexts)
+            yield Softmax(op, masked, places[0], divided=next(ends, last)), scores, values
 
 
 # -- weights without a softmax ----------------------------------------------------------------------------------------

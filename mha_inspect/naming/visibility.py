@@ -72,11 +72,14 @@ class Visibility:
 
 def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibility | None:
     """Return which query attends to which key in a run; None if the weights were never made, or an axis has no name."""
-    turns = [_of_turn(graph, turn, attention, names) for turn in attention.branches or (attention,)]
+    every = attention.branches or attention.pieces or (attention,)
+    turns = [_of_turn(graph, turn, attention, names) for turn in every]
     known = [turn for turn in turns if turn is not None]
     if not known or len(known) < len(turns):
         return None
     pairs = [turn.seen for turn in known if turn.seen is not None]
+    if attention.pieces:  # a query with all keys of one piece masked out may see those of another
+        return Visibility(torch.cat(pairs, 1) if len(pairs) == len(known) else None, ())
     whole = len(pairs) == len(known) and len({seen.shape for seen in pairs}) == 1
     blind = sorted({row for turn in known for row in turn.blind})
     return Visibility(torch.stack(pairs).any(0) if whole else None, tuple(blind))
@@ -85,10 +88,11 @@ def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibili
 def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
     """Return which query attends to which key in one turn of a loop over heads, or in an attention without a loop."""
     sight = noted(graph, turn)
-    if sight is None or "weights" not in turn.stages:
+    stage = next((name for name in ("weights", "scores") if name in turn.stages), None)
+    if sight is None or stage is None:
         return None
-    axes, shape = names.of_stage("weights"), turn.stages["weights"].shape
-    dims, sizes = dims_of(axes), sizes_in(attention, names, "weights")
+    axes, shape = names.of_stage(stage), turn.stages[stage].shape
+    dims, sizes = dims_of(axes), sizes_in(attention, names, stage)
     queries, keys = ([place for place, dim in enumerate(dims) if name in dim] for name in ("query", "key"))
     if len(keys) == 1 and not queries and names.lengths == (1, shape[keys[0]]):  # a single query has no axis
         pair = _pair(sight, 0, keys[0]) if keys[0] else None
@@ -98,7 +102,7 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
     query, key = queries[0], keys[0]
     seen = _pair(sight, query, key)
     if not sight.pairs:
-        seen = torch.ones(names.lengths, dtype=torch.bool)
+        seen = torch.ones(names.lengths[0], shape[key] if attention.pieces else names.lengths[1], dtype=torch.bool)
     elif seen is not None:
         of_query = _by_position(seen, dims[query], "query", sizes)
         of_both = None if of_query is None else _by_position(of_query.T, dims[key], "key", sizes)
@@ -106,7 +110,7 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
     blind: Rows = ()
     if sight.blind is not None and sight.blind.shape[key] == 1:  # otherwise the softmax is over another axis
         whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
-        rows = canonical(whole, "weights", axes, sizes, names.head_order)
+        rows = canonical(whole, stage, axes, sizes, names.head_order)
         blind = () if rows is None else tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
     return Visibility(seen, blind)
 

@@ -245,3 +245,197 @@ def test_keys_that_are_also_the_values_are_one_matrix() -> None:
     (row,) = (row for row in params(module, x).parameters if row.name == "down.weight")
     role = f"W_k, W_v: rows are the heads stacked, {HEAD_DIM} each, each for {HEADS} query heads"
     assert (row.axes, row.role) == ("(kv_heads head_dim) embed", role)
+
+
+PIECE = 4
+
+
+class Whole(Grouped):
+    """Attention that a subclass computes by pieces of the keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v = (nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def scores(self, q: Tensor, k: Tensor, at: int) -> Tensor:
+        return q @ k.mT / HEAD_DIM**0.5
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.scores(q, k, 0).softmax(-1) @ v
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(project(x)) for project in (self.q, self.k, self.v))
+        return self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Rescaled(Whole):
+    """Online softmax: a running maximum, sum and result, and one division."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        highest, total, result = torch.full((*q.shape[:-1], 1), -torch.inf), torch.zeros(*q.shape[:-1], 1), 0 * q
+        for at in range(0, k.shape[2], PIECE):
+            scores = self.scores(q, k[:, :, at : at + PIECE], at)
+            new = torch.maximum(highest, scores.amax(-1, keepdim=True))
+            weights, factor = torch.exp(scores - new), torch.exp(highest - new)
+            total, result = (
+                factor * total + weights.sum(-1, keepdim=True),
+                factor * result + weights @ v[:, :, at : at + PIECE],
+            )
+            highest = new
+        return result / total
+
+
+class RescaledCausal(Rescaled):
+    def scores(self, q: Tensor, k: Tensor, at: int) -> Tensor:
+        later = torch.arange(at, at + k.shape[2]) > torch.arange(q.shape[2])[:, None]
+        return super().scores(q, k, at).masked_fill(later, -torch.inf)
+
+
+class RescaledInPlace(Whole):
+    """The same, written in place, without a dimension for the sums, and with a product with the inverse."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        highest, total, result = q.new_full(q.shape[:-1], -1e30), q.new_zeros(q.shape[:-1]), torch.zeros_like(q)
+        start = 0
+        while start < k.shape[2]:
+            scores = self.scores(q, k[:, :, start : start + PIECE], start)
+            new = torch.max(highest, scores.max(-1).values)
+            weights, factor = (scores - new[..., None]).exp_(), (highest - new).exp_()
+            total.mul_(factor).add_(weights.sum(-1))
+            result.mul_(factor[..., None]).add_(
+                torch.einsum("bhij,bhjd->bhid", weights, v[:, :, start : start + PIECE])
+            )
+            highest.copy_(new)
+            start += PIECE
+        return result * total.reciprocal()[..., None]
+
+
+class Divided(Whole):
+    """The first paper of flash attention: each piece leaves a whole result."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result, total, highest = (
+            torch.zeros_like(q),
+            torch.zeros(*q.shape[:-1], 1),
+            torch.full((*q.shape[:-1], 1), -1e10),
+        )
+        for at, (keys, values) in enumerate(zip(k.split(PIECE, 2), v.split(PIECE, 2), strict=True)):
+            scores = self.scores(q, keys, at * PIECE)
+            own = scores.max(-1, keepdim=True)[0]
+            weights = torch.exp(scores - own)
+            new = torch.maximum(own, highest)
+            sums = torch.exp(highest - new) * total + torch.exp(own - new) * weights.sum(-1, keepdim=True)
+            result = self.joined(total * torch.exp(highest - new), result, torch.exp(own - new), weights @ values, sums)
+            total, highest = sums, new
+        return result
+
+    def joined(self, old: Tensor, result: Tensor, factor: Tensor, values: Tensor, sums: Tensor) -> Tensor:
+        return (old / sums) * result + (factor / sums) * values
+
+
+class DividedLate(Divided):
+    def joined(self, old: Tensor, result: Tensor, factor: Tensor, values: Tensor, sums: Tensor) -> Tensor:
+        return (old * result + factor * values) / sums
+
+
+class Collected(Whole):
+    """Rabe and Staats: sums, maxima and results of the pieces are stacked, and rescaled together."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pieces = []
+        for at, (keys, values) in enumerate(zip(k.split(PIECE, 2), v.split(PIECE, 2), strict=True)):
+            scores = self.scores(q, keys, at * PIECE)
+            highest = scores.amax(-1, keepdim=True)
+            weights = (scores - highest).exp()
+            pieces.append((weights @ values, weights.sum(-1, keepdim=True), highest))
+        results, totals, maxima = map(torch.stack, zip(*pieces, strict=True))
+        factors = (maxima - maxima.amax(0)).exp()
+        return (results * factors).sum(0) / (totals * factors).sum(0)
+
+
+IN_PIECES = [Rescaled, RescaledCausal, RescaledInPlace, Divided, DividedLate, Collected]
+
+
+@pytest.mark.parametrize("kind", IN_PIECES)
+def test_pieces_of_the_keys_with_one_softmax_are_one_attention(kind: type[Whole]) -> None:
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(B, N, WIDTH)
+    q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
+    scores = module.scores(q, k, 0)
+    expected = module.o((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x), expected)
+    (one,) = trace(module, x).attentions
+    causal = kind is RescaledCausal
+    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal") if causal else ("self",), HEADS, HEADS)
+    assert any(f"The keys come in {-(-N // PIECE)} pieces" in note for note in one.notes)
+    stages = content(module, x)
+    torch.testing.assert_close(stages["masked_scores" if causal else "scores"], scores)
+    torch.testing.assert_close(stages["context"], scores.softmax(-1) @ v)
+    torch.testing.assert_close(stages["k_heads"], k)
+    for letter in "qkv":
+        assert all(map(torch.equal, rows_of(module, f"W_{letter}", x), getattr(module, letter).weight.split(HEAD_DIM)))
+    assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
+
+
+class PiecesOfQueries(Rescaled):
+    """Blocks of queries too, all in one memory that is divided in place."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = torch.zeros_like(q)
+        for at in range(0, N, 4):
+            rows = slice(at, at + 4)
+            total, highest = (
+                torch.zeros(*q[:, :, rows].shape[:-1], 1),
+                torch.full((*q[:, :, rows].shape[:-1], 1), -1e30),
+            )
+            for start in range(0, N, PIECE):
+                scores = self.scores(q[:, :, rows], k[:, :, start : start + PIECE], start)
+                new = torch.maximum(highest, scores.amax(-1, keepdim=True))
+                weights, factor = torch.exp(scores - new), torch.exp(highest - new)
+                total, highest = factor * total + weights.sum(-1, keepdim=True), new
+                result[:, :, rows].mul_(factor).add_(weights @ v[:, :, start : start + PIECE])
+            result[:, :, rows].div_(total)
+        return result
+
+
+def test_blocks_of_queries_in_one_memory_stay_apart() -> None:
+    torch.manual_seed(0)
+    module, x = PiecesOfQueries(), torch.randn(B, N, WIDTH)
+    q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
+    with torch.no_grad():
+        run = Subject(module, (x,), {}).recorded(keep=True)
+    assert len(run.attentions) == 2
+    for (attention, names), rows in zip(run.attentions, q.split(4, 2), strict=True):
+        scores = rows @ k.mT / HEAD_DIM**0.5
+        torch.testing.assert_close(content_of(run, attention, names, "scores"), scores)
+        torch.testing.assert_close(content_of(run, attention, names, "context"), scores.softmax(-1) @ v)
+
+
+class LinearByFeatures(Whole):
+    """Linear attention: exponentials of features that the input gives are summed over the keys, and no scores are."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        directions = v.mean(2)[..., None] * torch.linspace(-1, 1, 4)
+        q, k = ((x @ directions - (x @ directions).amax(-1, keepdim=True)).exp() for x in (q, k))
+        return q @ (k.mT @ v) / (q @ k.sum(2)[..., None])
+
+
+class NeverDivided(Whole):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.scores(q, k, 0)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        return weights @ v * weights.sum(-1, keepdim=True).log()
+
+
+class Contrasted(Whole):
+    """A share of the similarities scales each position, as in a contrastive loss: nothing is averaged."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = self.scores(q, k, 0)
+        weights = (scores - scores.amax(-1, keepdim=True)).exp()
+        return v * (weights.diagonal(dim1=-2, dim2=-1) / weights.sum(-1))[..., None]
+
+
+@pytest.mark.parametrize("kind", [LinearByFeatures, NeverDivided, Contrasted])
+def test_exponentials_that_average_no_values_by_scores_are_no_attention(kind: type[Whole]) -> None:
+    assert not trace(kind(), torch.randn(B, N, WIDTH)).attentions
