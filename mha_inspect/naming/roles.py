@@ -194,6 +194,10 @@ class Roles:
         # Otherwise the heads before they are repeated, if they could not be followed to the projection.
         fewer = _within(wide(self.heads), once)
         shared = shared or (fewer if len(fewer) < len(wide(self.heads)) else ())
+        if not shared and fewer:  # picked by index
+            features = self._features("key") - {*self.head_dim, *self._other_dim}
+            picked = tuple(atom for atom in features if 1 < atom.size < count and count % atom.size == 0)
+            shared = picked if len(picked) == 1 else ()
         if not shared and not self._attention.is_dot and not {*self.heads} & {*wide(tuple(self._atoms("k_heads")))}:
             return self.heads  # the reduction of the features gives the heads
         return shared

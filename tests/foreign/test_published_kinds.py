@@ -36,6 +36,16 @@ class Grouped(nn.Module):
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
+class Picked(Grouped):
+    """The same, with key heads that are picked by index."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        users = torch.arange(HEADS) % KV_HEADS
+        k, v = (self.split(project(x))[:, users] for project in (self.k, self.v))
+        weights = (self.split(self.q(x)) @ k.mT / HEAD_DIM**0.5).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
 class GroupFirst(Grouped):
     """The same, with a dimension for the group before that of the key heads."""
 
@@ -136,7 +146,7 @@ def rows_of(module: nn.Module, part: str, *args: Tensor) -> list[Tensor]:
     return [cut(parameters[row.name], piece) for row in report.parameters for piece in row.heads if piece.part == part]
 
 
-@pytest.mark.parametrize("kind", [Grouped, GroupFirst, Neighbours])
+@pytest.mark.parametrize("kind", [Grouped, Picked, GroupFirst, Neighbours])
 def test_heads_are_numbered_as_the_rows_of_the_queries(kind: type[Grouped]) -> None:
     torch.manual_seed(0)
     module, x = kind(), torch.randn(B, N, WIDTH)
@@ -144,6 +154,8 @@ def test_heads_are_numbered_as_the_rows_of_the_queries(kind: type[Grouped]) -> N
     torch.testing.assert_close(stages["q_heads"], module.split(module.q(x)))
     assert all(map(torch.equal, rows_of(module, "W_q", x), by_head))
     assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
+    assert all(map(torch.equal, rows_of(module, "W_k", x), module.k.weight.split(HEAD_DIM)))
+    assert trace(module, x).attentions[0].num_kv_heads == KV_HEADS
     group = HEADS // KV_HEADS
     k = module.split(module.k(x))
     k = k.repeat_interleave(group, 1) if kind is Neighbours else k.repeat(1, group, 1, 1)
