@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect import params, recording, trace
+from mha_inspect import check, params, recording, trace
 from mha_inspect.naming.canonical import content_of
 from mha_inspect.running.subject import Subject
 
@@ -451,3 +451,29 @@ class Contrasted(Whole):
 @pytest.mark.parametrize("kind", [LinearByFeatures, NeverDivided, Contrasted])
 def test_exponentials_that_average_no_values_by_scores_are_no_attention(kind: type[Whole]) -> None:
     assert not trace(kind(), torch.randn(B, N, WIDTH)).attentions
+
+
+class Table(nn.Module):
+    """Attention inside the rows or the columns of a table, with products that count batch and heads differently."""
+
+    def __init__(self, scores: str, values: str, scale: float) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
+        self.scores, self.values, self.scale = scores, values, scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (project(x).unflatten(-1, (3, 4)) for project in (self.q, self.k, self.v))
+        weights = (torch.einsum(self.scores, q, k) * self.scale).softmax(-1)
+        return self.o(torch.einsum(self.values, weights, v).flatten(3))
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ("bichd,bjchd->hcbij", "hcbij,bjchd->bichd", 4**-0.5),
+        ("brihd,brjhd->hbij", "hbij,brjhd->brihd", 28**-0.5),  # one map for all rows
+    ],
+)
+def test_heads_of_a_table_are_not_mixed(kind: tuple[str, str, float]) -> None:
+    torch.manual_seed(0)
+    assert not check(Table(*kind), torch.randn(2, 7, 5, 12)).findings

@@ -16,6 +16,7 @@ from math import prod
 import torch
 
 from ...graph.attention import Attention
+from ...graph.axis import wide
 from ...naming.axes import AxisNames
 from ...reports.check import Finding
 from ...running.subject import Run
@@ -133,6 +134,8 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     if concat is None or attention.branches:
         raise LostError
     total = prod(factor.tokens)
+    if prod(attention.score_product.op.output.shape) < total * names.num_heads * names.lengths[1]:
+        raise LostError  # a row of the scores belongs to several tokens on purpose, e.g. to a column of a table
     comparable = factor.tokens == concat.shape[:-1] and len(set(factor.tokens)) == len(factor.tokens)
     for token in map(factor.token, sorted({0, 1, total // 2, total - 1} & set(range(total)))):
         rows = factor.changed(token)
@@ -164,6 +167,10 @@ def _tokens_of_concat(evidence: Evidence, attention: Attention, rows: Iterable[R
     queries = right if attention.value_first else left
     if prod(scores[:-2]) != prod(batch) or scores[-1 if attention.key_first else -2] != queries:
         raise LostError  # overlapping chunks: rows of the two products do not match
+    products = attention.score_product, attention.value_product
+    first, second = (wide(product.axes(evidence.run.graph.dimensions).batch) for product in products)
+    if [axis for axis in first if axis in second] != [axis for axis in second if axis in first]:
+        raise LostError  # the products count batch and heads in another order
     marks = torch.zeros(prod(batch), queries, dtype=torch.bool, device=content_of(evidence, context).device)
     for row in rows:
         marks[row] = True
