@@ -235,9 +235,9 @@ def _last_of(whole: Tensor, output: Tensor, length: int) -> Tensor | None:
 def rounding_of(subject: Subject, whole: Tensor) -> float:
     """Return the rounding error of the forward over all tokens, measured against float64, or by half a digit."""
     dtype, unit = beside(whole.dtype)
-    with torch.no_grad(), subject.apart() as fresh:
+    with torch.no_grad(), subject.apart() as fresh, subject.apart() as other:
         try:
             exact = measured_in(subject.name, fresh.copied, dtype, lambda copy: first_tensor(copy.plain()))
         except InputError:
-            exact, unit = first_tensor(fresh.shaken().plain()), 1.0
+            exact, unit = first_tensor(other.shaken().plain()), 1.0  # a cache of the first has another dtype
     return rounding_error(whole, exact) * unit

@@ -16,6 +16,7 @@ from ..text import a_kind, first_line
 
 M = TypeVar("M", bound=nn.Module)
 T = TypeVar("T")
+PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
 def argument_names(module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -138,8 +139,24 @@ def cast_tensors(value: Any, dtype: torch.dtype | None, device: torch.device | N
 
 
 def with_copies(value: T) -> T:
-    """Return a nested value with its tensors copied, safe to write to; a repeated tensor is copied once."""
-    return cast(T, changed(value, lambda part: part.detach().clone() if isinstance(part, Tensor) else part))
+    """Return a nested value with copies of all that a run may write to, e.g. a tensor or a cache of a user's class.
+
+    What occurs twice is copied once. A tensor that overlaps itself in memory is shared: torch does not write to it.
+    So is an object that cannot be copied.
+    """
+
+    def copied(part: Any) -> Any:
+        if isinstance(part, (nn.Module, *PLAIN)):
+            return part
+        try:
+            if not isinstance(part, Tensor):
+                return copy.deepcopy(part)
+            overlaps = part.layout == torch.strided and 0 in part.stride() and part.numel() > 1
+            return part if part.is_meta or overlaps else part.detach().clone()
+        except Exception:  # user classes may raise anything when copied
+            return part
+
+    return cast(T, changed(value, copied))
 
 
 def copy_module(module: M, instead: Mapping[int, Any] | None = None) -> M:

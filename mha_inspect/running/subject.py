@@ -16,7 +16,16 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..naming.named_run import NamedRun
-from ..record.arguments import argument_names, cast_tensors, changed, copy_module, described, tensors_in
+from ..record.arguments import (
+    PLAIN,
+    argument_names,
+    cast_tensors,
+    changed,
+    copy_module,
+    described,
+    tensors_in,
+    with_copies,
+)
 from ..record.ops import Recording
 from ..record.ranks import local, needs_ranks
 from ..record.tensors import Stages, unshared
@@ -24,7 +33,6 @@ from ..record.xray import XRay
 
 _SMALL = 1 << 29
 """Bytes of a run's results up to which a second run is worthwhile to name its axes."""
-_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -220,7 +228,7 @@ class Subject:
         """
         values: list[Any] = []
         changed((self.args, self.kwargs), values.append)
-        if not all(isinstance(value, (torch.Tensor, *_PLAIN)) or value in ((), [], {}) for value in values):
+        if not all(isinstance(value, (torch.Tensor, *PLAIN)) or value in ((), [], {}) for value in values):
             return []
         tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dtype != torch.bool]
         # Only batched features and tokens count: without a batch the dimensions of a mask are ambiguous.
@@ -281,7 +289,7 @@ class Subject:
             module = copy_module(self.module, shared)
         except Exception:  # user classes may raise anything when copied
             module = self.module
-        args, kwargs = changed((self.args, self.kwargs), _fresh)
+        args, kwargs = with_copies((self.args, self.kwargs))
         return replace(self, module=module, args=args, kwargs=kwargs)
 
     @contextmanager
@@ -315,22 +323,6 @@ class Subject:
         """CUDA devices whose generators a run may draw from."""
         tensors = [*self.module.parameters(), *(tensor for _, tensor in tensors_in((self.args, self.kwargs)))]
         return sorted({tensor.device.index or 0 for tensor in tensors if tensor.device.type == "cuda"})
-
-
-def _fresh(value: Any) -> Any:
-    """Return a copy of an argument that a run may write to, e.g. a tensor or a key cache; otherwise the argument.
-
-    A tensor that overlaps itself in memory is not copied: torch does not write to it.
-    """
-    if isinstance(value, (nn.Module, *_PLAIN)):
-        return value
-    try:
-        if not isinstance(value, torch.Tensor):
-            return copy.deepcopy(value)
-        overlaps = value.layout == torch.strided and 0 in value.stride() and value.numel() > 1
-        return value if value.is_meta or overlaps else value.detach().clone()
-    except Exception:  # user classes may raise anything when copied
-        return value
 
 
 def _contents(module: nn.Module) -> Iterator[tuple[Any, Any]]:

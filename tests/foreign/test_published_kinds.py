@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect import check, params, recording, trace
+from mha_inspect import Intent, check, params, recording, trace
+from mha_inspect.answers.decode import decoded
+from mha_inspect.layers.spec import Show
 from mha_inspect.naming.canonical import content_of
 from mha_inspect.running.subject import Subject
 
@@ -477,3 +479,66 @@ class Table(nn.Module):
 def test_heads_of_a_table_are_not_mixed(kind: tuple[str, str, float]) -> None:
     torch.manual_seed(0)
     assert not check(Table(*kind), torch.randn(2, 7, 5, 12)).findings
+
+
+class Keeper:
+    """A cache of a user's class, which a forward changes and does not return."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+class Keeping(Grouped):
+    """Keys and values joined to those of earlier calls: in the module, or in an argument, counted in the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[Tensor] = []
+        self.seen = 0
+
+    def forward(self, x: Tensor, keeper: Keeper | None = None) -> Tensor:
+        owner = self if keeper is None else keeper
+        new = [self.split(project(x)) for project in (self.k, self.v)]
+        owner.kept = [torch.cat(pair, 2) for pair in zip(owner.kept, new, strict=True)] if owner.kept else new
+        self.seen += x.shape[1]
+        k, v = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in owner.kept)
+        future = torch.ones(self.seen, self.seen, dtype=torch.bool).triu(1)[self.seen - x.shape[1] :]
+        scores = self.split(self.q(x)).float() @ k.float().mT / HEAD_DIM**0.5
+        weights = scores.masked_fill(future, -torch.inf).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Leaking(Keeping):
+    """The same cache, and a call starts from the last output of the call before."""
+
+    last: Tensor | float = 0.0
+
+    def forward(self, x: Tensor, keeper: Keeper | None = None) -> Tensor:
+        output = super().forward(x + self.last, keeper)
+        self.last = output[:, -1:].detach()
+        return output
+
+
+def test_a_module_that_continues_from_its_cache_is_right_to_change_the_next_run() -> None:
+    torch.manual_seed(0)
+    report = check(Keeping(), torch.randn(B, N, WIDTH))
+    assert not report.findings
+    assert "repeat" in {skipped.check for skipped in report.left_out}
+    assert [finding.check for finding in check(Leaking(), torch.randn(B, N, WIDTH)).findings] == ["repeat"]
+
+
+def test_a_cache_that_is_given_is_given_anew_to_each_run() -> None:
+    torch.manual_seed(0)
+    report = check(Keeping(), torch.randn(B, N, WIDTH), Keeper(), intent=Intent(causal=True))
+    assert not report.findings
+    assert "causal" in {passed.check for passed in report.held}
+
+
+def test_decoding_with_a_cache_that_no_call_returns_is_proved() -> None:
+    """The forward computes in float32, so the run in float64 ends in the middle, with a cache of its own."""
+    torch.manual_seed(0)
+    subject = Subject(Keeping(), (torch.randn(B, N, WIDTH), Keeper()), {}, seed=0, grad=False)
+    report, _ = decoded(subject, Show(), 2)
+    assert report.decode is not None
+    assert report.decode.verdict == "same"
+    assert [(step.past, step.new) for step in report.steps or ()] == [(0, N - 2), (N - 2, 1), (N - 1, 1)]

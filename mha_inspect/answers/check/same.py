@@ -35,6 +35,8 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
     by_seed = evidence.apart(evidence.output_of(evidence.returned(more_seed=1)))
     by_state = evidence.apart(evidence.output_of(evidence.returned(go_on=True)))
     if by_state:
+        if _continues(evidence):
+            raise NotPossibleError("each run continues from the cache of the run before it")
         buffers = {named.tensor.storage for named in recording.buffers}
         yield Finding(
             "repeat",
@@ -60,6 +62,15 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
             module=where.module if where else "",
             fix=fix,
         )
+
+
+def _continues(evidence: Evidence) -> bool:
+    """Return whether all tokens but the last, and then the last, give the output of one call."""
+    with suppress(NotPossibleError, RaisedError):
+        length = evidence.source.length
+        output = _continued(evidence, _Cache("", in_module=True), [0, length - 1, length], {}, evidence.output)
+        return evidence.follows and not evidence.apart(output, times=OTHER_SIZES)
+    return False
 
 
 def training(evidence: Evidence) -> Iterator[Finding]:
@@ -231,7 +242,7 @@ def _continued(evidence: Evidence, memory: _Cache, places: list[int], row: dict[
     """
     unset = [name for name in evidence.arguments.positions(unset=True) if name != memory.name]
     outputs: list[Tensor | RaisedError] = []
-    for positions in (memory.name if memory.in_module else None, *unset):
+    for positions in ((memory.name or None) if memory.in_module else None, *unset):
         try:
             output = _stepwise(evidence, memory, places, row, positions)
             if not evidence.apart(output, base, times=OTHER_SIZES):
