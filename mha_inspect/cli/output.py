@@ -13,6 +13,7 @@ from ..files.memory import require_loadable
 from ..render.export import IMAGES, Destination
 from ..render.screen import columns, in_color, is_terminal, lines
 from ..text import shown
+from . import ranks
 from .options import Options, require_numbers
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def prepare(options: Options, *, draws: bool | None = None, computes: bool = Tru
     """
     if computes:
         require_loadable()
-    if options.export is None:
+    if options.export is None or (ranks.member is not None and ranks.member.rank > 0):
         return None
     export = Destination.of(options.export)
     if export.format in IMAGES:

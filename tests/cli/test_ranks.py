@@ -22,7 +22,7 @@ COMMANDS = {
     "own group": ["trace", f"{TARGETS}:in_its_own_group"],
     "given group": ["trace", f"{TARGETS}:in_a_given_group"],
     "copied keys": ["trace", f"{TARGETS}:copied_keys", "--format", "json"],
-    "params": ["params", f"{TARGETS}:sharded", "--format", "json"],
+    "params": ["params", f"{TARGETS}:sharded", "--format", "json", "--export", "FOLDER/params.json"],
     **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in ("raises", "skips", "is killed")},
     "unknown": ["trace", f"{TARGETS}:unknown"],
     "no backend": ["trace", f"{TARGETS}:without_backend"],
@@ -48,7 +48,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this torch has no gloo")
     folder = tmp_path_factory.mktemp("ranks")
-    (folder / "commands.json").write_text(json.dumps(COMMANDS))
+    (folder / "commands.json").write_text(json.dumps(COMMANDS).replace("FOLDER", str(folder)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, "-m", TARGETS, str(folder)], cwd=ROOT, env=environment, start_new_session=True
@@ -67,7 +67,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         name: [Rank(*found["ended"][name][rank], said(name, rank, "out"), said(name, rank, "err")) for rank in (0, 1)]
         for name in COMMANDS
     }
-    return {**ranks, "ports left": found["ports left"]}
+    return {**ranks, "ports left": found["ports left"], "exported": (folder / "params.json").read_text()}
 
 
 def test_rank_0_answers_and_the_other_is_silent(ran: dict[str, Any]) -> None:
@@ -112,6 +112,8 @@ def test_the_target_or_the_command_makes_the_process_group(ran: dict[str, Any], 
 def test_another_command_answers_once(ran: dict[str, Any]) -> None:
     report = json.loads(ran["params"][0].out)
     assert (report["parameters"][0]["shape"], report["parameters"][0]["whole"]) == ([16, 32], [32, 32])
+    assert report["parameters"][0]["start"] == [0, 0]
+    assert ran["exported"] == ran["params"][0].out
 
 
 def test_a_rank_that_raises_is_reported_by_rank_0(ran: dict[str, Any]) -> None:
