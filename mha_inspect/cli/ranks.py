@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from ..running.subject import Run
 
 T = TypeVar("T")
+_PATIENCE = 60
+"""Seconds to wait until every rank has started."""
 _STALLED = 5.0
 """Seconds at one instruction of torch.distributed after which a rank counts as waiting."""
 _GRACE = 1.5
@@ -55,13 +57,20 @@ class Member:
         if self._store is None:
             from torch.distributed.rendezvous import rendezvous
 
-            self._store, *_ = next(iter(rendezvous("env://", timeout=timedelta(seconds=60))))
+            try:
+                self._store, *_ = next(iter(rendezvous("env://", timeout=timedelta(seconds=_PATIENCE))))
+            except RuntimeError:
+                raise InputError(
+                    f"RANK is {self.rank} and WORLD_SIZE {self.world}, but not all ranks started within "
+                    f"{_PATIENCE} s. Start the command with torchrun, or unset WORLD_SIZE to run it alone."
+                ) from None
             Thread(target=self._watch, daemon=True).start()
 
-    def leave(self, code: int) -> None:
-        """Store how the command ended, for the other ranks. Rank 0 is the last to end, unless it failed."""
+    def leave(self, code: int) -> int:
+        """Store how the command ended, and return the exit code. Rank 0 is the last to end, unless it failed."""
+        if self._store is None:  # no module was run: every rank ended alike
+            return 0 if self.rank else code
         try:
-            self.join()
             if code and self.rank:
                 time.sleep(_GRACE)
                 for stream in (sys.stdout, sys.stderr):
@@ -75,6 +84,7 @@ class Member:
             self._store.set("end", "")
         except RuntimeError:  # the store has ended, and with it the launcher or rank 0
             os._exit(0 if self.rank else code)
+        return code
 
     def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the results of all ranks, on rank 0. Any other rank ends its command here."""
@@ -138,9 +148,7 @@ def on_every_rank(run: Callable[[], int]) -> int:
     if int(os.environ.get("WORLD_SIZE") or 1) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
         return run()
     member = Member()
-    code = run()
-    member.leave(code)
-    return code
+    return member.leave(run())
 
 
 def join() -> None:

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from mha_inspect.cli import ranks
+from mha_inspect.errors import InputError
+
 TARGETS = "tests.cli.rank_targets"
 ROOT = Path(__file__).parents[2]
 COMMANDS = {
@@ -63,11 +66,11 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     def said(name: str, rank: int, ending: str) -> str:
         return (folder / f"{name}.{rank}.{ending}").read_text()
 
-    ranks = {
+    every = {
         name: [Rank(*found["ended"][name][rank], said(name, rank, "out"), said(name, rank, "err")) for rank in (0, 1)]
         for name in COMMANDS
     }
-    return {**ranks, "ports left": found["ports left"], "exported": (folder / "params.json").read_text()}
+    return {**every, "ports left": found["ports left"], "exported": (folder / "params.json").read_text()}
 
 
 def test_rank_0_answers_and_the_other_is_silent(ran: dict[str, Any]) -> None:
@@ -171,6 +174,14 @@ def test_every_command_ends_within_seconds_of_its_failure(ran: dict[str, Any]) -
     usual = max(rank.seconds for rank in ran["sharded"])
     for name in COMMANDS:
         assert max(rank.seconds for rank in ran[name]) < usual + 10, name
+
+
+def test_a_rank_that_is_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ranks, "_PATIENCE", 1)
+    with pytest.raises(InputError, match="RANK is 0 and WORLD_SIZE 2, but not all ranks started within 1 s"):
+        ranks.Member().join()
 
 
 def test_torchrun(tmp_path: Path) -> None:
