@@ -23,8 +23,7 @@ from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
 from ..running.subject import Run, Subject
 from ..text import listed, percent, plural, times
-from .comparable_run import ComparableRun
-from .comparison import ComparedStage, Comparison, difference_of, overall
+from .comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
 from .focus import compare_focus, focus_of_run
 from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts

@@ -18,8 +18,7 @@ from ..reports.common import Difference
 from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
 from ..running.subject import Subject
 from ..text import listed, multiple, percent, plural, small
-from .comparable_run import ComparableRun
-from .comparison import ComparedStage, Comparison
+from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
 from .shared_weights import AS_THEY_ARE, Shared, share
 
@@ -199,7 +198,13 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
             f"the first {min(counts)} are paired, in the order of computation."
         )
     for side, other in (sides, sides[::-1]):
-        yield from _around(side, other)
+        # A side that is an attention alone, beside a block with weights around its own.
+        (path, *_), alone = ([attention.module for attention, _ in run.attentions] or [""] for run in (side, other))
+        around = [name for name, _ in side.subject.module.named_parameters() if not name.startswith(f"{path}.")]
+        if path and alone == [""] and around:
+            yield (
+                f"{side.label} has weights around its attention. To compare the attention: --{side.name}-module {path}."
+            )
     if any(side.drops for side in sides):
         yield (
             "Dropout is on, so the sides also differ in the elements that they drop. "
@@ -207,14 +212,6 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
         )
     yield from dict.fromkeys(note for side in sides for note in side.notes)
     yield from (f"{side.label}: {note}" for side in sides for note in unlike_dot(side.run))
-
-
-def _around(side: Side, other: Side) -> Iterator[str]:
-    """Yield how to compare the attention inside a block with a side that is an attention alone."""
-    (path, *_), alone = ([attention.module for attention, _ in run.attentions] or [""] for run in (side, other))
-    parameters = side.subject.module.named_parameters()
-    if path and alone == [""] and any(not name.startswith(f"{path}.") for name, _ in parameters):
-        yield f"{side.label} has weights around its attention. To compare the attention: --{side.name}-module {path}."
 
 
 def _not_comparable(report: DiffReport) -> Iterator[str]:

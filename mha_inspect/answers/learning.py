@@ -12,14 +12,13 @@ from torch import Tensor, nn
 
 from ..errors import InputError, is_out_of_memory
 from ..layers.spec import require_steps
-from ..measure.weights import PARTS, Weights
+from ..measure.weights import PARTS, Weights, as_matrix
 from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import beside, judge, max_difference, rounding_error
 from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
 from ..running.subject import Subject
 from ..text import first_line, percent, plural
-from .comparable_run import ComparableRun, measured_in
-from .comparison import difference_of, overall
+from .comparable_run import ComparableRun, difference_of, measured_in, overall
 from .run_report import environment_of
 
 LOSS = "mean((output - target)²), with a random normal target from the seed"
@@ -101,17 +100,11 @@ class Learner:
 
     def parts(self, numbers: Mapping[str, Tensor] | None = None) -> Parts:
         """Return its weights by part; `numbers`, by the parameter's name, replace the parameters."""
-        module = self.subject.module
+        named = dict(self.subject.module.named_parameters()) if numbers is None else numbers
         if self.weights is None:
-            named = module.named_parameters() if numbers is None else numbers.items()
-            return {name: tensor.detach().clone() for name, tensor in named}
-        if numbers is not None:
-            module = copy_module(module)
-            with torch.no_grad():
-                for name, parameter in module.named_parameters():
-                    parameter.copy_(numbers[name])
-        matrices = replace(self.weights, module=module).matrices()
-        return {part: matrices[part] for part in PARTS if part in matrices}
+            return {name: tensor.detach().clone() for name, tensor in named.items()}
+        places = self.weights.projections
+        return {part: as_matrix(part, places[part].read(named.__getitem__)) for part in PARTS if part in places}
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

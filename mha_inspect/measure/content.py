@@ -23,11 +23,8 @@ _CHUNK = 1 << 17
 def stats_of(tensor: Tensor, masked: Tensor | None = None) -> Stats | None:
     """Return statistics of the finite elements in float64, NaN without any finite element; None on meta.
 
-    Args:
-        tensor: of any shape, and any dtype except complex.
-        masked: boolean, broadcastable to the tensor; True where a mask wrote -inf, which then does not count as inf.
-
-    The standard deviation is torch's (divided by n - 1), and 0 for a single element.
+    The tensor is not complex. `masked` is boolean, broadcastable to the tensor; True where a mask wrote -inf, which
+    then does not count as inf. The standard deviation is torch's (divided by n - 1), and 0 for a single element.
     """
     if tensor.is_meta:
         return None
@@ -145,13 +142,9 @@ def _reduce_heads(content: Tensor, how: str) -> Tensor:
 
 
 def stage_noise(stage: str, content: Tensor, exact: Tensor, like: Tensor | None = None) -> float:
-    """Return the largest rounding error of a stage: its absolute difference from the same stage in float64.
+    """Return the largest rounding error of a stage, in canonical axes: its difference from that of a run in float64.
 
-    Args:
-        stage: a stage of `pattern.STAGES`.
-        content: the stage in canonical axes.
-        exact: the same stage of a run in float64, in canonical axes.
-        like: the tensor that `content` will be compared with; both are brought into the same form.
+    `like` is the tensor that `content` will be compared with; both are brought into the same form.
 
     For a run in float64 there is no finer run: pass its tensor as `exact`, that of a run in float32 as `content`, and
     scale by the ratio of the two dtypes' rounding steps.

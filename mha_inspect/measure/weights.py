@@ -61,10 +61,6 @@ class Weights:
         shared = max(self.num_heads // max(self.num_kv_heads, 1), 1)
         return [by_head.get(head, head // shared) for head in range(self.num_heads)]
 
-    def matrices(self) -> Numbers:
-        """Return the parts as whole matrices: `(heads head_dim) embed`; W_o is `embed (heads head_dim)`."""
-        return {part: as_matrix(part, tensor) for part, tensor in self.read().items()}
-
 
 @dataclass(frozen=True)
 class NotCopied:
@@ -86,11 +82,6 @@ class CopiedParts:
     filled: tuple[str, ...]
     """Parts that the source lacks, filled with no effect: zeros for a bias, the identity for W_o."""
     not_copied: tuple[NotCopied, ...]
-
-    @property
-    def whole(self) -> bool:
-        """Whether both attentions now compute with the same numbers."""
-        return not self.not_copied
 
 
 def weights_of(run: Run, module: nn.Module) -> tuple[Weights, ...]:
@@ -121,12 +112,8 @@ def copy_by_head(source: Weights, destination: Weights, numbers: Mapping[str, Te
 
     Heads keep their number. Shared keys and values are repeated for an attention without sharing. Equal keys and values
     are merged for an attention that shares them. With another number of heads a matrix keeps its rows, regrouped into
-    heads. If the destination's heads read a part of the features, that part of the matrix is copied.
-
-    Args:
-        source: the attention whose weights are copied.
-        destination: the attention that is written to.
-        numbers: canonical tensors of the source, instead of its current parameters.
+    heads. If the destination's heads read a part of the features, that part of the matrix is copied. `numbers` are
+    canonical tensors of the source, instead of its current parameters.
     """
     given = dict(source.read() if numbers is None else numbers)
     fitting: Numbers = {}
@@ -134,16 +121,17 @@ def copy_by_head(source: Weights, destination: Weights, numbers: Mapping[str, Te
     for part in PARTS:
         if part in given:
             fitted, reason = _fitted(part, given, source, destination)
-            sizes = _sizes(part, given[part], destination)
+            shape = tuple(given[part].shape)
+            sizes = matrix_shape(part, shape), matrix_shape(part, destination.shapes.get(part, shape))
         elif part in destination.projections:
             fitted, reason = _neutral(part, destination.projections[part].shape, given)
-            sizes = None
+            sizes = (), ()
         else:
             continue
         if fitted is not None:
             fitting[part] = fitted
         elif reason:
-            not_copied.append(NotCopied(part, reason, sizes))
+            not_copied.append(NotCopied(part, reason, None if sizes[0] == sizes[1] else sizes))
     destination.write(fitting)
     after = destination.read()
     changed = [part for part, wanted in fitting.items() if not same_bits(after[part], wanted.to(after[part].dtype))]
@@ -167,14 +155,6 @@ def _fitted(part: str, given: Numbers, source: Weights, destination: Weights) ->
     unshared = all(side.num_kv_heads == side.num_heads for side in (source, destination))
     fits = source_size == destination_size and (unshared or part not in _OF_KEYS)
     return (numbers.reshape(wanted), "") if fits else (None, f"{[*source_size]} becomes {[*destination_size]}")
-
-
-def _sizes(part: str, numbers: Tensor, destination: Weights) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Return the shapes of the whole matrix on both sides if they differ; otherwise None."""
-    if part not in destination.projections:
-        return None
-    sizes = matrix_shape(part, tuple(numbers.shape)), matrix_shape(part, destination.projections[part].shape)
-    return None if sizes[0] == sizes[1] else sizes
 
 
 def matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -34,12 +34,10 @@ class Report:
         return self.ok
 
     def __repr__(self) -> str:
-        text: str = _render().to_text(self, "plain")
-        return text.rstrip("\n")
+        return self._text("plain").rstrip("\n")
 
     def _repr_html_(self) -> str:
-        cell: str = _render().to_cell(self)
-        return cell
+        return str(_render().to_cell(self))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `--format json` as a dict; its schema is in `mha_inspect/schemas`."""
@@ -53,8 +51,7 @@ class Report:
         _render(".export").save(Path(path), self._text)
 
     def _text(self, format: str) -> str:
-        text: str = _render().to_text(self, format)
-        return text
+        return str(_render().to_text(self, format))
 
 
 def _render(module: str = "") -> Any:

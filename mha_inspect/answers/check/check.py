@@ -103,7 +103,9 @@ def check(
         facts, head_effects = tuple(_facts(evidence)), tuple(heads_of(evidence))
     failed, order = _failed(results), list(CHECKS)
     if "heads" in failed:
-        results = [_unknown(r) if isinstance(r, PassedCheck) and r.check in _OF_POSITIONS else r for r in results]
+        mixed = "heads are mixed, so a position is not one token", "heads are mixed"
+        passed = [isinstance(r, PassedCheck) and r.check in _OF_POSITIONS for r in results]
+        results = [SkippedCheck(r.check, *mixed) if of else r for r, of in zip(results, passed, strict=True)]
     if not failed:
         _require_declared(intent, results)
     findings = [r for r in results if isinstance(r, Finding) and not failed.intersection(_CHECKS[r.check].follows)]
@@ -119,10 +121,6 @@ def check(
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run)),
     )
-
-
-def _unknown(passed: PassedCheck) -> SkippedCheck:
-    return SkippedCheck(passed.check, "heads are mixed, so a position is not one token", "heads are mixed")
 
 
 def _require_declared(intent: Intent, results: Iterable[object]) -> None:

@@ -8,15 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, wraps
+from functools import cached_property, partial
 from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...graph.attention import Attention
-from ...naming.axes import AxisNames
 from ...naming.named_run import NamedRun
 from ...record.arguments import dense, tensors_in
 from ...record.ops import Op, TensorRef
@@ -30,8 +28,6 @@ from .sight import SeenKeys, sights_of
 
 OTHER_SIZES = 100.0
 """Runs of other sizes round differently: their tolerance is this many times larger."""
-
-T = TypeVar("T")
 
 
 class NotPossibleError(Exception):
@@ -104,8 +100,8 @@ class Evidence:
     """Whether only one run is allowed."""
     again: Any
     """The result of a second run, continued from this one with another seed; None without a second run."""
-    memory: dict[object, Any] = field(default_factory=dict)
-    """Results of `remembered` functions."""
+    masked_runs: list[Any] = field(default_factory=list)
+    """The runs with a changed mask, once the check of padding needed them."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -115,7 +111,7 @@ class Evidence:
     @cached_property
     def sights(self) -> tuple[SeenKeys, ...]:
         """The visible keys of each attention."""
-        return sights_of(self.run, self._first_key, self.padded)
+        return sights_of(self.run, partial(first_key, self), self.padded)
 
     @cached_property
     def padded(self) -> Tensor | None:
@@ -124,7 +120,7 @@ class Evidence:
         if source is None:
             return None
         shape = (source.rows, source.length)
-        seen = [sight.seen for sight in sights_of(self.run, self._first_key)]
+        seen = [sight.seen for sight in sights_of(self.run, partial(first_key, self))]
         seen = [each for each in seen if each.shape == (*shape, source.length)]
         for name, value in self.values.items() if seen else ():
             if not isinstance(value, Tensor) or value.numel() != prod(shape) or name in source.names:
@@ -135,10 +131,6 @@ class Evidence:
                 if not any(bool((each & ~pads[:, :, None] & pads[:, None]).any()) for each in seen):
                     return pads
         return None
-
-    def _first_key(self, attention: Attention, names: AxisNames) -> int | None:
-        """Return the key that the first token of this run makes; None if it is unknown."""
-        return first_key(self, attention, names)
 
     @cached_property
     def _leaves(self) -> dict[int, Tensor]:
@@ -344,19 +336,6 @@ def _errors_of_forward() -> Iterator[None]:
         yield
     except Exception as error:  # user code may raise anything on an input that we made up
         raise RaisedError(f"{type(error).__name__}: {message_of(error)}") from error
-
-
-def remembered(make: Callable[[Evidence], T]) -> Callable[[Evidence], T]:
-    """Cache a function of evidence in `Evidence.memory`; exceptions are not cached."""
-
-    @wraps(make)
-    def once(evidence: Evidence) -> T:
-        if make not in evidence.memory:
-            evidence.memory[make] = make(evidence)
-        result: T = evidence.memory[make]
-        return result
-
-    return once
 
 
 def _outputs(returned: Any) -> list[Tensor]:

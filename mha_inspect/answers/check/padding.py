@@ -15,7 +15,7 @@ from torch import Tensor
 from ...reports.check import Fact, Finding, SkippedCheck
 from ...text import shortened, spans
 from .arguments import Source
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError, remembered
+from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 from .scores import masks_everything, softmax, weak_masks
 from .sight import SeenKeys
 
@@ -56,12 +56,13 @@ class Masked:
     """The line of the mask; empty if no attention has these keys."""
 
 
-@remembered
 def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
     """Return a run for each mask argument, or a fact if the forward rejects another value.
 
     A declared padding mask that was not given is included: its base run keeps every key.
     """
+    if evidence.masked_runs:
+        return evidence.masked_runs
     values, name = evidence.values, evidence.intent.padding
     masks = {n: v for n, v in values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
     runs: list[Masked | Fact] = []
@@ -69,16 +70,16 @@ def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
         source = _padded_source(evidence, name)
         ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (evidence.intent.padding_true != "ignore")
         forms = (ones, ones.long(), ones[:, None, None], ones.long()[:, None, None], ones[:, None], ones.float())
-        rejected: list[Masked | Fact] = []
+        tried: list[Masked | Fact] = []
         for form in forms:
-            run = _masked_run(evidence, name, form)
+            if (run := _masked_run(evidence, name, form)) is not None:
+                tried.append(run)
             if isinstance(run, Masked):
-                rejected = [run]
                 break
-            rejected += [run] if run is not None and not rejected else []
-        runs += rejected
+        runs += [run for run in tried if isinstance(run, Masked)] or tried[:1]
     for name, value in masks.items():
         runs += filter(None, [_masked_run(evidence, name, value) if value.dim() > 1 and len(runs) < _MOST else None])
+    evidence.masked_runs.extend(runs)
     return runs
 
 

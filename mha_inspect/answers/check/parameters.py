@@ -6,7 +6,7 @@ Also the effect of removing each head.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
 from ...text import shortened, spans
-from .evidence import Evidence, NotPossibleError, remembered
+from .evidence import Evidence, NotPossibleError
 from .replay import SIDES, LostError, again, content_of, replayed
 from .scores import masks_everything
 from .tokens import kinds, of_each_kind
@@ -248,7 +248,6 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
                 )
 
 
-@remembered
 def gradients_of(evidence: Evidence) -> Gradients:
     """Return the gradient of each projection weight that requires one; None if no gradient arrives.
 
@@ -303,31 +302,33 @@ def _first_heads(evidence: Evidence) -> list[tuple[Attention, AxisNames]]:
 
 
 def heads_of(evidence: Evidence) -> Iterator[Head]:
-    """Yield the effect of removing each head: the output change, and the share of its gate in the gradient."""
+    """Yield the effect of removing each head: the output change, and the share of its gate in the gradient.
+
+    A gate multiplies the context of its head, and is 1: its gradient is Σ context · ∂loss/∂context (Michel et al. 2019,
+    "Are Sixteen Heads Really Better than One?", where it is the importance of a head).
+    """
     gradients: dict[int, Tensor] = {}
     with suppress(LostError):
         gradients = _gradients_of_contexts(evidence)
     for attention, names in _first_heads(evidence):
         with suppress(LostError):
-            changes = _without_each(evidence, attention, names)
-            shares = _shares(evidence, attention, names, gradients) or [None] * len(changes)
+            target, context = (
+                attention.stages.get("output") or attention.stages.get("concat"),
+                attention.stages["context"],
+            )
+            if target is None:
+                raise LostError
+            base = again(evidence, context, content_of(evidence, context), target).double()
+            size, changes, gates = float(base.norm()) or 1.0, list[float](), list[float]()
+            for tensor, places in _contexts(evidence, attention, names):
+                value = content_of(evidence, tensor)
+                output = again(evidence, tensor, value.flatten().index_fill(0, places, 0).view(value.shape), target)
+                changes.append(round(float((output.double() - base).norm()) / size, 6))
+                if tensor.id in gradients:
+                    gates.append(abs(float(gradients[tensor.id].flatten()[places].double().sum())))
+            total = sum(gates) if len(gates) == len(changes) else 0.0
             for head, change in enumerate(changes):
-                yield Head(attention.module, head, change, shares[head])
-
-
-def _without_each(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
-    """Return the relative change of the output of an attention when the context of each head is zeroed."""
-    target, context = attention.stages.get("output") or attention.stages.get("concat"), attention.stages["context"]
-    if target is None:
-        raise LostError
-    base = again(evidence, context, content_of(evidence, context), target).double()
-    size = float(base.norm()) or 1.0
-    changes = []
-    for tensor, places in _contexts(evidence, attention, names):
-        value = content_of(evidence, tensor)
-        output = again(evidence, tensor, value.flatten().index_fill(0, places, 0).view(value.shape), target)
-        changes.append(round(float((output.double() - base).norm()) / size, 6))
-    return changes
+                yield Head(attention.module, head, change, round(gates[head] / total, 6) if total else None)
 
 
 def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
@@ -384,19 +385,3 @@ def _gradients_of_contexts(evidence: Evidence) -> dict[int, Tensor]:
             raise LostError from error
     found = zip(leaves.items(), gradients, strict=True)
     return {number: value.detach() * gradient for (number, value), gradient in found if gradient is not None}
-
-
-def _shares(
-    evidence: Evidence, attention: Attention, names: AxisNames, gradients: Mapping[int, Tensor]
-) -> list[float | None] | None:
-    """Return |∂loss/∂gate| of each head, divided by the sum over the heads; None if a context has no gradient.
-
-    A gate multiplies the context of its head, and is 1: its gradient is Σ context · ∂loss/∂context (Michel et al. 2019,
-    "Are Sixteen Heads Really Better than One?", where it is the importance of a head).
-    """
-    gates = []
-    for context, places in _contexts(evidence, attention, names):
-        if context.id not in gradients:
-            return None
-        gates.append(abs(float(gradients[context.id].flatten()[places].double().sum())))
-    return [round(gate / sum(gates), 6) for gate in gates] if sum(gates) else None

@@ -26,7 +26,7 @@ _NEAR = 1e-3
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if queries and keys of one position are rotated differently, or values are rotated."""
     factors = {side: Factor(evidence, attention, names, side) for side in SIDES}
-    turns = {side: _turning(evidence, {factor.source.id}, factor.target) for side, factor in factors.items()}
+    turns = {side: _turning(evidence, factor) for side, factor in factors.items()}
     if not any(turns.values()):
         raise LostError
     rows = {side: _of_equal_tokens(factor, seed=1) for side, factor in factors.items()}
@@ -35,7 +35,9 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     by_value, values = turns["value"], rows["value"]
     if by_value is None or not _vary(values) or _vary(values.norm(dim=-1, keepdim=True)):
         return
-    if end is None or _turning(evidence, {context.id}, end) is None:
+    if end is not None:
+        equal = again(evidence, context, torch.ones_like(content_of(evidence, context)), end)
+    if end is None or not _vary(equal.flatten(0, -2)[None]):
         yield _finding(
             by_value,
             "The values are rotated too, so the output depends on absolute positions. The scores depend on distances.",
@@ -94,7 +96,10 @@ def _of_scores(
         )
         return
     cosine = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
-    plain = all(_keeps_norm(factors[side], rows[side], near) for side in ("query", "key"))
+    norms = {
+        side: _one_token(factors[side], seed=1)[: factors[side].width].double().norm() for side in ("query", "key")
+    }
+    plain = all(bool(((rows[side].norm(dim=-1) - norm).abs() <= near * norm).all()) for side, norm in norms.items())
     is_self = "query" in attention.stages and factors["query"].tokens == factors["key"].tokens
     if plain and is_self and float((cosine - 1).abs().max()) > near:
         yield _finding(
@@ -115,12 +120,6 @@ def _vary(rows: Tensor) -> bool:
     return _spread(rows) > _NEAR * float(rows.abs().max().clamp(min=1e-12))
 
 
-def _keeps_norm(factor: Factor, rows: Tensor, near: float) -> bool:
-    """Return whether these rows of equal tokens keep the norm of the token, as a pure rotation does."""
-    norm = _one_token(factor, seed=1)[: factor.width].double().norm()
-    return bool(((rows.norm(dim=-1) - norm).abs() <= near * norm).all())
-
-
 def _one_token(factor: Factor, *, seed: int) -> Tensor:
     """Return random features of one token, repeated for each head if the heads are side by side."""
     features, drawn = factor.source.shape[-1], torch.Generator().manual_seed(seed)
@@ -137,13 +136,13 @@ def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
     return rows.reshape(-1, *rows.shape[-2:])
 
 
-def _turning(evidence: Evidence, sources: set[int], target: TensorRef) -> Op | None:
-    """Return the operation that rotates a tensor on its way from sources by cosines and sines; None without one.
+def _turning(evidence: Evidence, factor: Factor) -> Op | None:
+    """Return the operation that rotates tokens by cosines and sines, rightly or not; None without one.
 
     Raises `LostError` if other tokens are joined on the way.
     """
-    path = between(evidence.run.recording, sources, target)
-    reached = sources | {tensor.id for op in path for tensor in op.outputs}
+    path = between(evidence.run.recording, {factor.source.id}, factor.target)
+    reached = {factor.source.id, *(tensor.id for op in path for tensor in op.outputs)}
     tables: list[tuple[Op, Tensor]] = []
     for op in path:
         for tensor in op.inputs:

@@ -161,12 +161,10 @@ class SeenKeys:
 def sights_of(
     run: Run, first_key: Callable[[Attention, AxisNames], int | None], padded: Tensor | None = None
 ) -> tuple[SeenKeys, ...]:
-    """Return the visible keys of each attention whose weights are known.
+    """Return the visible keys of each attention whose weights are known, from a run with its tensors.
 
-    Args:
-        run: a run with its tensors.
-        first_key: returns the key at the position of the first query, if there are more keys than queries.
-        padded: `batch position`, True at padding, whose queries may see anything.
+    `first_key` returns the key at the position of the first query, if there are more keys than queries. `padded` is
+    `batch position`, True at padding, whose queries may see anything.
     """
     sights = []
     for attention, names in run.attentions:

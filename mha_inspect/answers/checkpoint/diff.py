@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from math import inf, isfinite, sqrt
+from math import isfinite
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from ...errors import SpecError
 from ...files.attentions import NamedAttention, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
-from ...record.rounding import parts, same_bits
+from ...record.rounding import distances, parts, same_bits
 from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
 from ...reports.params import StoredName
 from ...text import listed, percent, plural, shown, spans
@@ -156,18 +156,13 @@ def _distance(left: Tensor, right: Tensor) -> _Distance:
         return _Distance("same bits", 0.0, 0.0)
     floats = [torch.finfo(side.dtype) for side in (left, right) if side.dtype.is_floating_point]
     slack, lowest = sum(info.eps for info in floats) / 2, sum(info.tiny * info.eps for info in floats)
-    is_rounding, largest, squares, left_squares = True, 0.0, 0.0, 0.0
+    is_rounding = True
     for ours, theirs in parts(left, right):
         a, b = ours.double(), theirs.double()
-        equal = (a == b) | (a.isnan() & b.isnan())
-        apart = torch.where(equal, 0, (a - b).abs().nan_to_num(inf, inf, inf))
         allowed = slack * torch.maximum(a.abs(), b.abs()) + lowest
-        is_rounding &= bool((equal | (apart <= allowed.nan_to_num(0, 0, 0))).all())
-        largest = max(largest, float(apart.max()))
-        squares += float(apart.square().sum())
-        left_squares += float(a.nan_to_num(0, 0, 0).square().sum())
-    relative = sqrt(squares / left_squares) if left_squares else (inf if squares else 0.0)
-    return _Distance("same within rounding" if is_rounding else "differs", largest, relative)
+        equal = (a == b) | (a.isnan() & b.isnan()) | ((a - b).abs() <= allowed.nan_to_num(0, 0, 0))
+        is_rounding &= bool(equal.all())
+    return _Distance("same within rounding" if is_rounding else "differs", *distances(left, right))
 
 
 def _beside(name: str, other: str, left: _Side, right: _Side) -> TensorPair:

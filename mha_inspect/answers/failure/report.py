@@ -30,11 +30,8 @@ def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> E
     The original error is returned if the forward is not to blame: the arguments did not fit its signature, memory ran
     out, or this package raised it.
 
-    Args:
-        subject: the module and its arguments.
-        failed: the run that raised.
-        show: what else the trace includes; tensors are never kept here.
-        before: the state before that run; the module runs once more from it, to see which call raised.
+    `show` is what else the trace includes; tensors are never kept here. `before` is the state before that run; the
+    module runs once more from it, to see which call raised.
     """
     error, recorder = failed.error, failed.recorder
     assert error is not None
