@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -15,11 +14,12 @@ from torch import Tensor, nn
 
 from ..errors import ForwardError, InputError
 from ..layers.spec import Show
+from ..naming.visibility import kinds_of
 from ..record.arguments import first_tensor, parts_of
 from ..record.rounding import beside, distances, judge, rounding_error
 from ..reports.trace import AttentionReport, DecodeProof, Stage, Step, Trace
 from ..running.subject import Run, Subject
-from ..text import listed, plural
+from ..text import listed, plural, small
 from .check.arguments import CACHES, Arguments, Source, second_output, sources_of
 from .check.intent import Intent
 from .comparable_run import measured_in
@@ -46,7 +46,8 @@ def decoded(
     rows: list[Step] = []
     require_alone(subject, "--decode")
     with subject.apart() as fresh, _saying("The forward over all tokens raised.", rows):
-        whole = first_tensor(_recorded(fresh)[1].returned).detach()
+        ran = _recorded(fresh)[1]
+        whole = first_tensor(ran.returned).detach()
     with subject.apart() as fresh:
         arguments = Arguments(fresh)
         for name in filter(None, (cache, positions)):
@@ -74,7 +75,18 @@ def decoded(
             sizes.append(cache_bytes_of(past))
     if cache:
         rows = [replace(row, cache_bytes=size or row.cache_bytes) for row, size in zip(rows, sizes, strict=True)]
-    return replace(trace, steps=tuple(rows), decode=_proof(subject, whole, run, source.length)), run
+    proof = _proof(subject, whole, run, source.length)
+    if proof.verdict == "differs" and not any("causal" in kind for kind in kinds_of(ran)):
+        note = "no attention is causal: in the forward over all tokens, earlier tokens attend to later tokens"
+        proof = DecodeProof(None, None, None, None, None, source.length, note)
+    for name in arguments.positions(unset=True) if proof.verdict == "differs" and positions is None else ():
+        with suppress(ForwardError, InputError):
+            again, run_again = decoded(subject, show, steps, cache, name)
+            if again.decode is not None and again.decode.verdict == "same":
+                apart = small(proof.max_abs_difference or 0.0)
+                said = f"{name} was given and advanced: without it, the last step differs by {apart}."
+                return replace(again, notes=(said, *again.notes)), run_again
+    return replace(trace, steps=tuple(rows), decode=proof), run
 
 
 def _recorded(subject: Subject) -> tuple[Trace, Run]:
@@ -195,15 +207,17 @@ def cache_bytes_of(cache: Any) -> int:
 
 def with_steps(trace: Trace) -> Trace:
     """Return the trace of a block, with a row for each call if it is a loop that attends to a cache token by token."""
-    counts = {*Counter(attention.module for attention in trace.attentions).values()}
-    if trace.failure is not None or len(counts) != 1 or counts == {1}:
-        return trace
-    rows: list[Step] = []
-    for call in range(1, counts.pop() + 1):
-        attentions = [attention for attention in trace.attentions if attention.call == call]
-        rows.append(step_of(attentions, sum(row.new for row in rows)))
-    is_loop = all(row.queries == 1 and row.past for row in rows[1:])
-    return replace(trace, steps=tuple(rows)) if is_loop else trace
+    modules = [attention.module for attention in trace.attentions]
+    for size in range(1, len(modules) // 2 + 1 if trace.failure is None else 0):
+        # A call may run a module several times.
+        if modules[size:] != modules[:-size] or len(modules) % size:
+            continue
+        rows: list[Step] = []
+        for start in range(0, len(modules), size):
+            rows.append(step_of(trace.attentions[start : start + size], sum(row.new for row in rows)))
+        if all(row.queries == 1 and row.past for row in rows[1:]):
+            return replace(trace, steps=tuple(rows))
+    return trace
 
 
 def _proof(subject: Subject, whole: Tensor, run: Run, length: int) -> DecodeProof:

@@ -10,6 +10,7 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.answers.decode import cache_bytes_of, decoded
+from mha_inspect.build.target import TargetSpec, load_target
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
 from mha_inspect.running.subject import Subject
@@ -112,6 +113,61 @@ def test_the_difference_and_the_rounding_error_are_torchs_own():
     assert trace.decode.noise_floor == pytest.approx(float((whole - exact).abs().max()))
     assert trace.decode.verdict == "differs"
     assert not trace.ok
+
+
+class Restarting(Attention):
+    """Positions restart at 0 in each call that is not given them, as in some hybrid models."""
+
+    def forward(self, x, past=None, position_ids=None):
+        places = torch.arange(x.shape[1])[None] if position_ids is None else position_ids
+        return super().forward(x + places.to(x)[..., None].sin(), past)
+
+
+def test_positions_that_the_call_leaves_out_are_given_where_they_make_the_difference():
+    torch.manual_seed(0)
+    module, x = Restarting().eval(), torch.randn(2, 7, 32)
+    with torch.no_grad():
+        whole, (_, past) = module(x)[0], module(x[:, :6])
+        apart = (whole[:, 6:] - module(x[:, 6:], past)[0]).abs().max()
+        given = module(x[:, 6:], past, torch.tensor([[6]]))[0]
+    assert torch.allclose(given, whole[:, 6:], atol=1e-6)
+    trace = decode(module, x, steps=1)
+    assert (trace.decode.verdict, rows(trace)) == ("same", [(6, 0, 6), (1, 6, 1)])
+    assert trace.notes[0] == f"position_ids was given and advanced: without it, the last step differs by {apart:.3g}."
+    assert decode(Attention(), x).notes == ()
+
+
+class TwoWays(nn.Module):
+    """Two layers of which each token sees all tokens; the second keeps what the first made of the earlier ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, batch_first=True) for _ in range(2))
+
+    def forward(self, x, mems=None):
+        kept = []
+        for place, layer in enumerate(self.layers):
+            kept.append(x if mems is None else torch.cat([mems[place], x], 1))
+            x = layer(x, kept[-1], kept[-1])[0]
+        return x, kept
+
+
+def test_a_forward_whose_tokens_see_later_tokens_is_not_compared_with_its_steps():
+    torch.manual_seed(0)
+    trace = decode(TwoWays(), torch.randn(2, 7, 32))
+    assert rows(trace) == [(4, 0, 4), (1, 4, 1), (1, 5, 1), (1, 6, 1)]
+    assert trace.decode.verdict is None
+    assert trace.decode.note.startswith("no attention is causal")
+
+
+@pytest.mark.parametrize("kind", ["bamba", "xlnet"])
+def test_hugging_face_models_whose_own_steps_differ_from_one_forward_are_not_blamed(hf, kind):
+    model = load_target(f"hf:{kind}", {"small": "true"}, TargetSpec()).module
+    trace = decode(model, input_ids=IDS, steps=2)
+    assert rows(trace) == [(5, 0, 5), (1, 5, 1), (1, 6, 1)]
+    assert trace.decode.verdict == ("same" if kind == "bamba" else None)
+    if kind == "bamba":  # its rotation restarts at 0 where no positions are given
+        assert trace.attentions[0].position.query_offset == 6
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "base"])
@@ -261,6 +317,32 @@ def test_a_recorded_generate_loop_has_a_row_for_each_call(hf):
     assert [row.cache_bytes for row in trace.steps] == [2 * 2 * 2 * 2 * keys * 8 * 4 for keys in (7, 8, 9, 10)]
     assert repr(trace).index("4 calls") < repr(trace).index("8 attentions")
     assert trace.decode is None
+
+
+class Twice(nn.Module):
+    """One layer that each call runs twice with a cache of its own, beside a layer that it runs once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared, self.last = Attention(), Attention()
+
+    def forward(self, x, past=(None, None, None)):
+        kept = []
+        for layer, earlier in zip((self.shared, self.shared, self.last), past, strict=True):
+            x, new = layer(x, earlier)
+            kept.append(new)
+        return x, kept
+
+
+def test_a_loop_whose_calls_run_a_layer_several_times_has_a_row_for_each_call():
+    torch.manual_seed(0)
+    module, x = Twice().eval(), torch.randn(2, 6, 32)
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        _, past = module(x[:, :4])
+        _, past = module(x[:, 4:5], past)
+        module(x[:, 5:], past)
+    assert rows(seen.trace) == [(4, 0, 4), (1, 4, 1), (1, 5, 1)]
+    assert [row.scores for row in seen.trace.steps] == [(2, 4, 4, 4), (2, 4, 1, 5), (2, 4, 1, 6)]
 
 
 def test_calls_that_are_no_loop_have_no_rows():

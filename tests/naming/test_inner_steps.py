@@ -202,6 +202,16 @@ def found(module: nn.Module, *args: Tensor) -> AttentionReport:
     return attention
 
 
+def from_tables_written_in_place(self: Attend, q: Tensor, k: Tensor) -> Pair:
+    """As models with positions in time, height and width do it: every second angle is that of another direction."""
+    times, heights = (torch.stack([angles(3), angles(3)]).expand(2, T, D // 2) * 1.0).unbind(0)
+    times[..., 1::2] = heights[..., 1::2]
+    table = torch.empty(2, T, D)
+    table[0], table[1, :, : D // 2] = torch.cat((times, times), -1).cos(), times.sin()
+    table[1, :, D // 2 :] = times.sin()
+    return tuple(x * table[0] + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * table[1] for x in (q, k))
+
+
 ROTATED = {
     "halves": (both(halves), rotary("half")),
     "halves, later": (both(halves, 7), rotary("half", query=7, key=7)),
@@ -212,6 +222,7 @@ ROTATED = {
     "neighbours, brought into halves": (both(sorted_halves), rotary("interleaved")),
     "the first features": (first_dims, rotary("half", 4)),
     "from a table": (from_table, rotary("half", query=5, key=5)),
+    "from tables written in place": (from_tables_written_in_place, rotary("half", query=3, key=3)),
     "the query alone": (lambda self, q, k: (halves(q, angles()), k), rotary("half", key=None)),
     "by matrices": (both(by_matrices, 5), rotary("interleaved", query=5, key=5)),
     "by matrices from the left": (both(by_columns), rotary("interleaved")),

@@ -135,7 +135,7 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     try:
         for way, places in ways.items():
             output = _continued(evidence, memory, places, row, base)
-            changed[way] = evidence.differences(output, base, times=OTHER_SIZES).amax(0)
+            changed[way] = _differences(evidence, output, base).amax(0)
     except RaisedError as error:
         _require_cut(evidence)
         if declared is None:
@@ -245,7 +245,7 @@ def _continued(evidence: Evidence, memory: _Cache, places: list[int], row: dict[
     for positions in ((memory.name or None) if memory.in_module else None, *unset):
         try:
             output = _stepwise(evidence, memory, places, row, positions)
-            if not evidence.apart(output, base, times=OTHER_SIZES):
+            if not _differences(evidence, output, base).any():
                 return output
             outputs.append(output)
         except RaisedError as error:
@@ -253,6 +253,12 @@ def _continued(evidence: Evidence, memory: _Cache, places: list[int], row: dict[
     if isinstance(outputs[0], RaisedError):
         raise outputs[0]
     return outputs[0]
+
+
+def _differences(evidence: Evidence, output: Tensor, base: Tensor) -> Tensor:
+    """Return the difference of each output token, `batch position`; 0 at padding, whose queries may see anything."""
+    apart, padded = evidence.differences(output, base, times=OTHER_SIZES), evidence.padded
+    return apart if padded is None else apart.masked_fill(padded[: len(apart)].to(apart.device), 0.0)
 
 
 def _stepwise(

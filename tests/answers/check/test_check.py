@@ -112,6 +112,35 @@ class Hides(Right):
         return scores.masked_fill(self.keys, -math.inf)
 
 
+class LeftPadded(Right):
+    """Goes on from a cache, and fills with the lowest number, so that a query whose keys are all masked sees all."""
+
+    def forward(self, x: Tensor, mask: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Any:
+        q, k, v = self.heads(x)
+        k, v = (k, v) if past is None else (torch.cat(pair, 2) for pair in zip(past, (k, v), strict=True))
+        n, m = q.shape[2], k.shape[2]
+        seen = torch.ones(n, m, dtype=torch.bool).tril(m - n + self.late) & (mask[:, None, None, :] != 0)
+        scores = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, torch.finfo(q.dtype).min)
+        return self.o(self.join(scores.softmax(-1) @ v)), (k, v)
+
+    late = 0
+
+
+@pytest.mark.parametrize("late", [0, -1])
+def test_padding_on_the_left_is_no_difference_between_chunks_and_one_call(late: int) -> None:
+    torch.manual_seed(0)
+    module, x, mask = LeftPadded(), torch.randn(B, N, E), torch.ones(B, N)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        whole, past = module(x, mask)[0], module(x[:, :2], mask[:, :2])
+    assert not torch.allclose(whole[0, :2], past[0][0])
+    assert torch.allclose(whole[1, :2], past[0][1], atol=1e-6)
+    module.late = late
+    report = mha_inspect.check(module, x, mask, intent=Intent(causal=True))
+    assert report.ok == (late == 0)
+    assert "cache" in {*report.held, *(finding.check for finding in report.findings)}
+
+
 class HidesAndDiscards(Hides):
     """The result of the attention is not used."""
 
