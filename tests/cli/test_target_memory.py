@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mha_inspect.files import memory
+from mha_inspect.layers.catalog import LayerKind
 
 CODE = """
 import math
@@ -94,6 +95,18 @@ def test_a_layer_is_refused_before_it_is_built(invoke, command, line):
     layer = ("--heads", "1,2") if command == "compare-heads" else ()
     refused(invoke(command, *layer, *line.split(), "--seq-len", "3000000"), " needs about ", "free on cpu")
     assert perf_counter() - started < 5
+
+
+@pytest.mark.parametrize(
+    "line", ["compare-heads --heads 1,64", "diff torch bert --num-heads 64 --left-set need_weights=false"]
+)
+def test_a_layer_is_refused_before_a_smaller_one_beside_it_is_built(invoke, monkeypatch, free, line):
+    built = []
+    monkeypatch.setattr(LayerKind, "build", lambda kind, spec, device: built.append(spec.num_heads))
+    line += " --embed-dim 64 --seq-len 2000"
+    # 2 · 64 heads · 2000² scores and weights of 4 bytes; those of one head take 32 MB
+    refused(invoke(*line.split()), "num_heads 64, batch 1, seq_len 2000 needs about 1.9 GiB, but only 100 MiB is free")
+    assert built == []
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "params"])
