@@ -158,6 +158,10 @@ class Graph:
         sides = [wide(dim) for dim in self.dimensions.of(tables[0])[-2:]]
         return len(sides) == 2 and len(set(tables[0].shape[-2:])) == 1 == max(map(len, sides))
 
+    def is_by_head(self, op: Op) -> bool:
+        """Return whether this multiplies heads by a matrix each, as absorbed projections of keys and values do."""
+        return op.base_name == "bmm" and self.is_projection(op) and op.output.shape[0] > 1
+
     def projected(self, op: Op) -> TensorRef:
         """Return the tensor that a projection is applied to."""
         if op.base_name == "convolution":

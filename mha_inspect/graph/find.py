@@ -194,7 +194,7 @@ def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attenti
         norms = op.does("norms") and inside(op.module, module)
         keeps_context = op.kind != "compute" or op.pointwise or op.does("passes_on") or norms
         beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}
-        return keeps_context and not residual and not beside and not op.does("product")
+        return graph.is_by_head(op) or (keeps_context and not residual and not beside and not op.does("product"))
 
     concat = _onward(graph, context, module)
     stages = {"concat": concat} if concat.id != context.id else {}
@@ -203,6 +203,9 @@ def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attenti
         if graph.is_projection(op):
             if op.index in taken:
                 break
+            after = graph.forward(op.output, lambda passed: graph.moves(passed) or passed.pointwise)
+            if graph.is_by_head(op) and not any(reader.base_name in ("sum", "mean") for reader, _ in after):
+                continue
             # In the attention's own code the reshape that concatenates heads may flatten rows too.
             concat = graph.before_call(op, step.tensor)
             concat = concat if op.module == module else graph.before_flattening(concat, op.module)

@@ -33,6 +33,11 @@ def projections_behind(
         positions: the position axes of each side.
     """
     query = _projection(graph, heads["q_heads"], module, set()) if "q_heads" in heads else None
+    if query is not None and graph.is_by_head(query.op):
+        behind = _projection(graph, graph.projected(query.op), module, set(), outside=False)
+        made = {atom for dim in graph.dimensions.of(query.op.output)[:1] for atom in wide(dim)}
+        if behind is not None and made & {*graph.dimensions.of(behind.op.output)[-1]}:
+            query = replace(behind, path=(*behind.path, query.op, *query.path))
     like = None if query is None else _origin(graph, query.op)
     nearest = {"query": query} | {
         name: _projection(graph, heads[f"{name[0]}_heads"], module, positions[name], like)

@@ -96,6 +96,9 @@ class Elements:
     def _made_by(self, op: Op) -> Tensor | None:
         """Return the numbers of an operation's result; None if its elements no longer correspond to single ones."""
         name, shape = op.base_name.rstrip("_"), op.output.shape
+        absorbed = self._graph.is_by_head(op) and not self._knows(weight_of(self._graph, op))
+        if absorbed or self._graph.is_by_table(op):
+            return self._turned(op)
         if self._graph.is_projection(op):
             return self._projected(op)
         if name == "copy":
@@ -104,8 +107,6 @@ class Elements:
             return self._written(op)
         if op.does("joins", "gathers") or name in _MOVED_BY_TORCH:
             return self._moved(op)
-        if self._graph.is_by_table(op):
-            return self._turned(op)
         if op.does("product", "runs", "softmax") or name.endswith("_like"):
             return None
         if axes_rule(op.base_name) == "reduce":
@@ -140,7 +141,7 @@ class Elements:
         return self._together([rows, summed, *map(self.of, op.inputs[:-2])], shape)
 
     def _turned(self, op: Op) -> Tensor:
-        """Return the numbers of features that a matrix without parameters mixes, e.g. that of a rotation."""
+        """Return the numbers of features that a matrix mixes that has none itself, e.g. that of a rotation."""
         left = self._knows(op.inputs[-2])
         source, self.merged = self.of(op.inputs[-2 if left else -1]), True
         place = source.dim() - (1 if left or source.dim() < 2 else 2)

@@ -26,6 +26,7 @@ _SAID = {
     "norm": "scales the {made} after their projection",
     "before": "projects the input down, before the {made}",
     "beside": "another projection used for the {made}",
+    "absorbed": "{others} by head, absorbed into the {made}",
     "scale before": "scales the input of the projection to the {made}",
     "learned": "the {made} themselves: learned, the same for every input",
     "appended": "one learned {one}, appended to the {made}",
@@ -400,7 +401,8 @@ def _is_same(part: Part, other: Part) -> bool:
 
 def _plain(use: _Use) -> str:
     made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in use.letters))
-    return _SAID[use.kind].format(made=made, one={"keys": "key", "values": "value"}.get(made, made))
+    others = " and ".join("W_v" if letter == "o" else "W_k" for letter in dict.fromkeys(use.letters))
+    return _SAID[use.kind].format(made=made, others=others, one={"keys": "key", "values": "value"}.get(made, made))
 
 
 def _unit(tensor: TensorRef, dim: int) -> str:

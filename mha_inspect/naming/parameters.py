@@ -41,8 +41,9 @@ class Part:
     """One parameter's part of a matrix, bias, or other numbers of one side of an attention."""
 
     kind: str
-    """`W` and `b` for the projection, `before` and `beside` for another projection, `norm` and `scale before` for a
-    factor after or before the projection, `appended` for an appended key or value, `learned` for anything else."""
+    """`W` and `b` for the projection, `before` and `beside` for another projection, `absorbed` for that of shared keys
+    or values by head, `norm` and `scale before` for a factor after or before the projection, `appended` for an appended
+    key or value, `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`."""
     parameter: Named
@@ -266,7 +267,9 @@ class _PartsOfAttention:
         elif op is projection:
             kind = "W" if kind == "before" else kind
         elif self._graph.is_projection(op) and (kind == "before" or op.index < projection.index):
-            kind = "before" if op in self._attention.earlier.get(side, ()) else "beside"
+            shared = self._names.num_kv_heads < self._names.num_heads and side in ("query", "output")
+            beside = "absorbed" if shared and self._graph.is_by_head(op) else "beside"
+            kind = "before" if op in self._attention.earlier.get(side, ()) else beside
         return replace(meeting, kind=kind)
 
     def _codes(self, turn: Attention, stage: str) -> _Codes | None:
@@ -427,7 +430,7 @@ class _PartsOfAttention:
             if codes is not None:
                 entering = letter == "o" and kind == "W" and op is not None
                 low, high = (each.entering(op) if entering and op else each.of(target) for each in numbered)
-                rows = enumerate(_rows(low, high, codes), start=turn * codes.heads)
+                rows = enumerate(_rows(low, high, codes, parameter.tensor.stride), start=turn * codes.heads)
                 heads = {head: row for head, row in rows if bool((row >= 0).any())}
                 if kind not in ("W", "b", "appended"):
                     heads = {head: torch.unique(row[row >= 0]) for head, row in heads.items()}
@@ -471,11 +474,11 @@ def _kind(op: Op) -> str:
     return {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
 
 
-def _rows(low: Tensor, high: Tensor, codes: _Codes) -> Tensor:
+def _rows(low: Tensor, high: Tensor, codes: _Codes, steps: Iterable[int]) -> Tensor:
     """Return for each head and feature the element that it is made of, from 0; -1 if unknown.
 
-    A rotated feature is made of two elements, or of all elements between two. All rotated features of a head together
-    have as many elements as features, and get them in order.
+    A rotated feature is made of two elements, or of all between two, with one of the `steps` from each to the next.
+    All rotated features of a head together have as many elements as features, and get them in order.
     """
     known = ~(low.isnan() | codes.numbers.isnan())
     index, size = codes.numbers[known].long(), codes.heads * codes.features
@@ -486,10 +489,12 @@ def _rows(low: Tensor, high: Tensor, codes: _Codes) -> Tensor:
         rotated = (ends[0] != ends[1]) & (ends[0] < torch.inf)
         made_of = torch.unique(torch.cat([end[rotated] for end in ends])) if bool(rotated.any()) else ends[0][:0]
         count = int(rotated.sum())
-        if len(made_of) == 2 < count and (made_of[1] - made_of[0]) % (count - 1) == 0:
+        if len(made_of) == 2 < count and any(made_of[1] - made_of[0] == (count - 1) * step for step in steps):
             made_of = torch.linspace(int(made_of[0]), int(made_of[1]), count, dtype=made_of.dtype)
         if len(made_of) == count:
             row[rotated] = made_of.long() - 1
+        elif count:
+            row[:] = -1
     return rows
 
 

@@ -108,7 +108,7 @@ class StageFacts:
             op = self._graph.recording.producer(tensor)
             if op is not None and op.index not in made and tensor.id not in before:
                 made[op.index] = op
-                queue += op.inputs if not self._graph.is_projection(op) else ()
+                queue += op.inputs if self._graph.is_by_head(op) or not self._graph.is_projection(op) else ()
         return [*made.values()]
 
     def _projection(self, stage: str) -> str:

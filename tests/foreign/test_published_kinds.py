@@ -542,3 +542,117 @@ def test_decoding_with_a_cache_that_no_call_returns_is_proved() -> None:
     assert report.decode is not None
     assert report.decode.verdict == "same"
     assert [(step.past, step.new) for step in report.steps or ()] == [(0, N - 2), (N - 2, 1), (N - 1, 1)]
+
+
+NOPE, ROPE, V_DIM, LATENT = 6, 4, 5, 14
+
+
+class Absorbed(nn.Module):
+    """DeepSeek-V2 and V3: the up-projection of the latents is multiplied into the queries and the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq = nn.Linear(WIDTH, HEADS * (NOPE + ROPE), bias=False)
+        self.wkv_a = nn.Linear(WIDTH, LATENT + ROPE, bias=False)
+        self.norm = nn.RMSNorm(LATENT)
+        self.wkv_b = nn.Linear(LATENT, HEADS * (NOPE + V_DIM), bias=False)
+        self.wo = nn.Linear(HEADS * V_DIM, WIDTH, bias=False)
+
+    def plain(self, x: Tensor) -> Tensor:
+        """Return the same without absorption: keys and values of every head."""
+        q = self.wq(x).unflatten(-1, (HEADS, -1))
+        latent, rope = self.wkv_a(x).split((LATENT, ROPE), -1)
+        k, v = self.wkv_b(self.norm(latent)).unflatten(-1, (HEADS, -1)).split((NOPE, V_DIM), -1)
+        k = torch.cat((k, rope[:, :, None].expand(-1, -1, HEADS, -1)), -1)
+        weights = (torch.einsum("bqhd,bkhd->bhqk", q, k) / (NOPE + ROPE) ** 0.5).softmax(-1)
+        return self.wo(torch.einsum("bhqk,bkhd->bqhd", weights, v).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        nope, rope = self.wq(x).unflatten(-1, (HEADS, -1)).split((NOPE, ROPE), -1)
+        latent, rope_key = self.wkv_a(x).split((LATENT, ROPE), -1)
+        latent, up = self.norm(latent), self.wkv_b.weight.view(HEADS, -1, LATENT)
+        return self.end(self.attend(torch.einsum("bqhd,hdc->bqhc", nope, up[:, :NOPE]), rope, latent, rope_key), up)
+
+    def attend(self, q: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
+        scores = torch.einsum("bqhc,bkc->bqhk", q, latent) + torch.einsum("bqhr,bkr->bqhk", rope, rope_key)
+        return torch.einsum("bqhk,bkc->bqhc", (scores / (NOPE + ROPE) ** 0.5).softmax(-1), latent)
+
+    def end(self, context: Tensor, up: Tensor) -> Tensor:
+        return self.wo(torch.einsum("bqhc,hdc->bqhd", context, up[:, -V_DIM:]).flatten(2))
+
+
+class AbsorbedJoined(Absorbed):
+    """The latents are joined with the rotated keys, and one product gives the scores."""
+
+    def attend(self, q: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
+        q, k = torch.cat((q, rope), -1).transpose(1, 2), torch.cat((latent, rope_key), -1)[:, None]
+        return ((q @ k.mT / (NOPE + ROPE) ** 0.5).softmax(-1) @ latent[:, None]).transpose(1, 2)
+
+
+class AbsorbedByMatrix(Absorbed):
+    """vLLM: a batch of matrices, with the heads first."""
+
+    def end(self, context: Tensor, up: Tensor) -> Tensor:
+        heads = torch.bmm(context.flatten(0, 1).transpose(0, 1), up[:, NOPE:].mT)
+        return self.wo(heads.transpose(0, 1).reshape(*context.shape[:2], -1))
+
+
+@pytest.mark.parametrize("kind", [Absorbed, AbsorbedJoined, AbsorbedByMatrix])
+def test_absorbed_projections_are_those_of_keys_and_values(kind: type[Absorbed]) -> None:
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(B, N, WIDTH)
+    torch.testing.assert_close(module(x), module.plain(x))
+    (one,) = trace(module, x).attentions
+    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "grouped"), HEADS, 1)
+    stages = {stage.name: (stage.shape, stage.axes) for stage in one.stages}
+    assert stages["q_proj"][0] == (B, N, HEADS * (NOPE + ROPE))
+    assert stages["concat"] == ((B, N, HEADS * V_DIM), f"batch query (heads {V_DIM})")
+    assert stages["output"] == ((B, N, WIDTH), "batch query embed")
+    report = params(module, x, per_head=True).parameters
+    roles = {row.name: row.role for row in report}
+    assert (roles["wq.weight"], roles["wo.weight"]) == ("W_q", "W_o")
+    assert roles["wkv_b.weight"] == "W_k and W_v by head, absorbed into the queries and output"
+    assert not any(row.heads for row in report if row.name in ("wq.weight", "wkv_b.weight"))
+
+
+class AbsorbedAlone(Absorbed):
+    """The heads are returned side by side: W_o is elsewhere."""
+
+    def end(self, context: Tensor, up: Tensor) -> Tensor:
+        return torch.einsum("bqhc,hdc->bqhd", context, up[:, -V_DIM:]).flatten(2)
+
+
+def test_heads_that_are_returned_side_by_side_are_no_features_of_an_output() -> None:
+    report = trace(AbsorbedAlone(), torch.randn(B, N, WIDTH))
+    assert not any(stage.name == "output" for stage in report.attentions[0].stages)
+    assert report.returns[0].axes == f"batch query (heads {V_DIM})"
+
+
+class OfEachHead(Whole):
+    """A matrix for each head, after the average and before the sum over heads, and a layer after both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_head = nn.Parameter(torch.randn(HEADS, HEAD_DIM, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.split(project(x)) for project in (self.q, self.k, self.v))
+        return self.o((self.attend(q, k, v) @ self.by_head).sum(1))
+
+
+class QueriesOfEachHead(Whole):
+    """A matrix for each head gives the queries, after a layer that all of them share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_head = nn.Parameter(torch.randn(HEADS, WIDTH, HEAD_DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x)[:, None] @ self.by_head, self.split(self.k(x)), self.split(self.v(x))
+        return self.o(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("kind", "role"), [(OfEachHead, "W_o"), (QueriesOfEachHead, "W_q")])
+def test_a_matrix_for_each_head_is_a_projection_itself(kind: type[Whole], role: str) -> None:
+    roles = {row.name: row.role for row in params(kind(), torch.randn(B, N, WIDTH)).parameters}
+    assert roles["by_head"] == f"{role}: one matrix per head"
