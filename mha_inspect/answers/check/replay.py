@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
-from ...graph.rerun import between, results_of
+from ...graph.rerun import between, run_again
 from ...naming.axes import AxisNames
-from ...record.ops import Op, Recording, TensorRef
+from ...record.ops import Op, TensorRef
 from ...running.subject import Run
 
 Row = tuple[int, int]
@@ -60,66 +60,36 @@ def replayed(evidence: Recorded, given: Mapping[int, Tensor], target: TensorRef)
 
     Raise `LostError` if one cannot be computed.
     """
-    known = dict(given)
-    memory = _Memory(evidence.run.recording)
-    for op in between(evidence.run.recording, {*given}, target):
+    known, graph = dict(given), evidence.run.graph
+    for op in between(graph.recording, {*given}, target):
 
         def content(tensor: TensorRef, op: Op = op) -> Tensor:
-            value = known[tensor.id] if tensor.id in known else memory.read(tensor, content_of(evidence, tensor))
-            # The recorded tensor must not be overwritten, and autograd rejects one of inference mode.
-            return value.clone() if op.kind == "write" or value.is_inference() else value
+            value = known[tensor.id] if tensor.id in known else content_of(evidence, tensor)
+            value = value.clone() if value.is_inference() else value  # autograd rejects one of inference mode
+            return _in_memory(evidence, op, value) if op.kind == "write" and tensor is op.inputs[0] else value
 
         try:
-            results = zip(op.outputs, results_of(op, content), strict=False)
-            known.update({tensor.id: result for tensor, result in results if tensor.id not in given})
-            if op.kind == "write":
-                memory.write(op, known)
+            results = run_again(graph, op, content)
         except Exception as error:  # an operation may raise anything when called directly
             raise LostError from error
-    if target.id not in known and not memory.has(target):
+        known.update({number: result for number, result in results.items() if number not in given})
+    if target.id not in known:
         raise LostError
-    known.setdefault(target.id, memory.read(target, content_of(evidence, target)))
     return known
 
 
-class _Memory:
-    """What recomputed operations wrote into memory that later tensors read, such as a cache."""
-
-    def __init__(self, recording: Recording) -> None:
-        self._producers = recording.producers
-        self._writes: dict[int, list[tuple[Tensor, Tensor]]] = {}
-        """Storage to the addresses of each write and the numbers written, in order."""
-        self._written: set[int] = set()
-
-    def write(self, op: Op, known: Mapping[int, Tensor]) -> None:
-        """Note what a write operation wrote."""
-        self._written.add(op.index)
-        written = known[op.output.id]
-        self._writes.setdefault(op.output.storage, []).append((_addresses(op.output).to(written.device), written))
-
-    def has(self, tensor: TensorRef) -> bool:
-        """Return whether a tensor was read from memory after a write operation that was recomputed."""
-        return self._producers.get(tensor.id) in self._written
-
-    def read(self, tensor: TensorRef, value: Tensor) -> Tensor:
-        """Return the recorded value of a tensor, with what was written into its memory since in its place."""
-        if not self.has(tensor):
-            return value
-        places = _addresses(tensor).to(value.device)
-        size = 1 + max(int(at.max()) for at, _ in [*self._writes[tensor.storage], (places, value)])
-        flat = value.new_empty(size)
-        flat[places] = value
-        for at, numbers in self._writes[tensor.storage]:
-            flat[at] = numbers.to(flat.dtype)
-        return flat[places]
-
-
-def _addresses(tensor: TensorRef) -> Tensor:
-    """Return the position of each element of a tensor in its storage."""
-    places = torch.full(tensor.shape, tensor.offset)
-    for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride, strict=True)):
-        places += (torch.arange(size) * step).view(-1, *[1] * (len(tensor.shape) - dim - 1))
-    return places
+def _in_memory(evidence: Recorded, op: Op, value: Tensor) -> Tensor:
+    """Return a value as it was in the memory that an operation writes, beside what else is read there afterwards."""
+    written = op.inputs[0]
+    if (value.storage_offset(), value.stride()) == (written.offset, written.stride):
+        return value
+    tensors = [written, *evidence.run.graph.results(op)]
+    ends = (t.offset + sum((size - 1) * step for size, step in zip(t.shape, t.stride, strict=True)) for t in tensors)
+    memory = value.new_zeros(1 + max(ends))
+    for tensor, kept in (*((each, evidence.content(each)) for each in tensors), (written, value)):
+        if kept is not None:
+            memory.as_strided(tensor.shape, tensor.stride, tensor.offset).copy_(kept)
+    return memory.as_strided(written.shape, written.stride, written.offset)
 
 
 def changed_by(evidence: Recorded, source: TensorRef, marks: Tensor, target: TensorRef) -> Tensor:
