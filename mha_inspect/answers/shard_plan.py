@@ -17,7 +17,7 @@ from ..naming.axes import AxisNames
 from ..naming.parameters import Part, coordinates, num_heads, parts_of
 from ..reports.trace import AttentionReport
 from ..running.subject import Run
-from ..text import first_line, listed, shown
+from ..text import first_few, first_line, listed, shown
 
 Style = Literal["colwise", "rowwise", "replicate"]
 STYLES: dict[Style, str] = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "replicate": ""}
@@ -50,8 +50,10 @@ def plan_from(text: str) -> Plan:
         return Plan(code=made)
     try:
         styles = json.loads(Path(text).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"plan {shown(text)} cannot be read as JSON: {first_line(error)}. {_WRITE}") from None
+    except OSError as error:
+        raise InputError(f"plan {shown(text)} cannot be read: {error.strerror}. {_WRITE}") from None
+    except ValueError as error:
+        raise InputError(f"plan {shown(text)} is not JSON: {first_line(error)}. {_WRITE}") from None
     styles = styles.get("plan", styles) if isinstance(styles, dict) else None
     if not isinstance(styles, dict) or not styles or not set(map(str, styles.values())) <= set(STYLES):
         raise InputError(f"plan {shown(text)} is not a map from module path to {listed(list(STYLES))}. {_WRITE}")
@@ -70,9 +72,13 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
         if attention.qk_norm is not None and attention.qk_norm.over == "all":
             raise InputError(f"the queries{where} are normed over all heads, and a rank has only some. Norm each head.")
         matrices = [part for part in parts if part.kind == "W" and part.heads]
-        for letter in "qo":
-            if all(part.letter != letter for part in matrices):
-                raise InputError(f"W_{letter}{where} was not found, and without it no heads can be cut.")
+        for letter in "qkvo":
+            names_of = [part.parameter.name for part in matrices if part.letter == letter]
+            if letter == "q" and not names_of:
+                raise InputError(f"W_q{where} was not found, and without it no heads can be cut.")
+            if len(names_of) > 1:
+                several = f"W_{letter}{where} is {len(names_of)} matrices ({first_few(names_of, 2)})"
+                raise InputError(f"{several}, and a plan cuts one by its heads. Join them in one nn.Linear.")
         copied = bool(names.num_kv_heads % ranks)
         for path, of_path in _by_module(matrices).items():
             letters = {part.letter for part in of_path}
@@ -135,7 +141,7 @@ def _doubts(path: str, parts: Sequence[Part], names: AxisNames, ranks: int, styl
                 elif count % ranks:
                     yield f"{path} has {count} heads, and a cut of its {lines} into {ranks} is inside of a head."
                 else:
-                    yield f"{path} has its {count} heads in another order than its {lines}. Sort them by head."
+                    yield f"the {lines} of {path} are not its {count} heads one after the other."
                 return
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 
 from ..errors import InputError
 from ..layers.spec import Show
@@ -30,7 +31,7 @@ from ..text import first_line
 from ..text import shape as shape_text
 from .decode import rounding_of
 from .ranks import rank_of, shards_of, with_copies, with_whole_shapes
-from .run_report import environment_of, layer_of, report
+from .run_report import drops_at_random, environment_of, layer_of, report
 from .shard_plan import STYLES, Plan, code_of, doubts_of, plan_of
 from .trace import traced
 
@@ -66,7 +67,11 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
         plan = replace(plan, doubts=doubts_of(plan.styles, whole, ranks) if plan.styles else ())
     output = _first(whole.returned)
     outcome, proof, errors = None, None, list[str]()
-    for keeps in (False, True) if plan.code is None else (False,):
+    # Only DTensors give each query head its own of copied key heads, and join the heads of ranks without W_o.
+    needs_whole = is_ours and ("replicate" in plan.styles.values() or "rowwise" not in plan.styles.values())
+    # torch completes a DTensor wherever that is necessary, which would hide that heads are not cut.
+    local_only = plan.code is not None or plan.doubts
+    for keeps in (True,) if needs_whole else (False,) if local_only else (False, True):
         try:
             outcome = _simulated(subject, show, ranks, plan, keeps)
         except _RankError as error:
@@ -153,11 +158,13 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
         from torch.distributed.tensor.experimental import implicit_replication
 
         fresh = subject.fresh()
-        if keeps and _takes_cache(subject.module):
+        if keeps and device != "meta" and _takes_cache(subject.module):
             fresh = replace(fresh, kwargs={**fresh.kwargs, "use_cache": False})
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(_all_ranks(ranks) if device != "meta" else nullcontext())
+            if keeps and device == "meta":
+                stack.enter_context(_JoinedWithoutEmpty())
             if keeps:
                 stack.enter_context(implicit_replication())
                 # torch derives the placements of a fused kernel's result by trying all; with a mask that takes hours.
@@ -178,6 +185,15 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
         trace = with_whole_shapes(trace, run, spread.module)
         trace = replace(trace, ranks=_ranks(ranks, trace, run, spread.module))
     return _Outcome(trace, run, kept, returned, keeps)
+
+
+class _JoinedWithoutEmpty(TorchFunctionMode):
+    """Joins tensors without the empty ones: on meta a forward of transformers cannot do without its empty cache."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.cat:
+            args = ([tensor for tensor in args[0] if tensor.numel()] or args[0], *args[1:])
+        return func(*args, **(kwargs or {}))
 
 
 def _takes_cache(module: nn.Module) -> bool:
@@ -227,6 +243,8 @@ def _proof(subject: Subject, whole: Tensor, outcome: _Outcome) -> Proof:
     """Compare every rank's output with the whole module's, beside the whole module's rounding error."""
     if whole.is_meta:
         return Proof(None, None, None, "device meta has shapes and no numbers", "ranks")
+    if drops_at_random(outcome.run):
+        return Proof(None, None, None, "the forward draws random numbers", "ranks")
     if any(output.shape != whole.shape for output in outcome.returned):
         return Proof(None, None, False, of="ranks")
     largest = max(distances(whole, output)[0] for output in outcome.returned)

@@ -176,8 +176,13 @@ def num_heads(names: AxisNames, letter: str) -> int:
 
 
 def parts_of(run: NamedRun) -> list[tuple[list[Part], Serves]]:
-    """Return the parts of each attention in the parameters, and the query heads that use each key head."""
-    return [_PartsOfAttention(run, attention, names).all() for attention, names in run.attentions]
+    """Return the parts of each attention in the parameters, and the query heads that use each key head.
+
+    They are computed once for a run.
+    """
+    known: list[tuple[list[Part], Serves]] = vars(run).setdefault("_parts", [])
+    known += [_PartsOfAttention(run, *each).all() for each in run.attentions[len(known) :]]
+    return known
 
 
 def parameters_behind(

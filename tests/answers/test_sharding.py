@@ -15,7 +15,9 @@ from mha_inspect.answers.params import params
 from mha_inspect.answers.shard_plan import Plan, folded, plan_from
 from mha_inspect.answers.sharding import cut_parameters, sharded
 from mha_inspect.errors import InputError
+from mha_inspect.layers.bert import BertSelfAttention
 from mha_inspect.layers.grouped_query import GroupedQueryAttention
+from mha_inspect.layers.per_head import PerHeadAttention
 from mha_inspect.layers.spec import Show
 from mha_inspect.layers.split_heads import SplitHeadsAttention
 from mha_inspect.running.subject import Subject
@@ -119,6 +121,13 @@ def test_a_fixed_head_count_needs_dtensors_and_the_code_says_so() -> None:
     assert "implicit_replication" in trace.plan_code
 
 
+def test_heads_without_an_output_projection_are_joined() -> None:
+    trace, _ = sharded(subject(BertSelfAttention(24, 8)), Show(), 4)
+    assert trace.plan == {"query": "colwise", "key": "colwise", "value": "colwise"}
+    assert trace.proof.agrees
+    assert trace.attentions[0].num_heads == 2
+
+
 def test_grouped_keys_are_cut_or_copied() -> None:
     cut, _ = sharded(subject(GroupedQueryAttention(24, 8, 4, 3)), Show(), 4)
     assert cut.ranks is not None
@@ -162,12 +171,13 @@ def test_the_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (Packed(), 2, "qkv has W_q, W_k and W_v in its 72 rows"),
         (NormedOverHeads(), 2, "normed over all heads"),
         (nn.MultiheadAttention(24, 8, batch_first=True), 2, "W_q is in_proj_weight of MultiheadAttention"),
+        (PerHeadAttention(24, 8), 2, "W_q is 8 matrices (W_q.0.weight, W_q.1.weight and 6 more)"),
         (nn.Linear(24, 24), 2, "no attention was found"),
     ],
 )
 def test_what_cannot_be_cut_is_said_with_the_reason(module: nn.Module, ranks: int, reason: str) -> None:
     made = subject(module)
-    if isinstance(module, nn.MultiheadAttention):
+    if isinstance(module, (nn.MultiheadAttention, PerHeadAttention)):
         made = subject(module, *made.args * 3)
     with pytest.raises(InputError) as refused:
         sharded(made, Show(), ranks)
@@ -252,6 +262,13 @@ def test_a_users_plan_that_does_not_cut_heads_says_why(styles: Any, ranks: int, 
     except InputError as error:
         said = str(error)
     assert reason in said
+
+
+def test_a_module_with_a_fixed_head_count_hides_no_wrong_plan() -> None:
+    x = torch.randn(2, 5, 24)
+    styles: Any = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "dense": "colwise"}
+    with pytest.raises(InputError, match="dense is W_o and cut colwise"):
+        sharded(subject(SplitHeadsAttention(24, 8), x, x, x), Show(), 2, Plan(styles))
 
 
 def test_a_replicated_key_is_a_copy_and_right() -> None:
