@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from tempfile import TemporaryFile
-from threading import Thread, main_thread
+from threading import Event, Thread, main_thread
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -49,6 +49,8 @@ class Member:
         for number, file in enumerate(self._said, 1):
             os.dup2(file.fileno(), number)
         self._store: Any = None
+        self._watching = Thread(target=self._watch, daemon=True)
+        self._has_left = Event()
         self._done = [f"done/{rank}" for rank in range(self.world)]
         """The keys under which ranks that have finished store their results."""
 
@@ -64,7 +66,7 @@ class Member:
                     f"RANK is {self.rank} and WORLD_SIZE {self.world}, but not all ranks started within "
                     f"{_PATIENCE} s. Start the command with torchrun, or unset WORLD_SIZE to run it alone."
                 ) from None
-            Thread(target=self._watch, daemon=True).start()
+            self._watching.start()
 
     def leave(self, code: int) -> int:
         """Store how the command ended, and return the exit code. Rank 0 is the last to end, unless it failed."""
@@ -82,6 +84,8 @@ class Member:
             while self.rank or not (code or self._store.check(self._done)):
                 time.sleep(0.02)  # the watching thread ends a rank other than 0
             self._store.set("end", "")
+            self._has_left.set()
+            self._watching.join()  # Python cannot end while the thread is in the store's code
         except RuntimeError:  # the store has ended, and with it the launcher or rank 0
             os._exit(0 if self.rank else code)
         return code
@@ -101,8 +105,7 @@ class Member:
         before: object = None
         since, said = 0.0, None
         with suppress(RuntimeError):  # the store has ended, and with it the launcher or rank 0
-            while self.rank == 0 or not self._store.check(["end"]):
-                time.sleep(0.2)
+            while not (self._has_left.wait(0.2) or (self.rank and self._store.check(["end"]))):
                 now, (at, line) = time.monotonic(), waits_at(sys._current_frames().get(main_thread().ident or 0))
                 if at != before:
                     before, since = at, now
