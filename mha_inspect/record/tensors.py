@@ -187,7 +187,9 @@ class Tensors:
         constants = {}
         for look, weak, version in self._outside:
             tensor = weak()
-            if tensor is not None and tensor._version == version and tensor.numel() <= _LARGEST:
+            if tensor is None or nn.parameter.is_lazy(tensor):
+                continue
+            if tensor._version == version and tensor.numel() <= _LARGEST:
                 number = self.read(look).id
                 if number not in self.producers:
                     constants[number] = tensor.detach()

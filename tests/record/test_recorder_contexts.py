@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -241,3 +242,14 @@ def test_transforms_of_functions_inside_of_a_recording(name: str, known: bool, k
         recording = recorder.finish(returned)
     assert torch.equal(plain, returned)
     assert {op.module for op in recording.ops} >= {"net.first", "net.second"}
+
+
+def test_a_lazy_module_that_is_copied_in_a_recording() -> None:
+    lazy, x = nn.LazyLinear(4), torch.randn(2, 3)
+    torch.manual_seed(0)
+    plain = copy.deepcopy(lazy)(x)
+    torch.manual_seed(0)
+    with mha_inspect.recording() as seen:
+        recorded = copy.deepcopy(lazy)(x)
+    assert torch.equal(plain, recorded)
+    assert seen.trace.attentions == ()
