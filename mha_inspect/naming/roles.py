@@ -197,7 +197,8 @@ class Roles:
         if not shared and fewer:  # picked by index
             features = self._features("key") - {*self.head_dim, *self._other_dim}
             picked = tuple(atom for atom in features if 1 < atom.size < count and count % atom.size == 0)
-            shared = picked if len(picked) == 1 else ()
+            # Keys that are split into all heads have them, where more than queries, keys and values are packed.
+            shared = picked if len(picked) == 1 else fewer
         if not shared and not self._attention.is_dot and not {*self.heads} & {*wide(tuple(self._atoms("k_heads")))}:
             return self.heads  # the reduction of the features gives the heads
         return shared

@@ -179,6 +179,10 @@ class StageFacts:
             return "given"
         made, before, after = self._made(stage)[::-1], stages[source].numel, stages[stage].numel
         joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
+        if stage == "concat" and not branches and joined:
+            joins = [op for op in made if op.does("joins")]
+            if any(read.shape != op.inputs[0].shape for op in joins for read in op.inputs):
+                return "context in heads, beside other features"
         if stage == "concat" and (branches or joined):
             count, apart = (len(branches), "heads") if branches else (after // max(before, 1), "attentions")
             return f"contexts of {count} {apart} side by side"

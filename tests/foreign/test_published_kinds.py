@@ -656,3 +656,56 @@ class QueriesOfEachHead(Whole):
 def test_a_matrix_for_each_head_is_a_projection_itself(kind: type[Whole], role: str) -> None:
     roles = {row.name: row.role for row in params(kind(), torch.randn(B, N, WIDTH)).parameters}
     assert roles["by_head"] == f"{role}: one matrix per head"
+
+
+class Parallel(nn.Module):
+    """Attention and features beside it: one matrix for q, k, v and the features, and one for both results."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.widths = [WIDTH, kv_heads * HEAD_DIM, kv_heads * HEAD_DIM, 2 * WIDTH]
+        self.fused, self.o = nn.Linear(WIDTH, sum(self.widths)), nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        *qkv, features = self.fused(x).split(self.widths, -1)
+        q, k, v = (each.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for each in qkv)
+        context = (q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v
+        return self.o(torch.cat((context.transpose(1, 2).flatten(2), features.relu()), -1))
+
+
+@pytest.mark.parametrize("kv_heads", [1, HEADS])
+def test_features_beside_the_context_are_no_attention(kv_heads: int) -> None:
+    (one,) = trace(Parallel(kv_heads), torch.randn(B, N, WIDTH)).attentions
+    assert (one.num_heads, one.num_kv_heads) == (HEADS, kv_heads)
+    assert one.concat.formula == "context in heads, beside other features"
+
+
+class GivenCache(Cached):
+    """The slots are an argument, which the forward fills."""
+
+    def forward(self, x: Tensor, at: Tensor, slots: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        assert slots is not None
+        self.keys, self.values = slots
+        return super().forward(x, at)
+
+
+class TwoInPlace(nn.Module):
+    """Each layer adds its result to the argument in place: the next reads keys from what a projection changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Grouped() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x += layer(x)
+        return x
+
+
+def test_a_given_cache_may_be_filled_and_a_given_input_may_not_be_changed() -> None:
+    torch.manual_seed(0)
+    slots = tuple(torch.zeros(B, KV_HEADS, SLOTS, HEAD_DIM) for _ in range(2))
+    report = check(GivenCache(), torch.randn(B, N, WIDTH), torch.arange(N), slots)
+    assert "inputs" in {passed.check for passed in report.held}
+    found = check(TwoInPlace(), torch.randn(B, N, WIDTH)).findings
+    assert "inputs" in {finding.check for finding in found}

@@ -10,10 +10,13 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from ...graph.rerun import between
 from ...record.arguments import argument_names, tensors_in
+from ...record.ops import Op
 from ...reports.check import Finding
 from .arguments import Source, batch_axis_of
 from .evidence import Evidence, NotPossibleError, UndeclaredError
+from .replay import factors_of
 from .scores import masking
 from .tokens import heads
 
@@ -31,14 +34,30 @@ def inputs(evidence: Evidence) -> Iterator[Finding]:
             continue
         reported.add(id(tensor))
         storages = {named.tensor.storage for named in recording.inputs if named.name == name}
+        writes = [op for op in evidence.writes if op.inputs[0].storage in storages]
+        if _fill_a_cache(evidence, writes):
+            continue
         yield Finding(
             "inputs",
             f"The forward writes into its argument {name}.",
             f"The run changes {int((tensor != before[name]).sum())} of its {tensor.numel()} numbers.",
             sure=tensor.is_floating_point() and "mask" not in name and "cache" not in name,
-            source=next((op.source for op in evidence.writes if op.inputs[0].storage in storages), ""),
+            source=next((op.source for op in writes), ""),
             fix="Write into a copy: x = x + ... instead of x += ....",
         )
+
+
+def _fill_a_cache(evidence: Evidence, writes: list[Op]) -> bool:
+    """Return whether an attention projects what one of these operations writes, and reads it as keys or values."""
+    recording = evidence.run.recording
+    written = [tensor for op in writes for tensor in op.inputs[1:]]
+    return any(
+        between(recording, {stage.id}, tensor) and between(recording, {tensor.id}, factor)
+        for attention, _ in evidence.run.attentions
+        for side, factor in factors_of(attention).items()
+        if (stage := attention.stages.get(f"{side[0]}_proj")) is not None
+        for tensor in written
+    )
 
 
 def batch(evidence: Evidence) -> Iterator[Finding]:

@@ -100,6 +100,15 @@ def changed_by(evidence: Recorded, source: TensorRef, marks: Tensor, target: Ten
     return (base != other) & ~(base.isnan() & other.isnan())
 
 
+def factors_of(attention: Attention) -> dict[str, TensorRef]:
+    """Return the factors of the two products that come from the keys and from the values."""
+    scores, values = attention.score_product, attention.value_product
+    return {
+        "key": scores.left if attention.key_first else scores.right,
+        "value": values.left if attention.value_first else values.right,
+    }
+
+
 class Factor:
     """The query, key or value of an attention, from its projection to the product: maps tokens to rows."""
 

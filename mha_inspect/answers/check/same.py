@@ -20,6 +20,7 @@ from ..diff import Side, diff
 from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
+from .replay import factors_of
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
@@ -227,11 +228,7 @@ def _writes_keys(evidence: Evidence) -> bool:
     made = {output.storage for op in recording.ops if op.kind not in ("write", "view") for output in op.outputs}
     made |= {named.tensor.storage for named in recording.inputs}
     written = {tensor.id for op in evidence.writes if op.inputs[0].storage not in made for tensor in op.inputs[1:]}
-    factors = []
-    for attention, _ in evidence.run.attentions:
-        scores, values = attention.score_product, attention.value_product
-        factors.append(scores.left if attention.key_first else scores.right)
-        factors.append(values.left if attention.value_first else values.right)
+    factors = [factor for attention, _ in evidence.run.attentions for factor in factors_of(attention).values()]
     return bool(written) and all(between(recording, written, factor) for factor in factors)
 
 
