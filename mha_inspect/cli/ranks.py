@@ -13,7 +13,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from tempfile import TemporaryFile
 from threading import Event, Thread, main_thread
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -43,6 +42,8 @@ class Member:
     """This process as one of several ranks."""
 
     def __init__(self) -> None:
+        from tempfile import TemporaryFile
+
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._out, self._err = os.dup(1), os.dup(2)
         self._said = [TemporaryFile() for _ in (1, 2) if self.rank]  # noqa: SIM115 - closed with the process
