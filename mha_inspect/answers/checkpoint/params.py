@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from ...layers.spec import Show
     from ...naming.parameters import Projection
-    from ...running.subject import Run, Subject
+    from ...running.subject import Subject
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Entries of config.json above the table."""
@@ -138,23 +138,6 @@ def _by_names(checkpoint: Checkpoint, num_heads: int | None) -> Known:
     )
 
 
-def _by_run(checkpoint: Checkpoint, by_names: Known, like: Subject | nn.Module) -> Known:
-    """Return the roles from a run of a subject; for a module, those from names, with the comparison of both."""
-    import torch
-
-    from ...running.subject import Subject
-
-    subject = like if isinstance(like, Subject) else Subject(like, (), {})
-    run = None
-    if subject is like:
-        with torch.no_grad(), subject.replaying(subject.state()):
-            run = subject.recorded(keep=True)
-    known = by_names.attentions if checkpoint.config else ()
-    counts = {stored.module: stored.num_heads for stored in known if stored.num_heads is not None}
-    by_run = compared_with(checkpoint.tensors, subject.module, run, subject.name, counts)
-    return replace(by_names, like=by_run.like) if run is None else by_run
-
-
 def _parameter(
     name: str, tensor: StoredTensor, known: Known, whole: int, per_head: bool, show: Show | None
 ) -> Parameter:
@@ -256,16 +239,22 @@ def _heads_are(heads: list[int]) -> str:
 # -- a module beside the file -----------------------------------------------------------------------------------------
 
 
-def compared_with(
-    tensors: Mapping[str, StoredTensor], module: nn.Module, run: Run | None, label: str, counts: Mapping[str, int]
-) -> Known:
-    """Compare the tensors of a file with those of a module, by name and shape, and find their roles.
-
-    Without a run of the module, roles are unknown. `label` is the module's name; `counts` are the head counts from
-    names and config.json, by the path of the attention in the file.
+def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module) -> Known:
+    """Return the roles from a run of a subject; for a module, those from names; each with how it fits the file.
 
     Raises `InputError` if no name of the module is in the file.
     """
+    import torch
+
+    from ...naming.parameter_words import roles_of
+    from ...naming.parameters import projections
+    from ...running.subject import Subject
+
+    subject = beside if isinstance(beside, Subject) else Subject(beside, (), {})
+    tensors, module, label, run = checkpoint.tensors, subject.module, subject.name, None
+    if subject is beside:
+        with torch.no_grad(), subject.replaying(subject.state()):
+            run = subject.recorded(keep=True)
     state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if hasattr(tensor, "data")}
     shapes = {name: tuple(tensor.data.shape) for name, tensor in state.items()}
     prefix = _prefix({*tensors}, {*state})
@@ -288,10 +277,9 @@ def compared_with(
         tuple(StoredName(name, tensors[name].shape, shapes[of]) for name, of in names.items() if name not in fits),
     )
     if run is None:
-        return Known(like=like)
-    from ...naming.parameter_words import roles_of
-    from ...naming.parameters import projections
-
+        return replace(by_names, like=like)
+    stored = by_names.attentions if checkpoint.config else ()
+    counts = {attention.module: attention.num_heads for attention in stored}
     in_file = {of: name for name, of in fits.items()}
     parameters = {id(parameter): of for of, parameter in module.named_parameters()}
     for name, of in fits.items():  # a tied tensor gets the name that it has in the run
@@ -305,11 +293,10 @@ def compared_with(
         used = dict.fromkeys(in_file[of] for part in parts for of in part.parameters if of in in_file)
         path = attention.module.removeprefix(prefix[1:]) if prefix[:1] == "-" else prefix + attention.module
         path, sizes = path.rstrip("."), (axes.num_heads, axes.num_kv_heads, axes.head_dim)
-        stored = StoredAttention(path, tuple(used), *sizes, _fitting(parts))
-        attentions.append(stored)
-        if counts.get(path, axes.num_heads) != axes.num_heads:
+        attentions.append(StoredAttention(path, tuple(used), *sizes, _fitting(parts)))
+        if counts.get(path) not in (None, axes.num_heads):
             notes.append(f"{shown(path)} has {axes.num_heads} heads in {label}, but {counts[path]} in config.json.")
-    if any(len(stored.fits) > 1 for stored in attentions):
+    if any(len(attention.fits) > 1 for attention in attentions):
         notes.append(f"Head counts are from {label}. Every head count that fits would load without an error.")
     return Known(
         tuple(attentions),
