@@ -265,7 +265,9 @@ def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
         place = int(op.args[1]) if op.base_name in ("slice", "select") and len(op.args) > 2 else 0
         if op.base_name in ("slice", "select") and place % max(len(op.inputs[0].shape), 1) == 0 and op.args[2:]:
             shorter = op.base_name == "select" or op.output.shape[0] < op.inputs[0].shape[0]
-            if shorter and isinstance(op.args[2], int):
+            rows = constants.value(op.inputs[0]) if shorter else None
+            # Equal rows are the directions of an image, and not positions.
+            if shorter and isinstance(op.args[2], int) and (rows is None or not rows.equal(rows[:1].expand_as(rows))):
                 return op.args[2]
         if op.base_name == "arange" and (first := constants.value(tensor)) is not None and first.numel() == 1:
             return int(first)

@@ -283,6 +283,18 @@ def test_rotation_of_one_token() -> None:
         assert found(single, X[:, :1]).position == rotary("half", query=start, key=start)
 
 
+def test_rotation_of_one_token_at_equal_positions_in_time_height_and_width() -> None:
+    def positions(self: Attend, q: Tensor, k: Tensor) -> Pair:
+        numbers = torch.arange(1).add(9).view(1, 1, 1).expand(3, B, 1)
+        table = numbers[..., None] * (1 / 10000 ** (torch.arange(0, D, 2) / D))
+        times = table[0]
+        times[..., 1::3] = table[1, ..., 1::3]
+        times[..., 2::3] = table[2, ..., 2::3]
+        return tuple(halves(x, times[:, None]) for x in (q, k))
+
+    assert found(with_method(positions=positions), X[:, :1]).position == rotary("half", query=9, key=9)
+
+
 NORMS = {
     "rms": (lambda self, q, k: (rms(q), rms(k) * self.learned), QKNorm("rms", "head")),
     "torch's rms": (lambda self, q, k: (F.rms_norm(q, (D,)), F.rms_norm(k, (D,))), QKNorm("rms", "head")),
