@@ -43,7 +43,7 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
         if single is None and len(op.inputs) == 2 and op.base_name == "mul" and weights.shape[dim] == 1:
             # The average over a single key needs no sum: einsum multiplies.
             values = op.inputs[op.inputs[0].id == step.tensor.id]
-            wider = values.numel > step.tensor.numel and graph.comes_from_inputs(values)
+            wider = op.output.numel > step.tensor.numel and graph.comes_from_inputs(values)
             single = ProductPath(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
     return single
 

@@ -370,8 +370,12 @@ class Collected(Whole):
 IN_PIECES = [Rescaled, RescaledCausal, RescaledInPlace, Divided, DividedLate, Collected]
 
 
+@pytest.mark.parametrize("piece", [3, 4])  # a last piece of a single key, and of three
 @pytest.mark.parametrize("kind", IN_PIECES)
-def test_pieces_of_the_keys_with_one_softmax_are_one_attention(kind: type[Whole]) -> None:
+def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
+    kind: type[Whole], piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.PIECE", piece)
     torch.manual_seed(0)
     module, x = kind(), torch.randn(B, N, WIDTH)
     q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
@@ -381,7 +385,7 @@ def test_pieces_of_the_keys_with_one_softmax_are_one_attention(kind: type[Whole]
     (one,) = trace(module, x).attentions
     causal = kind is RescaledCausal
     assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal") if causal else ("self",), HEADS, HEADS)
-    assert any(f"The keys come in {-(-N // PIECE)} pieces" in note for note in one.notes)
+    assert any(f"The keys come in {-(-N // piece)} pieces" in note for note in one.notes)
     stages = content(module, x)
     torch.testing.assert_close(stages["masked_scores" if causal else "scores"], scores)
     torch.testing.assert_close(stages["context"], scores.softmax(-1) @ v)
