@@ -9,7 +9,7 @@ from ..graph.attention import Attention
 from ..graph.dataflow import Graph, made_of
 from ..graph.products import Joint
 from ..record.ops import Op, TensorRef
-from ..reports.trace import Memory
+from ..reports.trace import Cache, Memory
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
 from .named_run import NamedRun
 from .pattern import dims_of, rearrangement
@@ -123,7 +123,17 @@ class StageFacts:
             source = f"a part of {source}"  # the input itself was split, before any projection
         bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
         through = f", through {earlier} down-projection{'s' if earlier > 1 else ''}" if earlier else ""
-        return f"{source}{through} · W_{letter}ᵀ{bias}"
+        read, cache = source + through, self._cache_before(stage)
+        read = f"(cache ({cache.past}) + {read} ({cache.new}))" if cache is not None else read
+        return f"{read} · W_{letter}ᵀ{bias}"
+
+    def _cache_before(self, stage: str) -> Cache | None:
+        """Return the cache of what a projection reads, e.g. of latents; None if the projected keys are cached."""
+        cache, dims = self._inner.operands.get(f"{stage[0]}_heads", OperandSteps()).cache, dims_of(self._axes[stage])
+        if cache is None or ["key"] not in dims:
+            return None
+        keys = self._attention.stages[stage].shape[dims.index(["key"])]
+        return cache if cache.past and keys == cache.past + cache.new + cache.empty else None
 
     def _scores(self, stage: str) -> str:
         attention, scored = self._attention, self._attention.score_product
@@ -217,7 +227,7 @@ class StageFacts:
         if brief:
             text = ", ".join(filter(None, ("split", name, "rotary" * steps.rotated, *dict.fromkeys(computed))))
         cache = steps.cache
-        if cache is not None:
+        if cache is not None and self._cache_before(source) is None:
             past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
             text = f"{past}{f'({text})' if computed else text} ({cache.new}){empty if cache.empty else ''}"
             before = before * (cache.past + cache.new + cache.empty) // max(cache.new, 1)

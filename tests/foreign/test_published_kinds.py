@@ -713,3 +713,29 @@ def test_a_given_cache_may_be_filled_and_a_given_input_may_not_be_changed() -> N
     assert "inputs" in {passed.check for passed in report.held}
     found = check(TwoInPlace(), torch.randn(B, N, WIDTH)).findings
     assert "inputs" in {finding.check for finding in found}
+
+
+class LatentsKept(Whole):
+    """Latents of earlier calls are joined to those of this one, and then keys and values are made of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.k, self.v = nn.Linear(WIDTH, 8), nn.Linear(8, WIDTH), nn.Linear(8, WIDTH)
+        self.kept = torch.zeros(B, 0, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.cat((self.kept, self.down(x)), 1)
+        q, k, v = self.split(self.q(x)), self.split(self.k(self.kept)), self.split(self.v(self.kept))
+        future = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).triu(1)[-x.shape[1] :]
+        weights = self.scores(q, k, 0).masked_fill(future, -torch.inf).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+def test_cached_latents_are_projected_with_the_new_ones() -> None:
+    torch.manual_seed(0)
+    report, _ = decoded(Subject(LatentsKept(), (torch.randn(B, N, WIDTH),), {}, seed=0, grad=False), Show(), 2)
+    assert report.decode is not None
+    assert report.decode.verdict == "same"
+    formulas = {stage.name: stage.formula for stage in report.attentions[0].stages}
+    assert formulas["k_proj"] == f"(cache ({N - 1}) + key, through 1 down-projection (1)) · W_kᵀ + b_k"
+    assert formulas["k_heads"] == "k_proj in heads"
