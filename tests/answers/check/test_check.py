@@ -138,7 +138,7 @@ def test_padding_on_the_left_is_no_difference_between_chunks_and_one_call(late: 
     module.late = late
     report = mha_inspect.check(module, x, mask, intent=Intent(causal=True))
     assert report.ok == (late == 0)
-    assert "cache" in {*report.held, *(finding.check for finding in report.findings)}
+    assert "cache" in {each.check for each in (*report.held, *report.findings)}
 
 
 class HidesAndDiscards(Hides):
