@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from hashlib import blake2b
 from math import prod
 from types import FrameType
 
@@ -16,11 +17,15 @@ from ..errors import InputError
 from ..naming.named_run import NamedRun
 from ..naming.parameters import Part, coordinates, parts_of
 from ..naming.pattern import dims_of
+from ..record.arguments import argument_names, tensors_in
 from ..record.ranks import local, needs_ranks, parameters_of, piece_of
 from ..record.site import Site, place_of_site
 from ..reports.trace import Rank, Stage, Trace
 from ..running.subject import Run, Subject
+from ..text import first_few, spans
 
+_INPUT = "input "
+"""Begins the name of an input among digests."""
 _OF_ALL_HEADS = ("query", "key", "value", "output")
 """The stages without an axis of heads."""
 _OF_FEATURES = ("q_proj", "k_proj", "v_proj", "concat")
@@ -74,6 +79,41 @@ def require_alone(subject: Subject, asked: str, run: Run | None = None) -> None:
             f"{asked} runs {subject.name} several times, and its parameters or results are spread over ranks, which "
             "would have to run it too. Use trace or params, or give the module as it is before sharding."
         )
+
+
+def digests_of(run: Run, subject: Subject) -> dict[str, str]:
+    """Return a digest of what ranks should have alike, by name: the inputs, copied parameters and the operations.
+
+    Parameters that may be cut by hand are left out.
+    """
+    parameters = parameters_of(subject.module)
+    cut = {name for name, parameter in parameters.items() if piece_of(parameter)}
+    if not cut and any(op.is_collective for op in run.recording.ops):
+        parameters = {}
+    copied = {name: _digest(parameter) for name, parameter in parameters.items() if name not in cut}
+    given = tensors_in(argument_names(subject.module, subject.args, subject.kwargs))
+    inputs = {f"{_INPUT}{name}": _digest(tensor) for name, tensor in given}
+    return {"the number of operations": str(len(run.recording.ops)), **copied, **inputs}
+
+
+def _digest(tensor: Tensor) -> str:
+    own = local(tensor, filled=True).detach()
+    if own.is_meta or own.layout != torch.strided:
+        return ""
+    return blake2b(own.cpu().contiguous().flatten().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
+
+
+def unlike(digests: Sequence[Mapping[str, str]], ranks: Sequence[Rank]) -> str:
+    """Return a sentence on what other ranks have unlike rank 0 and should have alike; empty if there is nothing."""
+    queries = [each.rows.get("W_q") for each in ranks]
+    shares_input = len(set(queries)) == len(queries)  # else some ranks have the same heads, for inputs of their own
+    found = {
+        name: [rank for rank, each in enumerate(digests) if each.get(name) != digest]
+        for name, digest in digests[0].items()
+        if shares_input or not name.startswith(_INPUT)
+    }
+    said = [f"{name} (rank {spans(others)})" for name, others in found.items() if others]
+    return f"Ranks differ from rank 0 where they should be alike: {first_few(said, 4)}." if said else ""
 
 
 def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:

@@ -169,6 +169,6 @@ def code_of(styles: Mapping[str, Style], call: str, *, hugging_face: bool) -> st
         lines.append(f"    {entry}" if STYLES[style] else f"    # {pattern}: every rank has a copy")
     lines += ["})", *(["with implicit_replication():", f"    {call}"] if call else [])]
     if hugging_face:
-        entries = ", ".join(f'"{pattern}": "{style}"' for pattern, style in patterns.items() if STYLES[style])
-        lines.append(f"tp_plan = {{{entries}}}")
+        entries = [f'    "{pattern}": "{style}",' for pattern, style in patterns.items() if STYLES[style]]
+        lines += ["tp_plan = {", *entries, "}"]
     return "\n".join(lines)

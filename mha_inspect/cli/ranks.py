@@ -22,10 +22,8 @@ import typer
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ..reports.trace import Trace
-    from ..running.subject import Run
+    from ..running.subject import Run, Subject
 
 T = TypeVar("T")
 _PATIENCE = 60
@@ -184,13 +182,16 @@ def with_group(build: Callable[[], T]) -> T:
     return build()
 
 
-def of_all_ranks(trace: Trace, run: Run, module: nn.Module) -> Trace:
+def of_all_ranks(trace: Trace, run: Run, subject: Subject) -> Trace:
     """Return the trace of rank 0 with a description of every rank. Any other rank ends its command here."""
     if member is None:
         return trace
-    from ..answers.ranks import rank_of, with_copies
+    from ..answers.ranks import digests_of, rank_of, unlike, with_copies
     from ..reports.trace import Rank
 
-    every = member.exchange(asdict(rank_of(member.rank, trace, run, module)))
-    ranks = [Rank(**{**one, "rows": {name: tuple(rows) for name, rows in one["rows"].items()}}) for one in every]
-    return replace(trace, ranks=with_copies(ranks))
+    mine = rank_of(member.rank, trace, run, subject.module)
+    every = member.exchange({"rank": asdict(mine), "digests": digests_of(run, subject)})
+    of_each = [each["rank"] for each in every]
+    ranks = [Rank(**{**one, "rows": {name: tuple(rows) for name, rows in one["rows"].items()}}) for one in of_each]
+    differs = unlike([each["digests"] for each in every], ranks)
+    return replace(trace, ranks=with_copies(ranks), notes=(*trace.notes, *filter(None, [differs])))

@@ -148,7 +148,7 @@ def _traced(
 
                     return sharded(asked, show, ranks, None if plan is None else plan_from(str(plan)))
                 report, run = traced(asked, show, keep=keep or show.stats or show.values)
-                return of_all_ranks(report, run, asked.module), run
+                return of_all_ranks(report, run, asked), run
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
             notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if explained or loop else way_out(asked)]))

@@ -89,7 +89,7 @@ def _ranks(ranks: tuple[Rank, ...]) -> Table:
             places = [*dict.fromkeys(text.span(rank.rows[name]) for rank in alike if name in rank.rows)]
             return ", ".join(places) if len(places) < 3 else f"{places[0]}, …, {places[-1]}"
 
-        return Column(f"{name} {what}", spans, tone="shape", optional=True, drop=1)
+        return Column(f"{name} {what}", spans, tone="shape", optional=True, drop=1 if name in ("W_q", "W_o") else 2)
 
     def kv_heads(alike: list[Rank]) -> str:
         return f"{alike[0].kv_heads or ''}{', copied' if alike[0].kv_copied else ''}"
@@ -101,7 +101,7 @@ def _ranks(ranks: tuple[Rank, ...]) -> Table:
         *(rows(f"W_{letter}", "columns" if letter == "o" else "rows") for letter in "qkvo"),
         Column("parameters", lambda alike: text.byte_size(alike[0].bytes), "right"),
         Column("FLOPs", lambda alike: text.flops(alike[0].flops), "right"),
-        Column("exchanged", lambda alike: text.byte_size(alike[0].exchanged), "right", drop=2),
+        Column("exchanged", lambda alike: text.byte_size(alike[0].exchanged), "right", drop=3),
     ]
     return table(grouped(ranks, key), columns)
 

@@ -52,6 +52,15 @@ def without_backend() -> Made:
     return sharded()
 
 
+def drifted() -> Made:
+    module, (x,) = sharded()
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            module.o.bias.to_local()[3] += 1  # type: ignore[operator, union-attr]
+        x = x + 1
+    return module, (x,)
+
+
 class OneKeyHead(Attention):
     """Every rank has the only key head, and its own queries."""
 

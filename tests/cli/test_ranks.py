@@ -25,6 +25,7 @@ COMMANDS = {
     "own group": ["trace", f"{TARGETS}:in_its_own_group"],
     "given group": ["trace", f"{TARGETS}:in_a_given_group"],
     "copied keys": ["trace", f"{TARGETS}:copied_keys", "--format", "json"],
+    "drifted": ["trace", f"{TARGETS}:drifted", "--format", "json"],
     "params": ["params", f"{TARGETS}:sharded", "--format", "json", "--export", "FOLDER/params.json"],
     **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in ("raises", "skips", "is killed")},
     "unknown": ["trace", f"{TARGETS}:unknown"],
@@ -95,6 +96,12 @@ def test_a_trace_has_both_ranks_and_the_shapes_over_them(ran: dict[str, Any]) ->
     stages = {stage["name"]: stage for stage in trace["attentions"][0]["stages"]}
     assert (stages["q_heads"]["shape"], stages["q_heads"]["whole"]) == ([2, 2, 5, 8], [2, 4, 5, 8])
     assert (stages["output"]["shape"], stages["output"].get("whole")) == ([2, 5, 32], None)
+
+
+def test_what_ranks_should_have_alike_is_compared(ran: dict[str, Any]) -> None:
+    said = "Ranks differ from rank 0 where they should be alike: o.bias (rank 1), input x (rank 1)."
+    assert said in json.loads(ran["drifted"][0].out)["notes"]
+    assert not [note for note in json.loads(ran["sharded"][0].out)["notes"] if "differ" in note]
 
 
 def test_key_heads_that_both_ranks_have_are_copies(ran: dict[str, Any]) -> None:
