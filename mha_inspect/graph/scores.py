@@ -17,6 +17,7 @@ from .attention import Mixing
 from .axis import Axis, setting, wide
 from .dataflow import Graph
 from .products import Joint, Product, ProductPath, sides_of
+from .rerun import between
 from .rules import reduced_places
 from .softmax import is_shift
 
@@ -51,7 +52,17 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> ProductPath | No
         joint = None if op is None else _joined(graph, op, step.path[::-1], over)
         if joint is not None:
             return joint
-    return None if best is None else best[1]
+    return None if best is None else best[1]._replace(path=_as_computed(graph, best[1]))
+
+
+def _as_computed(graph: Graph, found: ProductPath) -> tuple[Op, ...]:
+    """Return the path from a product, through what is computed from the scores where that is written over them."""
+    path: list[Op] = []
+    for op in found.path:
+        if op.base_name == "copy_":
+            path = between(graph.recording, {found.tensor.id}, op.inputs[-1]) or path
+        path.append(op)
+    return tuple(path)
 
 
 def _of_learned_query(graph: Graph, op: Op, over: set[Axis]) -> Product | None:

@@ -739,3 +739,23 @@ def test_cached_latents_are_projected_with_the_new_ones() -> None:
     formulas = {stage.name: stage.formula for stage in report.attentions[0].stages}
     assert formulas["k_proj"] == f"(cache ({N - 1}) + key, through 1 down-projection (1)) · W_kᵀ + b_k"
     assert formulas["k_heads"] == "k_proj in heads"
+
+
+class WrittenBack(Whole):
+    """A bias of pairs of positions that is added to a slice of the scores, which is written back over them."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()
+        self.bias, self.first = nn.Parameter(torch.randn(HEADS, N - first, N - first)), first
+
+    def scores(self, q: Tensor, k: Tensor, at: int) -> Tensor:
+        scores = super().scores(q, k, at)
+        inner = scores[:, :, self.first :, self.first :]
+        scores[:, :, self.first :, self.first :] = (inner.flatten(2) + self.bias.flatten(1)).view_as(inner)
+        return scores
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_bias_that_is_written_back_is_no_mask(first: int) -> None:
+    (one,) = trace(WrittenBack(first), torch.randn(B, N, WIDTH)).attentions
+    assert (one.bias, one.masked_scores.formula) == (True, "scores + bias")
