@@ -59,7 +59,7 @@ def _number(tensor: Tensor) -> float | None:
 class _Storage:
     """One piece of memory and the tensors that use it."""
 
-    __slots__ = ("made_by", "number", "seen")
+    __slots__ = ("kept", "made_by", "number", "seen")
 
     def __init__(self, number: int, made_by: int | None) -> None:
         self.number = number
@@ -67,6 +67,8 @@ class _Storage:
         """The last operation that wrote it; None if it came from outside the run."""
         self.seen: dict[Look, TensorRef] = {}
         """Offset, shape, stride and dtype to the tensor, for tensors seen since the last write."""
+        self.kept: list[int] = []
+        """The ids of the tensors kept since the last write: several if one view was made twice."""
 
 
 class Tensors:
@@ -121,9 +123,9 @@ class Tensors:
     def copy_kept(self, tensor: Tensor) -> None:
         """Copy the kept tensors that share a tensor's memory, because it is about to be overwritten."""
         self.read(self.look(tensor))
-        for seen in self._storages[look_at(by_rank(tensor)[0])[0]].seen.values():
-            if seen.id in self.values:
-                self.values[seen.id] = self.values[seen.id].clone()
+        kept = self._storages[look_at(by_rank(tensor)[0])[0]].kept
+        self.values.update({number: self.values[number].clone() for number in kept})
+        kept.clear()
 
     # -- afterwards, in the same order --------------------------------------------------------------------------------
 
@@ -214,6 +216,7 @@ class Tensors:
                 self.scalars[number] = more[0]
             if len(more) > 1:
                 self.values[number] = more[1]
+                storage.kept.append(number)
         return tensor
 
 

@@ -13,6 +13,7 @@ from torch import nn
 import mha_inspect
 from mha_inspect.layers.spec import Show
 from mha_inspect.record.tensors import unshared
+from mha_inspect.running.subject import Subject
 
 
 class Caching(nn.Module):
@@ -114,3 +115,23 @@ def test_only_what_somebody_else_holds_is_copied() -> None:
     addresses = {name: tensor.data_ptr() for name, tensor in pair.items()}
     (stages,) = unshared((pair,))
     assert {name: tensor.data_ptr() for name, tensor in stages.items()} == addresses
+
+
+def test_a_view_that_is_made_twice_keeps_its_content() -> None:
+    """Positions that a static cache reads for its keys and again for its values, and then advances."""
+
+    class Slots(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("at", torch.arange(8))
+            self.register_buffer("slots", torch.zeros(2, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for slots in self.slots:
+                slots[self.at[:3]] = x
+            self.at.add_(3)
+            return self.slots.clone()
+
+    recording = Subject(Slots(), (torch.ones(3),), {}, grad=False).recorded(keep=True).recording
+    read = [op.inputs[1] for op in recording.ops if op.base_name == "index_put_"]
+    assert [recording.values[tensor.id].tolist() for tensor in read] == [[0, 1, 2], [0, 1, 2]]
