@@ -23,10 +23,15 @@ DRAWS = {"empty", "rand", "bernoulli", "multinomial", "normal"}
 NAMED = ("nanmean", "masked.mean", "masked.var", "gather", "nn.functional.scaled_dot_product_attention", "softmax")
 CHOSEN = [op for at, op in enumerate(OPS) if at % 29 == 0 or op.name in NAMED]
 CHOSEN = [op for op in CHOSEN if not DRAWS & {*op.name.replace("nn.functional.", "").split("_")}]
+OTHER_WAY = ("svdvals", "eigvalsh")
+"""Ends of the names of operations that torch computes another way under any dispatch mode: the last digit differs."""
 
 
-def same(call: Callable[[], Any]) -> None:
-    """Run a call plainly and recorded; both have the same results, or raise the same type of error."""
+def same(call: Callable[[], Any], *, bits: bool = True) -> None:
+    """Run a call plainly and recorded; both have the same results, or raise the same type of error.
+
+    Without `bits` the results are equal within rounding.
+    """
 
     def outcome() -> Any:
         torch.manual_seed(0)
@@ -45,9 +50,11 @@ def same(call: Callable[[], Any]) -> None:
     assert len(plain) == len(recorded)
     for left, right in zip(plain, recorded, strict=True):
         assert (left.dtype, left.shape) == (right.dtype, right.shape)
-        if left.layout == torch.strided:
-            bits = [side.detach().contiguous().view(-1).view(torch.uint8) for side in (left, right) if side.numel()]
-            assert not bits or torch.equal(*bits)
+        if left.layout == torch.strided and bits:
+            each = [side.detach().contiguous().view(-1).view(torch.uint8) for side in (left, right) if side.numel()]
+            assert not each or torch.equal(*each)
+        elif left.layout == torch.strided:
+            torch.testing.assert_close(left, right)
 
 
 @pytest.mark.parametrize("op", CHOSEN, ids=[f"{op.name}.{op.variant_test_name}".rstrip(".") for op in CHOSEN])
@@ -56,7 +63,10 @@ def test_an_operation_on_torchs_own_samples(op: Any) -> None:
     samples = [*islice(op.sample_inputs("cpu", torch.float32), SAMPLES)]
     assert samples
     for sample in samples:
-        same(lambda sample=sample: op(*copy.deepcopy((sample.input, *sample.args)), **copy.deepcopy(sample.kwargs)))
+        same(
+            lambda sample=sample: op(*copy.deepcopy((sample.input, *sample.args)), **copy.deepcopy(sample.kwargs)),
+            bits=not op.name.endswith(OTHER_WAY),
+        )
 
 
 MODULES = [info for at, info in enumerate(modules.module_db) if at % 7 == 0 or "Attention" in info.name]
