@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InputError
+from ..graph.attention import Attention
 from ..naming.named_run import NamedRun
 from ..naming.parameters import Part, coordinates, parts_of
 from ..naming.pattern import dims_of
@@ -132,17 +133,30 @@ def with_whole_shapes(trace: Trace, run: Run, module: nn.Module) -> Trace:
     parameters = parameters_of(module)
     if not any(map(piece_of, parameters.values())):
         return trace
-    pairs = zip(trace.attentions, shards_of(run, parameters), strict=True)
+    every = zip(trace.attentions, run.attentions, shards_of(run, parameters), strict=True)
     return replace(
         trace,
         attentions=tuple(
             replace(
-                attention,
-                stages=tuple(replace(stage, whole=_whole_shape(stage, shards)) for stage in attention.stages),
+                report,
+                stages=tuple(
+                    replace(stage, whole=_whole_shape(stage, shards) or _before_scattering(stage, attention, run))
+                    for stage in report.stages
+                ),
             )
-            for attention, shards in pairs
+            for report, (attention, _), shards in every
         ),
     )
+
+
+def _before_scattering(stage: Stage, attention: Attention, run: Run) -> tuple[int, ...] | None:
+    """Return the shape of the output before ranks added up their parts and kept a piece each; None if they did not."""
+    if stage.name != "output" or "output" not in attention.projections:
+        return None
+    moved = run.graph.forward(attention.projections["output"].output, lambda op: op.kind in ("view", "copy"))
+    shapes = (step.tensor.shape for _, step in moved)
+    alike = (shape for shape in shapes if len(shape) == len(stage.shape) and shape[-1] == stage.shape[-1])
+    return next((shape for shape in alike if prod(shape) > prod(stage.shape)), None)
 
 
 def _whole_shape(stage: Stage, shards: Mapping[str, Shard]) -> tuple[int, ...] | None:

@@ -344,12 +344,20 @@ class Graph:
         return self._after_calls[op.index]
 
     def after_projection(self, op: Op) -> TensorRef:
-        """Return the result of a projection with its bias, before its features are split."""
+        """Return the result of a projection with its bias, added up over ranks, before its features are split."""
 
         def passes(reader: Op) -> bool:
             return reader.module == op.module and (self._adds_bias(reader) or _keeps_features(reader))
 
-        return self.after(self.after_call(op), lambda reader: True, passes)
+        made = self.after_call(op)
+        if self._adds_ranks:
+            moved = self.forward(made, lambda reader: reader.kind in ("view", "copy"))
+            made = next((reader.output for reader, _ in moved if reader.does("adds_ranks") and reader.outputs), made)
+        return self.after(made, lambda reader: True, passes)
+
+    @cached_property
+    def _adds_ranks(self) -> bool:
+        return any(op.does("adds_ranks") for op in self.recording.ops)
 
     def has_bias(self, op: Op) -> bool:
         """Return whether a projection adds a bias, itself or at the end of its call."""

@@ -80,7 +80,8 @@ class StageFacts:
         op = attention.projections.get(_PROJECTED.get(stage, ""))
         if op is not None:
             users = [name for name, other in attention.projections.items() if other is op and name != "output"]
-            part = attention.stages[stage].numel / max(op.output.numel, 1)
+            # Of the output a rank may keep a piece.
+            part = 1.0 if stage == "output" else attention.stages[stage].numel / max(op.output.numel, 1)
             return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
         if stage == ("scores" if "scores" in attention.stages else "masked_scores"):
             return attention.score_product.flops

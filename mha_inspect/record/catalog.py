@@ -32,7 +32,7 @@ Trait = Literal[
     "reshapes",  # may change the dimensions before the last
     "broadcasts",  # may lay out a factor for a product written with mul and sum
     "draws",  # draws random numbers
-    "adds_ranks",  # adds up the parts of a tensor that the ranks of a process group have
+    "adds_ranks",  # adds up the parts of a tensor that the ranks of a process group have; each may keep a piece
 ]
 """The effects of an operation that the search for attention depends on."""
 
@@ -97,7 +97,7 @@ _TABLE = (
     "_fused_dropout rrelu_with_noise bernoulli rand rand_like randn | - | draws",
     "randn_like randint randint_like randperm uniform normal log_normal | - | draws",
     "exponential geometric cauchy random multinomial poisson | - | draws",
-    "all_reduce allreduce | - | passes_on adds_ranks",
+    "all_reduce allreduce reduce_scatter_tensor _reduce_scatter_base | - | passes_on adds_ranks",
     "wait_tensor _wrap_tensor_autograd | - | passes_on",
 )
 """Similar operations, the rule for their axes (in `graph.rules`, `-` for none), and their traits.

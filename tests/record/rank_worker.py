@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -101,6 +101,29 @@ def tensor_parallel(fused: bool) -> nn.Module:
     for attention in (model.first, model.second):
         parallelize_module(attention, mesh, PLAN)
     return model
+
+
+class InParts(nn.Module):
+    """Attention whose output projection is outside the module that computes the scores, as in BERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.dense = Attention(fused=False), nn.Linear(WIDTH, WIDTH)
+        self.heads.o = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.dense(self.heads(x)).sin()
+
+
+def output_in_parts(x: torch.Tensor, *, is_cut: bool) -> list[Any]:
+    """Return the output, its shape over ranks, its FLOPs and the collectives; each rank may keep a piece of it."""
+    model, mesh = seeded(InParts), init_device_mesh("cpu", (dist.get_world_size(),))
+    last = RowwiseParallel(output_layouts=Shard(1) if is_cut else Replicate())
+    parallelize_module(model, mesh, {**{f"heads.{name}": ColwiseParallel() for name in "qkv"}, "dense": last})
+    trace = mha_inspect.trace(model, x, keep=True)
+    output = trace.attentions[0].stages[-1]
+    collectives = [[c.name, c.stage] for c in trace.collectives or ()]
+    return [output.name, output.tensor.tolist(), output.whole, output.flops, collectives]
 
 
 def fsdp() -> nn.Module:
@@ -202,6 +225,10 @@ def answer(folder: Path, rank: int, world: int) -> None:
             cases = {name: cases[name] for name in few} | {"fsdp and tensor parallel": both}
         found: dict[str, Any] = {name: answers(make, x) for name, make in cases.items()}
         found["raising"], found["with nan"] = raising(x), with_nan(x)
+        found["in parts"] = {str(cut): output_in_parts(x[:, :4], is_cut=cut) for cut in (False, True)}
+        in_parts = seeded(InParts)
+        with torch.no_grad():
+            found["unsharded in parts"] = in_parts.dense(in_parts.heads(x[:, :4])).tolist()
         whole = seeded(Model)
         unsharded = mha_inspect.trace(whole, x, keep=True).attentions[0]
         found["unsharded"] = {stage.name: stage.tensor.tolist() for stage in unsharded.stages}

@@ -116,6 +116,19 @@ def test_collectives_have_their_bytes_and_the_stage_that_they_make(ranks: list[A
             assert rank["ddp"]["between ranks"] == []
 
 
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_an_output_is_added_up_over_ranks_before_each_may_keep_a_piece(ranks: list[Answers], is_cut: bool) -> None:
+    world = len(ranks)
+    for rank, answers in enumerate(ranks):
+        expected = torch.tensor(answers["unsharded in parts"])
+        name, numbers, whole, flops, between = answers["in parts"][str(is_cut)]
+        mine = expected.chunk(world, 1)[rank] if is_cut else expected
+        torch.testing.assert_close(torch.tensor(numbers), mine, msg=f"output of rank {rank}")
+        assert (name, whole) == ("output", list(expected.shape) if is_cut else None)
+        assert flops == 2 * 2 * 4 * 32 * (32 // world)
+        assert between == [["reduce_scatter_tensor" if is_cut else "all_reduce", "output"]]
+
+
 def test_parameters_say_which_part_of_the_whole_they_are(ranks: list[Answers]) -> None:
     world = len(ranks)
     rows = 32 // world
