@@ -147,7 +147,9 @@ member: Member | None = None
 def on_every_rank(run: Callable[[], int]) -> int:
     """Run a command line, and return its exit code; on a rank other than 0 of several, silently."""
     global member
-    if int(os.environ.get("WORLD_SIZE") or 1) < 2 or not {"RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
+    is_given = rank.isdecimal() and world.isdecimal() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if not is_given or int(world) < 2:
         return run()
     member = Member()
     return member.leave(run())

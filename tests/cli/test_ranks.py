@@ -191,6 +191,17 @@ def test_a_rank_that_is_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> Non
         ranks.Member().join()
 
 
+@pytest.mark.parametrize(("rank", "world"), [("0", "1"), ("0", "many"), ("first", "2"), ("", "2")])
+def test_a_command_runs_alone_where_the_environment_has_no_ranks(
+    monkeypatch: pytest.MonkeyPatch, rank: str, world: str
+) -> None:
+    given = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert ranks.on_every_rank(lambda: 7) == 7
+    assert ranks.member is None
+
+
 def test_torchrun(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mha_inspect"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
