@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import pairwise
@@ -246,12 +246,12 @@ def _last_of(whole: Tensor, output: Tensor, length: int) -> Tensor | None:
     return None
 
 
-def rounding_of(subject: Subject, whole: Tensor) -> float:
-    """Return the rounding error of the forward over all tokens, measured against float64, or by half a digit."""
+def rounding_of(subject: Subject, whole: Tensor, pick: Callable[[Any], Tensor] = first_tensor) -> float:
+    """Return the rounding error of a result of the forward, measured against float64, or by half a digit."""
     dtype, unit = beside(whole.dtype)
     with torch.no_grad(), subject.apart() as fresh, subject.apart() as other:
         try:
-            exact = measured_in(subject.name, fresh.copied, dtype, lambda copy: first_tensor(copy.plain()))
+            exact = measured_in(subject.name, fresh.copied, dtype, lambda copy: pick(copy.plain()))
         except InputError:
-            exact, unit = first_tensor(other.shaken().plain()), 1.0  # a cache of the first has another dtype
+            exact, unit = pick(other.shaken().plain()), 1.0  # a cache of the first has another dtype
     return rounding_error(whole, exact) * unit

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from ..naming.axes import AxisNames
 from ..naming.parameters import Part, coordinates, num_heads, parts_of
 from ..reports.trace import AttentionReport
 from ..running.subject import Run
-from ..text import first_few, first_line, listed, shown
+from ..text import did_you_mean, first_few, first_line, listed, shown
 
 Style = Literal["colwise", "rowwise", "replicate"]
 STYLES: dict[Style, str] = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "replicate": ""}
@@ -70,7 +71,9 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
             way = f"Use --ranks {listed(fits)}." if fits else "One head cannot be cut."
             raise InputError(f"{names.num_heads} heads{where} do not divide among {ranks} ranks. {way}")
         if attention.qk_norm is not None and attention.qk_norm.over == "all":
-            raise InputError(f"the queries{where} are normed over all heads, and a rank has only some. Norm each head.")
+            raise InputError(
+                f"queries or keys{where} are normed over all heads, and a rank has only some. Norm each head."
+            )
         matrices = [part for part in parts if part.kind == "W" and part.heads]
         for letter in "qkvo":
             names_of = [part.parameter.name for part in matrices if part.letter == letter]
@@ -99,8 +102,15 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
     return Plan(styles)
 
 
-def doubts_of(styles: Mapping[str, Style], run: Run, ranks: int) -> tuple[str, ...]:
-    """Return the reasons, as sentences, that a user's styles do not cut whole heads."""
+def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: int) -> tuple[str, ...]:
+    """Return the reasons, as sentences, that a user's styles do not cut whole heads.
+
+    Raises `InputError` if there is no module at a path.
+    """
+    paths = [path for path, _ in module.named_modules()]
+    for pattern in styles:
+        if not any(_is_at(path, pattern) for path in paths):
+            raise InputError(f"the plan names {shown(pattern)}, and no module is there.{did_you_mean(pattern, paths)}")
     found: dict[str, None] = {}
     for (_, names), (parts, _) in zip(run.attentions, parts_of(run), strict=True):
         for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
@@ -147,7 +157,7 @@ def _doubts(path: str, parts: Sequence[Part], names: AxisNames, ranks: int, styl
 
 def _is_at(path: str, pattern: str) -> bool:
     words, parts = pattern.split("."), path.split(".")
-    return len(words) == len(parts) and all(word in ("*", part) for word, part in zip(words, parts, strict=True))
+    return len(words) == len(parts) and all(map(fnmatch, parts, words))
 
 
 def folded(styles: Mapping[str, Style]) -> dict[str, Style]:
@@ -167,7 +177,7 @@ def code_of(styles: Mapping[str, Style], call: str, *, hugging_face: bool) -> st
         argument = "use_local_output=False" if call and style == "colwise" else ""
         entry = f'"{pattern}": {STYLES[style]}({argument}),'
         lines.append(f"    {entry}" if STYLES[style] else f"    # {pattern}: every rank has a copy")
-    lines += ["})", *(["with implicit_replication():", f"    {call}"] if call else [])]
+    lines += ["})", *(["with implicit_replication(), sdpa_kernel(SDPBackend.MATH):", f"    {call}"] if call else [])]
     if hugging_face:
         entries = [f'    "{pattern}": "{style}",' for pattern, style in patterns.items() if STYLES[style]]
         lines += ["tp_plan = {", *entries, "}"]

@@ -6,11 +6,13 @@ torch.distributed's simulation of ranks is private: `LocalTensorMode`, since tor
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +44,12 @@ _NO_SIMULATION = "this torch cannot simulate ranks, which needs torch 2.10 or ne
 
 @dataclass(frozen=True)
 class _Outcome:
-    """A simulated run: the trace of rank 0, and each rank's output and kept tensors."""
+    """A simulated run: the trace of rank 0, and each rank's results and kept tensors."""
 
     trace: Trace
     run: Run
     kept: dict[int, list[Tensor]]
-    returned: list[Tensor]
+    returned: dict[str, list[Tensor]]
     keeps: bool
     """Whether the projections returned DTensors."""
 
@@ -59,13 +61,12 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
 
     Raises `InputError` if the module cannot be cut, the forward of a rank raises, or torch cannot simulate ranks.
     """
-    whole_trace, whole = traced(subject, Show(), keep=True)
+    whole_trace, whole = traced(subject.fresh(), Show(), keep=True)
     is_ours = plan is None
     if plan is None:
         plan = plan_of(whole, subject.module, whole_trace.attentions, ranks)
     else:
-        plan = replace(plan, doubts=doubts_of(plan.styles, whole, ranks) if plan.styles else ())
-    output = _first(whole.returned)
+        plan = replace(plan, doubts=doubts_of(plan.styles, whole, subject.module, ranks) if plan.styles else ())
     outcome, proof, errors = None, None, list[str]()
     # Only DTensors give each query head its own of copied key heads, and join the heads of ranks without W_o.
     needs_whole = is_ours and ("replicate" in plan.styles.values() or "rowwise" not in plan.styles.values())
@@ -77,7 +78,7 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
         except _RankError as error:
             errors.append(str(error))
             continue
-        proof = _proof(subject, output, outcome)
+        proof = _proof(subject, {name: each.detach() for name, each in tensors_in(whole.returned)}, outcome)
         if proof.agrees is not False:
             break
     if outcome is None or proof is None:
@@ -162,7 +163,8 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
             fresh = replace(fresh, kwargs={**fresh.kwargs, "use_cache": False})
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
-            stack.enter_context(_all_ranks(ranks) if device != "meta" else nullcontext())
+            if device != "meta":
+                stack.enter_context(_all_ranks(ranks, answers=plan.code is None))
             if keeps and device == "meta":
                 stack.enter_context(_JoinedWithoutEmpty())
             if keeps:
@@ -174,7 +176,7 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
                     fresh, module=cut(fresh.module, mesh, plan, keeps=keeps), without_ones=None, grad=False
                 )
                 run = spread.recorded(keep=device != "meta")
-                returned = by_rank(_whole_of(_first(run.returned)))
+                returned = {name: by_rank(_whole_of(each.detach())) for name, each in tensors_in(run.returned)}
             except Exception as error:  # user code and torch may raise anything on a part of the heads
                 raise _RankError(first_line(error).rstrip(".")) from None
         kept = {number: by_rank(value) for number, value in run.recording.values.items()}
@@ -201,16 +203,35 @@ def _takes_cache(module: nn.Module) -> bool:
     return "use_cache" in signature(module.forward).parameters
 
 
-def _all_ranks(ranks: int) -> Any:
+@contextmanager
+def _all_ranks(ranks: int, *, answers: bool) -> Iterator[None]:
+    """Simulate all ranks in the body. Without `answers`, user code that asks which rank it is raises.
+
+    All ranks run at once: any number is wrong for some, and `rank == 0` is false for all.
+    """
     try:
-        from torch.distributed._local_tensor import LocalTensorMode
+        from torch.distributed import _local_tensor as simulation
     except ImportError:
         raise InputError(_NO_SIMULATION) from None
-    return LocalTensorMode(ranks)
+    mesh = simulation._LocalDeviceMesh
+    asks = (torch.distributed, "get_rank"), *((mesh, f"get_{name}") for name in ("rank", "local_rank", "coordinate"))
+    with ExitStack() as stack:
+        for owner, name in () if answers else asks:
+            stack.enter_context(patch.object(owner, name, _guarded(getattr(owner, name))))
+        stack.enter_context(simulation.LocalTensorMode(ranks))
+        yield
 
 
-def _first(result: Any) -> Tensor:
-    return next((tensor for _, tensor in tensors_in(result)), torch.empty(0)).detach()
+def _guarded(answer: Callable[..., Any]) -> Callable[..., Any]:
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return answer(*args, **kwargs)
+        raise RuntimeError(
+            "the plan asks which rank it is, and all ranks are simulated at once. Try it on real ranks, with "
+            "torchrun -m mha_inspect trace FILE:function"
+        )
+
+    return asked
 
 
 def _whole_of(tensor: Any) -> Tensor:
@@ -239,17 +260,26 @@ def _ranks(ranks: int, trace: Trace, run: Run, module: nn.Module) -> tuple[Rank,
     return with_copies([replace(first, rank=rank, rows=each) for rank, each in enumerate(moved)])
 
 
-def _proof(subject: Subject, whole: Tensor, outcome: _Outcome) -> Proof:
-    """Compare every rank's output with the whole module's, beside the whole module's rounding error."""
-    if whole.is_meta:
+def _proof(subject: Subject, wholes: dict[str, Tensor], outcome: _Outcome) -> Proof:
+    """Compare every rank's results with the whole module's, beside the whole module's rounding error."""
+    if any(whole.is_meta for whole in wholes.values()):
         return Proof(None, None, None, "device meta has shapes and no numbers", "ranks")
     if drops_at_random(outcome.run):
         return Proof(None, None, None, "the forward draws random numbers", "ranks")
-    if any(output.shape != whole.shape for output in outcome.returned):
-        return Proof(None, None, False, of="ranks")
-    largest = max(distances(whole, output)[0] for output in outcome.returned)
-    floor = rounding_of(subject, whole) if largest else 0.0
-    return Proof(largest, floor, judge(largest, floor)[1] != "differs", of="ranks")
+    worst, proof = -1.0, Proof(None, None, False, of="ranks")
+    for name, whole in wholes.items():
+        # A further result of another shape has the heads of a rank.
+        each = [output for output in outcome.returned.get(name, ()) if output.shape == whole.shape]
+        if proof.max_abs_difference is None and not each:
+            return proof
+        largest = max((distances(whole, output)[0] for output in each), default=0.0)
+        floor = (
+            rounding_of(subject, whole, lambda result, name=name: dict(tensors_in(result))[name]) if largest else 0.0  # type: ignore[misc]
+        )
+        times, verdict = judge(largest, floor)
+        if not times <= worst:  # also NaN
+            worst, proof = times, Proof(largest, floor, verdict != "differs", of="ranks")
+    return proof
 
 
 def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: int) -> str:

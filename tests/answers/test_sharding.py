@@ -118,7 +118,7 @@ def test_a_fixed_head_count_needs_dtensors_and_the_code_says_so() -> None:
     assert trace.attentions[0].num_heads == 2
     assert trace.plan_code is not None
     assert "use_local_output=False" in trace.plan_code
-    assert "implicit_replication" in trace.plan_code
+    assert "with implicit_replication(), sdpa_kernel(SDPBackend.MATH):" in trace.plan_code  # as in the proof
 
 
 def test_heads_without_an_output_projection_are_joined() -> None:
@@ -144,6 +144,7 @@ def test_grouped_keys_are_cut_or_copied() -> None:
 def test_the_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
     from mha_inspect.answers.sharding import process_group
 
@@ -155,6 +156,8 @@ def test_the_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         "model": lambda *args: made.module(x, x, x),
         "mesh": None,
         "implicit_replication": implicit_replication,
+        "SDPBackend": SDPBackend,
+        "sdpa_kernel": sdpa_kernel,
         "ColwiseParallel": ColwiseParallel,
         "RowwiseParallel": RowwiseParallel,
         "parallelize_module": lambda model, mesh, plan: parallelize_module(made.module, mesh, plan),
@@ -246,9 +249,56 @@ def test_shuffled_keys_are_found_at_their_stage() -> None:
     assert "The first difference is k_proj on rank 0" in trace.proof.note
 
 
+@pytest.mark.parametrize("asks", ["get_rank", "get_local_rank"])
+def test_a_plan_that_asks_for_its_rank_is_refused(asks: str) -> None:
+    """Every simulated rank gets the same answer, so a right plan would be called wrong."""
+
+    def cut(module: Attention, mesh: Any) -> None:
+        rank = torch.distributed.get_rank() if asks == "get_rank" else mesh.get_local_rank()
+        module.q.weight = nn.Parameter(module.q.weight.detach().chunk(2)[rank])
+
+    with pytest.raises(InputError, match="asks which rank it is"):
+        sharded(subject(Attention()), Show(), 2, Plan(code=cut))
+
+
+class Mapped(Attention):
+    """Returns the weights before the output, as a mapping."""
+
+    def forward(self, x: Tensor) -> Any:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        weights = (q @ k.mT / self.head_dim**0.5).softmax(-1)
+        return {"mean": weights.mean((-1, -3)), "out": self.o((weights @ v).transpose(1, 2).flatten(2))}
+
+
+def test_every_result_is_compared() -> None:
+    made = subject(Mapped())
+    assert sharded(made, Show(), 2)[0].proof.agrees
+
+    trace, _ = sharded(made, Show(), 2, Plan(code=by_hand(reduces=True, bias_everywhere=True)))
+    assert trace.proof.agrees is False
+    assert isinstance(made.module, Mapped)
+    # The mean over keys is 1 / keys, whatever the weights are; the bias was added twice.
+    assert trace.proof.max_abs_difference == pytest.approx(float(made.module.o.bias.detach().abs().max()), rel=1e-3)
+
+
+class ChangesItsInput(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.5))
+
+
+def test_a_module_that_changes_its_input_gets_the_same_input_in_each_run() -> None:
+    made = subject(ChangesItsInput())
+    given = made.args[0].clone()
+    proof = sharded(made, Show(), 2)[0].proof
+    assert proof.agrees
+    assert proof.noise_floor < 1e-5
+    assert made.args[0].equal(given)
+
+
 @pytest.mark.parametrize(
     ("styles", "ranks", "reason"),
     [
+        (GOOD | {"Q": "colwise"}, 2, "the plan names Q, and no module is there. Did you mean q?"),
         (GOOD | {"q": "rowwise"}, 2, "q is W_q and cut rowwise. It must be colwise"),
         (GOOD | {"o": "colwise"}, 2, "o is W_o and cut colwise. It must be rowwise"),
         (GOOD, 3, "q has 8 heads, and a cut of its 24 rows into 3 is inside of a head."),
