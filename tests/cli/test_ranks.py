@@ -203,7 +203,16 @@ def test_a_command_runs_alone_where_the_environment_has_no_ranks(
 
 
 def test_torchrun(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "mha_inspect"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "mha_inspect",
+    ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, *COMMANDS["sharded"]], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100
