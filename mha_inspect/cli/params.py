@@ -86,7 +86,7 @@ def params(
             raise SpecError(
                 f"{dashed(name)} sets the inputs, and the parameters of a layer do not depend on them. Drop it."
             )
-    require_ranks(ranks, picture=picture)
+    require_ranks(ranks, picture=picture, per_head=per_head)
     if ranks is not None and (is_file or len(heads) > 1):
         raise SpecError(f"--ranks {ranks} needs one module to cut. Give a layer or a TARGET, and one --num-heads.")
     asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}

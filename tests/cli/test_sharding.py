@@ -88,3 +88,9 @@ def test_what_does_not_fit_is_refused(invoke, mine, words, reason):
     code, out, err = invoke("trace", f"{mine}:Attention", *SMALL, *words)
     assert (code, out) == (2, "")
     assert reason in err
+
+
+def test_rows_of_each_head_are_not_shown_for_a_cut_module(invoke, mine):
+    code, out, err = invoke("params", f"{mine}:Attention", *SMALL, "--ranks", "2", "--per-head")
+    assert (code, out) == (2, "")
+    assert "--ranks and --per-head cannot be combined." in err
