@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -91,7 +92,9 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
     call = "model(..., use_cache=False)" if _takes_cache(subject.module) else "model(...)"
     shared = hasattr(subject.module, "tp_plan") and not outcome.keeps
     code = code_of(styles, call if outcome.keeps else "", hugging_face=shared) if styles else None
-    notes = (*outcome.trace.notes, *plan.doubts, *subject.notes)
+    heads = [[attention.num_heads for attention in trace.attentions] for trace in (whole_trace, outcome.trace)]
+    uncut = ["Every rank computes all heads."] if heads[0] == heads[1] else []
+    notes = (*outcome.trace.notes, *uncut, *plan.doubts, *subject.notes)
     return replace(outcome.trace, proof=proof, plan=styles or None, plan_code=code, notes=notes), outcome.run
 
 
@@ -223,6 +226,8 @@ def _all_ranks(ranks: int, *, answers: bool) -> Iterator[None]:
 
 
 def _guarded(answer: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that answers torch's own code, and raises `RuntimeError` for any other caller."""
+
     def asked(*args: Any, **kwargs: Any) -> Any:
         if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return answer(*args, **kwargs)
@@ -249,6 +254,9 @@ def _ranks(ranks: int, trace: Trace, run: Run, module: nn.Module) -> tuple[Rank,
     """Return what each rank has: the parts are equal, so those of rank 0 are moved by their sizes."""
     first = rank_of(0, trace, run, module)
     shards = next(iter(shards_of(run, parameters_of(module))), {})
+    if "W_k" in shards and shards["W_k"].size == shards["W_k"].whole and first.kv_heads is not None:
+        start, stop = first.rows.get("W_k", (0, 0))  # the stages may have a copied key head once for each query head
+        first = replace(first, kv_heads=(stop - start) // trace.attentions[0].head_dim or first.kv_heads)
 
     def rows(rank: int, name: str, start: int, stop: int) -> tuple[int, int]:
         size, whole = shards[name].size, shards[name].whole
@@ -273,13 +281,15 @@ def _proof(subject: Subject, wholes: dict[str, Tensor], outcome: _Outcome) -> Pr
         if proof.max_abs_difference is None and not each:
             return proof
         largest = max((distances(whole, output)[0] for output in each), default=0.0)
-        floor = (
-            rounding_of(subject, whole, lambda result, name=name: dict(tensors_in(result))[name]) if largest else 0.0  # type: ignore[misc]
-        )
+        floor = rounding_of(subject, whole, partial(_named, name)) if largest else 0.0
         times, verdict = judge(largest, floor)
         if not times <= worst:  # also NaN
             worst, proof = times, Proof(largest, floor, verdict != "differs", of="ranks")
     return proof
+
+
+def _named(name: str, returned: Any) -> Tensor:
+    return dict(tensors_in(returned))[name]
 
 
 def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: int) -> str:

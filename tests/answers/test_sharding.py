@@ -138,7 +138,8 @@ def test_grouped_keys_are_cut_or_copied() -> None:
     alone, _ = sharded(subject(GroupedQueryAttention(24, 8, 2, 3), torch.randn(1, 5, 24)), Show(), 4)
     assert alone.ranks is not None
     assert [rank.rows["W_k"] for rank in alone.ranks] == [(0, 3), (0, 3), (3, 6), (3, 6)]
-    assert {(rank.heads, rank.kv_copied) for rank in alone.ranks} == {(2, True)}
+    assert {(rank.heads, rank.kv_heads, rank.kv_copied) for rank in alone.ranks} == {(2, 1, True)}
+    assert "Every rank computes all heads." not in alone.notes
 
 
 def test_the_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,6 +325,12 @@ def test_a_module_with_a_fixed_head_count_hides_no_wrong_plan() -> None:
 def test_a_replicated_key_is_a_copy_and_right() -> None:
     styles: Any = GOOD | {"k": "replicate", "v": "replicate"}
     assert sharded(subject(Attention()), Show(), 2, Plan(styles))[0].proof.agrees
+
+
+def test_a_plan_that_cuts_no_heads_says_so() -> None:
+    trace, _ = sharded(subject(Attention()), Show(), 2, Plan(dict.fromkeys("qkvo", "replicate")))
+    assert trace.proof.agrees
+    assert "Every rank computes all heads." in trace.notes
 
 
 def test_a_plan_is_read_from_json_from_a_report_and_from_python(tmp_path: Path) -> None:
