@@ -7,9 +7,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -219,3 +221,13 @@ def test_torchrun(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [rank["rank"] for rank in json.loads(done.stdout)["ranks"]] == [0, 1]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_only_rank_0_writes_the_file(
+    invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rank: int
+) -> None:
+    monkeypatch.setattr(ranks, "member", SimpleNamespace(rank=rank, leave=int, join=lambda: None))
+    file = tmp_path / "layers.txt"
+    assert invoke("layers", "--export", str(file)).code == 0
+    assert file.exists() == (rank == 0)
