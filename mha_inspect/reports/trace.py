@@ -120,20 +120,20 @@ class AttentionReport:
     scale: float
     """The factor that q·kᵀ was multiplied by in the run; NaN if it is not a single number or there is no q·kᵀ."""
     stages: tuple[Stage, ...]
+    position: Position | None
+    """How positions enter between the projections and the weights; None if they do not, or it is unknown."""
+    qk_norm: QKNorm | None
+    """The norm between the projections and the scores; None without one."""
+    cache: Cache | None
+    """The keys of earlier calls; None without any."""
+    window: int | None
+    """Number of keys, its own included, that a query sees back; None without a limit."""
     notes: tuple[str, ...] = ()
     """Important sentences on this attention."""
     kind: tuple[str, ...] = ()
     """`self` or `cross`, `causal`, `grouped`: the kinds that the recording shows."""
     call: int | None = None
     """Number of the attention among those that its module computed, from 1; None if it is the only one."""
-    position: Position | None = None
-    """How positions enter between the projections and the weights; None if they do not, or it is unknown."""
-    qk_norm: QKNorm | None = None
-    """The norm between the projections and the scores; None without one."""
-    cache: Cache | None = None
-    """The keys of earlier calls; None without any."""
-    window: int | None = None
-    """Number of keys, its own included, that a query sees back; None without a limit."""
     bias: bool = False
     """Whether finite numbers are added to the scores, apart from masks."""
 

@@ -62,7 +62,18 @@ def _stage(line: str) -> Stage:
 
 
 STAGES = tuple(map(_stage, _STAGES.strip().splitlines()))
-ATTENTION = AttentionReport(module="", num_heads=2, num_kv_heads=2, head_dim=256, scale=0.0625, stages=STAGES)
+ATTENTION = AttentionReport(
+    module="",
+    num_heads=2,
+    num_kv_heads=2,
+    head_dim=256,
+    scale=0.0625,
+    stages=STAGES,
+    position=None,
+    qk_norm=None,
+    cache=None,
+    window=None,
+)
 
 RETURNS = (
     Returned("output", (1, 12, 512), "batch query embed", "float32"),
