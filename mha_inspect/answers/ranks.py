@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from hashlib import blake2b
 from math import prod
 from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +20,13 @@ from ..naming.named_run import NamedRun
 from ..naming.parameters import Part, coordinates, parts_of
 from ..naming.pattern import dims_of
 from ..record.arguments import argument_names, tensors_in
-from ..record.ranks import local, needs_ranks, parameters_of, piece_of
+from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of
 from ..record.site import Site, place_of_site
+from ..reports.check import Finding
 from ..reports.trace import Rank, Stage, Trace
 from ..running.subject import Run, Subject
-from ..text import first_few, spans
+from ..text import first_few, listed, spans
 
-_INPUT = "input "
-"""Begins the name of an input among digests."""
 _OF_ALL_HEADS = ("query", "key", "value", "output")
 """The stages without an axis of heads."""
 _OF_FEATURES = ("q_proj", "k_proj", "v_proj", "concat")
@@ -82,19 +82,28 @@ def require_alone(subject: Subject, asked: str, run: Run | None = None) -> None:
         )
 
 
-def digests_of(run: Run, subject: Subject) -> dict[str, str]:
-    """Return a digest of what ranks should have alike, by name: the inputs, copied parameters and the operations.
+def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
+    """Return digests of what ranks may have alike, with what shows whether they should: names, shapes and heads.
 
-    Parameters that may be cut by hand are left out.
+    Parameters that may be cut by hand are left out, and inputs that may be a piece of the whole.
     """
-    parameters = parameters_of(subject.module)
-    cut = {name for name, parameter in parameters.items() if piece_of(parameter)}
-    if not cut and any(op.is_collective for op in run.recording.ops):
-        parameters = {}
-    copied = {name: _digest(parameter) for name, parameter in parameters.items() if name not in cut}
-    given = tensors_in(argument_names(subject.module, subject.args, subject.kwargs))
-    inputs = {f"{_INPUT}{name}": _digest(tensor) for name, tensor in given}
-    return {"the number of operations": str(len(run.recording.ops)), **copied, **inputs}
+    ops, parameters = run.recording.ops, parameters_of(subject.module)
+    given = dict(tensors_in(argument_names(subject.module, subject.args, subject.kwargs)))
+    weights = {name: parameter for name, parameter in parameters.items() if is_copied(parameter)}
+    if len(weights) == len(parameters) and any(op.is_collective for op in ops):
+        weights = {}
+    begins = run.attentions[0][0].softmax.index if run.attentions else 0
+    moves = (op for op in ops[:begins] if op.is_collective and "reduce" not in op.base_name)
+    is_piece = any(run.graph.comes_from_inputs(tensor) for op in moves for tensor in op.inputs)
+    queries = next(iter(shards_of(run, parameters)), {}).get("W_q")
+    return {
+        "names": sorted(parameters),
+        "shapes": [list(local(tensor).shape) for tensor in (*parameters.values(), *given.values())],
+        "heads": None if queries is None else queries.rows,
+        "operations": len(ops),
+        "weights": {name: _digest(weight) for name, weight in weights.items()},
+        "inputs": {name: _digest(each) for name, each in given.items() if is_copied(each) and not is_piece},
+    }
 
 
 def _digest(tensor: Tensor) -> str:
@@ -104,17 +113,38 @@ def _digest(tensor: Tensor) -> str:
     return blake2b(own.cpu().contiguous().flatten().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
 
 
-def unlike(digests: Sequence[Mapping[str, str]], ranks: Sequence[Rank]) -> str:
-    """Return a sentence on what other ranks have unlike rank 0 and should have alike; empty if there is nothing."""
-    queries = [each.rows.get("W_q") for each in ranks]
-    shares_input = len(set(queries)) == len(queries)  # else some ranks have the same heads, for inputs of their own
-    found = {
-        name: [rank for rank, each in enumerate(digests) if each.get(name) != digest]
-        for name, digest in digests[0].items()
-        if shares_input or not name.startswith(_INPUT)
-    }
-    said = [f"{name} (rank {spans(others)})" for name, others in found.items() if others]
-    return f"Ranks differ from rank 0 where they should be alike: {first_few(said, 4)}." if said else ""
+def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Yield what other ranks have unlike rank 0 and should have alike, from the digests of all ranks."""
+
+    def differing(values: Sequence[object]) -> str:
+        return spans(rank for rank, value in enumerate(values) if value != values[0])
+
+    def found(kind: str) -> tuple[str, str]:
+        of_each = [each[kind] for each in every]
+        names = [name for name in of_each[0] if len({each.get(name) for each in of_each} - {None}) > 1]
+        return first_few(names, 4), differing([[each.get(name) for name in names] for each in of_each])
+
+    def same(kind: str) -> bool:
+        return all(each[kind] == every[0][kind] for each in every)
+
+    digest, alike = "The bytes were compared by a digest.", "Seed it alike on every rank, or broadcast it from rank 0."
+    if not same("names"):
+        said = f"Rank {differing([each['names'] for each in every])} has other parameters than rank 0."
+        yield Finding("ranks", said, "The names of the parameters were compared.", sure=False)
+    names, ranks = found("weights")
+    if names:
+        said = f"Every rank has a copy of {names}, and the copy of rank {ranks} differs from rank 0."
+        yield Finding("ranks", said, digest, fix=alike)
+    names, ranks = found("inputs")
+    # Ranks with the same heads compute them for inputs of their own.
+    if names and len({str(each["heads"]) for each in every}) == len(every):
+        said = f"The ranks compute different heads of the same input, and {names} of rank {ranks} differs from rank 0."
+        yield Finding("ranks", said, digest, fix=alike)
+    if same("shapes") and not same("operations"):
+        counts = [each["operations"] for each in every]
+        said = f"Rank {differing(counts)} runs another number of operations than rank 0."
+        evidence = f"All tensors have the same shapes; operations by rank: {listed([*map(str, counts)])}."
+        yield Finding("ranks", said, evidence, fix="If a rank skips a collective, the other ranks wait for it forever.")
 
 
 def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
@@ -167,6 +197,8 @@ def _whole_shape(stage: Stage, shards: Mapping[str, Shard]) -> tuple[int, ...] |
         return Fraction(1) if shard is None else Fraction(shard.whole, shard.size)
 
     dims, own, of_keys = dims_of(stage.axes), times(stage.name[0] if stage.name[0] in "kv" else "q"), times("k")
+    if any("packed" in axes for axes in dims):
+        return None  # the contexts of all ranks may have been gathered
     factors = {"heads": own, "kv_heads": of_keys, "group": times("q") / of_keys}
     if not any(axis in factors for axes in dims for axis in axes):  # a rank with a single head
         axis = "head_dim" if stage.name in _OF_FEATURES else "1"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..text import shown
-from . import subject
+from . import ranks, subject
 from .app import command
 from .options import NUMBERS, TARGET, Options, option, size
 from .output import give, prepare, write
@@ -81,6 +81,7 @@ def check(
             declared["reference"] = subject.load_target(reference, options).module
         checked = _load(target, options)
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
+        asked["exchange"] = ranks.member and ranks.member.exchange
         with explaining(checked):
             report = report_of(checked, Intent(**declared), tick=tick, **asked)
     give(report, options, export)

@@ -195,5 +195,5 @@ def of_all_ranks(trace: Trace, run: Run, subject: Subject) -> Trace:
     every = member.exchange({"rank": asdict(mine), "digests": digests_of(run, subject)})
     of_each = [each["rank"] for each in every]
     ranks = [Rank(**{**one, "rows": {name: tuple(rows) for name, rows in one["rows"].items()}}) for one in of_each]
-    differs = unlike([each["digests"] for each in every], ranks)
-    return replace(trace, ranks=with_copies(ranks), notes=(*trace.notes, *filter(None, [differs])))
+    differ = (finding.sentence for finding in unlike([each["digests"] for each in every]))
+    return replace(trace, ranks=with_copies(ranks), notes=(*trace.notes, *differ))

@@ -18,7 +18,9 @@ _LARGEST = 1 << 20
 
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
-    """Run an operation again and return its outputs. Raise `ValueError` if their shapes differ."""
+    """Run an operation again and return its outputs. Raise `ValueError` if their shapes differ, or for a collective."""
+    if op.is_collective:
+        raise ValueError("the other ranks would have to run it too")
     if op.makes_result or op.base_name in ("view", "_unsafe_view", "_reshape_alias"):
         # The changed tensor may have another memory layout than the recorded one.
         return [content(op.inputs[0]).reshape(op.output.shape)]

@@ -33,8 +33,9 @@ COMMANDS = {
     "unknown": ["trace", f"{TARGETS}:unknown"],
     "no backend": ["trace", f"{TARGETS}:without_backend"],
     "usage": ["trace", f"{TARGETS}:sharded", "--batch", "many"],
-    "check": ["check", f"{TARGETS}:sharded"],
-    "check by hand": ["check", f"{TARGETS}:broken", "--set", "how=works"],
+    "check": ["check", f"{TARGETS}:sharded", "--format", "json"],
+    "check by hand": ["check", f"{TARGETS}:broken", "--set", "how=works", "--format", "json"],
+    "check drifted": ["check", f"{TARGETS}:drifted", "--format", "json"],
     "diff": ["diff", f"{TARGETS}:sharded", f"{TARGETS}:sharded"],
     "decode": ["trace", f"{TARGETS}:sharded", "--decode", "1"],
 }
@@ -101,9 +102,24 @@ def test_a_trace_has_both_ranks_and_the_shapes_over_them(ran: dict[str, Any]) ->
 
 
 def test_what_ranks_should_have_alike_is_compared(ran: dict[str, Any]) -> None:
-    said = "Ranks differ from rank 0 where they should be alike: o.bias (rank 1), input x (rank 1)."
-    assert said in json.loads(ran["drifted"][0].out)["notes"]
+    said = [
+        "Every rank has a copy of o.bias, and the copy of rank 1 differs from rank 0.",
+        "The ranks compute different heads of the same input, and x of rank 1 differs from rank 0.",
+    ]
+    assert json.loads(ran["drifted"][0].out)["notes"][-2:] == said
     assert not [note for note in json.loads(ran["sharded"][0].out)["notes"] if "differ" in note]
+    findings = json.loads(ran["check drifted"][0].out)["findings"]
+    assert [(found["check"], found["sentence"]) for found in findings] == [("ranks", sentence) for sentence in said]
+    assert ran["check drifted"][0].code == 1
+
+
+@pytest.mark.parametrize("name", ["check", "check by hand"])
+def test_check_runs_a_module_once_that_is_spread_over_ranks(ran: dict[str, Any], name: str) -> None:
+    report = json.loads(ran[name][0].out)
+    assert (ran[name][0].code, report["findings"], report["runs"]) == (0, [], 1)
+    assert {"heads", "finite", "ranks"} <= {passed["check"] for passed in report["held"]}
+    skipped = {each["check"]: each["reason"] for each in report["left_out"]}
+    assert skipped["batch"] == "needs more than one run, and the module is spread over ranks"
 
 
 def test_key_heads_that_both_ranks_have_are_copies(ran: dict[str, Any]) -> None:
@@ -163,8 +179,6 @@ def test_a_rank_that_is_killed_ends_the_other(ran: dict[str, Any]) -> None:
             "without_backend() cannot be built: RuntimeError: Distributed package doesn't have NCCL built in",
         ),
         ("usage", "--batch many is not a whole number"),
-        ("check", "check runs Attention several times"),
-        ("check by hand", "check runs Broken several times"),
         ("diff", "a comparison runs Attention several times"),
         ("decode", "--decode runs Attention several times"),
     ],

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -13,9 +14,11 @@ from ...errors import InputError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.stage_facts import unlike_dot
+from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
 from ...running.subject import Subject
 from ...text import first_few, plural
+from ..ranks import digests_of, unlike
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments
 from .behaviour import batch, causal, inputs, mixing, window
@@ -75,10 +78,12 @@ def check(
     skip: Sequence[str] = (),
     evidence_only: bool = False,
     tick: Callable[[str], None] = lambda _: None,
+    exchange: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> CheckReport:
     """Run a subject repeatedly with one thing changed each time, and report what is wrong with its attention.
 
-    Every run is in eval and starts from the same state, which is restored at the end. `evidence_only` allows one run.
+    Every run is in eval and starts from the same state, which is restored at the end. `evidence_only` allows one run,
+    and so does a module that is spread over ranks. `exchange` returns what each of several ranks gives it.
 
     Raises:
         InputError: the module has no attention, or the intent names an argument that the forward lacks.
@@ -86,6 +91,8 @@ def check(
     """
     intent = intent or Intent()
     names = chosen_checks(only, skip)
+    if isinstance(subject.module, nn.parallel.DistributedDataParallel):
+        subject = replace(subject, module=subject.module.module)  # a forward alone needs no other rank
     runner = Runner(subject, tick)
     for argument in filter(None, (intent.padding, intent.cache)):
         Arguments(subject).require(argument)
@@ -99,7 +106,8 @@ def check(
             results += [SkippedCheck(name, "no attention found around this softmax") for name in names]
         for name in names if evidence.run.attentions else ():
             failed = _failed(results)
-            results += [r for r in _results(evidence, name) if r.check == name or r.check not in failed]
+            entry = _CHECKS.get(name) or Check(partial(_of_all_ranks, results, exchange))
+            results += [r for r in _results(evidence, name, entry) if r.check == name or r.check not in failed]
         facts, head_effects = tuple(_facts(evidence)), tuple(heads_of(evidence))
     failed, order = _failed(results), list(CHECKS)
     if "heads" in failed:
@@ -108,7 +116,8 @@ def check(
         results = [SkippedCheck(r.check, *mixed) if of else r for r, of in zip(results, passed, strict=True)]
     if not failed:
         _require_declared(intent, results)
-    findings = [r for r in results if isinstance(r, Finding) and not failed.intersection(_CHECKS[r.check].follows)]
+    follows = {name: entry.follows for name, entry in _CHECKS.items()}
+    findings = [r for r in results if isinstance(r, Finding) and not failed.intersection(follows.get(r.check, ()))]
     return CheckReport(
         environment=replace(environment_of(subject), seed=runner.subject.seed),
         layer=layer_of(subject),
@@ -116,7 +125,7 @@ def check(
         findings=tuple(sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))),
         facts=facts,
         heads=head_effects,
-        held=tuple(result for result in results if isinstance(result, PassedCheck)),
+        held=tuple(r for r in results if isinstance(r, PassedCheck) and r.check not in failed),
         left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run)),
@@ -139,14 +148,34 @@ def _failed(results: Iterable[object]) -> set[str]:
     return {result.check for result in results if isinstance(result, Finding) and result.sure}
 
 
-def _results(evidence: Evidence, name: str) -> Iterator[Finding | PassedCheck | SkippedCheck]:
+def _of_all_ranks(
+    results: Sequence[object], exchange: Callable[[dict[str, Any]], list[dict[str, Any]]] | None, evidence: Evidence
+) -> Iterator[Finding]:
+    """Yield what ranks have unlike each other, and the first finding of each check that failed on other ranks alone.
+
+    Any other rank ends its command here.
+    """
+    if exchange is None:
+        raise NotPossibleError("there is one process; start the command with torchrun", "none here")
+    mine = [asdict(result) for result in results if isinstance(result, Finding)]
+    every = exchange({"findings": mine, "digests": digests_of(evidence.run, evidence.subject)})
+    yield from unlike([each["digests"] for each in every])
+    known = {found["check"] for found in mine}
+    for rank, each in enumerate(every):
+        for found in (Finding(**found) for found in each["findings"] if found["check"] not in known):
+            known.add(found.check)
+            yield replace(found, sentence=f"On rank {rank}: {found.sentence}")
+
+
+def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[Finding | PassedCheck | SkippedCheck]:
     """Run one check: yield its findings, or that it passed, or why it was skipped."""
-    entry = _CHECKS[name]
     if evidence.on_meta and not entry.on_meta:
         yield SkippedCheck(name, "the module is on meta and this check needs numbers; use --device cpu")
         return
     if evidence.once and entry.runs:
-        yield SkippedCheck(name, "needs more than one run")
+        spread = needs_ranks(evidence.subject.module, evidence.run.recording)
+        why = ", and the module is spread over ranks" if spread else ""
+        yield SkippedCheck(name, f"needs more than one run{why}", "spread over ranks" if spread else "")
         return
     evidence.runner.tick(name)
     passed = True

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from ...naming.named_run import NamedRun
 from ...record.arguments import dense, tensors_in
 from ...record.ops import Op, TensorRef
+from ...record.ranks import needs_ranks
 from ...running.subject import Run, Subject
 from ...text import message_of
-from ..ranks import require_alone
 from .arguments import Arguments, Source, sources_of
 from .intent import Intent
 from .replay import first_key
@@ -309,7 +309,7 @@ class Evidence:
 def evidence_of(
     runner: Runner, subject: Subject, intent: Intent, *, once: bool, wider: NamedRun | None = None
 ) -> Evidence:
-    """Run and record a subject; unless `once` is set, run it a second time to compare the results.
+    """Run and record a subject; unless `once` is set or other ranks are needed, run it again to compare the results.
 
     `wider` is a run of the same forward without sizes of 1.
     """
@@ -317,11 +317,8 @@ def evidence_of(
     tensors = (tensor for _, tensor in tensors_in((subject.args, subject.kwargs)))
     meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
     prepared = runner.prepared(arguments.of_call({}))
-    if not once:
-        require_alone(prepared, "check")
     run = prepared.recorded(keep=not meta)
-    if not once:
-        require_alone(prepared, "check", run)
+    once = once or needs_ranks(prepared.module, run.recording)
     run = run.beside(wider or subject.wider_run(run))
     again = None
     with suppress(Exception):  # user code may raise anything in a second run
