@@ -165,13 +165,19 @@ def report(
 
 
 def _collectives(run: Run) -> Iterator[Collective]:
-    stages = {tensor.id: stage for attention, _ in run.attentions for stage, tensor in attention.stages.items()}
+    graph, stages = run.graph, dict[int, str]()
+    for attention, _ in run.attentions:
+        stages = {tensor.id: stage for stage, tensor in reversed([*attention.stages.items()])} | stages
+
+    def arranges(op: Op) -> bool:
+        return graph.moves(op) or op.does("joins") or op.base_name == "copy_" or graph.adds_bias(op)
+
     for op in run.recording.ops:
         tensors = sorted((*op.inputs, *op.outputs), key=lambda tensor: tensor.nbytes)
         if op.is_collective and tensors:
-            # The stage may be a view of the collective's result.
-            made = run.graph.after(op.output, run.graph.moves, lambda reader: True) if op.outputs else tensors[-1]
-            stage = next((stages[tensor.id] for tensor in (*op.outputs, made) if tensor.id in stages), "")
+            readers = (reader for tensor in op.outputs for reader, _ in graph.forward(tensor, arranges))
+            made = (*op.outputs, *(reader.output for reader in readers if arranges(reader)))
+            stage = next((stages[tensor.id] for tensor in made if tensor.id in stages), "")
             name, largest = op.base_name.strip("_"), tensors[-1]
             yield Collective(name, stage, largest.shape, largest.dtype, largest.nbytes, op.module, op.source)
 

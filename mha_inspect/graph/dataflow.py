@@ -66,14 +66,16 @@ class Graph:
         buffers = (named.tensor for named in self.recording.buffers)
         ids = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
         for op in self.recording.ops:
-            if op.inputs and op.kind != "write" and self._is_of(op, ids):
+            if op.inputs and (op.is_collective or op.kind != "write") and self._is_of(op, ids):
                 weighs = op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
-                if weighs or op.kind != "compute":
-                    ids.update(tensor.id for tensor in op.outputs)
+                if weighs or op.kind != "compute" or op.is_collective:
+                    ids.update(tensor.id for tensor in (self.results(op) if op.is_collective else op.outputs))
         return frozenset(ids)
 
     def _is_of(self, op: Op, weights: set[int]) -> bool:
         """Return whether an operation reads weights alone, or joins weights with constants, e.g. a bias with zeros."""
+        if op.is_collective:  # it may also read the memory that it writes
+            return op.inputs[-1].id in weights
         if op.does("joins"):
             weight = any(tensor.id in weights for tensor in op.inputs)
             return weight and not any(tensor.id in self._from_inputs for tensor in op.inputs)
@@ -339,7 +341,7 @@ class Graph:
             self._after_calls[op.index] = self.after(
                 op.output,
                 lambda reader: reader.call == op.call and reader.index > op.index,
-                lambda reader: self.moves(reader) or self._adds_bias(reader),
+                lambda reader: self.moves(reader) or self.adds_bias(reader),
             )
         return self._after_calls[op.index]
 
@@ -347,12 +349,19 @@ class Graph:
         """Return the result of a projection with its bias, added up over ranks, before its features are split."""
 
         def passes(reader: Op) -> bool:
-            return reader.module == op.module and (self._adds_bias(reader) or _keeps_features(reader))
+            return reader.module == op.module and (self.adds_bias(reader) or _keeps_features(reader))
 
         made = self.after_call(op)
         if self._adds_ranks:
             moved = self.forward(made, lambda reader: reader.kind in ("view", "copy"))
-            made = next((reader.output for reader, _ in moved if reader.does("adds_ranks") and reader.outputs), made)
+            added = next((reader for reader, _ in moved if reader.does("adds_ranks") and reader.outputs), None)
+            if added is not None:  # torch waits, copies gloo's result, and cuts off the padding of uneven parts
+
+                def follows(reader: Op) -> bool:
+                    arranges = reader.does("cuts", "passes_on") or reader.base_name == "copy_"
+                    return reader.module == added.module and arranges
+
+                made = self.after(added.output, lambda reader: True, follows)
         return self.after(made, lambda reader: True, passes)
 
     @cached_property
@@ -364,9 +373,10 @@ class Graph:
         called = self.after_call(op)
         readers = [reader for end in (op.output, called) for reader in self.recording.consumers.get(end.id, ())]
         ends = [self.recording.producer(end) for end in (called, self.after_projection(op))]
-        return len(op.inputs) == 3 or any(self._adds_bias(end) for end in (*ends, *readers) if end is not None)
+        return len(op.inputs) == 3 or any(self.adds_bias(end) for end in (*ends, *readers) if end is not None)
 
-    def _adds_bias(self, op: Op) -> bool:
+    def adds_bias(self, op: Op) -> bool:
+        """Return whether this adds a parameter along the last dimensions."""
         biases = (tensor for tensor in op.inputs if self.is_weight(tensor) and tensor.numel < op.output.numel)
         return op.base_name.rstrip("_") == "add" and len(op.inputs) == 2 and any(biases)
 

@@ -53,12 +53,26 @@ def with_projections(
 ) -> dict[str, TensorRef]:
     """Return the stages up to the heads: the inputs of the projections, their results, and the heads."""
     given: dict[str, TensorRef] = {}
+    same: dict[object, TensorRef] = {}
     for name, end in ends.items():
         op = end.earlier[0] if end.earlier else end.op
         source = graph.before_flattening(graph.before_call(op, graph.projected(op)), op.module)
         origin = graph.before_moves(source)
         given[name] = origin if origin.id in graph.recording.input_ids else source
+        given[name] = same.setdefault(_gathered(graph, given[name]), given[name])
     return {**given, **{f"{name[0]}_proj": _projected(graph, name, ends) for name in ends}, **heads}
+
+
+def _gathered(graph: Graph, tensor: TensorRef) -> object:
+    """Return a key that is equal for tensors that each side gathers from all ranks for itself; else the tensor's id."""
+
+    def passes(op: Op) -> bool:
+        return op.kind == "view" or (op.does("joins") and len({read.storage for read in op.inputs}) == 1)
+
+    op = graph.recording.producer(graph.before(tensor, passes))
+    if op is None or not op.is_collective:
+        return tensor.id
+    return op.name, graph.before_moves(op.inputs[-1]).id, tensor.shape
 
 
 def _passes(graph: Graph, op: Op) -> bool:

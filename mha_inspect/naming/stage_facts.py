@@ -195,7 +195,8 @@ class StageFacts:
             if any(read.shape != op.inputs[0].shape for op in joins for read in op.inputs):
                 return "context in heads, beside other features"
         if stage == "concat" and (branches or joined):
-            count, apart = (len(branches), "heads") if branches else (after // max(before, 1), "attentions")
+            parts = "ranks" if any(op.is_collective for op in made) else "attentions"
+            count, apart = (len(branches), "heads") if branches else (after // max(before, 1), parts)
             return f"contexts of {count} {apart} side by side"
         made.sort(key=lambda op: op.index)
         # Operations that make positions and masks do not read the source, and are skipped.

@@ -99,6 +99,8 @@ _TABLE = (
     "exponential geometric cauchy random multinomial poisson | - | draws",
     "all_reduce allreduce reduce_scatter_tensor _reduce_scatter_base | - | passes_on adds_ranks",
     "wait_tensor _wrap_tensor_autograd | - | passes_on",
+    "all_gather_into_tensor all_to_all_single broadcast | - | passes_on",
+    "allgather _allgather_base alltoall alltoall_base | - | passes_on",
 )
 """Similar operations, the rule for their axes (in `graph.rules`, `-` for none), and their traits.
 
@@ -276,6 +278,8 @@ def _inspect(func: Any) -> About:
         for place, argument in enumerate(func._schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    if name.startswith("c10d.") and base_name.endswith("_"):
+        written = ((0, func._schema.arguments[0].name),)  # the schema does not say that a collective writes
     return About(
         func,
         func._op,

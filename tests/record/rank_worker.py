@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -142,6 +142,55 @@ def both() -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"])
 
 
+class HeadsForPositions(Attention):
+    """DeepSpeed-Ulysses: every rank projects its positions, and exchanges them for all positions of its heads."""
+
+    def exchanged(self, x: torch.Tensor, cut: int, joined: int) -> torch.Tensor:
+        parts = x.chunk(dist.get_world_size(), cut)
+        sent = torch.cat([part.flatten() for part in parts])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        return torch.cat([part.view(parts[0].shape) for part in received.chunk(len(parts))], joined)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (self.exchanged(part, 1, 2) for part in (q, k, v))
+        context = (q @ k.mT / self.head_dim**0.5).softmax(-1) @ v
+        return self.o(self.exchanged(context, 2, 1).transpose(1, 2).flatten(2))
+
+
+def other_ways(rank: int, world: int) -> dict[str, Any]:
+    """Return the stages of one attention, and of ranks that divide it in other ways than tensor parallelism alone."""
+
+    def attention() -> Attention:
+        return seeded(lambda: Attention(fused=False))  # type: ignore[return-value]
+
+    def planned(plan: dict[str, Any]) -> nn.Module:
+        return parallelize_module(attention(), init_device_mesh("cpu", (world,)), plan)
+
+    x = seeded(lambda: nn.Embedding(2 * 8, WIDTH)).weight.detach().view(2, 8, WIDTH)
+    mine, cut = x.chunk(world, 1)[rank], RowwiseParallel(output_layouts=Shard(1))
+    gathers = {name: ColwiseParallel(input_layouts=Shard(1)) for name in "qkv"}
+    whole_contexts = ColwiseParallel(input_layouts=Shard(2), output_layouts=Replicate())
+    runs: dict[str, tuple[nn.Module, torch.Tensor]] = {
+        "unsharded": (attention(), x),
+        "unsharded, uneven": (attention(), x[:, :7]),
+        "flat parameters": (FullyShardedDataParallel(attention(), device_id=torch.device("cpu")), x),
+        "heads for positions": (seeded(lambda: HeadsForPositions(fused=False)), mine),
+        "gathered for each side": (planned({**gathers, "o": cut}), mine),
+        "gathered contexts": (planned({**PLAN, "o": whole_contexts}), x),
+        "uneven": (planned({**PLAN, "o": cut}), x[:, :7]),
+    }
+    found = {}
+    for name, (module, given) in runs.items():
+        with torch.no_grad():
+            trace = mha_inspect.trace(module, given, keep=True)
+        stages = {stage.name: stage.tensor.tolist() for stage in trace.attentions[0].stages}
+        between = [[c.name, c.stage] for c in trace.collectives or ()]
+        found[name] = {"kind": trace.attentions[0].kind, "stages": stages, "between ranks": between}
+    return found
+
+
 def own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -226,6 +275,7 @@ def answer(folder: Path, rank: int, world: int) -> None:
         found: dict[str, Any] = {name: answers(make, x) for name, make in cases.items()}
         found["raising"], found["with nan"] = raising(x), with_nan(x)
         found["in parts"] = {str(cut): output_in_parts(x[:, :4], is_cut=cut) for cut in (False, True)}
+        found["other ways"] = other_ways(rank, world)
         in_parts = seeded(InParts)
         with torch.no_grad():
             found["unsharded in parts"] = in_parts.dense(in_parts.heads(x[:, :4])).tolist()

@@ -129,6 +129,34 @@ def test_an_output_is_added_up_over_ranks_before_each_may_keep_a_piece(ranks: li
         assert between == [["reduce_scatter_tensor" if is_cut else "all_reduce", "output"]]
 
 
+_OF_POSITIONS = ("query", "key", "value", "q_proj", "k_proj", "v_proj", "concat", "output")
+WAYS: dict[str, dict[str, int]] = {
+    "flat parameters": {},
+    "heads for positions": HEADS | dict.fromkeys(_OF_POSITIONS, 1),
+    "gathered for each side": HEADS | FEATURES | {"output": 1},
+    "gathered contexts": HEADS | {name: 2 for name in FEATURES if name != "concat"} | {"output": 2},
+    "uneven": HEADS | FEATURES | {"output": 1},
+}
+"""How ranks divide one attention, to the dimension of each stage that is divided."""
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_stages_are_found_on_both_sides_of_collectives(ranks: list[Answers], way: str) -> None:
+    for rank, answers in enumerate(ranks):
+        found = answers["other ways"]
+        whole = found["unsharded, uneven" if way == "uneven" else "unsharded"]
+        assert found[way]["kind"] == whole["kind"] == ["self"]
+        assert found[way]["stages"].keys() == whole["stages"].keys()
+        for stage, numbers in found[way]["stages"].items():
+            expected = torch.tensor(whole["stages"][stage])
+            if stage in WAYS[way]:
+                expected = expected.chunk(len(ranks), WAYS[way][stage])[rank]
+            torch.testing.assert_close(torch.tensor(numbers), expected, msg=f"{stage} on rank {rank}")
+        if way == "heads for positions":
+            exchanged = ["q_heads", "k_heads", "v_heads", "concat"]
+            assert found[way]["between ranks"] == [["alltoall_base", stage] for stage in exchanged]
+
+
 def test_parameters_say_which_part_of_the_whole_they_are(ranks: list[Answers]) -> None:
     world = len(ranks)
     rows = 32 // world
