@@ -16,7 +16,7 @@ from ..measure.content import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
 from ..naming.inner_steps import InnerStepsReader
-from ..naming.pattern import STAGES
+from ..naming.pattern import STAGES, dims_of
 from ..naming.stage_facts import StageFacts, weighs_by_others, without_dot
 from ..naming.visibility import Rows
 from ..record.arguments import tensors_in
@@ -69,6 +69,8 @@ def _phrases(run: Run, outer: list[Kernel]) -> dict[str, str]:
 def maker_of(run: Run, tensor: TensorRef) -> OpRef | None:
     """Return the operation whose result is this tensor; None for an input."""
     op = run.recording.producer(tensor)
+    while op is not None and op.output.id in run.recording.joins:
+        op = run.recording.producer(op.inputs[0])
     return None if op is None else OpRef(op.index, run.recording.name_of(op), op.source)
 
 
@@ -272,12 +274,20 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
         f"The heads are a loop: stages, bytes and FLOPs of a single head are of the first of {number}.": (
             attention.branches
         ),
-        f"The keys come in {len(attention.pieces)} pieces with one softmax: scores, stages of keys and values, and "
-        "FLOPs are of the first.": attention.pieces,
+        f"This attention is computed in {len(attention.pieces)} pieces along {_along(attention, names)}; each stage "
+        "shows all of them.": attention.pieces,
         f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
         "Weights are shown as softmax gives them, before dropout.": facts.drops(),
     }
     return tuple(sentence for sentence, applies in sentences.items() if sentence and applies)
+
+
+def _along(attention: Attention, names: AxisNames) -> str:
+    """Return the name of the axis of the scores that pieces are cut from; empty without pieces."""
+    stage = "scores" if "scores" in attention.stages else "masked_scores"
+    shapes = (turn.stages[stage].shape for turn in (attention, *attention.pieces[:1]))
+    dims = zip(dims_of(names.of_stage(stage)), *shapes, strict=True)
+    return next((" and ".join(words) for words, *sizes in dims if len(set(sizes)) > 1), "")
 
 
 def _returns(run: Run, axes: NamedAxes, show: Show) -> Iterator[Returned]:

@@ -69,8 +69,8 @@ class Attention:
     """The attention of each iteration, if the implementation loops over its heads; otherwise empty. The stages are
     those of the first iteration, except the shared ones: query, key, value, concat and output."""
     pieces: tuple[Attention, ...] = ()
-    """The same for each piece of the keys, if the exponentials are summed piece by piece; otherwise empty. The stages
-    are those of the first piece."""
+    """The attention of each piece of the queries, of the keys or of the batch, if they are computed in turn; otherwise
+    empty. The stages, and the results of both products and of the softmax, are put together from the pieces."""
     module: str = ""
     """Path of the module whose forward computes the scores, or calls one module for each head."""
 
@@ -82,6 +82,11 @@ class Attention:
     def first_projection(self, side: str) -> Op | None:
         """Return the first of the successive projections of a side; None if there is no projection."""
         return next(iter(self.earlier.get(side, ())), self.projections.get(side))
+
+    @property
+    def turns(self) -> tuple[Attention, ...]:
+        """The turns of a loop over heads, the pieces, or the attention itself: all tensors of a turn are real."""
+        return tuple(real for turn in self.branches or self.pieces for real in turn.turns) or (self,)
 
     @property
     def is_dot(self) -> bool:

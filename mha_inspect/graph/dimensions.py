@@ -65,6 +65,10 @@ class Dimensions:
         """Make two dimensions the same axis, if their sizes fit."""
         unify(left, right)
 
+    def put(self, tensor: TensorRef, dims: tuple[Dim, ...]) -> None:
+        """Take the dimensions of a tensor that no operation made."""
+        self._dims[tensor.id] = dims
+
     def _known(self, tensor: TensorRef) -> tuple[Dim, ...]:
         dims = self._dims.get(tensor.id)
         if dims is None:

@@ -14,6 +14,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import setting, wide
 from .dataflow import Graph, inside
+from .pieces import with_keys_joined, with_pieces_joined
 from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product
@@ -35,12 +36,13 @@ def attentions_of(graph: Graph) -> list[Attention]:
         attention = _attention_around(graph, softmax, scores, values)
         if attention is not None:
             pieces.setdefault(attention.stages["context"].id, []).append(attention)
-    attentions += [replace(each[0], pieces=tuple(each[1:] and each)) for each in pieces.values()]
+    attentions += [with_keys_joined(graph, each) for each in pieces.values()]
     attentions.sort(key=lambda attention: attention.softmax.index)
     attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.
     taken = {op.index for attention in attentions for op in attention.projections.values()}
-    return _with_turns_merged(graph, [_with_output(graph, attention, taken) for attention in attentions])
+    attentions = [_with_output(graph, attention, taken) for attention in attentions]
+    return _with_turns_merged(graph, with_pieces_joined(graph, attentions))
 
 
 def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]) -> bool:
@@ -253,7 +255,7 @@ def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attent
             given = positions_of(attention, graph.dimensions, "query") if query is not None and query.shape else None
             outside = None if given is None else set(wide(*given))
             rows = set(wide(axes.columns if attention.key_first else axes.rows))
-            if outside is None or rows <= outside <= {*axes.batch, *axes.rows, *axes.columns}:
+            if outside is None or rows <= outside <= {*axes.batch} | rows:
                 joined = joint.output.storage if joint.base_name == "copy_" else -1 - joint.index
                 # The queries of one softmax: another piece of an image has other queries.
                 queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))

@@ -52,14 +52,12 @@ def contents_of(run: NamedRun, attention: Attention, names: AxisNames) -> dict[s
 
 
 def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
-    """Return one stage in canonical axes; the turns of a loop over heads, and the pieces of the keys, are concatenated.
+    """Return one stage in canonical axes; the turns of a loop over heads are concatenated.
 
     None if an axis has no name, or if the stage was never made because its kernel has too many scores.
     """
     turns = attention.branches if attention.branches and is_by_turn(attention, names, stage) else (attention,)
     axes, sizes = CANONICAL_AXES[stage].split(), sizes_in(attention, names, stage)
-    if len({piece.stages[stage].id for piece in attention.pieces if stage in piece.stages}) > 1:
-        turns = attention.pieces
     values = [run.recording.values.get(turn.stages[stage].id) for turn in turns]
     parts = [
         None if value is None else canonical(value, stage, names.of_stage(stage), sizes, names.head_order)
@@ -70,8 +68,6 @@ def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str
         return None
     if len(known) == 1:
         return known[0]
-    if turns is attention.pieces:
-        return torch.cat(known, dim=axes.index("key"))
     return torch.cat(known, dim=1 if "heads" in axes else -1)
 
 

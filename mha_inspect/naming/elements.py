@@ -41,8 +41,14 @@ class Elements:
         """Whether any element was made of two, of which `merge` chose one."""
 
     def number(self, tensor: TensorRef, numbers: Tensor) -> None:
-        """Assign numbers to the elements of a tensor."""
+        """Assign numbers to the elements of a tensor, and of the pieces that it is put together from."""
         self._of(tensor).copy_(numbers)
+        join = self._graph.recording.joins.get(tensor.id)
+        if join is not None:
+            start, at = 0, join.args[1]
+            for piece in join.inputs:
+                self.number(piece, numbers.narrow(at, start, piece.shape[at]))
+                start += piece.shape[at]
 
     def of(self, tensor: TensorRef) -> Tensor:
         """Return the numbers of a tensor; for complex numbers those of the real parts."""
@@ -58,7 +64,7 @@ class Elements:
     def follow(self, ops: Iterable[Op]) -> None:
         """Run these operations, in order, on the numbers."""
         for op in ops:
-            if op.kind != "view" and op.outputs and any(map(self._knows, op.inputs)):
+            if (op.kind != "view" or op.does("joins")) and op.outputs and any(map(self._knows, op.inputs)):
                 numbers = self._made_by(op)
                 if numbers is not None or op.output.storage in self._memory:
                     self._of(op.output).copy_(torch.tensor(nan) if numbers is None else numbers)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -60,7 +60,7 @@ class InnerStepsReader:
 
     def of(self, attention: Attention, names: AxisNames) -> InnerSteps:
         """Return the inner steps of an attention."""
-        turn = next(iter(attention.branches), attention)
+        turn = attention.turns[0]
         paths = {side: OperandPath(self._graph, turn, side) for side in _STAGES}
         sides = ("query", "key")
         norms = {side: norm_of(paths[side], names) for side in sides}
@@ -69,8 +69,7 @@ class InnerStepsReader:
             side: OperandPath(self._graph, turn, side, from_first=True) if turn.earlier.get(side) else paths[side]
             for side in ("key", "value")
         }
-        rotation = partial(rotation_of, constants=self._constants, known=self._rotations)
-        turns = {side: rotation(paths[side], names) or rotation(first.get(side, paths[side]), names) for side in sides}
+        turns = {side: self._turned(turn, names, side) for side in sides}
         caches = {side: cache_of(path, self._constants, names, seen) for side, path in first.items()}
         added = added_by(self._graph, self._constants, turn, lambda op: masks_of(self._graph, turn, op))
         operands: dict[str, OperandSteps] = {}
@@ -88,6 +87,9 @@ class InnerStepsReader:
         norm = norms["query"] or norms["key"]
         cached = caches["key"]
         rotary = _rotary(turns["query"], turns["key"])
+        for product in (each.product for each in added.values() if rotary is None and each.product is not None):
+            like = replace(turn, score_product=product)
+            rotary = _rotary(*(self._turned(like, names, side) for side in sides))
         return InnerSteps(
             position=rotary or next((each.position for each in added.values() if each.position), None),
             qk_norm=norm[0] if norm else None,
@@ -97,6 +99,12 @@ class InnerStepsReader:
             operands=operands,
             added=added,
         )
+
+    def _turned(self, attention: Attention, names: AxisNames, side: str) -> Turned | None:
+        """Return the rotation of queries or keys, after or before the last of their projections; None without one."""
+        paths = (OperandPath(self._graph, attention, side, from_first=first) for first in (False, True))
+        turns = (rotation_of(path, names, constants=self._constants, known=self._rotations) for path in paths)
+        return next(filter(None, turns), None)
 
     def _seen(self, attention: Attention, names: AxisNames) -> Tensor | None:
         """Return which query sees which key; None if unknown."""
@@ -129,13 +137,15 @@ def _rotary(query: Turned | None, key: Turned | None) -> Position | None:
 
 
 def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[str, float | None], ...]:
-    """Return `attention.scoring` with `bias` in the place of `add` where numbers are added that are no mask."""
+    """Return `attention.scoring` with `bias` or `product` in the place of `add` where no mask is added."""
     ops: list[Op] = [op for op in attention.masks if op is not attention.score_product.op]
     steps: list[tuple[str, float | None]] = []
     for kind, number in attention.scoring:
         op = ops.pop(0) if kind in ("add", "fill", "times") and ops else None
         told = added.get(op.index) if op is not None and kind == "add" else None
-        if told is not None and told.bias:
+        if told is not None and told.product is not None:
+            steps.append(("product", None))
+        elif told is not None and told.bias:
             steps += [("bias", None), *([("add", None)] if told.mask else [])]
         else:
             steps.append((kind, number))

@@ -382,7 +382,8 @@ class _PartsOfAttention:
         of_turns = [self._codes(turn, "context") for turn in self._turns]
         for op in ops:
             taken, weight = self._graph.projected(op), weight_of(self._graph, op)
-            stops, since = {context.id for context in contexts}, min(map(self._made_at, contexts))
+            ends = [turn.stages["context"] for turn in self._attention.turns]
+            stops, since = {context.id for context in ends}, min(map(self._made_at, ends))
             way, meetings = self._way(taken, stops, set(), since)
             codes = self._codes_at(taken, way, contexts, of_turns)
             weighing = self._way(weight, set(), set(), 0)[0]

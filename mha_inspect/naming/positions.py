@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph, made_of
+from ..graph.products import Product
 from ..graph.rerun import Constants, between, run_again
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW
@@ -120,7 +121,8 @@ def _widest(path: OperandPath, tensor: TensorRef, width: int, *, backward: bool)
     """
     best: TensorRef | None = None
     while True:
-        if tensor.shape and width >= _features(tensor) >= (1 if best is None else _features(best)):
+        known = (0, 0) if best is None else (_features(best), len(best.shape))
+        if width >= _features(tensor) and (_features(tensor), len(tensor.shape)) >= known:
             best = tensor
         made, recording = path.graph.recording.producer(tensor), path.graph.recording
         near = [made] if backward and made is not None else []
@@ -286,6 +288,8 @@ class Added(NamedTuple):
     mask: bool
     """Whether it masks keys out."""
     position: Position | None = None
+    product: Product | None = None
+    """A second product of queries and keys, e.g. of the features that are rotated; None for anything else."""
 
 
 def added_by(
@@ -300,12 +304,18 @@ def added_by(
             others = [tensor for tensor in operands(op) if tensor.numel > 1 and tensor.id not in own]
             parts = [_added(graph, constants, tensor) for tensor in others]
             position = next((part.position for part in parts if part.position is not None), None)
-            added[op.index] = Added(any(p.bias for p in parts), any(p.mask for p in parts), position)
+            other = next((part.product for part in parts if part.product is not None), None)
+            added[op.index] = Added(any(p.bias for p in parts), any(p.mask for p in parts), position, other)
     return added
 
 
 def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:
     """Return what a tensor adds to the scores."""
+    for step in graph.back(tensor, lambda op: graph.moves(op) or graph.is_scale(op)):
+        op = graph.recording.producer(step.tensor)
+        product = None if op is None else graph.product(op)
+        if product is not None and _is_given(graph, product.left) and _is_given(graph, product.right):
+            return Added(False, False, product=product)
     op = graph.recording.producer(tensor)
     if op is not None and op.base_name == "where" and all(read.numel == 1 for read in op.inputs[1:]):
         return Added(False, True)  # one number where a key may be seen, and another one where not
@@ -344,13 +354,15 @@ def _origin(graph: Graph, tensor: TensorRef) -> tuple[bool, bool]:
             if not graph.comes_from_inputs(graph.projected(op)):
                 return True, True
         indices = [read for read in op.inputs if read.dtype in ("int64", "int32")]
-        given = (
-            bool(graph.inputs_of(read)) if graph.recording.inputs else graph.comes_from_inputs(read) for read in indices
-        )
-        by_distance = bool(indices) and not any(given)
+        by_distance = bool(indices) and not any(_is_given(graph, read) for read in indices)
         if op.does("gathers") and by_distance and op.inputs[0].id in graph.learned:
             return True, True
     return learned, False
+
+
+def _is_given(graph: Graph, tensor: TensorRef) -> bool:
+    """Return whether a tensor depends on an argument of the forward."""
+    return bool(graph.inputs_of(tensor)) if graph.recording.inputs else graph.comes_from_inputs(tensor)
 
 
 def _is_linear(value: Tensor, finite: Tensor) -> bool:

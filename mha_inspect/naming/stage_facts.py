@@ -81,7 +81,8 @@ class StageFacts:
         if op is not None:
             users = [name for name, other in attention.projections.items() if other is op and name != "output"]
             # Of the output a rank may keep a piece.
-            part = 1.0 if stage == "output" else attention.stages[stage].numel / max(op.output.numel, 1)
+            part = attention.stages[stage].numel / max(op.output.numel, 1)
+            part = max(part, 1.0) if stage == "output" else part
             return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
         if stage == ("scores" if "scores" in attention.stages else "masked_scores"):
             return attention.score_product.flops
@@ -98,10 +99,10 @@ class StageFacts:
 
     def _made(self, stage: str) -> list[Op]:
         """Return the operations between a stage and the stages that it is made of, the last first."""
-        stages = self._attention.stages
-        before = {stages[name].id for name in (*_BEFORE.get(stage, ()), *_INPUTS) if name in stages}
-        if stage == "concat":
-            before |= {branch.stages["context"].id for branch in self._attention.branches}
+        stages, turns = self._attention.stages, (self._attention, *self._attention.turns)
+        turns = turns if stage == "concat" or self._attention.pieces else turns[:1]
+        names = (*_BEFORE.get(stage, ()), *_INPUTS)
+        before = {turn.stages[name].id for turn in turns for name in names if name in turn.stages}
         made: dict[int, Op] = {}
         queue = [stages[stage]]
         while queue:
@@ -118,7 +119,7 @@ class StageFacts:
         earlier = len(attention.earlier.get(source, ()))
         if source == "output":
             source = "concat" if "concat" in attention.stages else "context"
-        elif not attention.earlier and self._graph.projected(op).numel < getattr(
+        elif not (attention.earlier or attention.pieces) and self._graph.projected(op).numel < getattr(
             attention.stages.get(source), "numel", 0
         ):
             source = f"a part of {source}"  # the input itself was split, before any projection
@@ -200,7 +201,8 @@ class StageFacts:
             return f"contexts of {count} {apart} side by side"
         made.sort(key=lambda op: op.index)
         # Operations that make positions and masks do not read the source, and are skipped.
-        derived = made_of({stages[source].id}, made)
+        turns = (self._attention, *(self._attention.turns if self._attention.pieces else ()))
+        derived = made_of({turn.stages[source].id for turn in turns}, made)
         steps = self._inner.operands.get(stage, OperandSteps())
         computing = [op for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
         computed = [op.base_name for op in computing if op.index not in steps.ops and not _moves_in_place(op)]
@@ -338,8 +340,8 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
     text, whole = scores, " " not in scores
     for place, (kind, number) in enumerate(steps):
         inside = text if whole else f"({text})"
-        if kind in ("add", "bias"):
-            name = "mask" if kind == "add" else kind
+        if kind in ("add", "bias", "product"):
+            name = {"add": "mask", "product": "another q · kᵀ"}.get(kind, kind)
             text, whole = text if last == kind else f"{text} + {name}", False
         elif kind in ("fill", "mixed"):
             name = "mask" if kind == "fill" else "mix"
@@ -348,7 +350,7 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
             text, whole = f"{inside} · mask", False
         elif kind == "scale":
             beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
-            bends = bool(number) and bool(beside - {"", "scale", "add", "bias", "fill", "times", "mixed"})
+            bends = bool(number) and bool(beside - {"", "scale", "add", "bias", "product", "fill", "times", "mixed"})
             text, whole = _scaled(inside, number, as_a_root=not bends), False
         elif " " in kind:
             text, whole = f"{inside} {kind}", False

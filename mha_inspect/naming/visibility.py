@@ -17,7 +17,7 @@ from ..graph.attention import Attention
 from ..graph.dataflow import Graph, inside
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from ..record.sight import MASKED_BELOW, Sight
+from ..record.sight import MASKED_BELOW, Sight, joined_sight
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
 from .named_run import NamedRun
@@ -72,14 +72,11 @@ class Visibility:
 
 def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibility | None:
     """Return which query attends to which key in a run; None if the weights were never made, or an axis has no name."""
-    every = attention.branches or attention.pieces or (attention,)
-    turns = [_of_turn(graph, turn, attention, names) for turn in every]
+    turns = [_of_turn(graph, turn, attention, names) for turn in attention.branches or (attention,)]
     known = [turn for turn in turns if turn is not None]
     if not known or len(known) < len(turns):
         return None
     pairs = [turn.seen for turn in known if turn.seen is not None]
-    if attention.pieces:  # a query with all keys of one piece masked out may see those of another
-        return Visibility(torch.cat(pairs, 1) if len(pairs) == len(known) else None, ())
     whole = len(pairs) == len(known) and len({seen.shape for seen in pairs}) == 1
     blind = sorted({row for turn in known for row in turn.blind})
     return Visibility(torch.stack(pairs).any(0) if whole else None, tuple(blind))
@@ -102,7 +99,7 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
     query, key = queries[0], keys[0]
     seen = _pair(sight, query, key)
     if not sight.pairs:
-        seen = torch.ones(names.lengths[0], shape[key] if attention.pieces else names.lengths[1], dtype=torch.bool)
+        seen = torch.ones(*names.lengths, dtype=torch.bool)
     elif seen is not None:
         of_query = _by_position(seen, dims[query], "query", sizes)
         of_both = None if of_query is None else _by_position(of_query.T, dims[key], "key", sizes)
@@ -123,6 +120,12 @@ def _pair(sight: Sight, first: int, second: int) -> Tensor | None:
 
 def noted(graph: Graph, turn: Attention) -> Sight | None:
     """Return the note about the weights of an attention, or about the exponentials of a softmax written by hand."""
+    if turn.pieces:
+        known = [sight for piece in turn.pieces if (sight := noted(graph, piece)) is not None]
+        whole, *shapes = (each.softmax.output.shape for each in (turn, *turn.pieces))
+        place = next(at for at, size in enumerate(whole) if size != shapes[0][at])
+        dim = turn.softmax_dim % len(whole)
+        return joined_sight(known, shapes, place, dim) if len(known) == len(shapes) else None
     sights, queue = graph.recording.sights, [turn.softmax.output]
     first, shape = turn.score_product.op.index, turn.softmax.output.shape
     for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop
@@ -206,7 +209,7 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
 
 def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     """Return the tensors that a masking operation reads besides the scores."""
-    product = attention.score_product.op
+    product = attention.turns[0].score_product.op
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
 
     def through(op: Op) -> bool:
@@ -215,7 +218,7 @@ def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     def is_scores(tensor: TensorRef) -> bool:
         return any(step.tensor.id == product.output.id for step in graph.back(tensor, through))
 
-    return [op.inputs[0]] if op is product else [tensor for tensor in op.inputs if not is_scores(tensor)]
+    return [op.inputs[0]] if op.index == product.index else [tensor for tensor in op.inputs if not is_scores(tensor)]
 
 
 def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:

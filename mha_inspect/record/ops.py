@@ -191,6 +191,9 @@ class Recording:
     sights: dict[int, Sight] = field(default_factory=dict, compare=False)
     """TensorRef id of attention weights to which query sees which key."""
 
+    joins: dict[int, Op] = field(default_factory=dict, compare=False)
+    """TensorRef id of a tensor that is only made in pieces to their concatenation, which torch never ran."""
+
     @cached_property
     def consumers(self) -> dict[int, tuple[Op, ...]]:
         """TensorRef id to the operations that read it."""
@@ -218,7 +221,7 @@ class Recording:
     def producer(self, tensor: TensorRef) -> Op | None:
         """Return the operation that made a tensor; None for a tensor from outside the run."""
         index = self.producers.get(tensor.id)
-        return None if index is None else self.ops[index]
+        return self.joins.get(tensor.id) if index is None else self.ops[index]
 
     def name_of(self, op: Op) -> str:
         """Return the torch name of an operation; for a link to a kernel's result, the name of the kernel."""

@@ -6,7 +6,7 @@ two-dimensional booleans if some weight is zero. If every weight is nonzero, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -83,6 +83,18 @@ def sight_of_kernel(asked: AttentionCall) -> Sight | None:
     seen = allowed[(None,) * (len(shape) - allowed.dim())]
     last = len(shape) - 1
     return _reduced(seen.expand(*seen.shape[:-2], *shape[-2:]), [(at, last) for at in range(last)], last)
+
+
+def joined_sight(sights: Sequence[Sight], shapes: Sequence[tuple[int, ...]], place: int, dim: int) -> Sight:
+    """Return the sight of weights from those of their pieces along a dimension; the softmax runs over `dim`."""
+    pairs, turns = {}, [*zip(sights, shapes, strict=True)]
+    for pair in sorted({pair for sight in sights for pair in sight.pairs}):
+        seen = [sight.pairs.get(pair, torch.ones([shape[at] for at in pair]) > 0) for sight, shape in turns]
+        pairs[pair] = torch.cat(seen, pair.index(place)) if place in pair else torch.stack(seen).any(0)
+    if dim == place or all(sight.blind is None for sight in sights):
+        return Sight(pairs)
+    rows = [(sight.blind, (*shape[:dim], 1, *shape[dim + 1 :])) for sight, shape in turns]
+    return Sight(pairs, torch.cat([torch.zeros(shape) > 0 if blind is None else blind for blind, shape in rows], place))
 
 
 def _reduced(seen: Tensor, pairs: Any, dim: int | None, blind: Tensor | None = None) -> Sight | None:

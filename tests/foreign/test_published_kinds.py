@@ -12,6 +12,7 @@ from mha_inspect import Intent, check, params, recording, trace
 from mha_inspect.answers.decode import decoded
 from mha_inspect.layers.spec import Show
 from mha_inspect.naming.canonical import content_of
+from mha_inspect.reports.trace import Position
 from mha_inspect.running.subject import Subject
 
 from .truth import cut
@@ -236,9 +237,18 @@ class FewAtATime(Grouped):
         return self.o(context.unflatten(0, (len(x), -1)).transpose(1, 2).flatten(2))
 
 
-def test_a_few_heads_at_a_time_have_keys_of_their_own() -> None:
-    attentions = trace(FewAtATime(), torch.randn(B, N, WIDTH)).attentions
-    assert [(one.num_heads, one.num_kv_heads) for one in attentions] == [(KV_HEADS, KV_HEADS)] * 4
+def test_a_few_heads_at_a_time_are_one_attention() -> None:
+    torch.manual_seed(0)
+    module, x = FewAtATime(), torch.randn(B, N, WIDTH)
+    (one,) = trace(module, x).attentions
+    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self",), HEADS, HEADS)
+    q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
+    weights, stages = (q @ k.mT * HEAD_DIM**-0.5).softmax(-1), content(module, x)
+    torch.testing.assert_close(stages["weights"], weights)
+    torch.testing.assert_close(stages["context"], weights @ v)
+    for letter in "qkv":
+        assert all(map(torch.equal, rows_of(module, f"W_{letter}", x), getattr(module, letter).weight.split(HEAD_DIM)))
+    assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
 
 
 class Latent(Grouped):
@@ -385,7 +395,7 @@ def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
     (one,) = trace(module, x).attentions
     causal = kind is RescaledCausal
     assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal") if causal else ("self",), HEADS, HEADS)
-    assert any(f"The keys come in {-(-N // piece)} pieces" in note for note in one.notes)
+    assert any(f"in {-(-N // piece)} pieces along key" in note for note in one.notes)
     stages = content(module, x)
     torch.testing.assert_close(stages["masked_scores" if causal else "scores"], scores)
     torch.testing.assert_close(stages["context"], scores.softmax(-1) @ v)
@@ -416,17 +426,16 @@ class PiecesOfQueries(Rescaled):
         return result
 
 
-def test_blocks_of_queries_in_one_memory_stay_apart() -> None:
+def test_blocks_of_queries_in_one_memory_are_one_attention() -> None:
     torch.manual_seed(0)
     module, x = PiecesOfQueries(), torch.randn(B, N, WIDTH)
     q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
     with torch.no_grad():
         run = Subject(module, (x,), {}).recorded(keep=True)
-    assert len(run.attentions) == 2
-    for (attention, names), rows in zip(run.attentions, q.split(4, 2), strict=True):
-        scores = rows @ k.mT / HEAD_DIM**0.5
-        torch.testing.assert_close(content_of(run, attention, names, "scores"), scores)
-        torch.testing.assert_close(content_of(run, attention, names, "context"), scores.softmax(-1) @ v)
+    ((attention, names),) = run.attentions
+    scores = q @ k.mT / HEAD_DIM**0.5
+    torch.testing.assert_close(content_of(run, attention, names, "scores"), scores)
+    torch.testing.assert_close(content_of(run, attention, names, "context"), scores.softmax(-1) @ v)
 
 
 class LinearByFeatures(Whole):
@@ -617,6 +626,48 @@ def test_absorbed_projections_are_those_of_keys_and_values(kind: type[Absorbed])
     assert (roles["wq.weight"], roles["wo.weight"]) == ("W_q", "W_o")
     assert roles["wkv_b.weight"] == "W_k and W_v by head, absorbed into the queries and output"
     assert not any(row.heads for row in report if row.name in ("wq.weight", "wkv_b.weight"))
+
+
+def turned(x: Tensor) -> Tensor:
+    """Turn `batch position heads feature` by position, in neighbouring pairs."""
+    angles = torch.outer(torch.arange(x.shape[1]), 10000.0 ** -(torch.arange(0, x.shape[-1], 2) / x.shape[-1]))
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:, None]).flatten(-2)
+
+
+class AbsorbedTurned(Absorbed):
+    def attend(self, q: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
+        return super().attend(q, turned(rope), latent, turned(rope_key[:, :, None])[:, :, 0])
+
+
+class BothInHeads(Absorbed):
+    """The same scores of a key for each head: a product of the plain features, and one of the rotated ones."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        nope, rope = self.wq(x).unflatten(-1, (HEADS, -1)).split((NOPE, ROPE), -1)
+        latent, rope_key = self.wkv_a(x).split((LATENT, ROPE), -1)
+        k, v = self.wkv_b(self.norm(latent)).unflatten(-1, (HEADS, -1)).split((NOPE, V_DIM), -1)
+        scores = torch.einsum("bqhd,bkhd->bqhk", nope, k)
+        scores = scores + torch.einsum("bqhr,bkr->bqhk", turned(rope), turned(rope_key[:, :, None])[:, :, 0])
+        weights = (scores / (NOPE + ROPE) ** 0.5).softmax(-1)
+        return self.wo(torch.einsum("bqhk,bkhd->bqhd", weights, v).flatten(2))
+
+
+@pytest.mark.parametrize("kind", [AbsorbedTurned, BothInHeads])
+def test_a_second_product_of_queries_and_keys_is_no_bias(kind: type[Absorbed]) -> None:
+    torch.manual_seed(0)
+    module, x = kind(), torch.randn(B, 17, WIDTH)  # more positions than features of a head
+    (one,) = trace(module, x).attentions
+    formula = {stage.name: stage.formula for stage in one.stages}["masked_scores"]
+    assert (one.bias, formula) == (False, "(scores + another q · kᵀ) / √10")
+    assert one.position == Position("rotary", "interleaved", ROPE, 0, 0)
+    nope, rope = module.wq(x).unflatten(-1, (HEADS, -1)).split((NOPE, ROPE), -1)
+    latent, rope_key = module.wkv_a(x).split((LATENT, ROPE), -1)
+    k, _ = module.wkv_b(module.norm(latent)).unflatten(-1, (HEADS, -1)).split((NOPE, V_DIM), -1)
+    rope_keys = turned(rope_key[:, :, None]).expand(-1, -1, HEADS, -1)
+    q, k = torch.cat((nope, turned(rope)), -1), torch.cat((k, rope_keys), -1)
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / (NOPE + ROPE) ** 0.5
+    torch.testing.assert_close(content(module, x)["masked_scores"], scores)
 
 
 class AbsorbedAlone(Absorbed):

@@ -142,10 +142,11 @@ def test_a_learned_query_has_no_projection() -> None:
     assert (attention.names.num_heads, attention.found.stages["scores"].shape) == (H, (7, H, 2, 12))
 
 
-def test_pieces_of_the_queries_stay_apart() -> None:
-    found = find("LoopChunks")
-    assert [attention.found.stages["scores"].shape for attention in found] == [(7, H, 4, 12)] * 3
-    assert all(attention.names.num_heads == H and not attention.found.branches for attention in found)
+def test_pieces_of_the_queries_are_one_attention() -> None:
+    (attention,) = find("LoopChunks")
+    assert_true(attention)
+    assert attention.found.stages["scores"].shape == (7, H, 12, 12)
+    assert (attention.names.num_heads, attention.found.branches) == (H, ())
 
 
 @pytest.mark.parametrize("name", ["Loop", "LoopStacked", "LoopSlices"])

@@ -1,0 +1,174 @@
+"""Attention in a loop over queries, or over items of the batch, and loops that must stay several attentions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mha_inspect import check, diff, params, trace
+from mha_inspect.answers.trace import traced
+from mha_inspect.layers.spec import Show
+from mha_inspect.naming.canonical import content_of
+from mha_inspect.running.subject import Subject
+
+from .truth import cut
+
+B, N, HEADS, HEAD_DIM = 4, 11, 3, 6
+WIDTH = HEADS * HEAD_DIM
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    scores = q @ k.mT / HEAD_DIM**0.5
+    return (scores if mask is None else scores.masked_fill(mask, -torch.inf)).softmax(-1) @ v
+
+
+class Heads(nn.Module):
+    """Projections around an attention of heads, `batch heads position head_dim`."""
+
+    def __init__(self, of_heads: Callable[[Tensor, Tensor, Tensor], Tensor] = attend) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.of_heads = of_heads
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.of_heads(*(self.split(project(x)) for project in (self.q, self.k, self.v)))
+        return self.o(context.transpose(1, 2).flatten(2))
+
+
+class Projected(Heads):
+    """Each piece of the queries is projected, and its result too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.split(self.k(x)), self.split(self.v(x))
+        pieces = (attend(self.split(self.q(piece)), k, v) for piece in x.split(4, 1))
+        return torch.cat([self.o(piece.transpose(1, 2).flatten(2)) for piece in pieces], 1)
+
+
+def future(start: int = 0, stop: int = N) -> Tensor:
+    return torch.arange(N) > torch.arange(start, stop)[:, None]
+
+
+def joined(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([attend(piece, k, v) for piece in q.split(4, 2)], 2)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    starts = range(0, N, 4)
+    return torch.cat([attend(q[:, :, at : at + 4], k, v, future(at, min(at + 4, N))) for at in starts], 2)
+
+
+def in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result = torch.empty_like(q)
+    for at in range(0, N, 4):
+        result[:, :, at : at + 4] = F.scaled_dot_product_attention(q[:, :, at : at + 4], k, v)
+    return result
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([attend(q[:, :, at : at + 1], k, v)[:, :, 0] for at in range(N)], 2)
+
+
+def halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    result, mask = torch.empty_like(q), future()
+    for at in (0, B // 2):
+        half = slice(at, at + B // 2)
+        result[half] = attend(q[half], k[half], v[half], mask)
+    return result
+
+
+WAYS = {joined: "query", causal: "query", in_place: "query", one_by_one: "query", halves: "batch"}
+
+
+@pytest.mark.parametrize("way", [*WAYS, None])
+def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
+    torch.manual_seed(0)
+    module, x = (Projected() if way is None else Heads(way)).double().eval(), torch.randn(B, N, WIDTH).double()
+    masked = future() if way in (causal, halves) else None
+    q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
+    scores = q @ k.mT / HEAD_DIM**0.5
+    weights = (scores if masked is None else scores.masked_fill(masked, -torch.inf)).softmax(-1)
+    report, run = traced(Subject(module, (x,), {}), Show(), keep=True)
+    (one,), ((attention, names),) = report.attentions, run.attentions
+    assert (one.kind, one.num_heads) == (("self",) if masked is None else ("self", "causal"), HEADS)
+    expected = {"q_heads": q, "k_heads": k, "v_heads": v, "scores": scores, "weights": weights, "context": weights @ v}
+    for stage, value in expected.items():
+        torch.testing.assert_close(content_of(run, attention, names, stage), value)
+    stages = {stage.name: stage for stage in one.stages}
+    assert (stages["scores"].shape, stages["scores"].axes) == ((B, HEADS, N, N), "batch heads query key")
+    assert (stages["query"].axes, stages["output"].axes) == ("batch query embed",) * 2
+    assert stages["scores"].flops == stages["context"].flops == 2 * B * HEADS * N * N * HEAD_DIM
+    assert stages["q_proj"].flops == stages["output"].flops == 2 * B * N * WIDTH * WIDTH
+    assert any(f"pieces along {WAYS.get(way, 'query')}" in note for note in one.notes)
+    plain = Heads(lambda *heads: attend(*heads, masked)).double().eval()
+    assert diff(module, plain, x, same_weights=True).verdict == "same"
+    assert not check(module, x).findings
+    rows = {row.name: row.heads for row in params(module, x, per_head=True).parameters}
+    for letter in "qkv":
+        weight = getattr(module, letter).weight
+        assert all(map(torch.equal, (cut(weight, piece) for piece in rows[f"{letter}.weight"]), weight.split(HEAD_DIM)))
+    columns = (cut(module.o.weight, piece) for piece in rows["o.weight"])
+    assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
+
+
+# -- loops over several attentions ------------------------------------------------------------------------------------
+
+
+def blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.cat([attend(*own) for own in zip(*(each.split(4, 2) for each in (q, k, v)), strict=True)], 2)
+
+
+def windows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    masks = future(), future().flip(0)
+    halves = zip(*(each.split(B // 2) for each in (q, k, v)), masks, strict=True)
+    return torch.cat([attend(*own) for own in halves])
+
+
+def features(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    first, second = (attend(*own, v) for own in zip(q.chunk(2, -1), k.chunk(2, -1), strict=True))
+    return first - 0.3 * second
+
+
+def one_selected(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.stack([attend(q[:, :, at, None], k, v)[:, :, 0] for at in range(N)], 2)
+
+
+def in_turn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The queries of a step are made of the result of the step before."""
+    results = [attend(q[:, :, :4], k, v)]
+    for at in (4, 8):
+        results.append(attend(q[:, :, at : at + 4] + results[-1].mean(2, keepdim=True), k, v))
+    return torch.cat(results, 2)
+
+
+class Halves(nn.Module):
+    """A whole layer is called with both halves of the batch, or of the sequence."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layer, self.dim = Heads(), dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.layer(half) for half in x.chunk(2, self.dim)], self.dim)
+
+
+SEVERAL = [(Heads(blocks), 3), (Heads(windows), 2), (Heads(features), 2), (Heads(one_selected), N), (Halves(0), 2)]
+
+
+@pytest.mark.parametrize(("module", "count"), [*SEVERAL, (Halves(1), 2)])
+def test_pieces_with_keys_or_masks_of_their_own_stay_several(module: nn.Module, count: int) -> None:
+    torch.manual_seed(0)
+    found = trace(module.eval(), torch.randn(B, N, WIDTH)).attentions
+    assert len(found) == count
+    assert {one.num_heads for one in found} == {HEADS}
+
+
+def test_queries_made_of_the_results_before_stay_several() -> None:
+    torch.manual_seed(0)
+    assert len(trace(Heads(in_turn).eval(), torch.randn(B, N, WIDTH)).attentions) == 3
