@@ -73,23 +73,15 @@ class Arguments:
         bound = BoundArguments(self._signature, given)
         return bound.args, bound.kwargs
 
-    def piece(
-        self,
-        source: Source,
-        start: int,
-        stop: int,
-        row: Mapping[str, Any] | None = None,
-        *,
-        positions: str | None = None,
-    ) -> dict[str, Any]:
+    def piece(self, source: Source, start: int, stop: int, *, positions: str | None = None) -> dict[str, Any]:
         """Return the arguments of a call with the tokens from `start` to `stop` only.
 
         Masks keep the keys before `start`. Positions are advanced: those with a usual name, and the argument
-        `positions`. `row` replaces values first.
+        `positions`.
         """
         unset = {name: p.default for name, p in self.parameters.items() if type(p.default) is int}
         counts = {name: value for name, value in unset.items() if _POSITION.search(name) or name == positions}
-        values: dict[str, Any] = {**counts, **self.values, **(row or {})}
+        values: dict[str, Any] = {**counts, **self.values}
         if positions is not None and values.get(positions) is None:
             numbers = torch.arange(source.length, device=source.value.device)
             values[positions] = numbers[None] if "ids" in positions else numbers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
@@ -17,10 +16,6 @@ from ...reports.check import Finding
 from .arguments import Source, batch_axis_of
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .replay import factors_of
-from .scores import masking
-from .tokens import heads
-
-_ALMOST_CAUSAL = "The mask looks causal, one diagonal late: each position can see one future token."
 
 
 def inputs(evidence: Evidence) -> Iterator[Finding]:
@@ -184,9 +179,7 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
         early = before.nonzero().flatten().tolist()
         if not early:
             continue
-        with suppress(NotPossibleError):
-            if any(finding.sure for check in (masking, heads) for finding in check(evidence)):
-                return None
+        evidence.require_passed("heads")
         return Finding(
             "causal",
             "An output depends on a future token that has no attention weight: another operation mixes positions.",
@@ -213,11 +206,11 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
-    """Yield attention that would be causal with its mask moved by one diagonal."""
+    """Yield attention that would be causal with its mask moved by one diagonal, or reversed."""
     for sight in evidence.sights:
-        finding = sight.against_causal(None) if sight.is_late else None
+        finding = sight.against_causal(None) if sight.almost_causal else None
         if finding is not None:
-            yield replace(finding, sentence=_ALMOST_CAUSAL, sure=False)
+            yield replace(finding, sentence=f"The mask looks causal, {sight.almost_causal}.", sure=False)
 
 
 def window(evidence: Evidence) -> Iterator[Finding]:

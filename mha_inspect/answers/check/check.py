@@ -22,7 +22,7 @@ from ..ranks import digests_of, unlike
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments
 from .behaviour import batch, causal, inputs, mixing, window
-from .evidence import Evidence, NotPossibleError, RaisedError, Runner, evidence_of
+from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
 from .padding import mask_facts, padding
 from .parameters import heads_of, parameters
@@ -42,26 +42,26 @@ class Check(NamedTuple):
     on_meta: str = ""
     """What is true if the check passes on meta; empty if the check needs numbers."""
     follows: tuple[str, ...] = ()
-    """Checks whose findings explain the findings of this check."""
+    """Checks whose findings explain the findings of this check: it is skipped until they pass."""
 
 
 _CHECKS = {
     "inputs": Check(inputs),
     "heads": Check(heads),
-    "softmax": Check(softmax, follows=("finite",)),
+    "softmax": Check(softmax),
     "masking": Check(masking),
-    "finite": Check(finite),
+    "finite": Check(finite, follows=("softmax",)),
     "grouped": Check(grouped),
     "rotary": Check(rotary),
-    "batch": Check(batch, runs=True),
-    "mixing": Check(mixing, runs=True, follows=("heads", "batch", "finite")),
+    "batch": Check(batch, runs=True, follows=("heads", "softmax")),
+    "mixing": Check(mixing, runs=True, follows=("heads", "softmax", "batch", "finite")),
     "parameters": Check(parameters, runs=True, on_meta="every projection is used once"),
     "repeat": Check(repeat, runs=True, follows=("finite",)),
-    "training": Check(training, runs=True),
-    "causal": Check(causal),
-    "window": Check(window),
+    "training": Check(training, runs=True, follows=("finite",)),
+    "causal": Check(causal, follows=("softmax", "masking")),
+    "window": Check(window, follows=("softmax", "masking", "causal")),
     "padding": Check(padding, runs=True),
-    "cache": Check(cache, runs=True),
+    "cache": Check(cache, runs=True, follows=OF_OUTPUTS),
     "scale": Check(scale, on_meta=CHECKS["scale"]),
     "reference": Check(reference),
 }
@@ -105,19 +105,15 @@ def check(
                 raise InputError(_no_attention(evidence))
             results += [SkippedCheck(name, "no attention found around this softmax") for name in names]
         for name in names if evidence.run.attentions else ():
-            failed = _failed(results)
             entry = _CHECKS.get(name) or Check(partial(_of_all_ranks, results, exchange))
-            results += [r for r in _results(evidence, name, entry) if r.check == name or r.check not in failed]
+            found = list(_results(evidence, name, entry))
+            results += [r for r in found if r.check == name or r.check not in evidence.failed]
+            evidence.failed.update(_failed(found))
         facts, head_effects = tuple(_facts(evidence)), tuple(heads_of(evidence))
     failed, order = _failed(results), list(CHECKS)
-    if "heads" in failed:
-        mixed = "heads are mixed, so a position is not one token", "heads are mixed"
-        passed = [isinstance(r, PassedCheck) and r.check in _OF_POSITIONS for r in results]
-        results = [SkippedCheck(r.check, *mixed) if of else r for r, of in zip(results, passed, strict=True)]
     if not failed:
         _require_declared(intent, results)
-    follows = {name: entry.follows for name, entry in _CHECKS.items()}
-    findings = [r for r in results if isinstance(r, Finding) and not failed.intersection(follows.get(r.check, ()))]
+    findings = [result for result in results if isinstance(result, Finding)]
     return CheckReport(
         environment=replace(environment_of(subject), seed=runner.subject.seed),
         layer=layer_of(subject),
@@ -180,6 +176,7 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[Finding | 
     evidence.runner.tick(name)
     passed = True
     try:
+        evidence.require_passed(*entry.follows)
         for result in entry.find(evidence):
             passed = passed and not isinstance(result, Finding)
             yield result
@@ -187,7 +184,9 @@ def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[Finding | 
         raised = "the forward raises when an input is changed: " if isinstance(error, RaisedError) else ""
         yield SkippedCheck(name, raised + " ".join(str(error).split()), error.brief, error.give)
         return
-    if passed:
+    if passed and name in _OF_POSITIONS and "heads" in evidence.failed:
+        yield SkippedCheck(name, "heads are mixed, so a position is not one token", "heads are mixed")
+    elif passed:
         yield PassedCheck(name, entry.on_meta if evidence.on_meta else CHECKS[name])
 
 

@@ -26,6 +26,8 @@ from .intent import Intent
 from .replay import first_key
 from .sight import SeenKeys, sights_of
 
+OF_OUTPUTS = ("heads", "softmax", "masking", "finite", "batch", "repeat", "causal")
+"""Checks whose faults also make outputs differ that should be equal."""
 OTHER_SIZES = 100.0
 """Runs of other sizes round differently: their tolerance is this many times larger."""
 
@@ -102,6 +104,8 @@ class Evidence:
     """The result of a second run, continued from this one with another seed; None without a second run."""
     masked_runs: list[Any] = field(default_factory=list)
     """The runs with a changed mask, once the check of padding needed them."""
+    failed: set[str] = field(default_factory=set)
+    """The checks that have a sure finding so far."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -160,6 +164,11 @@ class Evidence:
     def mask_line(self) -> str:
         """The line of the first mask; without a mask, of the first scores."""
         return next((each.masks[0].source for each, _ in self.run.attentions if each.masks), self.scores_line)
+
+    def require_passed(self, *checks: str) -> None:
+        """Raise `NotPossibleError` if one of these checks failed: another finding would be its consequence."""
+        for check in self.failed.intersection(checks):
+            raise NotPossibleError(f"cannot be judged until {check} passes", f"until {check} passes")
 
     # -- other runs ---------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...reports.check import Fact, Finding, SkippedCheck
 from ...text import shortened, spans
 from .arguments import Source
-from .evidence import OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
+from .evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 from .scores import masks_everything, softmax, weak_masks
 from .sight import SeenKeys
 
@@ -95,14 +95,14 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
     by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
     if by_row:
-        keys[1::2] = False
+        keys[1:] = False
     value = given[..., keys[0]].flatten()[0]
     if not bool((given[..., keys[0]] == value).all()):
         return None
     additive = given.is_floating_point() and bool((given <= 0).all()) and (given.dim() > 2 or bool(given.any()))
     other = ((-1e9 if value == 0 else 0.0) * torch.ones(()) if additive else 1 - value.long()).to(given)
     changed = given.clone()
-    changed[slice(None, None, 2) if by_row else slice(None), ..., keys[0]] = other
+    changed[slice(0, 1) if by_row else slice(None), ..., keys[0]] = other
     try:
         masked = evidence.with_arguments({name: changed})
         output, faults = masked.output, [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
@@ -155,20 +155,21 @@ def _places(marks: Tensor) -> str:
 def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     """Yield a fault if padding changes real outputs, or its mask means the opposite of the declaration."""
     name, findings = evidence.intent.padding, list[Finding]()
+    if not any(map(masks_everything, evidence.sights)):
+        evidence.require_passed("masking")
     for run in masked_runs(evidence):
         if isinstance(run, Masked):
             proof = f"With {run.name} {_word(run.other)} at some keys."
-            findings += [
-                *_misplaced(run, declared=run.name == name),
-                *(_of_declared(evidence, run) if run.name == name else ()),
-                *_nan(evidence, run),
-                *(replace(fault, evidence=f"{proof} {fault.evidence}") for fault in run.faults if fault.sure),
-            ]
+            faults = [replace(fault, evidence=f"{proof} {fault.evidence}") for fault in run.faults if fault.sure]
+            misplaced = list(_misplaced(run, declared=run.name == name))
+            found = faults or [*misplaced, *(_of_declared(evidence, run) if run.name == name else ())]
+            findings += found or list(_nan(evidence, run)) or _joined(evidence, run)
     yield from findings
     if name is None and not findings:
         raise UndeclaredError("--mask NAME=keep")
     if name is None or any(finding.sure for finding in findings):
         return
+    evidence.require_passed(*OF_OUTPUTS)
     if not evidence.follows or evidence.source.batch is None:
         raise NotPossibleError("the output has no entry for each token of each batch item")
     source = _padded_source(evidence, name)
@@ -189,11 +190,9 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
         by_key, sure, fix = real.any(1), True, ""
         proof = f"With {run.name} {_word(run.other)} at {run.places}"
         if bool(changed[~rows].any()):
-            sentence = "The mask of one batch item masks out keys of another item."
-            other = int((~rows).nonzero()[0])
-            proof += f" and {_word(run.value)} in batch item {other}, the masked scores of that item change too."
-            fix = "Repeat the mask in the order of the joined dimension: repeat_interleave(heads, 0) for (batch heads)."
-        elif run.hides and bool(changed.any()) and not bool(real.any()):
+            yield _of_other_items(run)
+            return
+        if run.hides and bool(changed.any()) and not bool(real.any()):
             if bool(after.seen[0, keys[0]].any()):
                 continue
             sentence = (
@@ -209,6 +208,29 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
             continue
         yield Finding("padding", sentence, proof, sure, after.line, after.module, fix)
         return
+
+
+def _joined(evidence: Evidence, run: Masked) -> list[Finding]:
+    """Return a fault if the mask of one item changes the output of another item, e.g. in some of its heads."""
+    others = ~run.keys.any(1)
+    fails = evidence.failed.intersection(OF_OUTPUTS)
+    if fails or not evidence.follows or run.source is not evidence.source or not bool(others.any()):
+        return []
+    base = evidence.output_with({run.name: run.given})
+    moved = bool(evidence.differences(run.output, base, times=OTHER_SIZES)[others].any())
+    return [_of_other_items(run)] if moved else []
+
+
+def _of_other_items(run: Masked) -> Finding:
+    other = int((~run.keys.any(1)).nonzero()[0])
+    return Finding(
+        "padding",
+        "The mask of one batch item masks out keys of another item.",
+        f"With {run.name} {_word(run.other)} at {run.places} and {_word(run.value)} in batch item {other}, that item "
+        "changes too.",
+        source=run.line,
+        fix="Repeat the mask in the order of the joined dimension: repeat_interleave(heads, 0) for (batch heads).",
+    )
 
 
 def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:

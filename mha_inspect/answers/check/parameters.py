@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 from einops import EinopsError, rearrange
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...graph.attention import Attention
 from ...graph.rerun import between
@@ -45,7 +45,7 @@ class Readers:
 
     def __init__(self, evidence: Evidence) -> None:
         recording = evidence.run.recording
-        self._graph = evidence.run.graph
+        self._graph, self._module = evidence.run.graph, evidence.subject.module
         ids, storages = {named.tensor.id for named in recording.outputs}, set[int]()
         written = {named.tensor.storage for named in (*recording.inputs, *recording.buffers)}
         self._read = [named.tensor for named in recording.outputs]
@@ -63,6 +63,13 @@ class Readers:
         """Parameter to the operations that use it, one per call."""
         self.mentioned: set[str] = set()
         """Parameters and modules that a finding already names."""
+
+    def owner(self, name: str) -> str:
+        """Return the module that runs the layer of a parameter: lists of layers are not run."""
+        path = name.split(".")[:-2]
+        while path and isinstance(self._module.get_submodule(".".join(path)), (nn.ModuleList, nn.ModuleDict)):
+            path.pop()
+        return ".".join(path)
 
     def unread(self) -> list[str]:
         """Return unused parameters that no finding names yet."""
@@ -87,8 +94,7 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     if not evidence.run.recording.outputs:
         raise NotPossibleError("the forward returns no tensor, so the effect of its parameters is unknown")
     readers = Readers(evidence)
-    yield from _twice(evidence, readers)
-    yield from _copied_heads(evidence)
+    yield from list(_twice(evidence, readers)) or _copied_heads(evidence)
     for attention, _, _ in kinds(evidence.run):
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)
@@ -176,7 +182,7 @@ def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[
 def _unused(readers: Readers, attention: Attention) -> Iterator[Finding]:
     # `self_attn.q_proj.weight` belongs to the module `self_attn`.
     matrices = [name for name in readers.unread() if len(readers.shapes[name]) > 1]
-    spare = [name for name in matrices if ".".join(name.split(".")[:-2]) == attention.module]
+    spare = [name for name in matrices if readers.owner(name) == attention.module]
     readers.mentioned.update(spare)
     width = attention.stages["concat"].shape[-1] if "concat" in attention.stages else None
     missed = [name for name in spare if "output" not in attention.projections and width in readers.shapes[name]]

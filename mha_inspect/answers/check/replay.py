@@ -7,6 +7,7 @@ contains, whatever reshapes, norms, rotations and caches are in between.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Protocol
 
 import numpy as np
@@ -153,10 +154,12 @@ class Factor:
 
 
 def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int | None:
-    """Return the key that the first token of a run makes, behind those of a cache; None if it is unknown."""
+    """Return the key that the token of the first query makes, behind those of a cache; None if it is unknown."""
     try:
-        factor = Factor(evidence, attention, names, "key")
-        rows = {row for _, row in factor.changed(factor.token(0))}
+        key, query = (Factor(evidence, attention, names, side) for side in ("key", "query"))
+        tokens = map(key.token, range(prod(key.tokens) if key.tokens == query.tokens else 1))
+        first = next((token for token in tokens if any(row == 0 for _, row in query.changed(token))), key.token(0))
+        rows = {row for _, row in key.changed(first)}
     except LostError:
         return None
     return rows.pop() if len(rows) == 1 else None

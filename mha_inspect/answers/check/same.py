@@ -69,7 +69,7 @@ def _continues(evidence: Evidence) -> bool:
     """Return whether all tokens but the last, and then the last, give the output of one call."""
     with suppress(NotPossibleError, RaisedError):
         length = evidence.source.length
-        output = _continued(evidence, _Cache("", in_module=True), [0, length - 1, length], {}, evidence.output)
+        output = _continued(evidence, _Cache("", in_module=True), [0, length - 1, length])
         return evidence.follows and not evidence.apart(output, times=OTHER_SIZES)
     return False
 
@@ -81,7 +81,8 @@ def training(evidence: Evidence) -> Iterator[Finding]:
     with evidence.runner.changed_by(_train_without_dropout):
         with suppress(NotPossibleError):
             row = evidence.first_row()
-            if row and not evidence.apart(evidence.output_with(row), _first_row_of(evidence), times=_OTHER_KERNELS):
+            base = evidence.output.narrow(evidence.source.batch or 0, 0, 1)
+            if row and not evidence.apart(evidence.output_with(row), base, times=_OTHER_KERNELS):
                 return
         output = evidence.output_with({})  # if batch items affect each other, one alone gives another output
         apart = evidence.apart(output, times=_OTHER_KERNELS)
@@ -94,10 +95,6 @@ def training(evidence: Evidence) -> Iterator[Finding]:
         f"With dropout off, train and eval differ by {apart:.3g}.",
         "Both modes had the same input and seed, and every dropout was 0.",
     )
-
-
-def _first_row_of(evidence: Evidence) -> Tensor:
-    return evidence.output.narrow(evidence.source.batch or 0, 0, 1)
 
 
 def _train_without_dropout(module: nn.Module) -> None:
@@ -128,15 +125,12 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     length = evidence.source.length
     half, single = length // 2, length - 3 if length > 16 else 1
     ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(single, length + 1)]}
-    row: dict[str, Tensor] = {}
     if declared is None:
         del ways[_SINGLES]  # an undeclared cache gets the cheaper test only
-        row = {} if memory.in_module else evidence.first_row()
-    base, changed = _first_row_of(evidence) if row else evidence.output, dict[str, Tensor]()
+    changed = dict[str, Tensor]()
     try:
         for way, places in ways.items():
-            output = _continued(evidence, memory, places, row, base)
-            changed[way] = _differences(evidence, output, base).amax(0)
+            changed[way] = _differences(evidence, _continued(evidence, memory, places)).amax(0)
     except RaisedError as error:
         _require_cut(evidence)
         if declared is None:
@@ -212,7 +206,7 @@ def _cache_of(evidence: Evidence) -> _Cache:
         return _Cache(declared, in_module)
     takes, sights = arguments.parameters, evidence.sights
     name = next((name for name in CACHES if name in takes and evidence.values.get(name) is None), None)
-    causal = bool(sights) and all(sight.is_causal for sight in sights)
+    causal = bool(sights) and all(sight.is_causal and not sight.almost_causal for sight in sights)
     is_whole = causal and all(sight.queries == sight.keys for sight in sights)
     if name is not None and is_whole and second_output(evidence.run.returned) is not None:
         return _Cache(name, in_module=False)
@@ -232,17 +226,17 @@ def _writes_keys(evidence: Evidence) -> bool:
     return bool(written) and all(between(recording, written, factor) for factor in factors)
 
 
-def _continued(evidence: Evidence, memory: _Cache, places: list[int], row: dict[str, Tensor], base: Tensor) -> Tensor:
+def _continued(evidence: Evidence, memory: _Cache, places: list[int]) -> Tensor:
     """Return the concatenated outputs of successive calls, each from one of these places to the next.
 
-    If they differ from `base`, positions that are None by default are given too. Raises `RaisedError`.
+    If they differ from those of one call, positions that are None by default are given too. Raises `RaisedError`.
     """
     unset = [name for name in evidence.arguments.positions(unset=True) if name != memory.name]
     outputs: list[Tensor | RaisedError] = []
     for positions in ((memory.name or None) if memory.in_module else None, *unset):
         try:
-            output = _stepwise(evidence, memory, places, row, positions)
-            if not _differences(evidence, output, base).any():
+            output = _stepwise(evidence, memory, places, positions)
+            if not _differences(evidence, output).any():
                 return output
             outputs.append(output)
         except RaisedError as error:
@@ -252,19 +246,17 @@ def _continued(evidence: Evidence, memory: _Cache, places: list[int], row: dict[
     return outputs[0]
 
 
-def _differences(evidence: Evidence, output: Tensor, base: Tensor) -> Tensor:
+def _differences(evidence: Evidence, output: Tensor) -> Tensor:
     """Return the difference of each output token, `batch position`; 0 at padding, whose queries may see anything."""
-    apart, padded = evidence.differences(output, base, times=OTHER_SIZES), evidence.padded
-    return apart if padded is None else apart.masked_fill(padded[: len(apart)].to(apart.device), 0.0)
+    apart, padded = evidence.differences(output, times=OTHER_SIZES), evidence.padded
+    return apart if padded is None else apart.masked_fill(padded.to(apart.device), 0.0)
 
 
-def _stepwise(
-    evidence: Evidence, memory: _Cache, places: list[int], row: dict[str, Tensor], positions: str | None
-) -> Tensor:
+def _stepwise(evidence: Evidence, memory: _Cache, places: list[int], positions: str | None) -> Tensor:
     source = evidence.source
     outputs, past = [], None
     for start, stop in pairwise(places):
-        changes = evidence.arguments.piece(source, start, stop, row, positions=positions)
+        changes = evidence.arguments.piece(source, start, stop, positions=positions)
         if past is not None:
             changes[memory.name] = past
         returned = evidence.returned(changes, go_on=memory.in_module and start > 0)

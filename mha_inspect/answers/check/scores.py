@@ -32,49 +32,45 @@ _SMALLER_SCORES = "Scale the queries before the product, or compute the scores i
 
 def scale(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if the declared scale is 1/√head_dim and the scores have another."""
+    attentions = evidence.run.attentions
     if evidence.intent.scale is None:
-        yield from _unscaled(evidence)
+        if all(_is_mistaken(evidence, attention, names) for attention, names in attentions):
+            unless = ", unless the weights were trained with this scale, e.g. T5 with none"
+            yield _other_scale(*attentions[0], unless, "No norm is before it.", sure=False)
         raise UndeclaredError("--scale sqrt_head_dim")
-    for attention, names in evidence.run.attentions:
+    for attention, names in attentions:
         if not attention.is_dot:
             raise NotPossibleError("the scores are additive, so there is no dot product to scale")
-        wanted = max(names.head_dim, 1) ** -0.5
         if attention.scale is None:
             raise NotPossibleError("the scale could not be determined")
-        if abs(attention.scale / wanted - 1) > 0.01:
-            scaled = "not scaled" if _is_one(attention.scale) else f"scaled by {scale_words(attention, names)}"
-            yield Finding(
-                "scale",
-                f"The scores are {scaled}; expected 1/√{names.head_dim} = {wanted:.4g}.",
-                f"head_dim is {names.head_dim}. The scale is the recorded factor between q·kᵀ and the softmax.",
-                source=attention.score_product.op.source,
-                module=attention.module,
-                fix="Divide by math.sqrt(head_dim) once.",
-            )
+        if abs(attention.scale / max(names.head_dim, 1) ** -0.5 - 1) > 0.01:
+            yield _other_scale(attention, names, "", f"head_dim is {names.head_dim}.")
             return
 
 
-def _unscaled(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a possible fault if no dot product of queries and keys is scaled, and none of them is normalized."""
-    for attention, names in evidence.run.attentions:
-        sides = [attention.stages.get(f"{side}_proj") for side in "qk"]
-        ends = (attention.score_product.left, attention.score_product.right)
-        ops = [op for side in sides if side for end in ends for op in between(evidence.run.recording, {side.id}, end)]
-        scaled = attention.scale is None or not _is_one(attention.scale)
-        normed = any(op.does("norms") for op in ops)
-        if not attention.is_dot or names.head_dim < 2 or scaled or normed or attention.weighing or None in sides:
-            return
-    attention, names = evidence.run.attentions[0]
-    wanted = f"1/√{names.head_dim} = {names.head_dim**-0.5:.4g}"
-    yield Finding(
+def _other_scale(attention: Attention, names: AxisNames, unless: str, more: str, *, sure: bool = True) -> Finding:
+    scaled = "not scaled" if _is_one(attention.scale or 0.0) else f"scaled by {scale_words(attention, names)}"
+    return Finding(
         "scale",
-        f"The scores are not scaled; expected {wanted}, unless the weights were trained without a scale (T5).",
-        "The recorded factor between q·kᵀ and the softmax is 1, and queries and keys are not normalized.",
-        sure=False,
-        source=attention.score_product.op.source,
-        module=attention.module,
-        fix="Divide by math.sqrt(head_dim) once.",
+        f"The scores are {scaled}; expected 1/√{names.head_dim} = {max(names.head_dim, 1) ** -0.5:.4g}{unless}.",
+        f"The scale is the recorded factor between q·kᵀ and the softmax. {more}",
+        sure,
+        attention.score_product.op.source,
+        attention.module,
+        "Divide by math.sqrt(head_dim) once.",
     )
+
+
+def _is_mistaken(evidence: Evidence, attention: Attention, names: AxisNames) -> bool:
+    """Return whether a dot product of queries and keys has no scale or a usual mistaken one, and no norm before it."""
+    sides = [attention.stages.get(f"{side}_proj") for side in "qk"]
+    ends = (attention.score_product.left, attention.score_product.right)
+    ops = [op for side in sides if side for end in ends for op in between(evidence.run.recording, {side.id}, end)]
+    normed = any(op.does("norms") for op in ops)
+    known = [*_known_scales(attention, names).values(), 1.0]
+    near = [math.isclose(attention.scale or 0.0, value, rel_tol=1e-3) for value in known]
+    plain = attention.is_dot and names.head_dim > 1 and not normed and not attention.weighing and None not in sides
+    return plain and any(near[1:]) and not near[0]
 
 
 def scale_words(attention: Attention, names: AxisNames) -> str:
@@ -83,21 +79,26 @@ def scale_words(attention: Attention, names: AxisNames) -> str:
         return "not needed: the scores are additive"
     if attention.scale is None:
         return "not a single number"
-    head_dim = max(names.head_dim, 1)
-    width = attention.stages["query"].shape[-1] if "query" in attention.stages else 0
     if _is_one(attention.scale):
         return "not scaled"
-    known = {
-        " = 1/√head_dim": head_dim**-0.5,
-        " = 1/head_dim": 1 / head_dim,
-        " = √head_dim": head_dim**0.5,
-        " = head_dim^(-1/4)": head_dim**-0.25,
-        " = 1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
-        " = 1/√embed_dim": width**-0.5 if width > 1 else 0.0,
-    }
-    otherwise = f", {attention.scale * head_dim**0.5:.4g} times 1/√head_dim"
-    like = (name for name, value in known.items() if math.isclose(attention.scale, value, rel_tol=1e-3))
+    otherwise = f", {attention.scale * max(names.head_dim, 1) ** 0.5:.4g} times 1/√head_dim"
+    known = _known_scales(attention, names).items()
+    like = (f" = {name}" for name, value in known if math.isclose(attention.scale, value, rel_tol=1e-3))
     return f"{attention.scale:.4g}{next(like, otherwise)}"
+
+
+def _known_scales(attention: Attention, names: AxisNames) -> dict[str, float]:
+    """Return the expected scale, then other usual scales, by formula."""
+    head_dim = max(names.head_dim, 1)
+    width = attention.stages["query"].shape[-1] if "query" in attention.stages else 0
+    return {
+        "1/√head_dim": head_dim**-0.5,
+        "1/head_dim": 1 / head_dim,
+        "√head_dim": head_dim**0.5,
+        "head_dim^(-1/4)": head_dim**-0.25,
+        "1/√(heads · head_dim)": (names.num_heads * head_dim) ** -0.5,
+        "1/√embed_dim": width**-0.5 if width > 1 else 0.0,
+    }
 
 
 def _is_one(scale: float) -> bool:
@@ -123,7 +124,9 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
     if not sums.numel() or weights.shape[over] < 2 or _are_one(sums):
         return
     lowest, highest = float(sums.min()), float(sums.max())
-    through = [op for op in attention.weights_path if op.does("scales", "masks", "fills") and op.kind != "view"]
+    through = [
+        op for op in attention.weights_path if op.does("scales", "masks", "fills") and op.kind not in ("view", "copy")
+    ]
     proof = f"The weights of a query sum to between {lowest:.3g} and {highest:.3g}; expected 1."
     sure, at, fix = True, attention.softmax, "Apply softmax over the keys: dim=-1 of scores with axes query key."
     if by_query and (attention.over_queries or not attention.weights_changed):
@@ -236,7 +239,7 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
         number = _filled(op, values)
         masked = next((v for v in values if v is not None and v.dtype == torch.bool), None)
         masked = ~masked if masked is not None and name == "where" and op.inputs[-1].numel > 1 else masked
-        if number is None or not 0 < abs(number) <= _WEAK or not _weighs(weights, masked):
+        if number is None or abs(number) > _WEAK or not _weighs(weights, masked):
             return None
         return (
             f"The mask fills in {number:.3g}, which has no effect: a masked key gets weight like any other.",
@@ -267,7 +270,7 @@ def _weighs(weights: Tensor | None, masked: Tensor | None) -> bool:
     if masked is None or weights is None:
         return True
     with suppress(RuntimeError):  # shapes do not match
-        return bool((weights * masked).amax() > 1e-6)
+        return not bool((weights * masked).amax() <= 1e-6)  # NaN is no weight of zero
     return True
 
 

@@ -63,10 +63,12 @@ class SeenKeys:
         """The largest number of positions that a query sees, including its own; None if it is all of them."""
 
     @property
-    def is_late(self) -> bool:
-        """Whether every query sees one future key besides its past, and no other."""
-        late = (self.distance >= -1) & self.known
-        return self.queries > 2 and self.sees_future and not self.open and torch.equal(self.any_row, late)
+    def almost_causal(self) -> str:
+        """How the mask differs from a causal one: `one diagonal late` or `early`, or `reversed`; else empty."""
+        masks = {"one diagonal late": -self.distance < 2, "one diagonal early": self.distance > 0}
+        masks["reversed"] = self.distance < 1
+        like = (name for name, seen in masks.items() if torch.equal(self.any_row, seen & self.known))
+        return next(like, "") if int(self.known.sum()) > 2 and not self.open and not self.alone else ""
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -95,7 +97,7 @@ class SeenKeys:
             return f"each query sees {mirrored} positions to each side"
         if torch.equal(self.any_row, self.known.expand_as(self.any_row)):
             return f"every query sees {int(self.known.sum())} of {self.keys} keys"
-        return "a custom pattern"
+        return f"causal, {self.almost_causal}" if self.almost_causal else "a custom pattern"
 
     def finding(self, check: str, sentence: str, evidence: str, fix: str = "") -> Finding:
         """Return a finding at the mask of this attention."""
@@ -109,11 +111,12 @@ class SeenKeys:
         if self.sees_future:
             future = self.any_row & (self.distance < 0)
             late = bool((self.distance[future] == -1).all())
+            inverted = not bool((self.any_row & (self.distance > 0)).any())
             return self.finding(
                 "causal",
                 "Each position can see one future token: the causal mask starts one diagonal too late."
                 if late
-                else "Positions can see future tokens.",
+                else f"Positions can see future tokens{' instead of their past: the mask is inverted' * inverted}.",
                 f"{self._first(future, 'weight')}; {int(future.sum())} of {int((self.distance < 0).sum())} such pairs.",
                 "Mask out triu(diagonal=1).",
             )

@@ -16,7 +16,6 @@ from math import prod
 import torch
 
 from ...graph.attention import Attention
-from ...graph.axis import wide
 from ...naming.axes import AxisNames
 from ...reports.check import Finding
 from ...running.subject import Run
@@ -75,8 +74,8 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
             continue
         shared[side] = len(pieces)
         apart = _apart(pieces)
-        if apart is None or (side == "query" and 0 < (shared.get("key") or shared.get("value", 0)) < len(pieces)):
-            continue  # query heads that share a key head may be rows of one product
+        if apart is None or (side == "query" and factor.target.shape[factor.rows] > names.lengths[0]):
+            continue  # query heads that share a key head are rows of one product
         start, other, group, row, other_row = apart
         end = factor.width - 1
         split[_splitting(evidence, factor) or attention.score_product.op.source][side] = (
@@ -141,12 +140,12 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
         rows = factor.changed(token)
         if len(rows) > names.num_heads:
             raise LostError  # a token is in several rows of a head on purpose, e.g. in overlapping windows
-        spread = _tokens_of_concat(evidence, attention, rows)
+        spread = _tokens_of_concat(evidence, attention, names, rows)
         proof = f"Changing the context of query {list(token)}"
         if len(spread) > 1:
             sentence = (
-                f"The heads are merged without transpose: the context of one query is spread over {len(spread)} tokens "
-                "of concat, and each of them mixes several queries."
+                "The heads are merged in a wrong order, e.g. without transpose: the context of one query is spread "
+                f"over {len(spread)} tokens of concat, and each of them mixes several queries."
             )
             more = ", …" if len(spread) > 4 else ""
             proof += f" in all heads changes concat at {', '.join(map(str, spread[:4]))}{more}."
@@ -155,27 +154,26 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
             proof += f" changes concat at {spread[0]}."
         else:
             continue
-        fix = "Use transpose(1, 2) before merging the heads."
+        fix = "Merge the heads in the order in which they were split, e.g. transpose(1, 2) before flatten(2)."
         yield Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
         return
 
 
-def _tokens_of_concat(evidence: Evidence, attention: Attention, rows: Iterable[Row]) -> list[list[int]]:
-    """Return the tokens of concat that change when these rows of the context change, in order."""
-    context, scores = attention.value_product.op.output, attention.score_product.op.output.shape
-    *batch, left, right = context.shape
-    queries = right if attention.value_first else left
-    if prod(scores[:-2]) != prod(batch) or scores[-1 if attention.key_first else -2] != queries:
-        raise LostError  # overlapping chunks: rows of the two products do not match
-    products = attention.score_product, attention.value_product
-    first, second = (wide(product.axes(evidence.run.graph.dimensions).batch) for product in products)
-    if [axis for axis in first if axis in second] != [axis for axis in second if axis in first]:
-        raise LostError  # the products count batch and heads in another order
-    marks = torch.zeros(prod(batch), queries, dtype=torch.bool, device=content_of(evidence, context).device)
+def _tokens_of_concat(
+    evidence: Evidence, attention: Attention, names: AxisNames, rows: Iterable[Row]
+) -> list[list[int]]:
+    """Return the tokens of concat that change when these rows of the scores change, in order."""
+    scores, context = attention.score_product.op.output, attention.value_product.op.output
+    keys = -2 if attention.key_first else -1
+    *batch, queries = (size for axis, size in enumerate(scores.shape) if axis != len(scores.shape) + keys)
+    marks = torch.zeros(prod(batch), queries, dtype=torch.bool, device=content_of(evidence, scores).device)
     for row in rows:
         marks[row] = True
-    marks = marks.view(*batch, queries).unsqueeze(-2 if attention.value_first else -1)
-    return changed_by(evidence, context, marks, attention.stages["concat"]).any(-1).nonzero().tolist()
+    changed = changed_by(evidence, scores, marks.view(*batch, queries).unsqueeze(keys), context)
+    changed = changed.any(-2 if attention.value_first else -1, keepdim=True)
+    if int(changed.sum()) > names.num_heads:
+        raise LostError  # a query is in several rows of the context on purpose, e.g. in overlapping chunks
+    return changed_by(evidence, context, changed, attention.stages["concat"]).any(-1).nonzero().tolist()
 
 
 @partial(of_each_kind, "no shared key heads were found")

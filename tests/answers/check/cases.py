@@ -317,7 +317,7 @@ CASES = [
     # gazelle93/Transformer-Various-Positional-Encoding#1: folded as (batch heads), unfolded as (heads batch)
     Case(
         "UnfoldedInTheOtherOrder",
-        "batch",
+        "heads",
         folded(unfold=lambda t: t.unflatten(0, (H, -1)).permute(1, 2, 0, 3).flatten(2)),
         folded(),
     ),

@@ -479,6 +479,23 @@ class M(nn.Module):
         return self.linears[-1](x)
 ''')
 
+IDIOMS["groups"] = ({"causal": True, "padding": "mask", "padding_true": "keep"}, "dict(x=torch.randn(3, 7, 30), mask=torch.ones(3, 7, dtype=torch.bool))", '''
+class M(nn.Module):
+    def __init__(self, width=30, groups=2, each=3):
+        super().__init__()
+        self.groups, self.each, self.dim = groups, each, width // groups // each
+        self.p = nn.ModuleList(nn.Linear(*size) for size in ((width, width), (width, groups * self.dim), (width, groups * self.dim), (width, width)))
+    def forward(self, x, mask):
+        b, n, _ = x.shape
+        q = self.p[0](x).view(b, n, self.groups, self.each, self.dim)
+        k, v = (p(x).view(b, n, self.groups, self.dim) for p in self.p[1:3])
+        s = torch.einsum("bigrd,bjgd->bgrij", q, k) * self.dim ** -0.5
+        s = s.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), float("-inf"))
+        s = s.masked_fill(~mask[:, None, None, None], torch.finfo(s.dtype).min)
+        y = torch.einsum("bgrij,bjgd->bigrd", s.softmax(-1), v)
+        return self.p[3](y.reshape(b, n, -1))
+''')
+
 MUTANTS: list[tuple[str, str, str, str]] = [
     ("nanogpt", "mask_inverted", "== 0, float", "== 1, float"),
     ("nanogpt", "mask_triu", "torch.tril(torch.ones(block, block))", "torch.triu(torch.ones(block, block))"),
@@ -634,6 +651,15 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("paddings_add", "maskT", "mask == 0", "mask.transpose(-1, -2) == 0"),
     ("paddings_add", "same_linear", "zip(self.linears, (src", "zip([self.linears[0]] * 3, (src"),
     ("paddings_add", "wrong_last", "self.linears[-1](x)", "self.linears[0](x)"),
+    ("groups", "unused", "return self.p[3](y.reshape(b, n, -1))", "return y.reshape(b, n, -1)"),
+    ("groups", "query_view", "q = self.p[0](x).view(b, n, self.groups, self.each, self.dim)", "q = self.p[0](x).view(b, self.groups, self.each, n, self.dim).permute(0, 3, 1, 2, 4)"),
+    ("groups", "merged", "->bigrd", "->bgrid"),
+    ("groups", "axis", "softmax(-1)", "softmax(1)"),
+    ("groups", "times", "s.masked_fill(~mask[:, None, None, None], torch.finfo(s.dtype).min)", "s * mask[:, None, None, None]"),
+    ("groups", "zero", "torch.finfo(s.dtype).min", "0.0"),
+    ("groups", "of_others", "~mask[:, None, None, None]", "~torch.stack((mask, mask.roll(1, 0)), 1)[:, :, None, None]"),
+    ("groups", "turned", "~mask[:, None, None, None]", "~mask.flip(0)[:, None, None, None]"),
+    ("groups", "dropped", "s.softmax(-1)", "F.dropout(s.softmax(-1), 0.2)"),
     ("paddings_add", "drop", "p_attn = dropout(p_attn)", "p_attn = F.dropout(p_attn, 0.1, training=True)"),
 ]
 """An idiom, a name, and the line that goes wrong: what stands there, and what somebody wrote.

@@ -138,7 +138,8 @@ def test_padding_on_the_left_is_no_difference_between_chunks_and_one_call(late: 
     module.late = late
     report = mha_inspect.check(module, x, mask, intent=Intent(causal=True))
     assert report.ok == (late == 0)
-    assert "cache" in {each.check for each in (*report.held, *report.findings)}
+    judged = {each.check for each in (*report.held, *report.findings)}
+    assert ("cache" if report.ok else "causal") in judged  # until the mask is right, chunks differ by its fault
 
 
 class HidesAndDiscards(Hides):

@@ -46,6 +46,14 @@ def report_of(idiom: str, source: str, folder: Path, name: str, **intent: Any) -
     return mha_inspect.check(module_of(source, folder, name), intent=Intent(**intent), **arguments(idiom))
 
 
+TWO = {
+    # two lines are wrong
+    *(("fairseq", "batch_first"), ("mha", "not_bf_nomask"), ("llama", "rope_before_split")),
+    # rows of NaN, and the mask that makes them
+    *(("nanogpt", "mask_inverted"), ("llama", "mask_off"), ("mha", "mask_inv"), ("mha", "mask_tril")),
+}
+
+
 def named(case: tuple[str, str, str, str]) -> str:
     return f"{case[0]}-{case[1]}"
 
@@ -61,7 +69,8 @@ def test_what_is_right_is_not_accused(idiom: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", MUTANTS, ids=named)
 def test_a_mistake_is_found(case: tuple[str, str, str, str], tmp_path: Path) -> None:
     idiom, name, right, wrong = case
-    assert not report_of(idiom, mutated(idiom, right, wrong), tmp_path, name, **IDIOMS[idiom][0]).ok
+    report = report_of(idiom, mutated(idiom, right, wrong), tmp_path, name, **IDIOMS[idiom][0])
+    assert len({finding.check for finding in report.findings if finding.sure}) == 1 + ((idiom, name) in TWO)
 
 
 def test_most_mistakes_are_found_with_nothing_declared(tmp_path: Path) -> None:
