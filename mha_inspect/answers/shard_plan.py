@@ -46,6 +46,8 @@ def plan_from(text: str) -> Plan:
 
     Raises `InputError` if it cannot be read, or is something else.
     """
+    if text.endswith(".py"):
+        raise InputError(f"plan {shown(text)} is missing the name of a function or a dict. Write {shown(text)}:NAME.")
     if ".py:" in text:
         made, _ = load_object(text)
         return Plan(code=made)
@@ -66,6 +68,13 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
     styles: dict[str, Style] = {}
     for (_, names), (parts, _), attention in zip(run.attentions, parts_of(run), attentions, strict=True):
         where = f" of {attention.module}" if attention.module else ""
+        matrices = [part for part in parts if part.kind == "W" and part.heads]
+        for letter in "qkvo":
+            names_of = [part.parameter.name for part in matrices if part.letter == letter]
+            if (letter == "q" and not names_of) or len(names_of) > 1:
+                raise InputError(_not_one_matrix(f"W_{letter}{where}", names_of, module))
+        for part in matrices:
+            _require_own_linear(part, module)
         if names.num_heads % ranks:
             fits = [str(number) for number in range(2, names.num_heads + 1) if names.num_heads % number == 0]
             way = f"Use --ranks {listed(fits)}." if fits else "One head cannot be cut."
@@ -74,23 +83,9 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
             raise InputError(
                 f"queries or keys{where} are normed over all heads, and a rank has only some. Norm each head."
             )
-        matrices = [part for part in parts if part.kind == "W" and part.heads]
-        for letter in "qkvo":
-            names_of = [part.parameter.name for part in matrices if part.letter == letter]
-            if letter == "q" and not names_of:
-                raise InputError(f"W_q{where} was not found, and without it no heads can be cut.")
-            if len(names_of) > 1:
-                several = f"W_{letter}{where} is {len(names_of)} matrices ({first_few(names_of, 2)})"
-                raise InputError(f"{several}, and a plan cuts one by its heads. Join them in one nn.Linear.")
         copied = bool(names.num_kv_heads % ranks)
         for path, of_path in _by_module(matrices).items():
             letters = {part.letter for part in of_path}
-            kind = type(module.get_submodule(path)).__name__
-            if not isinstance(module.get_submodule(path), nn.Linear):
-                raise InputError(
-                    f"{of_path[0].name} is {of_path[0].parameter.name} of {kind}, and parallelize_module cuts "
-                    "nn.Linear. Give each projection a nn.Linear."
-                )
             if copied and letters <= {"k", "v"}:
                 styles[path] = "replicate"
                 continue
@@ -100,6 +95,38 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
     if not styles:
         raise InputError("no attention was found, so there are no heads to cut. Check the target.")
     return Plan(styles)
+
+
+def _not_one_matrix(letter: str, names: Sequence[str], module: nn.Module) -> str:
+    """Return why a projection has no single matrix: there are others, or its weight is computed in each forward."""
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Linear) and "weight" not in part._parameters:
+            return (
+                f"{path} computes its weight in each forward, and parallelize_module cuts parameters. Make the weight "
+                "a parameter, e.g. with torch.nn.utils.parametrize.remove_parametrizations."
+            )
+    if not names:
+        return f"{letter} was not found, and without it no heads can be cut."
+    several = f"{len(names)} matrices ({first_few(names, 2)})"
+    return f"{letter} is {several}, and a plan cuts one by its heads. Join them in one nn.Linear."
+
+
+def _require_own_linear(part: Part, module: nn.Module) -> None:
+    """Raise `InputError` if a matrix is no parameter of an nn.Linear, or also of another module."""
+    name = part.parameter.name
+    owner, _, attribute = name.rpartition(".")
+    if not isinstance(module.get_submodule(owner), nn.Linear):
+        kind = type(module.get_submodule(owner)).__name__
+        raise InputError(
+            f"{part.name} is {name} of {kind}, and parallelize_module cuts nn.Linear. Give each projection a nn.Linear."
+        )
+    weight = module.get_submodule(owner)._parameters[attribute]
+    for path, other in module.named_modules():
+        if path != owner and any(tensor is weight for tensor in other._parameters.values()):
+            raise InputError(
+                f"{path} has the weight of {owner}, and parallelize_module gives each module a part of its own. "
+                "Give them two weights."
+            )
 
 
 def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: int) -> tuple[str, ...]:
@@ -132,6 +159,9 @@ def _doubts(path: str, parts: Sequence[Part], names: AxisNames, ranks: int, styl
     dim, letters = int(style == "rowwise"), [f"W_{part.letter}" for part in parts]
     is_output = any(part.letter == "o" for part in parts)
     if style == "replicate":
+        return
+    if is_output and len(parts) > 1:
+        yield f"{path} is {listed(letters)}: one is cut by rows, the other by columns. Give each a nn.Linear."
         return
     if is_output != (style == "rowwise"):
         right = "rowwise: its columns belong to heads" if is_output else "colwise: its rows belong to heads"

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from inspect import signature
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +18,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ..errors import InputError
+from ..errors import ForwardError, InputError
 from ..layers.spec import Show
 from ..naming.canonical import contents_of
 from ..naming.pattern import STAGES
@@ -30,13 +31,13 @@ from ..record.ranks import by_rank, parameters_of
 from ..record.rounding import distances, judge, rounding_error
 from ..reports.trace import Proof, Rank, Trace
 from ..running.subject import Run, Subject
-from ..text import first_line
+from ..text import first_few, first_line
 from ..text import shape as shape_text
 from .decode import rounding_of
 from .ranks import rank_of, shards_of, with_copies, with_whole_shapes
 from .run_report import drops_at_random, environment_of, layer_of, report
 from .shard_plan import STYLES, Plan, code_of, doubts_of, plan_of
-from .trace import traced
+from .trace import run_of, traced
 
 _LOG = "torch._subclasses.fake_tensor"
 """torch logs a traceback where it cannot compute the shape of a DTensor's result; the error says the same."""
@@ -62,6 +63,7 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
 
     Raises `InputError` if the module cannot be cut, the forward of a rank raises, or torch cannot simulate ranks.
     """
+    subject, drawn = _without_equal_elements(subject)
     whole_trace, whole = traced(subject.fresh(), Show(), keep=True)
     is_ours = plan is None
     if plan is None:
@@ -83,7 +85,7 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
         if proof.agrees is not False:
             break
     if outcome is None or proof is None:
-        why = " ".join(plan.doubts) or f"the forward raises: {'; with DTensors: '.join(errors)}."
+        why = " ".join(plan.doubts) or f"{'; with DTensors '.join(errors)}."
         way = "View to (…, -1, head_dim), so that a rank computes its own heads." if is_ours else ""
         raise InputError(f"over {ranks} ranks {why} {way}".rstrip())
     if proof.agrees is False:
@@ -94,7 +96,7 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
     code = code_of(styles, call if outcome.keeps else "", hugging_face=shared) if styles else None
     heads = [[attention.num_heads for attention in trace.attentions] for trace in (whole_trace, outcome.trace)]
     uncut = ["Every rank computes all heads."] if heads[0] == heads[1] else []
-    notes = (*outcome.trace.notes, *uncut, *plan.doubts, *subject.notes)
+    notes = (*outcome.trace.notes, *uncut, *drawn, *plan.doubts, *subject.notes)
     return replace(outcome.trace, proof=proof, plan=styles or None, plan_code=code, notes=notes), outcome.run
 
 
@@ -108,6 +110,26 @@ def cut_parameters(subject: Subject, ranks: int) -> Iterator[dict[str, Tensor]]:
     plan = plan_of(run, subject.module, trace.attentions, ranks)
     with process_group(ranks, "cpu") as mesh:
         yield parameters_of(cut(subject.fresh().module, mesh, plan))
+
+
+def _without_equal_elements(subject: Subject) -> tuple[Subject, list[str]]:
+    """Return a subject with random numbers in parameters whose elements are all equal, and a note on them.
+
+    A bias of zeros that is added on every rank, or a part of a norm's ones, changes no output.
+    """
+    drawn: dict[int, nn.Parameter] = {}
+    generator = torch.Generator().manual_seed(0)
+    parameters = {name: each for name, each in subject.module.named_parameters() if not is_lazy(each)}
+    for parameter in parameters.values():
+        first = parameter.detach().flatten()[:1]
+        if first.is_meta or not first.is_floating_point() or not first.numel() or not (parameter == first).all():
+            continue
+        if parameter.numel() > 1 or not first.any():
+            numbers = torch.randn(parameter.shape, generator=generator).to(parameter) / 8
+            drawn[id(parameter)] = nn.Parameter(parameter.detach() + numbers, parameter.requires_grad)
+    names = [name for name, parameter in parameters.items() if id(parameter) in drawn]
+    said = f"Equal elements hide what is added twice or cut: random numbers were added to {first_few(names, 2)}."
+    return subject.fresh(drawn), [said] if names else []
 
 
 class _RankError(Exception):
@@ -151,8 +173,10 @@ def cut(module: nn.Module, mesh: Any, plan: Plan, *, keeps: bool = False) -> nn.
         for path, style in plan.styles.items():
             local = {"use_local_output": False} if keeps and style == "colwise" else {}
             styles |= {path: getattr(parallel, STYLES[style])(**local)} if STYLES[style] else {}
-    # Without a source rank each rank takes its part of the parameter that it has.
-    return parallel.parallelize_module(module, mesh, styles, src_data_rank=None)
+    # torch cuts a parameter into all parts again for each simulated rank, to take one.
+    with patch.object(torch, "chunk", lru_cache(maxsize=1)(torch.chunk)):
+        # Without a source rank each rank takes its part of the parameter that it has.
+        return parallel.parallelize_module(module, mesh, styles, src_data_rank=None)
 
 
 def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool) -> _Outcome:
@@ -175,13 +199,19 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
                 # torch derives the placements of a fused kernel's result by trying all; with a mask that takes hours.
                 stack.enter_context(sdpa_kernel([SDPBackend.MATH]))
             try:
-                spread = replace(
-                    fresh, module=cut(fresh.module, mesh, plan, keeps=keeps), without_ones=None, grad=False
-                )
-                run = spread.recorded(keep=device != "meta")
+                module = cut(fresh.module, mesh, plan, keeps=keeps)
+            except Exception as error:  # user code and torch may raise anything
+                raise _RankError(f"the plan raises: {first_line(error).rstrip('.')}") from None
+            spread = replace(fresh, module=module, without_ones=None, grad=False)
+            try:
+                with spread.settings():
+                    run = run_of(spread, show, keep=device != "meta", before=spread.state())
                 returned = {name: by_rank(_whole_of(each.detach())) for name, each in tensors_in(run.returned)}
             except Exception as error:  # user code and torch may raise anything on a part of the heads
-                raise _RankError(first_line(error).rstrip(".")) from None
+                if isinstance(error, ForwardError) and plan.code is not None:
+                    note = f"This is rank 0 of {ranks}. The whole module runs."
+                    raise ForwardError(str(error), replace(error.trace, notes=(*error.trace.notes, note))) from None
+                raise _RankError(f"the forward raises: {first_line(error.__cause__ or error).rstrip('.')}") from None
         kept = {number: by_rank(value) for number, value in run.recording.values.items()}
         _take_rank(run, kept, 0)
         leaves = {number: by_rank(leaf)[0] for number, leaf in spread.leaves(run.recording).items()}

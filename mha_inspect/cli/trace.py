@@ -151,7 +151,8 @@ def _traced(
                 return of_all_ranks(report, run, asked), run
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
-            notes = (*failed.trace.notes, *asked.notes, *filter(None, ["" if explained or loop else way_out(asked)]))
+            hint = "" if explained or loop or ranks is not None else way_out(asked)
+            notes = (*failed.trace.notes, *asked.notes, *filter(None, [hint]))
             return replace(failed.trace, notes=notes), None
 
 

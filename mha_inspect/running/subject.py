@@ -278,15 +278,15 @@ class Subject:
         args, kwargs = changed((self.args, self.kwargs), off)
         return replace(self, instead=instead, args=args, kwargs=kwargs)
 
-    def fresh(self) -> Subject:
+    def fresh(self, instead: Mapping[int, torch.Tensor] | None = None) -> Subject:
         """Return it with copies of everything that a run may change, and with the same parameters.
 
-        An object that cannot be copied is shared.
+        An object that cannot be copied is shared. `instead` has replacements of parameters, by their ids.
         """
         # A lazy parameter gets its shape in its first run, so a run without a trace needs a copy.
         shared = {id(parameter): parameter for parameter in self.module.parameters() if not is_lazy(parameter)}
         try:
-            module = copy_module(self.module, shared)
+            module = copy_module(self.module, {**shared, **(instead or {})})
         except Exception:  # user classes may raise anything when copied
             module = self.module
         args, kwargs = with_copies((self.args, self.kwargs))

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
 from mha_inspect.answers.params import params
-from mha_inspect.answers.shard_plan import Plan, folded, plan_from
+from mha_inspect.answers.shard_plan import STYLES, Plan, Style, folded, plan_from
 from mha_inspect.answers.sharding import cut_parameters, sharded
-from mha_inspect.errors import InputError
+from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.bert import BertSelfAttention
 from mha_inspect.layers.grouped_query import GroupedQueryAttention
 from mha_inspect.layers.per_head import PerHeadAttention
@@ -63,6 +64,18 @@ class NormedOverHeads(Attention):
         q, k = (nn.functional.rms_norm(p(x), (p.out_features,)) for p in (self.q, self.k))
         q, k, v = (t.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for t in (q, k, self.v(x)))
         return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def with_one_weight(first: str, second: str) -> Attention:
+    module = Attention()
+    module.get_submodule(second).weight = module.get_submodule(first).weight
+    return module
+
+
+def computed(parametrize: Callable[[nn.Module], Any]) -> Attention:
+    module = Attention()
+    parametrize(module.q)
+    return module
 
 
 def subject(module: nn.Module, *args: Tensor) -> Subject:
@@ -176,6 +189,11 @@ def test_the_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
         (NormedOverHeads(), 2, "normed over all heads"),
         (nn.MultiheadAttention(24, 8, batch_first=True), 2, "W_q is in_proj_weight of MultiheadAttention"),
         (PerHeadAttention(24, 8), 2, "W_q is 8 matrices (W_q.0.weight, W_q.1.weight and 6 more)"),
+        (nn.MultiheadAttention(24, 8, batch_first=True), 3, "W_q is in_proj_weight of MultiheadAttention"),
+        (with_one_weight("q", "o"), 2, "o has the weight of q"),
+        (with_one_weight("q", "k"), 2, "k has the weight of q"),
+        (computed(parametrizations.weight_norm), 2, "q computes its weight in each forward"),
+        (computed(parametrizations.spectral_norm), 2, "q computes its weight in each forward"),
         (nn.Linear(24, 24), 2, "no attention was found"),
     ],
 )
@@ -234,6 +252,50 @@ def test_a_wrong_output_is_found_with_its_stage(reduces: bool, bias_everywhere: 
     trace, _ = sharded(subject(Attention()), Show(), 4, plan)
     assert trace.proof.agrees is False
     assert "The first difference is output on rank 0" in trace.proof.note
+
+
+@pytest.mark.parametrize("name", ["o.bias", "o.weight"])
+def test_zeros_hide_no_sum(name: str) -> None:
+    """A new model has biases of zeros, and some a W_o of zeros: added twice they are zeros."""
+    made = subject(Attention())
+    nn.init.zeros_(made.module.get_parameter(name))
+    trace, _ = sharded(made, Show(), 4, Plan(code=by_hand(reduces=name == "o.bias", bias_everywhere=True)))
+    assert trace.proof.agrees is False
+    assert f"random numbers were added to {name}." in " ".join(trace.notes)
+    assert not made.module.get_parameter(name).any()
+    trace, _ = sharded(made, Show(), 4)
+    assert trace.proof.agrees
+
+
+@pytest.mark.parametrize(("letter", "style"), [("q", "rowwise"), ("o", "colwise"), ("o", "replicate")])
+def test_code_whose_forward_raises_is_found_with_its_module(letter: str, style: Style) -> None:
+    def cut(module: Attention, mesh: Any) -> None:
+        from torch.distributed.tensor import parallel
+
+        styles: dict[str, Style] = GOOD | {letter: style}
+        classes: Any = {path: getattr(parallel, STYLES[each])() for path, each in styles.items() if STYLES[each]}
+        parallel.parallelize_module(module, mesh, classes, src_data_rank=None)
+
+    with pytest.raises(ForwardError) as failed:
+        sharded(subject(Attention()), Show(), 2, Plan(code=cut))
+    failure = failed.value.trace.failure
+    assert failure is not None
+    assert failure.module == letter
+    completed = {stage.name: stage.shape for stage in failure.completed}
+    assert completed.get("context") == ((2, 4, 5, 3) if letter == "o" else None)
+
+
+def test_code_that_raises_is_no_failing_forward() -> None:
+    with pytest.raises(InputError, match="over 2 ranks the plan raises: .*zero"):
+        sharded(subject(Attention()), Show(), 2, Plan(code=lambda module, mesh: 1 // 0))
+
+
+def test_each_parameter_is_cut_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the time grows with the square of the number of ranks."""
+    calls, chunk = [], torch.chunk
+    monkeypatch.setattr(torch, "chunk", lambda *args, **kwargs: calls.append(args) or chunk(*args, **kwargs))
+    sharded(subject(Attention()), Show(), 8)
+    assert len(calls) == 7  # four matrices and three biases
 
 
 def test_shuffled_keys_are_found_at_their_stage() -> None:
@@ -345,6 +407,8 @@ def test_a_plan_is_read_from_json_from_a_report_and_from_python(tmp_path: Path) 
         file.write_text(wrong)
         with pytest.raises(InputError, match=r"Write e\.g\."):
             plan_from(str(file))
+    with pytest.raises(InputError, match=r"Write .*sharding_of_mine\.py:NAME\."):
+        plan_from(str(code))
 
 
 def test_on_meta_there_are_shapes_and_no_proof() -> None:
