@@ -199,7 +199,8 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
     With keys `[before, own, after]` the first window has no keys before it, so it shows where its own keys begin.
     """
     queries, keys = names.lengths
-    dims, sight = dims_of(names.of_stage("weights")), noted(graph, attention)
+    stage = "weights" if "weights" in attention.stages else "scores"
+    dims, sight = dims_of(names.of_stage(stage)), noted(graph, attention)
     named = sight is not None and ["windows"] in dims and ["key"] in dims
     pair = _pair(sight, dims.index(["windows"]), dims.index(["key"])) if sight is not None and named else None
     seen = [] if pair is None else pair[0].nonzero().flatten().tolist()
@@ -271,7 +272,11 @@ def _source(run: NamedRun, attention: Attention) -> str:
     query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
     left, right = before(query), before(key)
     memory = {(side.storage, side.offset, side.shape, side.stride) for side in (left, right)}
-    if left.id == right.id or len(memory) == 1 or _within(run, attention, query) & _within(run, attention, key):
+    makers = [run.recording.producer(side) for side in (left, right)]  # another projection may come before
+    made_of = {before(run.graph.projected(op)).id if op and run.graph.is_projection(op) else None for op in makers}
+    if left.id == right.id or len(memory) == 1 or len(made_of - {None}) == 1 == len(made_of):
+        return "self"
+    if _within(run, attention, query) & _within(run, attention, key):
         return "self"
     if "query" in stages and "key" in stages:
         return "cross"

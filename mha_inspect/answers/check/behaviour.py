@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from ...graph.rerun import between
+from ...naming.pattern import dims_of
+from ...naming.visibility import kinds_of
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
@@ -85,10 +87,11 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     fix = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
-        sure = not (is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights))
-        sentence = "Changing one batch item changes the output of another." + (
-            "" if sure else " This is correct if the items share a memory of extra keys."
-        )
+        shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
+        why = f"dimension {source.batch} is not the batch" if _is_named_otherwise(evidence, source) else ""
+        why = "the items share a memory of extra keys" if shares else why
+        sure, sentence = not why, "Changing one batch item changes the output of another."
+        sentence += f" This is correct if {why}." if why else ""
     elif sure:
         sentence = (
             "Attention runs over the batch instead of the positions: batch items affect each other, and the tokens of "
@@ -110,6 +113,13 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     yield Finding("batch", sentence, proof, sure, evidence.scores_line, fix=fix)
 
 
+def _is_named_otherwise(evidence: Evidence, source: Source) -> bool:
+    """Return whether the attention of an image has other axes where the batch is assumed, e.g. rows of a table."""
+    queries = [(run.stages.get("query"), names) for run, names in evidence.run.attentions if source.positions is None]
+    named = [names.of_stage("query") for query, names in queries if query and query.shape == source.value.shape]
+    return any(not " ".join(dims_of(axes)[source.batch or 0]).startswith("batch") for axes in named)
+
+
 def _changes_beside(changed: Tensor, place: int) -> bool:
     return bool((changed[:, torch.arange(changed.shape[1]) != place] > 0).any())
 
@@ -122,7 +132,9 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
     if not any(_changes_beside(changed[:1], place) for place, changed in reach.items()):
         if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
             return  # the check `batch` reports this
-        if any(bool((changed[0] > 0).any()) for changed in evidence.reach_of_others.values()):
+        others = evidence.reach_of_others.values()
+        cross = all("cross" in kind for kind in kinds_of(evidence.run))
+        if cross or any(bool((changed[0] > 0).any()) for changed in others):
             return  # the keys come from another source
         tried = [place for place in reach if place in evidence.seen_by_others] or list(reach)
         yield Finding(

@@ -226,7 +226,8 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
     gradients = gradients_of(evidence)
     # With few tokens, or distant ones in an image, a softmax may have zero gradient although nothing cuts it.
     saturated = not evidence.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in evidence.sights)
-    for attention, _, _ in kinds(evidence.run):
+    for attention, names, _ in kinds(evidence.run):
+        constant = saturated or names.lengths[1] < 2  # a single key has weight 1
         for side, op in attention.projections.items():
             name, part = _weight_of(evidence, op), ""
             if name in readers.mentioned or name not in gradients:
@@ -234,7 +235,7 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
             gradient = gradients[name]
             if gradient is None:
                 part = "gets no gradient" if _weight_of(evidence, op, whole=True) else ""
-            elif side in SIDES and not saturated and gradient.dim() == 2 and gradient.dtype in _EXACT:
+            elif side in SIDES and not constant and gradient.dim() == 2 and gradient.dtype in _EXACT:
                 # A square matrix is read as nn.Linear stores it: out_features first.
                 out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
                 dead = (gradient == 0).all(1 - out)

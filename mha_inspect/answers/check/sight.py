@@ -31,6 +31,7 @@ class SeenKeys:
         *,
         masked: bool,
         heavy: Tensor,
+        shared: bool,
         first: int | None = None,
         padded: Tensor | None = None,
     ) -> None:
@@ -40,6 +41,8 @@ class SeenKeys:
         """Whether the scores are masked."""
         self.heavy = heavy
         """`query key`: True if any head of the first batch item has a weight above `_HEAVY`."""
+        self.shared = shared
+        """Whether queries and keys are one projection: a query then excludes its own key on purpose (Reformer)."""
         self.queries, self.keys = seen.shape[1:]
         self.first = max(self.keys - self.queries, 0) if first is None else first
         """The key at the position of the first query: cached keys come before it, empty slots of a cache after."""
@@ -121,7 +124,7 @@ class SeenKeys:
                 "Mask out triu(diagonal=1).",
             )
         itself = unseen & (self.distance == 0)
-        if bool(itself.any()) and self.queries == self.keys:
+        if bool(itself.any()) and self.queries == self.keys and not self.shared:
             return self.finding(
                 "causal",
                 "A position cannot see itself: the mask includes the diagonal.",
@@ -181,8 +184,9 @@ def sights_of(
         heavy = (weights[0] > _HEAVY).any(0).cpu() & (not attention.weights_changed)
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
         first = first_key(attention, names) if seen.shape[1] < seen.shape[2] else None
-        masked = bool(attention.masks)
-        sights.append(SeenKeys(seen, line, attention.module, masked=masked, heavy=heavy, first=first, padded=padded))
+        q_proj, k_proj = (attention.stages.get(stage) for stage in ("q_proj", "k_proj"))
+        about = {"masked": bool(attention.masks), "shared": q_proj is not None and q_proj == k_proj}
+        sights.append(SeenKeys(seen, line, attention.module, heavy=heavy, first=first, padded=padded, **about))
     return tuple(sights)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
+from ...naming.pattern import dims_of
 from ...reports.check import Finding
 from ...running.subject import Run
 from ...text import listed
@@ -132,6 +133,8 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     concat = attention.stages.get("concat")
     if concat is None or attention.branches:
         raise LostError
+    if any("head_dim" in word for dim in dims_of(names.of_stage("concat"))[:-1] for word in dim):
+        raise LostError  # features before positions, as in a convolution
     total = prod(factor.tokens)
     if prod(attention.score_product.op.output.shape) < total * names.num_heads * names.lengths[1]:
         raise LostError  # a row of the scores belongs to several tokens on purpose, e.g. to a column of a table

@@ -1,0 +1,152 @@
+"""Kinds of attention in published libraries that are right, and that were accused, told as another kind or not run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect
+
+H, D, N, B = 3, 4, 8, 2
+E = H * D
+
+
+class Plain(nn.Module):
+    """Heads, scores and weights as in a textbook, kept in `seen`; what follows changes a step of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(E, E) for _ in range(4))
+        self.seen: Tensor | None = None
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (H, D)).transpose(-2, -3)
+
+    def weigh(self, scores: Tensor) -> Tensor:
+        self.seen = scores.softmax(-1)
+        return self.seen
+
+    def attend(self, x: Tensor, y: Tensor) -> Tensor:
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(y)), self.heads(self.v(y))
+        return self.o((self.weigh(q @ k.mT / D**0.5) @ v).transpose(-2, -3).flatten(-2))
+
+
+class SharedQueriesAndKeys(Plain):
+    """Reformer's: a token's query is its key, so each token attends to itself only if there is no other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.k
+        self.causal = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, v = self.heads(self.q(x)), self.heads(self.v(x))
+        k = nn.functional.normalize(q, dim=-1)
+        scores = (q @ k.mT / D**0.5).masked_fill(torch.eye(N, dtype=torch.bool), -5e4)
+        scores = scores.masked_fill(torch.ones(N, N, dtype=torch.bool).triu(1), torch.finfo(q.dtype).min)
+        return self.o((self.weigh(scores) @ v).transpose(1, 2).flatten(2))
+
+
+class OneSummary(Plain):
+    """Every token attends to one token of the past, as a shortened sequence is brought to its length again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.kv = Plain(), nn.Linear(E, 2 * E)
+        del self.k, self.v
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.before.attend(x, x)
+        k, v = map(self.heads, self.kv(x.cumsum(1).mean(1, keepdim=True)).chunk(2, -1))
+        weights = self.weigh(self.heads(self.q(x)) @ k.mT / D**0.5)
+        return x + self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+class WordsSeePictures(Plain):
+    """Only the picture has keys: no word has an effect on another."""
+
+    def forward(self, words: Tensor, picture: Tensor) -> Tensor:
+        return words + self.attend(words, picture.flatten(2).mT)
+
+
+class AlongColumns(Plain):
+    """A table of aligned sequences, `row column batch embed`: a row attends to the rows of its column."""
+
+    def forward(self, table: Tensor) -> Tensor:
+        return self.attend(table.movedim(0, 2), table.movedim(0, 2)).movedim(2, 0)
+
+
+class FeaturesFirst(nn.Module):
+    """A decoder of convolutions, `batch embed position 1`: the context has its features before its positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(E, E)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        batch, width, length, _ = x.shape
+        inside = self.inside(x.transpose(1, 2).contiguous().view(batch * length, width)).view(batch, length, width, 1)
+        query = (x + inside.transpose(1, 2)).squeeze(3).transpose(1, 2)
+        self.seen = (query @ keys).softmax(-1)
+        return (self.seen @ values.transpose(1, 2)).transpose(1, 2).unsqueeze(3)
+
+
+class ProjectedTwice(nn.Module):
+    """YOLO's: projections before a module that has projections of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, E, bias=False) for _ in range(3))
+        self.ma = nn.MultiheadAttention(E, H, batch_first=True)
+        self.seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, self.seen = self.ma(self.q(x), self.k(x), self.v(x), average_attn_weights=False)
+        return out + x
+
+
+class SumsOfExponentials(Plain):
+    """Windows of 4 whose weights are never formed: the sums of exponentials divide the sum of the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(project(x).unflatten(1, (2, N // 2))) for project in (self.q, self.k, self.v))
+        scores = q @ k.mT / D**0.5
+        powers = (scores - scores.amax(-1, keepdim=True)).exp()
+        context = powers @ v / powers.sum(-1, keepdim=True)
+        return self.o(context.transpose(2, 3).reshape(len(x), N, E))
+
+
+def given(*shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(shape) for shape in shapes)
+
+
+X, IMAGE = (B, N, E), (B, E, 3, 5)
+CASES: list[tuple[Any, tuple[tuple[int, ...], ...], str]] = [
+    (SharedQueriesAndKeys, (X,), "self"),
+    (OneSummary, (X,), "cross"),
+    (WordsSeePictures, (X, IMAGE), "cross"),
+    (AlongColumns, ((4, 5, B, E),), "self"),
+    (FeaturesFirst, ((B, E, 5, 1), (B, E, 7), (B, E, 7)), "cross"),
+    (ProjectedTwice, (X,), "self"),
+    (SumsOfExponentials, (X,), "self"),
+]
+
+
+@pytest.mark.parametrize(("make", "shapes", "kind"), CASES, ids=lambda value: getattr(value, "__name__", ""))
+def test_it_is_told_and_not_accused(make: Any, shapes: tuple[tuple[int, ...], ...], kind: str) -> None:
+    torch.manual_seed(0)
+    module, inputs = make().eval(), given(*shapes)
+    *_, attention = mha_inspect.trace(module, *inputs, keep=True).attentions
+    assert attention.kind[:1] == (kind,)
+    if make is not SumsOfExponentials:
+        own = attention.weights.tensor.flatten(0, -3)
+        truth = module.seen.flatten(0, -3)
+        order = torch.stack([(row - own).abs().amax((1, 2)).argmin() for row in truth])
+        torch.testing.assert_close(own[order], truth)
+    report = mha_inspect.check(module, *inputs)
+    assert [finding.sentence for finding in report.findings if finding.sure] == []
