@@ -267,6 +267,9 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
         ),
         "The softmax also covers scores of other keys from a second product: the stages show a part of the "
         "attention.": parts,
+        "Several projections give the queries: query, q_proj, concat and output are those of a single one.": (
+            facts.joins_projections("q_heads")
+        ),
         "Attention sinks are joined to the scores: they take weight and have no value.": (
             attention.sinks is not None and not parts
         ),

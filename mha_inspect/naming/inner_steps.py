@@ -28,10 +28,9 @@ class OperandSteps:
     """What becomes of queries, keys or values between their projection and the product."""
 
     norm: QKNorm | None = None
-    rotated: bool = False
     cache: Cache | None = None
-    ops: frozenset[int] = frozenset()
-    """Indices of the operations that compute all this."""
+    names: Mapping[int, str] = field(default_factory=dict)
+    """Index of an operation that computes all this to `rms_norm`, `rotary`, or an empty text for the cache."""
 
 
 @dataclass(frozen=True)
@@ -75,15 +74,12 @@ class InnerStepsReader:
         operands: dict[str, OperandSteps] = {}
         for side, stage in _STAGES.items():
             norm, turned, cached = norms.get(side), turns.get(side), caches.get(side)
-            spans = [step[1] for step in (norm, turned) if step is not None]
-            ops = {op.index for op in paths[side].ops if any(op.index in span for span in spans)}
+            steps = dict.fromkeys(cached[1] if cached else (), "")
+            for name, step in ((f"{norm[0].kind}_norm" if norm else "", norm), ("rotary", turned)):
+                span = range(0) if step is None else step[1]
+                steps |= dict.fromkeys((*span[:1], *(op.index for op in paths[side].ops if op.index in span)), name)
             if norm or turned or cached:
-                operands[stage] = OperandSteps(
-                    norm[0] if norm else None,
-                    turned is not None,
-                    cached[0] if cached else None,
-                    frozenset(ops.union(cached[1] if cached else ())),
-                )
+                operands[stage] = OperandSteps(norm[0] if norm else None, cached[0] if cached else None, steps)
         norm = norms["query"] or norms["key"]
         cached = caches["key"]
         rotary = _rotary(turns["query"], turns["key"])

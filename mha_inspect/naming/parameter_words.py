@@ -29,7 +29,7 @@ _SAID = {
     "absorbed": "{others} by head, absorbed into the {made}",
     "scale before": "scales the input of the projection to the {made}",
     "learned": "the {made} themselves: learned, the same for every input",
-    "appended": "one learned {one}, appended to the {made}",
+    "appended": "learned, and appended to the {made}",
     "scores": "added to the scores",
     "in scores": "used in the scores",
     "in weights": "used in the weights, after the softmax",
@@ -402,7 +402,7 @@ def _is_same(part: Part, other: Part) -> bool:
 def _plain(use: _Use) -> str:
     made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in use.letters))
     others = " and ".join("W_v" if letter == "o" else "W_k" for letter in dict.fromkeys(use.letters))
-    return _SAID[use.kind].format(made=made, others=others, one={"keys": "key", "values": "value"}.get(made, made))
+    return _SAID[use.kind].format(made=made, others=others)
 
 
 def _unit(tensor: TensorRef, dim: int) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from math import isclose
 
 from ..graph.attention import Attention
+from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
 from ..graph.products import Joint
 from ..record.ops import Op, TensorRef
@@ -29,6 +30,7 @@ _BEFORE: dict[str, tuple[str, ...]] = {
     "output": ("concat", "context"),
 }
 """Stage to the stages that it may be made of."""
+_SIDES = {"q_heads": "query", "k_heads": "key", "v_heads": "value"}
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
 
 
@@ -63,7 +65,8 @@ class StageFacts:
                 return f"softmax{over}"
             return weighed_text(self._graph, attention, scores) if attention.weighing else f"softmax{over}({scores})"
         if stage != "context":
-            return self._rearranged(stage, brief=brief)
+            joined = ", joined with those of another projection" if self.joins_projections(stage) else ""
+            return self._rearranged(stage, brief=brief) + joined
         if attention.divided is not None:
             return f"exp({scores}) · v_heads / Σ exp({scores})"
         weights = "dropout(weights)" if self.drops() else "weights"
@@ -103,6 +106,8 @@ class StageFacts:
         turns = turns if stage == "concat" or self._attention.pieces else turns[:1]
         names = (*_BEFORE.get(stage, ()), *_INPUTS)
         before = {turn.stages[name].id for turn in turns for name in names if name in turn.stages}
+        own = self._attention.projections.get(_SIDES.get(stage, ""))
+        since = len(self._graph.recording.ops) if own is None else own.index
         made: dict[int, Op] = {}
         queue = [stages[stage]]
         while queue:
@@ -110,7 +115,8 @@ class StageFacts:
             op = self._graph.recording.producer(tensor)
             if op is not None and op.index not in made and tensor.id not in before:
                 made[op.index] = op
-                queue += op.inputs if self._graph.is_by_head(op) or not self._graph.is_projection(op) else ()
+                through = self._graph.is_by_head(op) or op.index > since or not self._graph.is_projection(op)
+                queue += op.inputs if through else ()
         return [*made.values()]
 
     def _projection(self, stage: str) -> str:
@@ -177,6 +183,26 @@ class StageFacts:
             op = self._graph.recording.producer(op.inputs[0])
         return op is not None and op.does("draws")
 
+    def joins_projections(self, stage: str) -> bool:
+        """Return whether heads are joined, along their positions, with those of a projection by other weights."""
+        graph, own = self._graph, self._attention.projections.get(_SIDES.get(stage, ""))
+        if own is None:
+            return False
+
+        def weights_of(op: Op) -> set[int]:
+            return {read.storage for read in op.inputs if graph.is_weight(read)}
+
+        for op in self._made(stage):
+            rank = len(op.output.shape)
+            joins = op.base_name == "cat" and setting(op, 1, "dim", 0) % rank < rank - 1
+            for read in op.inputs if joins else ():
+                steps = graph.back(read, lambda passed: not graph.is_projection(passed))
+                makers = [graph.recording.producer(step.tensor) for step in steps]
+                known = [weights_of(maker) for maker in makers if maker is not None and graph.is_projection(maker)]
+                if known and not any(weights & weights_of(own) for weights in known):
+                    return True
+        return False
+
     def _changes(self, op: Op) -> bool:
         """Return whether an operation changes the weights after the softmax, other than by dropout or mixing."""
         computes = op.kind == "compute" and (op.pointwise or op.does("picks")) and op.base_name != "_to_copy"
@@ -205,11 +231,12 @@ class StageFacts:
         derived = made_of({turn.stages[source].id for turn in turns}, made)
         steps = self._inner.operands.get(stage, OperandSteps())
         computing = [op for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
-        computed = [op.base_name for op in computing if op.index not in steps.ops and not _moves_in_place(op)]
+        ordered = {op.index: op.base_name for op in computing if not _moves_in_place(op)} | dict(steps.names)
+        computed = [*filter(None, dict.fromkeys(ordered[index] for index in sorted(ordered)))]
         if steps != OperandSteps():
             return self._in_heads(stage, source, steps, computed, brief=brief)
         if computed:
-            return f"{source} in heads, then {', '.join(dict.fromkeys(computed))}"
+            return f"{source} in heads, then {', '.join(computed)}"
         left, right = self._axes[source], self._axes[stage]
         pattern = rearrangement(left, right, (stages[source].shape, stages[stage].shape))
         if brief and pattern:
@@ -223,17 +250,20 @@ class StageFacts:
         A brief text lists them: `split, rms_norm, rotary`.
         """
         before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
-        text, name = f"{source} in heads", "" if steps.norm is None else f"{steps.norm.kind}_norm"
-        if steps.norm is not None:
-            text = f"{name}({source}) in heads" if steps.norm.over == "all" else f"{name}({text})"
-        text = f"rotary({text})" if steps.rotated else text
-        text += f", then {', '.join(dict.fromkeys(computed))}" if computed else ""
-        if brief:
-            text = ", ".join(filter(None, ("split", name, "rotary" * steps.rotated, *dict.fromkeys(computed))))
+        text, norm, last = f"{source} in heads", "" if steps.norm is None else f"{steps.norm.kind}_norm", ""
+        for name in computed:
+            if name == norm and text == f"{source} in heads" and steps.norm is not None and steps.norm.over == "all":
+                text = f"{name}({source}) in heads"
+            elif name in (norm, "rotary"):
+                text = f"{name}({text})"
+            else:
+                text += f"{',' if last not in ('', norm, 'rotary') else ', then'} {name}"
+            last = name
+        text = ", ".join(("split", *computed)) if brief else text
         cache = steps.cache
         if cache is not None and self._cache_before(source) is None:
             past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
-            text = f"{past}{f'({text})' if computed else text} ({cache.new}){empty if cache.empty else ''}"
+            text = f"{past}{f'({text})' if ', ' in text else text} ({cache.new}){empty if cache.empty else ''}"
             before = before * (cache.past + cache.new + cache.empty) // max(cache.new, 1)
         return text + _repeated(before, after, brief=brief)
 
@@ -253,7 +283,8 @@ class StageFacts:
         )
         if more > 0:
             what = "value" if stage == "v_heads" else "key"
-            return f", plus {more} appended {what}{'s' if more > 1 else ''}"
+            is_given = self.joins_projections(stage)
+            return "" if is_given else f", plus {more} appended {what}{'s' if more > 1 else ''}"
         return _repeated(stages[source].numel, stages[stage].numel, brief=brief)
 
 

@@ -306,6 +306,9 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
             continue
         if graph.is_projection(op):
             queue.append(graph.projected(op))
+        elif op.does("joins"):  # e.g. a learned token, and the tensors of an input
+            given = [read for read in op.inputs if graph.comes_from_inputs(read)]
+            queue += given if len(given) == 1 else []
         elif op.does("pools") or axes_rule(op.base_name) == "reduce":
             queue.append(op.inputs[0])
         elif graph.moves(op) or op.pointwise or op.does("norms"):

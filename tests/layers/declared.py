@@ -131,8 +131,8 @@ def _torch_mha(spec: AttentionSpec) -> dict[str, Role]:
     packed = stacked(("W_q", "W_k", "W_v"), (embed, embed, embed), (0, embed), heads)
     biases = stacked(("b_q", "b_k", "b_v"), (embed, embed, embed), None, heads)
     appended = {
-        "bias_k": "one learned key, appended to the keys",
-        "bias_v": "one learned value, appended to the values",
+        "bias_k": "learned, and appended to the keys",
+        "bias_v": "learned, and appended to the values",
     }
     table = {
         "in_proj_weight": Role("(qkv heads head_dim) embed", f"W_q, W_k, W_v stacked: rows {ranges(packed)}", packed),
