@@ -43,8 +43,31 @@ def decoded(
     Raises `InputError` if no prompt is left, no cache is found, or the forward has no such argument, and `ForwardError`
     if a call raises; its trace has the rows of the calls before.
     """
-    rows: list[Step] = []
     require_alone(subject, "--decode")
+    failed: ForwardError | InputError | None = None
+    try:
+        trace, run = _decoded(subject, show, steps, cache, positions)
+        apart = (trace.decode and trace.decode.verdict == "differs" and trace.decode.max_abs_difference) or 0.0
+        without = f"the last step differs by {small(apart)}"
+    except (ForwardError, InputError) as error:
+        failed, apart = error, 1.0
+        without = "no cache is found" if isinstance(error, InputError) else "a call raises"
+    for name in Arguments(subject).positions(unset=True) if apart and positions is None else ():
+        with suppress(ForwardError, InputError):
+            again, run_again = _decoded(subject, show, steps, cache, name)
+            if again.decode is not None and again.decode.verdict == "same":
+                said = f"{name} was given and advanced: without it, {without}."
+                return replace(again, notes=(said, *again.notes)), run_again
+    if failed is not None:
+        raise failed
+    if apart and len(Arguments(subject).parameters) > 2:
+        trace = replace(trace, notes=("If an argument takes the positions, give --positions NAME.", *trace.notes))
+    return trace, run
+
+
+def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positions: str | None) -> tuple[Trace, Run]:
+    """Return what `decoded` does, without trying further positions."""
+    rows: list[Step] = []
     with subject.apart() as fresh, _saying("The forward over all tokens raised.", rows):
         ran = _recorded(fresh)[1]
         whole = first_tensor(ran.returned).detach()
@@ -67,10 +90,11 @@ def decoded(
                 trace, run = traced(called, show, keep=True) if step == steps else _recorded(called)
             rows.append(step_of(trace.attentions, start, continued=bool(cache and past is not None)))
             if step and not rows[-1].past:
-                takes = listed(_may_take_cache(arguments)) or "no optional argument"
+                takes = listed(_may_take_cache(arguments))
                 why = f"the forward returns nothing that it takes ({takes})"
                 why = f"with {cache}, a step sees no earlier token" if cache else why
-                raise InputError(f"no cache was found: {why}. Give --cache NAME.")
+                none = "the forward takes no cache, and keeps no earlier key. Trace it without --decode."
+                raise InputError(f"no cache was found: {f'{why}. Give --cache NAME.' if takes else none}")
             past = second_output(run.returned)
             sizes.append(cache_bytes_of(past))
     if cache:
@@ -79,13 +103,6 @@ def decoded(
     if proof.verdict == "differs" and not any("causal" in kind for kind in kinds_of(ran)):
         note = "no attention is causal: in the forward over all tokens, earlier tokens attend to later tokens"
         proof = DecodeProof(None, None, None, None, None, source.length, note)
-    for name in arguments.positions(unset=True) if proof.verdict == "differs" and positions is None else ():
-        with suppress(ForwardError, InputError):
-            again, run_again = decoded(subject, show, steps, cache, name)
-            if again.decode is not None and again.decode.verdict == "same":
-                apart = small(proof.max_abs_difference or 0.0)
-                said = f"{name} was given and advanced: without it, the last step differs by {apart}."
-                return replace(again, notes=(said, *again.notes)), run_again
     return replace(trace, steps=tuple(rows), decode=proof), run
 
 

@@ -137,6 +137,28 @@ def test_positions_that_the_call_leaves_out_are_given_where_they_make_the_differ
     assert decode(Attention(), x).notes == ()
 
 
+class Slots(Attention):
+    """Writes by index into a table of slots, and reads those up to the last position."""
+
+    def forward(self, x, cache_position=None):
+        places = torch.arange(x.shape[1]) if cache_position is None else cache_position
+        if not hasattr(self, "slots"):
+            self.slots = torch.zeros(len(x), 16, 2, x.shape[2])
+        q, *new = self.qkv(x).chunk(3, -1)
+        self.slots.index_put_((torch.arange(len(x))[:, None], places), torch.stack(new, 2))
+        k, v = self.slots[:, : int(places[-1]) + 1].unbind(2)
+        late = torch.arange(k.shape[1]) > places[:, None]
+        return (q @ k.mT / x.shape[2] ** 0.5).masked_fill(late, -torch.inf).softmax(-1) @ v
+
+
+def test_positions_that_the_call_leaves_out_are_given_where_no_step_sees_the_cache_without_them():
+    torch.manual_seed(0)
+    module, x = Slots().eval(), torch.randn(2, 7, 32)
+    trace = decode(module, x)
+    assert (trace.decode.verdict, rows(trace)[1:]) == ("same", [(1, 4, 1), (1, 5, 1), (1, 6, 1)])
+    assert trace.notes[0] == "cache_position was given and advanced: without it, no cache is found."
+
+
 class TwoWays(nn.Module):
     """Two layers of which each token sees all tokens; the second keeps what the first made of the earlier ones."""
 
@@ -245,7 +267,8 @@ def test_a_cache_of_any_name_and_positions_that_are_named():
     x = torch.randn(2, 7, 32)
     assert decode(Odd(), x, positions="step").decode.verdict == "same"
     assert decode(Odd(), x, positions="step", cache="earlier").decode.verdict == "same"
-    assert decode(Odd(), x).decode.verdict == "differs"
+    unnamed = decode(Odd(), x)
+    assert (unnamed.decode.verdict, "--positions NAME" in unnamed.notes[0]) == ("differs", True)
 
 
 def test_masks_are_cut_to_what_there_is(hf):
@@ -278,7 +301,7 @@ def test_logits_of_the_last_position_alone_and_none_before_the_cache():
         (
             nn.TransformerEncoderLayer(32, 4, batch_first=True),
             {},
-            r"no cache was found: the forward returns nothing that it takes \(no optional argument\)\. Give --cache",
+            r"no cache was found: the forward takes no cache, and keeps no earlier key\. Trace it without --decode\.",
         ),
         (nn.Linear(32, 32), {}, r"no attention was found"),
         (WithBias(), {}, r"no cache was found"),
