@@ -24,7 +24,7 @@ from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_o
 from ..record.site import Site, place_of_site
 from ..reports.check import Finding
 from ..reports.trace import Rank, Stage, Trace
-from ..running.subject import Run, Subject
+from ..running.subject import Run, Subject, run_and_record
 from ..text import first_few, listed, spans
 
 _OF_ALL_HEADS = ("query", "key", "value", "output")
@@ -234,11 +234,14 @@ def _shard(part: Part, parameter: Tensor) -> Shard | None:
     return Shard((start + int(places.min()), start + int(places.max()) + 1), size, whole)
 
 
-def waits_at(frame: FrameType | None) -> tuple[Site, str]:
-    """Return the instructions of a frame and its callers, and the user's line; no line outside torch.distributed."""
+def stands_at(frame: FrameType | None) -> tuple[Site, str, bool] | tuple[Site]:
+    """Return the instructions of a frame and its callers, the user's line, and whether that waits for other ranks.
+
+    Only the instructions outside torch.distributed and a recorded forward.
+    """
     site: Site = []
     while frame is not None:
         site += [frame.f_code, frame.f_lasti]
         frame = frame.f_back
-    is_inside = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
-    return site, place_of_site(site)[0] if is_inside else ""
+    waits = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
+    return (site, place_of_site(site)[0], waits) if waits or run_and_record.__code__ in site[::2] else (site,)

@@ -29,7 +29,9 @@ T = TypeVar("T")
 _PATIENCE = 60
 """Seconds to wait until every rank has started."""
 _STALLED = 5.0
-"""Seconds at one instruction of torch.distributed after which a rank counts as waiting."""
+"""Seconds at one instruction after which a rank is stuck."""
+_IDLE = 0.1
+"""Most seconds of computing in that time."""
 _GRACE = 1.5
 """Seconds in which rank 0 may print a failure of its own, before that of another rank is printed."""
 _LONGEST = 1 << 20
@@ -44,9 +46,11 @@ class Member:
 
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._out, self._err = os.dup(1), os.dup(2)
-        self._said = [TemporaryFile() for _ in (1, 2) if self.rank]  # noqa: SIM115 - closed with the process
-        for number, file in enumerate(self._said, 1):
-            os.dup2(file.fileno(), number)
+        self._said = [TemporaryFile("w+") for _ in (1, 2) if self.rank]  # noqa: SIM115 - closed with the process
+        if self.rank:
+            os.dup2(self._said[0].fileno(), 1)
+            sys.stderr = self._said[1]  # not its descriptor: a crash in C++ leaves no time to pass its message on
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._store: Any = None
         self._watching = Thread(target=self._watch, daemon=True)
         self._has_left = Event()
@@ -99,38 +103,40 @@ class Member:
         return [json.loads(value) for value in self._store.multi_get(self._done)]
 
     def _watch(self) -> None:
-        from ..answers.ranks import waits_at
+        from ..answers.ranks import stands_at
 
         before: object = None
-        since, said = 0.0, None
+        since, computed, said = 0.0, 0.0, None
         with suppress(RuntimeError):  # the store has ended, and with it the launcher or rank 0
             while not (self._has_left.wait(0.2) or (self.rank and self._store.check(["end"]))):
-                now, (at, line) = time.monotonic(), waits_at(sys._current_frames().get(main_thread().ident or 0))
-                if at != before:
-                    before, since = at, now
-                if said != (said := line if now - since > _STALLED else ""):
-                    self._store.set(f"waits/{self.rank}", said)
+                now, busy = time.monotonic(), time.process_time() - time.thread_time()
+                at, *place = stands_at(sys._current_frames().get(main_thread().ident or 0))
+                if at != before or busy - computed > _IDLE:
+                    before, since, computed = at, now, busy
+                if said != (said := json.dumps(place if now - since > _STALLED else [])):
+                    self._store.set(f"stuck/{self.rank}", said)
                 if self.rank == 0:
                     self._look_for_failures()
         if self.rank:
             os._exit(0)
 
     def _look_for_failures(self) -> None:
-        """End the command if another rank failed, or if some ranks have finished and all others wait for them."""
+        """End the command if another rank failed, or if no rank goes on and one waits for the others."""
         if self._store.check(["failed"]):
             rank, code, out, err = json.loads(self._store.get("failed"))
             self._end(code, out, f"{err}mha-inspect: rank {rank} of {self.world} failed: see above.\n")
         others = [rank for rank in range(self.world) if not self._store.check([self._done[rank]])]
-        keys = [f"waits/{rank}" for rank in others]
-        waits = self._store.multi_get(keys) if 0 < len(keys) < self.world and self._store.check(keys) else []
-        if waits and all(waits):
+        keys = [f"stuck/{rank}" for rank in others]
+        places = [*map(json.loads, self._store.multi_get(keys))] if keys and self._store.check(keys) else []
+        if all(places) and any(waits for _, waits in places):
             from ..text import listed, spans
 
-            lines = {line: spans(rank for rank, at in zip(others, waits, strict=True) if at == line) for line in waits}
-            where = listed([f"rank {ranks} waits at {line.decode()}" for line, ranks in lines.items()])
-            done = spans({*range(self.world)}.difference(others))
-            said = f"{where}, but rank {done} has finished. Every rank must run the same collectives."
-            self._end(1, "", f"mha-inspect: {said}\n")
+            said = []
+            for line, waits in dict.fromkeys(map(tuple, places)):
+                stuck = spans(rank for rank, place in zip(others, places, strict=True) if place == [line, waits])
+                said.append(f"rank {stuck} {'waits' if waits else 'stands still'} at {line}")
+            said += [f"rank {done} has finished"] if (done := spans({*range(self.world)}.difference(others))) else []
+            self._end(1, "", f"mha-inspect: {listed(said)}. Every rank must run the same collectives in one order.\n")
 
     def _end(self, code: int, out: str, err: str) -> None:
         """Print the outputs instead of rank 0's own, and end all ranks."""

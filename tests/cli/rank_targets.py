@@ -75,7 +75,7 @@ def copied_keys() -> Made:
 
 
 class Broken(Attention):
-    """Rank 1 raises, skips a collective, or is killed."""
+    """Rank 1 raises, is killed, or does not come to the collective of rank 0."""
 
     def __init__(self, how: str) -> None:
         super().__init__(fused=False)
@@ -87,6 +87,10 @@ class Broken(Attention):
                 x.view(3, 7)
             if self.how == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.how == "sleeps":
+                time.sleep(60)  # rank 1 sleeps here
+            if self.how == "receives":
+                dist.recv(x + 0, 0)  # rank 1 receives here
             if self.how == "skips":
                 return super().forward(x)
         dist.all_reduce(x + 0)  # rank 0 waits here

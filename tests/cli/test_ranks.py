@@ -22,6 +22,7 @@ from mha_inspect.errors import InputError
 
 TARGETS = "tests.cli.rank_targets"
 ROOT = Path(__file__).parents[2]
+BREAKS = ("raises", "skips", "sleeps", "receives", "is killed")
 COMMANDS = {
     "sharded": ["trace", f"{TARGETS}:sharded", "--format", "json"],
     "own group": ["trace", f"{TARGETS}:in_its_own_group"],
@@ -29,7 +30,7 @@ COMMANDS = {
     "copied keys": ["trace", f"{TARGETS}:copied_keys", "--format", "json"],
     "drifted": ["trace", f"{TARGETS}:drifted", "--format", "json"],
     "params": ["params", f"{TARGETS}:sharded", "--format", "json", "--export", "FOLDER/params.json"],
-    **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in ("raises", "skips", "is killed")},
+    **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in BREAKS},
     "unknown": ["trace", f"{TARGETS}:unknown"],
     "no backend": ["trace", f"{TARGETS}:without_backend"],
     "usage": ["trace", f"{TARGETS}:sharded", "--batch", "many"],
@@ -56,7 +57,8 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         pytest.skip("this torch has no gloo")
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "commands.json").write_text(json.dumps(COMMANDS).replace("FOLDER", str(folder)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    # The ranks are forked after torch has read the level, which a rank of torchrun sets itself.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_CPP_LOG_LEVEL": "ERROR"}
     with subprocess.Popen(
         [sys.executable, "-m", TARGETS, str(folder)], cwd=ROOT, env=environment, start_new_session=True
     ) as started:
@@ -152,16 +154,22 @@ def test_a_rank_that_raises_is_reported_by_rank_0(ran: dict[str, Any]) -> None:
     assert first.err.splitlines()[-1] == "mha-inspect: rank 1 of 2 failed: see above."
 
 
-def test_a_collective_that_never_comes_is_reported_with_the_line_that_waits(ran: dict[str, Any]) -> None:
-    first, _ = ran["skips"]
-    source = (ROOT / "tests/cli/rank_targets.py").read_text().splitlines()
-    line = next(number for number, text in enumerate(source, 1) if "rank 0 waits here" in text)
-    assert first.code == 1
-    assert first.out == ""
-    assert first.err == (
-        f"mha-inspect: rank 0 waits at tests/cli/rank_targets.py:{line}, but rank 1 has finished. "
-        "Every rank must run the same collectives.\n"
-    )
+@pytest.mark.parametrize(
+    ("how", "other"),
+    [
+        ("skips", "has finished"),
+        ("sleeps", "stands still at {rank 1 sleeps here}"),
+        ("receives", "waits at {rank 1 receives here}"),
+    ],
+)
+def test_a_collective_that_never_comes_is_reported_with_the_lines(ran: dict[str, Any], how: str, other: str) -> None:
+    first, _ = ran[how]
+    source = "tests/cli/rank_targets.py"
+    lines = {text.partition("  # ")[2]: n for n, text in enumerate((ROOT / source).read_text().splitlines(), 1)}
+    places = {comment: f"{source}:{number}" for comment, number in lines.items()}
+    both = f"rank 0 waits at {{rank 0 waits here}} and rank 1 {other}.".format(**places)
+    said = f"{both} Every rank must run the same collectives in one order."
+    assert (first.code, first.out, first.err) == (1, "", f"mha-inspect: {said}\n")
 
 
 def test_a_rank_that_is_killed_ends_the_other(ran: dict[str, Any]) -> None:

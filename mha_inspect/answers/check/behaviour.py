@@ -175,7 +175,7 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
         finding = next(findings, None)
         if finding is None:
             raise UndeclaredError("--causal")
-    elif not evidence.follows and not evidence.sights:
+    elif not evidence.sights and (evidence.once or not evidence.follows):
         raise NotPossibleError("the output and the scores do not show who sees whom")
     else:
         finding = next(filter(None, judged), None) or _by_outputs(evidence)

@@ -175,7 +175,7 @@ def sights_of(
     sights = []
     for attention, names in run.attentions:
         weights, scores = (_content(run, attention, names, stage) for stage in ("weights", "masked_scores"))
-        if weights is None or weights.dim() != 4:
+        if weights is None or weights.dim() != 4 or _has_keys_of_other_ranks(run, attention):
             continue
         if attention.masks or scores is not None:
             seen = sees(weights, scores).cpu()
@@ -188,6 +188,17 @@ def sights_of(
         about = {"masked": bool(attention.masks), "shared": q_proj is not None and q_proj == k_proj}
         sights.append(SeenKeys(seen, line, attention.module, heavy=heavy, first=first, padded=padded, **about))
     return tuple(sights)
+
+
+def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:
+    """Return whether ranks exchange keys and no queries, so that the positions of the queries are unknown."""
+
+    def exchanged(stage: str) -> bool:
+        tensor = attention.stages.get(stage)
+        steps = () if tensor is None else run.graph.back(tensor, lambda op: not run.graph.is_projection(op))
+        return any(op.is_collective for step in steps for op in step.path)
+
+    return exchanged("k_heads") and not exchanged("q_heads")
 
 
 def _content(run: Run, attention: Attention, names: AxisNames, stage: str) -> Tensor | None:
