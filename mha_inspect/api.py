@@ -282,4 +282,4 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         """The trace of the block. Raises `ValueError` inside the block."""
         if not self._is_over:
             raise ValueError("the recording is still running. Read its trace after the with block.")
-        return LiveTrace.of(with_steps(of_block(self._ran, self._failed)), self._kept)
+        return LiveTrace.of(with_steps(of_block(self._ran, self._failed, self._recorder.called())), self._kept)

@@ -158,9 +158,9 @@ def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
     )
 
 
-def with_whole_shapes(trace: Trace, run: Run, module: nn.Module) -> Trace:
+def with_whole_shapes(trace: Trace, run: Run, *modules: nn.Module) -> Trace:
     """Return the trace with the shape over all ranks for each stage of which this rank has some heads."""
-    parameters = parameters_of(module)
+    parameters = {name: parameter for module in modules for name, parameter in parameters_of(module).items()}
     if not any(map(piece_of, parameters.values())):
         return trace
     every = zip(trace.attentions, run.attentions, shards_of(run, parameters), strict=True)

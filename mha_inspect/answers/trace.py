@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from ..layers.spec import Show
 from ..naming.canonical import content_of
@@ -53,15 +55,15 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     return replace(trace, notes=(*trace.notes, *notes, *absent, *subject.notes)), run
 
 
-def of_block(run: Run, failed: tuple[Failure, int] | None) -> Trace:
-    """Return the trace of a recorded block of code.
+def of_block(run: Run, failed: tuple[Failure, int] | None, called: Iterable[nn.Module]) -> Trace:
+    """Return the trace of a recorded block of code, in which modules were `called`.
 
     `failed` is the failure that ended the block, and the number of complete attentions; None if it did not raise.
     """
     environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
     kinds = kinds_of(run)
     trace = report(run, Show(), environment=environment, layer=layer, kinds=kinds)
-    trace = replace(trace, notes=(*trace.notes, *mask_notes(run, {})))
+    trace = with_whole_shapes(replace(trace, notes=(*trace.notes, *mask_notes(run, {}))), run, *called)
     return trace if failed is None else replace(trace, attentions=trace.attentions[: failed[1]], failure=failed[0])
 
 

@@ -500,6 +500,10 @@ class Recorder(TorchDispatchMode):
         """Return the path of a module inside the recorded module; empty for that module itself or an unknown one."""
         return self._path(module) or ""
 
+    def called(self) -> list[nn.Module]:
+        """Return the outermost modules that were called, and still exist."""
+        return [module for known, path in self._paths.values() if not path and (module := known()) is not None]
+
     def _path(self, module: object) -> str | None:
         """Return the path of a module inside the recorded module; None if it is not known."""
         known = self._paths.get(id(module))

@@ -208,6 +208,7 @@ def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
     model = make()
     with mha_inspect.recording() as recording:
         out, gradients, count = run(model, x)
+    recorded = recording.trace
     model = make()
     with Collectives() as collectives:
         trace = mha_inspect.trace(model, x, keep=True)
@@ -223,7 +224,8 @@ def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
         and all(map(torch.equal, gradients, plain_gradients)),
         "collectives": [plain_count, count],
         "forward collectives": [collectives.count, of_one.count, len(trace.collectives or ())],
-        "recorded": [{stage.name: list(stage.shape) for stage in a.stages} for a in recording.trace.attentions],
+        "recorded": [{stage.name: list(stage.shape) for stage in a.stages} for a in recorded.attentions],
+        "recorded whole": {s.name: s.whole and list(s.whole) for s in recorded.attentions[0].stages},
         "traced": [{stage.name: list(stage.shape) for stage in a.stages} for a in trace.attentions],
         "between ranks": [[c.name, c.stage, c.nbytes] for c in trace.collectives or ()],
         "numbers": {stage.name: stage.tensor.tolist() for stage in trace.attentions[0].stages},
@@ -234,7 +236,7 @@ def answers(make: Callable[[], nn.Module], x: torch.Tensor) -> dict[str, Any]:
         "whole": {stage.name: stage.whole and list(stage.whole) for stage in trace.attentions[0].stages},
         "rank": asdict(rank),
         "parameter bytes": sum(own(parameter).nbytes for parameter in make().parameters()),
-        "proved": bool(trace) and bool(recording.trace),
+        "proved": bool(trace) and bool(recorded),
     }
 
 

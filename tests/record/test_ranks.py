@@ -197,6 +197,7 @@ def test_a_stage_says_its_shape_over_all_ranks(ranks: list[Answers]) -> None:
             mine, every = found["numbers"][stage], ranks[rank]["unsharded"][stage]
             mine, every = list(torch.tensor(mine).shape), list(torch.tensor(every).shape)
             assert whole == (None if mine == every or name == "by hand" else every), (name, rank, stage)
+        assert found["recorded whole"] == found["whole"], (name, rank)
 
 
 def test_a_parameter_sharded_twice_says_its_own_head(ranks: list[Answers]) -> None:
