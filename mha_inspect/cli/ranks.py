@@ -168,21 +168,30 @@ def join() -> None:
 
 
 def with_group(build: Callable[[], T]) -> T:
-    """Build a target; where it needs a process group and does not make it, make one and build it again."""
-    try:
-        return build()
-    except InputError as error:
-        if member is None:
-            raise
-        from torch import distributed
+    """Build a target among several ranks; where it makes no process group, make one, for its forward too.
 
+    A target that needs the group is built again. If a target that makes the group fails, the group is undone.
+    """
+    if member is None:
+        return build()
+    from torch import distributed
+
+    had_group = distributed.is_initialized()
+    try:
+        built = build()
+        if not distributed.is_initialized():
+            distributed.init_process_group()
+        return built
+    except InputError as error:
+        if distributed.is_initialized():
+            if not had_group:
+                distributed.destroy_process_group()
+            raise
         cause: BaseException | None = error
         while cause is not None:
             if any(frame.f_code.co_name == "init_process_group" for frame, _ in walk_tb(cause.__traceback__)):
                 raise
             cause = cause.__context__
-        if distributed.is_initialized():
-            raise
         with suppress(Exception):  # the target's own error says more
             distributed.init_process_group()
         if not distributed.is_initialized():

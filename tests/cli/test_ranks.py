@@ -27,6 +27,7 @@ COMMANDS = {
     "sharded": ["trace", f"{TARGETS}:sharded", "--format", "json"],
     "own group": ["trace", f"{TARGETS}:in_its_own_group"],
     "given group": ["trace", f"{TARGETS}:in_a_given_group"],
+    "forward's group": ["trace", f"{TARGETS}:group_for_its_forward"],
     "copied keys": ["trace", f"{TARGETS}:copied_keys", "--format", "json"],
     "drifted": ["trace", f"{TARGETS}:drifted", "--format", "json"],
     "params": ["params", f"{TARGETS}:sharded", "--format", "json", "--export", "FOLDER/params.json"],
@@ -137,6 +138,11 @@ def test_the_target_or_the_command_makes_the_process_group(ran: dict[str, Any], 
     assert first.code == 0
     assert "q_heads  [2, 2, 5, 8] of [2, 4, 5, 8]" in first.out
     assert "0–15, 16–31" in first.out
+
+
+def test_a_forward_alone_may_need_the_process_group(ran: dict[str, Any]) -> None:
+    first, _ = ran["forward's group"]
+    assert (first.code, "1 allreduce" in first.out) == (0, True)
 
 
 def test_another_command_answers_once(ran: dict[str, Any]) -> None:

@@ -81,7 +81,8 @@ def _of_scores(
         return
     groups = min(len(q), len(k))
     q, k, other_key = q[:groups], k[:groups], _of_equal_tokens(factors["key"], seed=2)[:groups]
-    near = max(_NEAR, 8 * torch.finfo(getattr(torch, factors["query"].target.dtype)).eps)
+    query = factors["query"]  # an opened kernel computes in float32 what was rotated in another dtype
+    near = max(_NEAR, *(8 * torch.finfo(getattr(torch, end.dtype)).eps for end in (query.source, query.target)))
     products, size = (q * other_key).sum(-1), q.norm(dim=-1) * other_key.norm(dim=-1)
     angle = products / size.clamp(min=1e-12)
     # Scores that are scaled by position (e.g. for long sequences) keep their angle.

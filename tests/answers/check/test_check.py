@@ -24,7 +24,7 @@ from mha_inspect.record.arguments import first_tensor
 from mha_inspect.testing import assert_attention_is_right
 
 from ...foreign import styles, unusual
-from .cases import MADE, B, D, E, H, N, Right
+from .cases import MADE, B, D, E, H, N, Right, fused, halves
 
 FOREIGN = {
     name: style
@@ -42,6 +42,17 @@ def test_a_style_is_not_accused(name: str) -> None:
     x = torch.randn((3, 3, 8, 22) if name == "Image" else (3, 8, 22))
     found = [finding.check for finding in mha_inspect.check(FOREIGN[name](), x).findings if finding.sure]
     assert found == ([TRUE[name]] if name in TRUE else [])
+
+
+def test_rotations_in_bfloat16_before_a_fused_kernel_are_not_accused() -> None:
+    class Rotated(Right):
+        def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            q, k, v = super().heads(x)
+            return halves(q).to(x.dtype), halves(k).to(x.dtype), v
+
+    torch.manual_seed(0)
+    report = mha_inspect.check(Rotated(**fused()).bfloat16(), torch.randn(B, N, E).bfloat16(), only=["rotary"])
+    assert (report.findings, [passed.check for passed in report.held]) == ((), ["rotary"])
 
 
 @pytest.mark.parametrize("layer", LAYERS)
