@@ -191,7 +191,9 @@ def _run(constants: Constants, ops: list[Op], before: TensorRef, value: Tensor, 
     ends = [t.offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) for t in same]
     # Writes need the recorded layout.
     memory = torch.full((max(ends) + 1,), torch.nan, dtype=value.dtype)
-    known = {before.id: memory.as_strided(before.shape, before.stride, before.offset).copy_(value)}
+    known = {before.id: memory.as_strided(before.shape, before.stride, before.offset)}
+    once = tuple(slice(None) if step else slice(1) for step in before.stride)  # an expanded key is one in memory
+    known[before.id][once] = value[once]
 
     def content(tensor: TensorRef) -> Tensor:
         number = known.get(tensor.id)

@@ -245,6 +245,15 @@ def test_rotation(name: str) -> None:
     assert rows["q.weight"] == ("(heads head_dim) embed", f"W_q: rows are the heads stacked, {D} each")
 
 
+def test_rotation_of_one_key_expanded_to_all_heads() -> None:
+    """Its memory has one head, where torch cannot write eight."""
+
+    def positions(self: Attend, q: Tensor, k: Tensor) -> Pair:
+        return halves(q, angles()), halves(k[:, :1].expand(-1, KV, -1, -1), angles())
+
+    assert found(with_method(positions=positions)).position == rotary("half")
+
+
 def by_another_matrix(x: Tensor, angle: Tensor) -> Tensor:
     others = torch.linspace(0, 9, T * D * D).sin().view(T, D, D)
     return torch.einsum("bhnd,ned->bhne", x, matrices(angle) + others)
