@@ -14,8 +14,7 @@ from torch import nn
 
 from ..build.importing import load_object
 from ..errors import InputError
-from ..naming.axes import AxisNames
-from ..naming.parameters import Part, coordinates, num_heads, parts_of
+from ..naming.parameters import Part, coordinates, parts_of
 from ..reports.trace import AttentionReport
 from ..running.subject import Run
 from ..text import did_you_mean, first_few, first_line, listed, shown
@@ -83,14 +82,14 @@ def plan_of(run: Run, module: nn.Module, attentions: Sequence[AttentionReport], 
             raise InputError(
                 f"queries or keys{where} are normed over all heads, and a rank has only some. Norm each head."
             )
-        copied = bool(names.num_kv_heads % ranks)
+        copied = any(_count(part) % ranks for part in matrices if part.letter in "kv")
         for path, of_path in _by_module(matrices).items():
             letters = {part.letter for part in of_path}
             if copied and letters <= {"k", "v"}:
                 styles[path] = "replicate"
                 continue
             styles[path] = "rowwise" if letters == {"o"} else "colwise"
-            for doubt in _doubts(path, of_path, names, ranks, styles[path]):
+            for doubt in _doubts(path, of_path, ranks, styles[path]):
                 raise InputError(doubt)
     if not styles:
         raise InputError("no attention was found, so there are no heads to cut. Check the target.")
@@ -139,11 +138,11 @@ def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: i
         if not any(_is_at(path, pattern) for path in paths):
             raise InputError(f"the plan names {shown(pattern)}, and no module is there.{did_you_mean(pattern, paths)}")
     found: dict[str, None] = {}
-    for (_, names), (parts, _) in zip(run.attentions, parts_of(run), strict=True):
+    for parts, _ in parts_of(run):
         for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
             none: Style = "replicate"
             style = next((style for pattern, style in styles.items() if _is_at(path, pattern)), none)
-            found |= dict.fromkeys(_doubts(path, of_path, names, ranks, style))
+            found |= dict.fromkeys(_doubts(path, of_path, ranks, style))
     return tuple(found)
 
 
@@ -154,7 +153,12 @@ def _by_module(parts: Sequence[Part]) -> dict[str, list[Part]]:
     return paths
 
 
-def _doubts(path: str, parts: Sequence[Part], names: AxisNames, ranks: int, style: Style) -> Iterator[str]:
+def _count(part: Part) -> int:
+    """Return the number of heads in a matrix; a key head of which all queries have a copy counts once."""
+    return len({tuple(places.tolist()) for places in part.heads.values()})
+
+
+def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Iterator[str]:
     """Yield the reason that a cut of a projection does not give each rank whole heads, if there is one."""
     dim, letters = int(style == "rowwise"), [f"W_{part.letter}" for part in parts]
     is_output = any(part.letter == "o" for part in parts)
@@ -168,7 +172,7 @@ def _doubts(path: str, parts: Sequence[Part], names: AxisNames, ranks: int, styl
         yield f"{path} is {listed(letters)} and cut {style}. It must be {right}."
         return
     for part in parts:
-        used, count = part.parameter.tensor, num_heads(names, part.letter)
+        used, count = part.parameter.tensor, _count(part)
         for head, places in part.heads.items():
             rows = coordinates(places[places >= 0], used)[dim]
             if used.shape[dim] % ranks or (rows // (used.shape[dim] // ranks) != head * ranks // count).any():

@@ -155,6 +155,25 @@ def test_grouped_keys_are_cut_or_copied() -> None:
     assert "Every rank computes all heads." not in alone.notes
 
 
+class OneKey(Attention):
+    """One key head, expanded before it is normed: in memory each query head has its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v = nn.Linear(24, 3), nn.Linear(24, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, 3)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = (nn.functional.rms_norm(t.expand(-1, q.shape[1], -1, -1), (3,)) for t in (k, v))
+        return self.o(((q @ k.mT / 3**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_one_key_head_is_copied_also_if_each_query_has_its_own() -> None:
+    trace, _ = sharded(subject(OneKey()), Show(), 4)
+    assert trace.plan == {"q": "colwise", "k": "replicate", "v": "replicate", "o": "rowwise"}
+    assert trace.proof.agrees
+
+
 def test_the_printed_code_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
