@@ -120,7 +120,7 @@ def _with(subject: Subject, arguments: Arguments, changes: dict[str, Any]) -> Su
 
 def _source(subject: Subject, arguments: Arguments, whole: Tensor, steps: int) -> Source:
     """Return the argument with the tokens. Raises `InputError` if no prompt is left beside the steps."""
-    sources = sources_of(subject, arguments.values, Intent(), whole.dim)
+    sources = sources_of(subject, arguments.values, Intent(), lambda _: whole.dim() == 2)
     length = sources[0].length if sources else 0
     if not 0 < steps < length:
         why = "leaves no prompt" if steps > 0 else "has no step"

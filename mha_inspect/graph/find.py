@@ -41,7 +41,8 @@ def attentions_of(graph: Graph) -> list[Attention]:
     attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.
     taken = {op.index for attention in attentions for op in attention.projections.values()}
-    attentions = [_with_output(graph, attention, taken) for attention in attentions]
+    contexts = {attention.stages["context"].id for attention in attentions}
+    attentions = [_with_output(graph, attention, taken, contexts) for attention in attentions]
     return _with_turns_merged(graph, with_pieces_joined(graph, attentions))
 
 
@@ -181,18 +182,26 @@ def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> Tensor
 # -- output -----------------------------------------------------------------------------------------------------------
 
 
-def _with_output(graph: Graph, attention: Attention, taken: set[int]) -> Attention:
-    """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows."""
+def _with_output(graph: Graph, attention: Attention, taken: set[int], contexts: set[int]) -> Attention:
+    """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows.
+
+    The `contexts` of several attentions may be added before one projection.
+    """
     context, module = attention.stages["context"], attention.module
     apart = len(context.shape) > 2 and context.shape != attention.stages.get("query", context).shape
     # A context concatenated with its own query, as in a decoder, is no output.
     given = [attention.stages[name] for name in ("query", "q_heads") if name in attention.stages]
     queries = {graph.before_moves(tensor).id for tensor in given}
 
+    def is_context(tensor: TensorRef) -> bool:
+        steps = graph.back(tensor, lambda op: graph.moves(op) or graph.is_scale(op) or op.base_name == "add")
+        return any(step.tensor.id in contexts for step in steps)
+
     def through(op: Op) -> bool:
         # An addition while heads are still separate belongs to the attention.
         adds = op.base_name.rstrip("_") == "add" and sum(read.numel == op.output.numel for read in op.inputs) > 1
         residual = adds and not (op.module == module and apart and op.output.shape == context.shape)
+        residual = residual and not all(map(is_context, op.inputs))
         norms = op.does("norms") and inside(op.module, module)
         keeps_context = op.kind != "compute" or op.pointwise or op.does("passes_on") or norms
         beside = op.base_name == "cat" and queries & {graph.before_moves(tensor).id for tensor in op.inputs}

@@ -383,7 +383,8 @@ class _PartsOfAttention:
         for op in ops:
             taken, weight = self._graph.projected(op), weight_of(self._graph, op)
             ends = [turn.stages["context"] for turn in self._attention.turns]
-            stops, since = {context.id for context in ends}, min(map(self._made_at, ends))
+            since = min(map(self._made_at, ends))
+            stops = {attention.stages["context"].id for attention, _ in self._run.attentions} | {t.id for t in ends}
             way, meetings = self._way(taken, stops, set(), since)
             codes = self._codes_at(taken, way, contexts, of_turns)
             weighing = self._way(weight, set(), set(), 0)[0]

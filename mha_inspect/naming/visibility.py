@@ -159,7 +159,8 @@ def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -
     known = visibility(graph, attention, names)
     if known is None or known.seen is None:
         masks = (tensor for op in attention.masks for tensor in masks_of(graph, attention, op))
-        return any(op.base_name.startswith(("tril", "triu")) for tensor in masks for op in _makers(graph, tensor))
+        makers = (op for tensor in masks for op in _makers(graph, tensor))
+        return any(op.base_name.startswith(("tril", "triu")) for op in (*attention.masks, *makers))
     if names.num_windows > 1:
         return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
     # Keys that the layer appends have no position, and sinks have none either.

@@ -163,11 +163,11 @@ class Source:
 
 
 def sources_of(
-    subject: Subject, values: Mapping[str, Any], intent: Intent, rank_of_output: Callable[[], int]
+    subject: Subject, values: Mapping[str, Any], intent: Intent, is_one_sequence: Callable[[Tensor], bool]
 ) -> tuple[Source, ...]:
     """Return the arguments with tokens, equal ones grouped; the group that the output follows comes first.
 
-    `rank_of_output` is called only for a matrix of numbers: its result decides whether the matrix has a batch.
+    `is_one_sequence` is called only for a matrix of numbers: its result decides whether the matrix has a batch.
     """
     groups: list[tuple[list[str], Tensor]] = []
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -186,7 +186,7 @@ def sources_of(
             return 0, None
         if value.dim() == 2 and value.is_floating_point() and intent.batch_axis is None:
             # A matrix out means tokens by features without a batch; otherwise these are batched sequences of samples.
-            return (None, 0) if rank_of_output() == 2 else (0, 1)
+            return (None, 0) if is_one_sequence(value) else (0, 1)
         batch, _ = batch_axis_of(subject, values, intent)
         return batch, 1 - batch
 

@@ -229,7 +229,17 @@ class Evidence:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens; the one that the output follows comes first."""
-        return sources_of(self.subject, self.values, self.intent, lambda: self.output.dim())
+        return sources_of(self.subject, self.values, self.intent, self._is_one_sequence)
+
+    def _is_one_sequence(self, matrix: Tensor) -> bool:
+        """Return whether a matrix is tokens by features without a batch: a matrix comes out, and no item is a row."""
+        queries = [
+            (names.of_stage("query"), run.stages["query"].shape)
+            for run, names in self.run.attentions
+            if "query" in run.stages
+        ]
+        rows = any(len(shape) > 2 and axes.startswith("batch ") and shape[0] == len(matrix) for axes, shape in queries)
+        return self.output.dim() == 2 and not rows
 
     @property
     def source(self) -> Source:

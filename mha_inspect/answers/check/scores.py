@@ -238,7 +238,7 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
     if op.does("fills_where"):
         number = _filled(op, values)
         masked = next((v for v in values if v is not None and v.dtype == torch.bool), None)
-        masked = ~masked if masked is not None and name == "where" and op.inputs[-1].numel > 1 else masked
+        masked = ~masked if masked is not None and name == "where" and op.inputs[-1].numel == 1 else masked
         if number is None or abs(number) > _WEAK or not _weighs(weights, masked):
             return None
         return (

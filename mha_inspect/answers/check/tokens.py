@@ -133,8 +133,9 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     concat = attention.stages.get("concat")
     if concat is None or attention.branches:
         raise LostError
-    if any("head_dim" in word for dim in dims_of(names.of_stage("concat"))[:-1] for word in dim):
-        raise LostError  # features before positions, as in a convolution
+    apart = dims_of(names.of_stage("concat"))[:-1]
+    if ["heads"] in apart or any("head_dim" in word for dim in apart for word in dim):
+        raise LostError  # heads that are not merged yet, or features before positions, as in a convolution
     total = prod(factor.tokens)
     if prod(attention.score_product.op.output.shape) < total * names.num_heads * names.lengths[1]:
         raise LostError  # a row of the scores belongs to several tokens on purpose, e.g. to a column of a table
