@@ -55,7 +55,7 @@ def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
     return any(
         bool(seen.any(0)[1 + shift :].any())
         and not bool(seen.triu(1 + shift).any())
-        and bool(seen.diagonal(shift).any())
+        and bool((own := seen.diagonal(shift)).any() and (shift == 0 or (own | ~seen.any(1)[: len(own)]).all()))
         for shift in ({0, max(keys - queries, 0)} if shifts is None else shifts)
     )
 
