@@ -256,3 +256,39 @@ def test_no_token_is_where_none_is_accused(make: Any, shape: tuple[int, ...]) ->
     torch.manual_seed(0)
     report = mha_inspect.check(make().eval(), *given(shape))
     assert [finding.sentence for finding in report.findings if finding.sure] == []
+
+
+class MaybeCausalAttention(Plain):
+    """Cosmos': causal in time and open in space; convolutions pad by repeating the first frame, here not at all."""
+
+    def forward(self, x: Tensor, *, in_time: bool) -> Tensor:
+        q, k, v = (self.heads(p(torch.cat([x[:, :1].repeat(1, 0, 1), x], 1))) for p in (self.q, self.k, self.v))
+        scores = q @ k.mT / D**0.5
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(future, float("-inf")) if in_time else scores
+        return x + self.o((self.weigh(scores) @ v).transpose(1, 2).flatten(2))
+
+
+class Video(nn.Module):
+    """Frames of `(batch frames) embed height width`: space attends by frame, time across frames."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space, self.time = MaybeCausalAttention(), MaybeCausalAttention()
+
+    def forward(self, x: Tensor, num_frames: int) -> Tensor:
+        shape = x.shape
+        x = self.space(x.flatten(2).mT, in_time=False)
+        x = x.unflatten(0, (-1, num_frames)).transpose(1, 2).flatten(0, 1)
+        x = self.time(x, in_time=True).unflatten(0, (-1, shape[-1] * shape[-2])).transpose(1, 2).flatten(0, 1)
+        return x.mT.reshape(shape)
+
+
+def test_frames_in_the_batch_and_one_class_with_and_without_a_mask() -> None:
+    torch.manual_seed(0)
+    module, (x,) = Video().eval(), given((4, E, 2, 3))
+    space, time = mha_inspect.trace(module, x, num_frames=4, keep=True).attentions
+    assert (space.kind, time.kind) == (("self",), ("self", "causal"))
+    torch.testing.assert_close(time.weights.tensor.flatten(0, 1), module.time.seen.flatten(0, 1))
+    report = mha_inspect.check(module, x, num_frames=4)
+    assert [finding.sentence for finding in report.findings if finding.sure] == []

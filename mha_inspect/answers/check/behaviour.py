@@ -88,7 +88,9 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
         shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
-        why = f"dimension {source.batch} is not the batch" if _is_named_otherwise(evidence, source) else ""
+        folded = any(type(n) is int and n > 1 and source.rows % n == 0 for n in evidence.values.values())  # num_frames
+        elsewhere = folded or _is_named_otherwise(evidence, source)
+        why = f"dimension {source.batch} is not the batch" if elsewhere else ""
         why = "the items share a memory of extra keys" if shares else why
         sure, sentence = not why, "Changing one batch item changes the output of another."
         sentence += f" This is correct if {why}." if why else ""
@@ -207,11 +209,13 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
     words = ("is_causal", "causal")
     arguments = [f"{name} is True" for name in words if evidence.values.get(name) is True]
     parts = dict(evidence.subject.module.named_modules(remove_duplicate=False))
+    causal = {type(parts[sight.module]) for sight in evidence.sights if sight.is_causal}
     for sight in evidence.sights:
         part = parts[sight.module]
         called = type(part).__name__
         flags = [f"{called}.{name} is True" for name in reversed(words) if vars(part).get(name) is True]
-        reasons = [*([called] if "causal" in called.lower() else []), *arguments, *flags]
+        is_named = "causal" in called.lower() and type(part) not in causal  # else it is causal where it is meant to be
+        reasons = [*([called] if is_named else []), *arguments, *flags]
         finding = sight.against_causal(evidence.intent.window or sight.width) if reasons else None
         if finding is not None:
             yield replace(finding, evidence=f"{finding.evidence} It should be causal: {reasons[0]}.")
