@@ -183,17 +183,14 @@ def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> Tensor
 
 
 def _with_output(graph: Graph, attention: Attention, taken: set[int], contexts: set[int]) -> Attention:
-    """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows.
-
-    The `contexts` of several attentions may be added before one projection.
-    """
+    """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows."""
     context, module = attention.stages["context"], attention.module
     apart = len(context.shape) > 2 and context.shape != attention.stages.get("query", context).shape
     # A context concatenated with its own query, as in a decoder, is no output.
     given = [attention.stages[name] for name in ("query", "q_heads") if name in attention.stages]
     queries = {graph.before_moves(tensor).id for tensor in given}
 
-    def is_context(tensor: TensorRef) -> bool:
+    def is_context(tensor: TensorRef) -> bool:  # those of several attentions may be added before one projection
         steps = graph.back(tensor, lambda op: graph.moves(op) or graph.is_scale(op) or op.base_name == "add")
         return any(step.tensor.id in contexts for step in steps)
 

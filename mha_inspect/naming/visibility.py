@@ -275,9 +275,8 @@ def _source(run: NamedRun, attention: Attention) -> str:
     memory = {(side.storage, side.offset, side.shape, side.stride) for side in (left, right)}
     makers = [run.recording.producer(side) for side in (left, right)]  # another projection may come before
     made_of = {before(run.graph.projected(op)).id if op and run.graph.is_projection(op) else None for op in makers}
-    if left.id == right.id or len(memory) == 1 or len(made_of - {None}) == 1 == len(made_of):
-        return "self"
-    if _within(run, attention, query) & _within(run, attention, key):
+    alike = left.id == right.id or len(memory) == 1 or (len(made_of) == 1 and None not in made_of)
+    if alike or _within(run, attention, query) & _within(run, attention, key):
         return "self"
     if "query" in stages and "key" in stages:
         return "cross"
@@ -308,10 +307,10 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
         if graph.is_projection(op):
             queue.append(graph.projected(op))
         elif op.does("joins"):  # e.g. a learned token, and the tensors of an input
-            given = [read for read in op.inputs if graph.comes_from_inputs(read)]
+            given = [read for read in op.inputs if read.numel and graph.comes_from_inputs(read)]
             queue += given if len(given) == 1 else []
         elif op.does("pools") or axes_rule(op.base_name) == "reduce":
             queue.append(op.inputs[0])
-        elif graph.moves(op) or op.pointwise or op.does("norms", "joins"):
+        elif graph.moves(op) or op.pointwise or op.does("norms"):
             queue += [read for read in op.inputs if read.numel == tensor.numel or graph.moves(op)]
     return reached

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from ...graph.rerun import between
-from ...naming.pattern import dims_of
 from ...naming.visibility import kinds_of
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
@@ -89,7 +88,8 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     if not (mixes and alone and evidence.follows):
         shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
         folded = any(type(n) is int and n > 1 and source.rows % n == 0 for n in evidence.values.values())  # num_frames
-        elsewhere = folded or _is_named_otherwise(evidence, source)
+        axes = [dims[source.batch or 0] for shape, dims in evidence.queries if shape == source.value.shape]
+        elsewhere = folded or (source.positions is None and not all(names[0].startswith("batch") for names in axes))
         why = f"dimension {source.batch} is not the batch" if elsewhere else ""
         why = "the items share a memory of extra keys" if shares else why
         sure, sentence = not why, "Changing one batch item changes the output of another."
@@ -113,13 +113,6 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         f"by {float(changed[row + 1, position]):.3g}. It changes {others} of the {len(changed) - 1} other items."
     )
     yield Finding("batch", sentence, proof, sure, evidence.scores_line, fix=fix)
-
-
-def _is_named_otherwise(evidence: Evidence, source: Source) -> bool:
-    """Return whether the attention of an image has other axes where the batch is assumed, e.g. rows of a table."""
-    queries = [(run.stages.get("query"), names) for run, names in evidence.run.attentions if source.positions is None]
-    named = [names.of_stage("query") for query, names in queries if query and query.shape == source.value.shape]
-    return any(not " ".join(dims_of(axes)[source.batch or 0]).startswith("batch") for axes in named)
 
 
 def _changes_beside(changed: Tensor, place: int) -> bool:

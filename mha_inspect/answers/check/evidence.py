@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...naming.named_run import NamedRun
+from ...naming.pattern import dims_of
 from ...record.arguments import dense, tensors_in
 from ...record.ops import Op, TensorRef
 from ...record.ranks import needs_ranks
@@ -231,15 +232,16 @@ class Evidence:
         """The arguments with tokens; the one that the output follows comes first."""
         return sources_of(self.subject, self.values, self.intent, self._is_one_sequence)
 
+    @cached_property
+    def queries(self) -> list[tuple[tuple[int, ...], list[list[str]]]]:
+        """The shape and the axes of the query of each attention."""
+        known = ((run.stages.get("query"), names) for run, names in self.run.attentions)
+        return [(query.shape, dims_of(names.of_stage("query"))) for query, names in known if query]
+
     def _is_one_sequence(self, matrix: Tensor) -> bool:
         """Return whether a matrix is tokens by features without a batch: a matrix comes out, and no item is a row."""
-        queries = [
-            (names.of_stage("query"), run.stages["query"].shape)
-            for run, names in self.run.attentions
-            if "query" in run.stages
-        ]
-        rows = any(len(shape) > 2 and axes.startswith("batch ") and shape[0] == len(matrix) for axes, shape in queries)
-        return self.output.dim() == 2 and not rows
+        rows = (len(shape) > 2 and shape[0] == len(matrix) and dims[0] == ["batch"] for shape, dims in self.queries)
+        return self.output.dim() == 2 and not any(rows)
 
     @property
     def source(self) -> Source:
