@@ -305,7 +305,7 @@ def test_code_whose_forward_raises_is_found_with_its_module(letter: str, style: 
 
 
 def test_code_that_raises_is_no_failing_forward() -> None:
-    with pytest.raises(InputError, match="over 2 ranks the plan raises: .*zero"):
+    with pytest.raises(InputError, match=r"over 2 ranks the plan raises: .*zero"):
         sharded(subject(Attention()), Show(), 2, Plan(code=lambda module, mesh: 1 // 0))
 
 
