@@ -6,7 +6,7 @@ ran, and its axis is the one that the code cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import accumulate
 from operator import attrgetter, mul
@@ -16,18 +16,16 @@ import torch
 
 from ..record.ops import TensorRef
 from .attention import Attention
-from .axis import Dim, resolve, size_of, wide
+from .axis import Axis, Dim, piece, resolve, size_of, wide
 from .dataflow import Graph, made_of
 from .products import Product
-
-_APART = 1 << 40
-"""Difference between the id of the first piece and that of the whole."""
 
 
 class Cut(NamedTuple):
     """A tensor that was cut into consecutive pieces."""
 
-    source: TensorRef
+    source: TensorRef | None
+    """None if the pieces are not all of it."""
     piece: TensorRef
     """The first of the pieces."""
     axis: Dim
@@ -59,29 +57,31 @@ def with_pieces_joined(graph: Graph, attentions: Sequence[Attention]) -> list[At
 
 def with_keys_joined(graph: Graph, turns: Sequence[Attention]) -> Attention:
     """Return one attention for those of pieces of the keys with one softmax; the first if the cut was not found."""
-    cuts = [_cut(graph, [_ends(graph, turn, side) for turn in turns]) for side in ("key", "value")]
-    known = [cut for cut in cuts if cut is not None]
-    return (_joined(graph, turns, known) if len(known) == len(cuts) else None) or turns[0]
+    key, value = (_cut(graph, [_ends(graph, turn, side) for turn in turns], whole=False) for side in ("key", "value"))
+    return (None if key is None or value is None else _joined(graph, turns, k=key, v=value)) or turns[0]
 
 
 def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
     """Return one attention for those of pieces of the queries; None if they have more than that in common."""
     after = made_of({turns[0].stages["context"].id}, graph.recording.ops)
-    if len({(turn.scale, turn.scoring) for turn in turns}) > 1 or any(t.stages["q_heads"].id in after for t in turns):
+    if len({turn.scale for turn in turns}) > 1 or any(t.stages["q_heads"].id in after for t in turns):
         return None
-    sides = [[turn.stages[side] for turn in turns] for side in ("k_heads", "v_heads")]
-    others = [tensors for tensors in sides if len({tensor.id for tensor in tensors}) > 1]
-    if not others:
+    heads = {side: [turn.stages[f"{side}_heads"] for turn in turns] for side in "qkv"}
+    if all(len({tensor.id for tensor in heads[side]}) == 1 for side in "kv"):
         cut = _cut(graph, [_ends(graph, turn, "query") for turn in turns])
-        return None if cut is None else _joined(graph, turns, [cut])
+        return None if cut is None else _joined(graph, turns, q=cut)
     masks = zip(*(_masks(graph, turn) for turn in turns), strict=False)
-    apart = (*others, *(each for each in masks if len({tensor.id for tensor in each}) > 1))
     cuts = [
-        _cut(graph, [[each] for each in tensors]) for tensors in ([turn.stages["q_heads"] for turn in turns], *apart)
+        _cut(graph, [[each] for each in tensors])
+        for tensors in (*heads.values(), *masks)
+        if len({t.id for t in tensors}) > 1
     ]
     known = [cut for cut in cuts if cut is not None]
+    if len(known) < max(len(cuts), 3):
+        return None
+    q, k, v = known[:3]
     batch = set(turns[0].score_product.axes(graph.dimensions).batch)
-    return _joined(graph, turns, known) if len(known) == len(cuts) and set(known[0].part) <= batch else None
+    return _joined(graph, turns, q=q, k=k, v=v) if set(q.part) <= batch else None
 
 
 def _masks(graph: Graph, attention: Attention) -> list[TensorRef]:
@@ -106,52 +106,67 @@ def _cuts(graph: Graph, ends: Sequence[TensorRef]) -> dict[int, tuple[TensorRef,
     return {op.inputs[0].id: (op.inputs[0], piece) for op, piece in ops if op is not None and op.does("cuts")}
 
 
-def _cut(graph: Graph, turns: Sequence[Sequence[TensorRef]]) -> Cut | None:
-    """Return the tensor that every turn has a piece of, in order; None if there is none."""
+def _cut(graph: Graph, turns: Sequence[Sequence[TensorRef]], *, whole: bool = True) -> Cut | None:
+    """Return the tensor that the turns have consecutive pieces of, of the `whole` or not; None if there is none."""
     first, *others = [_cuts(graph, ends) for ends in turns]
-    for number, (whole, piece) in first.items():
-        pieces = [piece, *(other[number][1] for other in others if number in other)]
-        places = [at for at, size in enumerate(piece.shape) if size != whole.shape[at]]
+    for number, (source, part) in first.items():
+        pieces = [part, *(other[number][1] for other in others if number in other)]
+        places = [at for at, size in enumerate(part.shape) if size != source.shape[at]]
         if len(pieces) == len(turns) and len(places) == 1:
             (at,) = places
-            starts = accumulate((each.shape[at] for each in pieces), initial=0)
-            offsets = [whole.offset + start * whole.stride[at] for start in starts]
-            if [*(each.offset for each in pieces), whole.offset + whole.shape[at] * whole.stride[at]] == offsets:
-                return Cut(whole, piece, *(graph.dimensions.of(tensor)[at] for tensor in (whole, piece)))
+            axis, step = graph.dimensions.of(source)[at], source.stride[at]
+            start, size = (part.offset - source.offset) // max(step, 1), sum(each.shape[at] for each in pieces)
+            starts = accumulate((each.shape[at] for each in pieces[:-1]), initial=start)
+            if [each.offset for each in pieces] == [source.offset + start * step for start in starts]:
+                if size == source.shape[at]:
+                    return Cut(source, part, axis, graph.dimensions.of(part)[at])
+                if not whole:
+                    return Cut(None, part, piece(axis, start, size), graph.dimensions.of(part)[at])
     return None
 
 
-def _joined(graph: Graph, turns: Sequence[Attention], cuts: Sequence[Cut]) -> Attention | None:
-    """Return one attention for those of the pieces of an axis; None if the scores do not have that axis."""
-    first, last = turns[0], turns[-1]
+def _joined(
+    graph: Graph, turns: Sequence[Attention], q: Cut | None = None, k: Cut | None = None, v: Cut | None = None
+) -> Attention | None:
+    """Return one attention for those of pieces of its queries, keys and values; None if the scores are no pieces."""
+    first, last = max(turns, key=lambda turn: len(turn.masks)), turns[-1]  # a mask may be needed for some pieces only
+    scored = _of_scores(graph, turns[0], q or k, of_keys=q is None)
+    sides = {"q": q, "k": k, "v": v}
 
-    def join(path: str) -> TensorRef:
+    def join(path: str, cut: Cut | None) -> TensorRef:
         tensors = [attrgetter(path)(turn) for turn in turns]
-        return _whole(graph, tensors, cuts) or tensors[0]
+        return _whole(graph, tensors, cut) or tensors[0]
 
-    def product(path: str) -> Product:
+    def product(path: str, *factors: Cut | None) -> Product:
         known: Product = getattr(first, path)
-        left, right, outputs = join(f"{path}.left"), join(f"{path}.right"), (join(f"{path}.multiply.output"),)
+        left, right = (join(f"{path}.{side}", cut) for side, cut in zip(("left", "right"), factors, strict=True))
+        outputs = (join(f"{path}.multiply.output", scored),)
         multiply = replace(known.multiply, inputs=(*known.multiply.inputs[:-2], left, right), outputs=outputs)
-        summed = replace(known.op, inputs=outputs, outputs=(join(f"{path}.op.output"),))
+        summed = replace(known.op, inputs=outputs, outputs=(join(f"{path}.op.output", scored),))
         op = multiply if known.op is known.multiply else summed
         return replace(known, op=op, multiply=multiply, left=left, right=right)
 
-    scores = product("score_product")
-    if scores.op.output.numel == first.score_product.op.output.numel:
+    scores = product("score_product", *((k, q) if first.key_first else (q, k)))
+    if scores.op.output.numel == turns[0].score_product.op.output.numel:
         return None
     # Only the walk from the last piece reaches the operations after the loop.
+    ends = {"masked_scores": last.stages["scores"]} if "masked_scores" in first.stages else {}
     stages = {
-        stage: _whole(graph, [turn.stages.get(stage, end) for turn in turns], cuts) or end
-        for stage, end in last.stages.items()
+        stage: _whole(
+            graph,
+            [turn.stages.get(stage, turn.stages.get("scores", end)) for turn in turns],
+            sides.get(stage[0], scored),
+        )
+        or end
+        for stage, end in (ends | last.stages).items()
     }
     output = {"output": last.projections["output"]} if "output" in last.projections else {}
-    before = _whole(graph, [turn.before_repeats["key"] for turn in turns], cuts) or first.before_repeats["key"]
+    before = _whole(graph, [turn.before_repeats["key"] for turn in turns], k) or first.before_repeats["key"]
     return replace(
         first,
-        softmax=replace(first.softmax, outputs=(join("softmax.output"),)),
+        softmax=replace(first.softmax, outputs=(join("softmax.output", scored),)),
         score_product=scores,
-        value_product=product("value_product"),
+        value_product=product("value_product", *((v, scored) if first.value_first else (scored, v))),
         stages=stages,
         projections=first.projections | output,
         before_repeats={"key": before},
@@ -160,23 +175,33 @@ def _joined(graph: Graph, turns: Sequence[Attention], cuts: Sequence[Cut]) -> At
     )
 
 
-def _whole(graph: Graph, tensors: Sequence[TensorRef], cuts: Iterable[Cut]) -> TensorRef | None:
+def _of_scores(graph: Graph, turn: Attention, cut: Cut | None, *, of_keys: bool) -> Cut | None:
+    """Return a cut of queries, or of keys, as one of the scores, where the axis may have a twin."""
+    axes = turn.score_product.axes(graph.dimensions)
+    is_left = turn.key_first == of_keys
+    pairs = zip(*((axes.left_rows, axes.rows) if is_left else (axes.right_columns, axes.columns)), strict=False)
+    part = () if cut is None else tuple(made for given, made in pairs if given in resolve(cut.part))
+    if cut is None or not part or part == resolve(cut.part):
+        return cut
+    return cut._replace(axis=tuple(Axis(atom.size) for atom in resolve(cut.axis)), part=part)
+
+
+def _whole(graph: Graph, tensors: Sequence[TensorRef], cut: Cut | None) -> TensorRef | None:
     """Return the whole of the pieces of an axis; None if they do not have that axis."""
     first, dims = tensors[0], [*graph.dimensions.of(tensors[0])]
-    source = next((cut.source for cut in cuts if cut.piece.id == first.id), None)
-    places = {
-        at: (resolve(cut.axis), resolve(cut.part))
-        for cut in cuts
-        for at, dim in enumerate(dims)
-        if {*resolve(cut.part)} <= {*dim} and not {*resolve(cut.axis)} <= {*dim}
-    }
-    if source is not None or len({tensor.id for tensor in tensors}) == 1 or len(places) != 1:
-        return source
-    ((at, (whole, piece)),) = places.items()
-    start = dims[at].index(piece[0])
+    if cut is None or len({tensor.id for tensor in tensors}) == 1:
+        return None
+    if cut.source is not None and cut.piece.id == first.id:
+        return cut.source
+    whole, part = resolve(cut.axis), resolve(cut.part)
+    places = [at for at, dim in enumerate(dims) if {*part} <= {*dim}]
+    if len(places) != 1:
+        return None
+    (at,) = places
+    start = dims[at].index(part[0])
     is_inner = bool(wide(dims[at][:start]))
-    dims[at] = (*dims[at][:start], *whole, *dims[at][start + len(piece) :])
-    shape, number = tuple(map(size_of, dims)), first.id - _APART
+    dims[at] = (*dims[at][:start], *whole, *dims[at][start + len(part) :])
+    shape, number = tuple(map(size_of, dims)), -1 - abs(hash(tuple(tensor.id for tensor in tensors)))
     steps = [*accumulate(reversed(shape), mul, initial=1)][-2::-1]
     stride = tuple(old and new for old, new in zip(first.stride, steps, strict=True))
     joined = replace(first, id=number, shape=shape, stride=stride, offset=0, storage=number)

@@ -117,6 +117,33 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
 
 
+def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Blocks of equally many queries and keys, with the sums of Rabe and Staats."""
+    results = []
+    for queries in q.split(4, 2):
+        scores = [queries @ keys.mT / HEAD_DIM**0.5 for keys in k.split(4, 2)]
+        weights = [(each - each.amax(-1, keepdim=True)).exp() for each in scores]
+        factors = torch.stack([each.amax(-1, keepdim=True) for each in scores])
+        factors = (factors - factors.amax(0)).exp()
+        sums = torch.stack([each.sum(-1, keepdim=True) for each in weights])
+        values = torch.stack([each @ own for each, own in zip(weights, v.split(4, 2), strict=True)])
+        results.append((values * factors).sum(0) / (sums * factors).sum(0))
+    return torch.cat(results, 2)
+
+
+@pytest.mark.parametrize("length", [N, 12])  # 12: queries and keys of a block are equal pieces of one axis
+def test_blocks_of_queries_and_keys_are_one_attention(length: int) -> None:
+    torch.manual_seed(0)
+    module, x = Heads(in_blocks).double().eval(), torch.randn(B, length, WIDTH).double()
+    q, k, v = (module.split(project(x)) for project in (module.q, module.k, module.v))
+    _, run = traced(Subject(module, (x,), {}), Show(), keep=True)
+    ((attention, names),) = run.attentions
+    scores = q @ k.mT / HEAD_DIM**0.5
+    expected = {"k_heads": k, "v_heads": v, "scores": scores, "context": scores.softmax(-1) @ v}
+    for stage, value in expected.items():
+        torch.testing.assert_close(content_of(run, attention, names, stage), value)
+
+
 # -- loops over several attentions ------------------------------------------------------------------------------------
 
 

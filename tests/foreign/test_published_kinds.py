@@ -315,6 +315,14 @@ class RescaledCausal(Rescaled):
         return super().scores(q, k, at).masked_fill(later, -torch.inf)
 
 
+class RescaledPadded(Rescaled):
+    """Only the last piece has a key that is masked out."""
+
+    def scores(self, q: Tensor, k: Tensor, at: int) -> Tensor:
+        scores = super().scores(q, k, at)
+        return scores if at + k.shape[2] < N else scores.masked_fill(torch.arange(at, N) == N - 1, -torch.inf)
+
+
 class RescaledInPlace(Whole):
     """The same, written in place, without a dimension for the sums, and with a product with the inverse."""
 
@@ -377,7 +385,7 @@ class Collected(Whole):
         return (results * factors).sum(0) / (totals * factors).sum(0)
 
 
-IN_PIECES = [Rescaled, RescaledCausal, RescaledInPlace, Divided, DividedLate, Collected]
+IN_PIECES = [Rescaled, RescaledCausal, RescaledPadded, RescaledInPlace, Divided, DividedLate, Collected]
 
 
 @pytest.mark.parametrize("piece", [3, 4])  # a last piece of a single key, and of three
@@ -397,7 +405,8 @@ def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
     assert (one.kind, one.num_heads, one.num_kv_heads) == (("self", "causal") if causal else ("self",), HEADS, HEADS)
     assert any(f"in {-(-N // piece)} pieces along key" in note for note in one.notes)
     stages = content(module, x)
-    torch.testing.assert_close(stages["masked_scores" if causal else "scores"], scores)
+    torch.testing.assert_close(stages["scores"], q @ k.mT / HEAD_DIM**0.5)
+    torch.testing.assert_close(stages.get("masked_scores", stages["scores"]), scores)
     torch.testing.assert_close(stages["context"], scores.softmax(-1) @ v)
     torch.testing.assert_close(stages["k_heads"], k)
     for letter in "qkv":
