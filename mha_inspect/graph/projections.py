@@ -45,7 +45,11 @@ def projections_behind(
         if f"{name[0]}_heads" in heads
     }
     ends = {name: end for name, end in nearest.items() if end and not _is_a_step(graph, end, positions[name])}
-    return {name: replace(end, earlier=_earlier(graph, end.op, module)) for name, end in ends.items()}
+    first: int | None = None
+    for name, end in ends.items():
+        ends[name] = replace(end, earlier=_earlier(graph, end.op, module, first))
+        first = _origin(graph, (*ends[name].earlier, end.op)[0]) if name == "query" else first
+    return ends
 
 
 def with_projections(
@@ -146,13 +150,16 @@ def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
     return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in added)
 
 
-def _earlier(graph: Graph, op: Op, module: str) -> tuple[Op, ...]:
-    """Return the low-rank projections before a projection, in the same module, in order."""
+def _earlier(graph: Graph, op: Op, module: str, like: int | None) -> tuple[Op, ...]:
+    """Return the low-rank projections before a projection, in the same module, in order.
+
+    Where latents of an earlier call are joined with new ones, it is the projection with the input `like`.
+    """
     earlier: list[Op] = []
     while True:
         latent = graph.projected(op)
         narrower = latent.shape[-1:] < op.output.shape[-1:]
-        before = _projection(graph, latent, module, set(), outside=False) if narrower else None
+        before = _projection(graph, latent, module, set(), like, outside=False) if narrower else None
         if before is None or latent.shape[-1] >= graph.projected(before.op).shape[-1]:
             return tuple(earlier)
         op = before.op

@@ -84,7 +84,10 @@ class Readers:
         read = torch.zeros(result.offset + result.numel, dtype=torch.bool)
         for tensor in self._read:
             if tensor.storage == result.storage and tensor.shape and tensor.numel:
-                read.as_strided(tensor.shape, tensor.stride, tensor.offset).fill_(True)
+                # A complex number covers two features.
+                parts = max(tensor.itemsize // result.itemsize, 1)
+                strides = *(stride * parts for stride in tensor.stride), 1
+                read.as_strided((*tensor.shape, parts), strides, tensor.offset * parts).fill_(True)
         by_feature = read[result.offset :].reshape(-1, result.shape[-1]).any(0)
         return {int(place) for place in (~by_feature).nonzero().flatten()}
 
@@ -206,9 +209,10 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
         op = attention.projections.get(side)
         if op is None or packed.pop(op.index, 0) < 2 or attention.branches:
             continue
-        unread, features = readers.unread_features(op), op.output.shape[-1]
+        name, features = _weight_of(evidence, op), op.output.shape[-1]
+        uses = [op, *filter(evidence.run.graph.is_projection, readers.ops.get(name, ()))]
+        unread = set[int].intersection(*map(readers.unread_features, uses))
         if attention.stages[f"{side[0]}_heads"].shape[-1] <= len(unread) < features:
-            name = _weight_of(evidence, op)
             readers.mentioned.add(name)
             yield Finding(
                 "parameters",

@@ -42,6 +42,10 @@ class LostError(Exception):
     """A property of an attention cannot be determined, e.g. because a tensor cannot be recomputed."""
 
 
+class NotHereError(LostError):
+    """An attention does not have what a check is about."""
+
+
 def content_of(evidence: Recorded, tensor: TensorRef) -> Tensor:
     """Return the value of a recorded tensor. Raise `LostError` if it was not kept."""
     value = evidence.content(tensor)

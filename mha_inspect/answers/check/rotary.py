@@ -15,7 +15,7 @@ from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .replay import SIDES, Factor, LostError, again, content_of
+from .replay import SIDES, Factor, LostError, NotHereError, again, content_of
 from .tokens import of_each_kind
 
 _NEAR = 1e-3
@@ -28,7 +28,7 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     factors = {side: Factor(evidence, attention, names, side) for side in SIDES}
     turns = {side: _turning(evidence, factor) for side, factor in factors.items()}
     if not any(turns.values()):
-        raise LostError
+        raise NotHereError
     rows = {side: _of_equal_tokens(factor, seed=1) for side, factor in factors.items()}
     yield from _of_scores(attention, factors, rows, turns)
     end, context = attention.stages.get("output") or attention.stages.get("concat"), attention.value_product.op.output
@@ -164,8 +164,8 @@ def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:
     if cos.shape != sin.shape or not cos.is_floating_point() or not bool((sin.abs() > _NEAR).any()):
         return False
     near = max(_NEAR, 8 * torch.finfo(cos.dtype).eps)
-    cos, sin = cos.double(), sin.double()
-    return bool(((cos**2 + sin**2 - 1).abs() < near).all()) and float(cos.max() - cos.min()) > _NEAR
+    squares = cos.double() ** 2 + sin.double() ** 2  # another constant than 1 where both are scaled, as in YaRN
+    return bool(((squares / squares.max() - 1).abs() < near).all()) and float(cos.max() - cos.min()) > _NEAR
 
 
 def _depends_on_weights(evidence: Evidence, tensor: TensorRef) -> bool:

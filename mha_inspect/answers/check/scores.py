@@ -21,7 +21,7 @@ from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence, NotPossibleError, UndeclaredError
-from .replay import LostError, content_of
+from .replay import NotHereError, content_of
 from .sight import SeenKeys
 from .tokens import of_each_kind
 
@@ -117,7 +117,7 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
     drops = any(op.does("draws") for op in attention.weights_path)
     others = attention.weighing or attention.sinks or attention.divided or attention.mixed_weights
     if drops or others or not product.multiply.does("product"):
-        raise LostError
+        raise NotHereError
     by_right = attention.value_first
     weights, over = content_of(evidence, product.right if by_right else product.left), -2 if by_right else -1
     sums, by_query = _sums(weights, over), _are_one(_sums(weights, -1 if over == -2 else -2))

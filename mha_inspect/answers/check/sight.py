@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ... import text
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
@@ -64,6 +65,9 @@ class SeenKeys:
         far = int(past.max()) + 1 if past.numel() else 0
         self.width = far if far < min(self.keys, self.first + self.queries) and self.keys > 2 else None
         """The largest number of positions that a query sees, including its own; None if it is all of them."""
+        in_width = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
+        self.is_regular = torch.equal(self.any_row, in_width & self.known)
+        """Whether every query sees as many positions, its own the last."""
 
     @property
     def almost_causal(self) -> str:
@@ -88,18 +92,19 @@ class SeenKeys:
         if self.alone:
             return "each query sees only itself"
         if self.is_causal:
-            expected = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
             sees_itself = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
-            if torch.equal(self.any_row, expected & self.known):
-                masked = int((~self.known).sum())
-                return f"{name}; {masked} keys are masked out for every query" if masked else name
+            if self.is_regular:
+                masked = text.plural(int((~self.known).sum()), "key")
+                return name if bool(self.known.all()) else f"{name}; masked out for every query: {masked}"
             return f"{name}, with gaps" if sees_itself else f"{name}, but a query does not see itself"
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"each query sees {mirrored} positions to each side"
         if torch.equal(self.any_row, self.known.expand_as(self.any_row)):
-            return f"every query sees {int(self.known.sum())} of {self.keys} keys"
+            numbers = self.seen.any(1).sum(-1)  # of each batch item
+            spread = " to ".join(map(str, sorted({int(numbers.min()), int(numbers.max())})))
+            return f"every query sees {spread} of {self.keys} keys"
         return f"causal, {self.almost_causal}" if self.almost_causal else "a custom pattern"
 
     def finding(self, check: str, sentence: str, evidence: str, fix: str = "") -> Finding:
@@ -133,7 +138,8 @@ class SeenKeys:
                 "Mask out triu(diagonal=1) instead of diagonal=0.",
             )
         past = unseen & (self.distance > 0)
-        if window is None and bool(past.any()):
+        # A sliding window is causal too; with --window its width is checked.
+        if window is None and bool(past.any()) and (self.alone or not self.is_regular):
             query, key = past.nonzero()[0].tolist()
             evidence = f"Query {query} gives no weight to key {key}; {int(past.sum())} past pairs have no weight."
             return self.finding("causal", "A position cannot see all of its past.", evidence)

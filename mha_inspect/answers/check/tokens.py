@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from math import prod
@@ -22,7 +21,7 @@ from ...reports.check import Finding
 from ...running.subject import Run
 from ...text import listed
 from .evidence import Evidence, NotPossibleError
-from .replay import SIDES, Factor, LostError, Row, changed_by, content_of
+from .replay import SIDES, Factor, LostError, NotHereError, Row, changed_by, content_of
 
 Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
 """Yields the faults of one attention."""
@@ -42,26 +41,33 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
     """Build a check from a function that judges one attention and raises `LostError` if it cannot.
 
     The check yields the findings of each kind of attention, with its module and the number of equal attentions. If no
-    attention could be judged, it raises `NotPossibleError` with the reason `without`, or passes if that is empty.
+    attention could be judged, it raises `NotPossibleError`, with the reason `without` if each judge raised
+    `NotHereError`; or it passes if `without` is empty.
     """
 
     @wraps(judge)
     def check(evidence: Evidence) -> Iterator[Finding]:
-        is_known = not without
+        is_known, is_absent = not without, True
         for attention, names, count in kinds(evidence.run):
-            with suppress(LostError):
+            try:
                 findings = list(judge(evidence, attention, names))
-                is_known = True
-                more = f" {count} attentions share this code." if count > 1 else ""
-                for finding in findings:
-                    yield replace(finding, module=attention.module, evidence=finding.evidence + more)
-        if not is_known:
+            except LostError as error:
+                is_absent = is_absent and isinstance(error, NotHereError)
+                continue
+            is_known = True
+            more = f" {count} attentions share this code." if count > 1 else ""
+            for finding in findings:
+                yield replace(finding, module=attention.module, evidence=finding.evidence + more)
+        if not is_known and is_absent:
             raise NotPossibleError(without, "none here")
+        if not is_known:
+            reason = "could not be recomputed"
+            raise NotPossibleError(f"the steps from a projection to the products {reason}", reason)
 
     return check
 
 
-@partial(of_each_kind, "the steps from a projection to the products could not be recomputed")
+@partial(of_each_kind, "no heads were found")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if splitting or merging heads mixes tokens."""
     split: dict[str, dict[str, str]] = defaultdict(dict)
@@ -183,13 +189,13 @@ def _tokens_of_concat(
 @partial(of_each_kind, "no shared key heads were found")
 def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if query heads use a shared key head of another group."""
-    if names.num_kv_heads == 1 and names.num_heads == 1:
-        raise LostError
+    if names.num_heads == 1:
+        raise NotHereError
     query, key, value = (_heads_read(Factor(evidence, attention, names, side)) for side in SIDES)
     heads, kv, values = (len(set(groups.values())) for groups in (query, key, value))
     alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
     if not alike or kv in (1, heads) or heads % kv:
-        raise LostError
+        raise NotHereError if names.num_kv_heads in (1, names.num_heads) else LostError
     order = sorted(query, key=query.__getitem__)
     reads, each = [key[group] for group in order], heads // kv
     means, tiled = [place // each for place in range(heads)], [place % kv for place in range(heads)]

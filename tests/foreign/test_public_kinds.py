@@ -1,0 +1,163 @@
+"""Kinds of attention in public repositories: memories of earlier tokens, windows in some layers, cached latents."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect import Intent, check, recording, trace
+
+B, N, HEADS, HEAD_DIM, MEMORY, LATENT = 2, 7, 3, 4, 5, 6
+WIDTH = HEADS * HEAD_DIM
+X = torch.randn(B, N, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Packed(nn.Module):
+    """Causal attention with one projection for queries, keys and values."""
+
+    def __init__(self, window: int = N + MEMORY) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.qkv, self.o, self.window = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), window
+
+    def turn(self, heads: Tensor) -> Tensor:
+        """Do nothing to the queries or keys, `batch head position feature`."""
+        return heads
+
+    turn_key = turn
+
+    def sees(self, back: Tensor) -> Tensor:
+        """Return whether a query sees a key that is so many positions back."""
+        return (back >= 0) & (back < self.window)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (side.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in (q, k, v))
+        scores = self.turn(q) @ self.turn_key(k).mT / HEAD_DIM**0.5
+        queries, keys = scores.shape[-2:]
+        back = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+        weights = scores.masked_fill(~self.sees(back), -torch.inf).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*self.qkv(x).chunk(3, -1))
+
+
+class Complex(Packed):
+    """Llama: pairs of features are rotated as complex numbers."""
+
+    def turn(self, heads: Tensor) -> Tensor:
+        angles = torch.arange(heads.shape[-2])[:, None] * torch.tensor([1.0, 0.3])
+        pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+    turn_key = turn
+
+
+class Stretched(Packed):
+    """YaRN: the tables of cosines and sines are multiplied by a factor."""
+
+    def turn(self, heads: Tensor) -> Tensor:
+        angles = (torch.arange(heads.shape[-2])[:, None] * torch.tensor([1.0, 0.3])).repeat(1, 2)
+        one, other = heads.chunk(2, -1)
+        return heads * (1.2 * angles.cos()) + torch.cat([-other, one], -1) * (1.2 * angles.sin())
+
+    turn_key = turn
+
+
+class OnlyQueries(Stretched):
+    turn_key = Packed.turn
+
+
+class Holes(Packed):
+    """A mask that hides every third key of the past."""
+
+    def sees(self, back: Tensor) -> Tensor:
+        return (back >= 0) & (back % 3 != 2)
+
+
+class Memory(Packed):
+    """Transformer-XL: the hidden states of earlier tokens are projected too, and their queries are dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("memory", torch.randn(B, MEMORY, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(torch.cat([self.memory, x], 1)).chunk(3, -1)
+        return self.attend(q[:, MEMORY:], k, v)
+
+
+class Late(Memory):
+    """The same, where a query sees one key of the future."""
+
+    def sees(self, back: Tensor) -> Tensor:
+        return back >= -1
+
+
+class NoMemory(Packed):
+    """The same, with queries from the new tokens alone, before there is a memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, k, v = self.qkv(torch.cat([x.new_empty(0), x], 1)).chunk(3, -1)
+        return self.attend(self.qkv(x).chunk(3, -1)[0], k, v)
+
+
+class Latents(Packed):
+    """Multi-head latent attention, which caches what keys and values are projected from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.q = nn.Linear(WIDTH, LATENT), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = (nn.Linear(LATENT, WIDTH) for _ in range(2))
+        self.past: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        latents = self.down(x) if self.past is None else torch.cat([self.past, self.down(x)], 1)
+        self.past = latents
+        return self.attend(self.q(x), self.k(latents), self.v(latents))
+
+
+@pytest.mark.parametrize(
+    ("module", "sight"),
+    [
+        (Complex(), "causal"),
+        (Stretched(), "causal"),
+        (Packed(window=3), "causal, a window of 3"),
+        (Memory(), "causal"),
+        (NoMemory(), "causal"),
+    ],
+    ids=lambda case: type(case).__name__ if isinstance(case, nn.Module) else None,
+)
+def test_nobody_who_is_right_is_accused(module: nn.Module, sight: str) -> None:
+    report = check(module, X, intent=Intent(causal=True))
+    assert (report.findings, {fact.sentence for fact in report.facts if fact.picture}) == ((), {sight})
+    assert {"causal", "parameters"} <= {passed.check for passed in report.held}
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(OnlyQueries(), "rotary"), (Holes(), "causal"), (Late(), "causal")], ids=lambda case: None
+)
+def test_their_mistakes_are_found(module: nn.Module, name: str) -> None:
+    assert [finding.check for finding in check(module, X, intent=Intent(causal=True)).findings] == [name]
+
+
+@pytest.mark.parametrize("kind", [Memory, NoMemory])
+def test_keys_of_a_memory_and_of_the_tokens_are_self_attention(kind: type[Packed]) -> None:
+    (one,) = trace(kind(), X).attentions
+    assert one.kind == ("self", "causal")
+
+
+def test_latents_that_an_earlier_call_made_are_the_past() -> None:
+    module, (first, second) = Latents(), X.split(5, 1)
+    with recording() as seen:
+        module(first)
+        module(second)
+    caches = [one.cache and (one.cache.past, one.cache.new) for one in seen.trace.attentions]
+    assert (caches, [one.kind for one in seen.trace.attentions]) == ([None, (5, 2)], [("self", "causal")] * 2)
+
+
+@pytest.mark.parametrize(("kind", "brief"), [(Packed, "none here"), (Complex, None)])
+def test_a_check_is_absent_where_there_is_nothing_to_check(kind: type[Packed], brief: str | None) -> None:
+    briefs = {skipped.check: skipped._brief for skipped in check(kind(), X).left_out}
+    assert (briefs["grouped"], briefs.get("rotary")) == ("none here", brief)
