@@ -57,9 +57,10 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> ProductPath | No
 
 def _as_computed(graph: Graph, found: ProductPath) -> tuple[Op, ...]:
     """Return the path from a product, through what is computed from the scores where that is written over them."""
-    path: list[Op] = []
+    path, computed = list[Op](), {found.tensor.storage}
     for op in found.path:
-        if op.base_name == "copy_":
+        computed |= {op.output.storage} if op.kind == "compute" else set()
+        if op.base_name == "copy_" and op.inputs[0].storage in computed:
             path = between(graph.recording, {found.tensor.id}, op.inputs[-1]) or path
         path.append(op)
     return tuple(path)
