@@ -44,6 +44,8 @@ class Call:
     """Where the drawn tensors come from."""
     batch_first: bool = True
     """Whether sequences are `batch sequence ...` rather than `sequence batch ...`."""
+    is_layout_known: bool = True
+    """Whether that was chosen, rather than assumed of arguments that came with the module."""
     said: tuple[str, ...] = ()
     """Other decisions about the arguments, as sentences."""
 

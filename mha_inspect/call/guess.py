@@ -328,6 +328,12 @@ def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[
     return None
 
 
+def said_batch_first(module: nn.Module) -> bool | None:
+    """Return the `batch_first` of a module, or of a part of one of torch's; None if it has none."""
+    parts = module.modules() if type(module).__module__.startswith("torch.nn.") else [module]
+    return next((said for part in parts if isinstance(said := getattr(part, "batch_first", None), bool)), None)
+
+
 def batch_first_of(module: nn.Module, arguments: Collection[str]) -> tuple[bool, str]:
     """Return whether the batch comes first in these arguments, and why: the end of a sentence, empty if it is plain.
 
@@ -335,10 +341,8 @@ def batch_first_of(module: nn.Module, arguments: Collection[str]) -> tuple[bool,
     """
     if is_hugging_face(module):
         return True, ""
-    is_torchs = type(module).__module__.startswith("torch.nn.")
-    for part in module.modules() if is_torchs else [module]:
-        if isinstance(said := getattr(part, "batch_first", None), bool):
-            return said, ""
+    if (said := said_batch_first(module)) is not None:
+        return said, ""
     words = batch_axis_in_words(module, arguments)
     if words is not None:
         return words[0] == 0, "" if words[0] == 0 else f"{words[1]}. Use --batch-first for the other layout."

@@ -64,7 +64,7 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
         hint="" if layer else call.hint,
         seed=seed,
         grad=grad,
-        batch_first=call.batch_first if call.drawn else None,
+        batch_first=call.batch_first if call.drawn and call.is_layout_known else None,
     )
 
 

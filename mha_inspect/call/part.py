@@ -61,7 +61,7 @@ def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     by_place = len(args) > len(names) or any(p.kind is Parameter.POSITIONAL_ONLY for p in parameters.values())
     named = {**({} if by_place else dict(zip(names, args, strict=False))), **kwargs}
     first = next((b for m in module.modules() if isinstance(b := getattr(m, "batch_first", None), bool)), True)
-    call = Call(args if by_place else (), named, "", origin=origin, batch_first=first)
+    call = Call(args if by_place else (), named, "", origin=origin, batch_first=first, is_layout_known=False)
     values = {name: value for name, value in named_arguments(module, call).items() if value is not None}
     drawn = tuple(path for path, (kind, _) in tensors_of(module, call).items() if kind not in ("mask", "setting"))
     return replace(call, described=described(values), drawn=drawn)

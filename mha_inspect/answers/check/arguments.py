@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...call.guess import batch_axis_in_words
+from ...call.guess import batch_axis_in_words, said_batch_first
 from ...errors import InputError
 from ...record.arguments import with_copies
 from ...running.subject import Subject
@@ -242,9 +242,9 @@ def batch_axis_of(subject: Subject, values: Mapping[str, Any], intent: Intent) -
     """Return the batch dimension of the tokens, and whether it is known rather than assumed."""
     if intent.batch_axis is not None:
         return intent.batch_axis, True
-    for batch_first in (subject.batch_first, getattr(subject.module, "batch_first", None)):
-        if isinstance(batch_first, bool):
-            return int(not batch_first), True
+    said = said_batch_first(subject.module) if subject.batch_first is None else subject.batch_first
+    if said is not None:
+        return int(not said), True
     if (in_words := batch_axis_in_words(subject.module, values)) is not None:
         return in_words[0], True
     return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in values.items())

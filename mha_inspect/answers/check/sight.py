@@ -95,8 +95,9 @@ class SeenKeys:
             sees_itself = bool((self.any_row | ~self.known)[self.distance == 0].all()) or self.queries != self.keys
             name = "causal" if self.width is None else f"causal, a window of {self.width}"
             if self.is_regular:
-                masked = text.plural(int((~self.known).sum()), "key")
-                return name if bool(self.known.all()) else f"{name}; masked out for every query: {masked}"
+                masked = int((~self.known).sum())
+                keys = f"{text.plural(masked, 'key')} {'is' if masked == 1 else 'are'}"
+                return f"{name}; {keys} masked out for every query" if masked else name
             return f"{name}, with gaps" if sees_itself else f"{name}, but a query does not see itself"
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
