@@ -311,6 +311,6 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
             queue += given if len(given) == 1 else []
         elif op.does("pools") or axes_rule(op.base_name) == "reduce":
             queue.append(op.inputs[0])
-        elif graph.moves(op) or op.pointwise or op.does("norms", "joins"):
+        elif graph.moves(op) or op.pointwise or op.does("norms"):
             queue += [read for read in op.inputs if read.numel == tensor.numel or graph.moves(op)]
     return reached
