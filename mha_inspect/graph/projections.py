@@ -11,6 +11,9 @@ from .dataflow import Graph, inside
 from .scores import mixing_of
 
 
+Origin = tuple[int, int, int]
+
+
 @dataclass(frozen=True)
 class Projection:
     """A product with a parameter that gives heads, and the operations from it to the heads, in order."""
@@ -45,7 +48,7 @@ def projections_behind(
         if f"{name[0]}_heads" in heads
     }
     ends = {name: end for name, end in nearest.items() if end and not _is_a_step(graph, end, positions[name])}
-    first: int | None = None
+    first: Origin | None = None
     for name, end in ends.items():
         ends[name] = replace(end, earlier=_earlier(graph, end.op, module, first))
         first = _origin(graph, (*ends[name].earlier, end.op)[0]) if name == "query" else first
@@ -86,9 +89,10 @@ def _passes(graph: Graph, op: Op) -> bool:
     return op.kind != "compute" or op.pointwise or op.does("norms", "passes_on", "gathers", "pools")
 
 
-def _origin(graph: Graph, op: Op) -> int:
-    """Return the id of a projection's input before views and copies."""
-    return graph.before_moves(graph.projected(op)).id
+def _origin(graph: Graph, op: Op) -> Origin:
+    """Return the id of a projection's input before views and copies, and which part of it the projection reads."""
+    read = graph.projected(op)
+    return graph.before_moves(read).id, read.numel, read.offset
 
 
 def _projection(
@@ -96,7 +100,7 @@ def _projection(
     heads: TensorRef,
     module: str,
     positions: set[Axis],
-    like: int | None = None,
+    like: Origin | None = None,
     *,
     outside: bool = True,
 ) -> Projection | None:
@@ -150,7 +154,7 @@ def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
     return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in added)
 
 
-def _earlier(graph: Graph, op: Op, module: str, like: int | None) -> tuple[Op, ...]:
+def _earlier(graph: Graph, op: Op, module: str, like: Origin | None) -> tuple[Op, ...]:
     """Return the low-rank projections before a projection, in the same module, in order.
 
     Where latents of an earlier call are joined with new ones, it is the projection with the input `like`.

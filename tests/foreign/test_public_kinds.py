@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,6 +70,21 @@ class Stretched(Packed):
     turn_key = turn
 
 
+class XPos(Complex):
+    """xPos: queries grow with their position, and keys shrink."""
+
+    def grown(self, heads: Tensor, sign: int) -> Tensor:
+        length = torch.arange(heads.shape[-2])[:, None]
+        table = torch.polar(torch.tensor([0.9, 0.95]) ** (sign * length), length * torch.tensor([1.0, 0.3]))
+        return torch.view_as_real(torch.view_as_complex(heads.unflatten(-1, (-1, 2))) * table).flatten(-2)
+
+    def turn(self, heads: Tensor) -> Tensor:
+        return self.grown(heads, -1)
+
+    def turn_key(self, heads: Tensor) -> Tensor:
+        return self.grown(heads, 1)
+
+
 class OnlyQueries(Stretched):
     turn_key = Packed.turn
 
@@ -123,6 +143,7 @@ class Latents(Packed):
     [
         (Complex(), "causal"),
         (Stretched(), "causal"),
+        (XPos(), "causal"),
         (Packed(window=3), "causal, a window of 3"),
         (Memory(), "causal"),
         (NoMemory(), "causal"),
@@ -149,15 +170,40 @@ def test_keys_of_a_memory_and_of_the_tokens_are_self_attention(kind: type[Packed
 
 
 def test_latents_that_an_earlier_call_made_are_the_past() -> None:
-    module, (first, second) = Latents(), X.split(5, 1)
+    module = Latents()
     with recording() as seen:
-        module(first)
-        module(second)
+        for part in X.split([5, 2], 1):
+            module(part)
     caches = [one.cache and (one.cache.past, one.cache.new) for one in seen.trace.attentions]
     assert (caches, [one.kind for one in seen.trace.attentions]) == ([None, (5, 2)], [("self", "causal")] * 2)
 
 
-@pytest.mark.parametrize(("kind", "brief"), [(Packed, "none here"), (Complex, None)])
+@pytest.mark.parametrize(("kind", "brief"), [(Packed, "none here"), (Complex, None), (XPos, None)])
 def test_a_check_is_absent_where_there_is_nothing_to_check(kind: type[Packed], brief: str | None) -> None:
     briefs = {skipped.check: skipped._brief for skipped in check(kind(), X).left_out}
     assert (briefs["grouped"], briefs.get("rotary")) == ("none here", brief)
+
+
+class Turned(nn.Module):
+    """PointerNet and SAM 2: the batch is put behind the positions, or before them, inside."""
+
+    def __init__(self, batch_first: bool | None) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(WIDTH, HEADS)
+        if batch_first is not None:
+            self.batch_first = batch_first
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.inner.batch_first else x.transpose(0, 1)
+        return self.inner(x, x, x)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize(("batch_first", "found"), [(None, []), (False, [False])])
+def test_the_layout_inside_is_no_proof_of_the_layout_outside(
+    batch_first: bool | None, found: list[bool], tmp_path: Path, invoke: Callable[..., Any]
+) -> None:
+    lines = f"from {__name__} import Turned, X\n\n\ndef made():\n    return Turned({batch_first}), (X,)\n"
+    (tmp_path / "made.py").write_text(lines, encoding="utf-8")
+    code, out, err = invoke("check", f"{tmp_path / 'made.py'}:made", "--json")
+    assert code == 0, err
+    assert [finding["sure"] for finding in json.loads(out)["findings"] if finding["check"] == "batch"] == found

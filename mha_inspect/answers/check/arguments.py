@@ -242,9 +242,10 @@ def batch_axis_of(subject: Subject, values: Mapping[str, Any], intent: Intent) -
     """Return the batch dimension of the tokens, and whether it is known rather than assumed."""
     if intent.batch_axis is not None:
         return intent.batch_axis, True
-    said = said_batch_first(subject.module) if subject.batch_first is None else subject.batch_first
-    if said is not None:
-        return int(not said), True
+    if subject.batch_first is not None:
+        return int(not subject.batch_first), True
+    if (said := said_batch_first(subject.module)) is not None:  # of other modules it may be the layout inside
+        return int(not said), type(subject.module).__module__.startswith("torch.nn.")
     if (in_words := batch_axis_in_words(subject.module, values)) is not None:
         return in_words[0], True
     return 0, any(isinstance(v, Tensor) and v.dim() == 2 and "ids" in name for name, v in values.items())

@@ -155,7 +155,7 @@ def _turning(evidence: Evidence, factor: Factor) -> Op | None:
             if op.base_name.rstrip("_") in ("mul", "addcmul") and value is not None and value.numel() > 1:
                 tables.append((op, value))
     for op, table in tables:
-        if table.is_complex() and bool(((table.abs() - 1).abs() < _NEAR).all() & (table.imag.abs() > _NEAR).any()):
+        if table.is_complex() and bool((table.imag.abs() > _NEAR).any()):  # scaled by position too, as in xPos
             return op
     return next((op for (op, cos), (_, sin) in combinations(tables, 2) if _are_cos_and_sin(cos, sin)), None)
 

@@ -191,11 +191,15 @@ def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     """Yield a fault if query heads use a shared key head of another group."""
     if names.num_heads == 1:
         raise NotHereError
-    query, key, value = (_heads_read(Factor(evidence, attention, names, side)) for side in SIDES)
+    lost = NotHereError if names.num_kv_heads in (1, names.num_heads) else LostError
+    try:
+        query, key, value = (_heads_read(Factor(evidence, attention, names, side)) for side in SIDES)
+    except LostError as error:
+        raise lost from error
     heads, kv, values = (len(set(groups.values())) for groups in (query, key, value))
     alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
     if not alike or kv in (1, heads) or heads % kv:
-        raise NotHereError if names.num_kv_heads in (1, names.num_heads) else LostError
+        raise lost
     order = sorted(query, key=query.__getitem__)
     reads, each = [key[group] for group in order], heads // kv
     means, tiled = [place // each for place in range(heads)], [place % kv for place in range(heads)]
