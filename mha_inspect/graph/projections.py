@@ -10,7 +10,6 @@ from .axis import Axis, setting, wide
 from .dataflow import Graph, inside
 from .scores import mixing_of
 
-
 Origin = tuple[int, int, int]
 
 
