@@ -219,8 +219,9 @@ class StageFacts:
         joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
         if stage == "concat" and not branches and joined:
             joins = [op for op in made if op.does("joins")]
-            if any(read.shape != op.inputs[0].shape for op in joins for read in op.inputs):
-                return "context in heads, beside other features"
+            alone = not joins and sum(op.kind == "write" for op in made) == 1
+            if alone or any(read.shape != op.inputs[0].shape for op in joins for read in op.inputs):
+                return f"context in heads, beside other {'positions' if alone else 'features'}"
         if stage == "concat" and (branches or joined):
             parts = "ranks" if any(op.is_collective for op in made) else "attentions"
             count, apart = (len(branches), "heads") if branches else (after // max(before, 1), parts)

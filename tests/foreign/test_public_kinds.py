@@ -115,6 +115,16 @@ class Late(Memory):
         return back >= -1
 
 
+class Picked(Packed):
+    """Informer: some queries attend, and the others take the mean of the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (side.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
+        context = v.mean(2, keepdim=True).expand_as(v).clone()
+        context[:, :, [1, 4]] = (q[:, :, [1, 4]] @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v
+        return self.o(context.transpose(1, 2).flatten(2))
+
+
 class NoMemory(Packed):
     """The same, with queries from the new tokens alone, before there is a memory."""
 
@@ -161,6 +171,11 @@ def test_nobody_who_is_right_is_accused(module: nn.Module, sight: str) -> None:
 )
 def test_their_mistakes_are_found(module: nn.Module, name: str) -> None:
     assert [finding.check for finding in check(module, X, intent=Intent(causal=True)).findings] == [name]
+
+
+def test_rows_that_are_no_contexts_are_no_attentions() -> None:
+    formulas = {stage.name: stage.formula for stage in trace(Picked(), X).attentions[0].stages}
+    assert formulas["concat"] == "context in heads, beside other positions"
 
 
 @pytest.mark.parametrize("kind", [Memory, NoMemory])
