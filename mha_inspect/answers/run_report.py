@@ -247,6 +247,7 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
     beside = " The … depends on all scores of the same query." if weighs_by_others(graph, attention) else ""
     parts = facts.has_other_keys()
     number = len(attention.branches)
+    along = _along(attention, names)
     mixed = ["scores before the softmax"] if attention.mixed_scores else []
     mixed += ["weights after it"] if attention.mixed_weights else []
     sentences = {
@@ -277,8 +278,12 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
         f"The heads are a loop: stages, bytes and FLOPs of a single head are of the first of {number}.": (
             attention.branches
         ),
-        f"This attention is computed in {len(attention.pieces)} pieces along {_along(attention, names)}; each stage "
-        "shows all of them.": attention.pieces,
+        f"This attention is computed in {len(attention.pieces)} pieces along {along}; each stage shows all of them.": (
+            along
+        ),
+        f"This attention is computed in {len(attention.pieces)} pieces of its keys; the stages show the first.": (
+            attention.pieces and not along
+        ),
         f"A matrix mixes the heads' {' and their '.join(mixed)} (talking heads).": mixed,
         "Weights are shown as softmax gives them, before dropout.": facts.drops(),
     }

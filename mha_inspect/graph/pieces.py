@@ -56,9 +56,10 @@ def with_pieces_joined(graph: Graph, attentions: Sequence[Attention]) -> list[At
 
 
 def with_keys_joined(graph: Graph, turns: Sequence[Attention]) -> Attention:
-    """Return one attention for those of pieces of the keys with one softmax; the first if the cut was not found."""
+    """Return one attention for those of pieces of the keys; without a known cut its stages are those of the first."""
     key, value = (_cut(graph, [_ends(graph, turn, side) for turn in turns], whole=False) for side in ("key", "value"))
-    return (None if key is None or value is None else _joined(graph, turns, k=key, v=value)) or turns[0]
+    whole = None if key is None or value is None else _joined(graph, turns, k=key, v=value)
+    return whole or replace(turns[0], pieces=tuple(turns[1:] and turns))
 
 
 def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
@@ -194,13 +195,13 @@ def _whole(graph: Graph, tensors: Sequence[TensorRef], cut: Cut | None) -> Tenso
     if cut.source is not None and cut.piece.id == first.id:
         return cut.source
     whole, part = resolve(cut.axis), resolve(cut.part)
-    places = [at for at, dim in enumerate(dims) if {*part} <= {*dim}]
+    size = len(part)
+    places = [(at, i) for at, dim in enumerate(dims) for i in range(len(dim)) if dim[i : i + size] == part]
     if len(places) != 1:
         return None
-    (at,) = places
-    start = dims[at].index(part[0])
+    ((at, start),) = places
     is_inner = bool(wide(dims[at][:start]))
-    dims[at] = (*dims[at][:start], *whole, *dims[at][start + len(part) :])
+    dims[at] = (*dims[at][:start], *whole, *dims[at][start + size :])
     shape, number = tuple(map(size_of, dims)), -1 - abs(hash(tuple(tensor.id for tensor in tensors)))
     steps = [*accumulate(reversed(shape), mul, initial=1)][-2::-1]
     stride = tuple(old and new for old, new in zip(first.stride, steps, strict=True))

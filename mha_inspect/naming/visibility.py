@@ -123,9 +123,9 @@ def noted(graph: Graph, turn: Attention) -> Sight | None:
     if turn.pieces:
         known = [sight for piece in turn.pieces if (sight := noted(graph, piece)) is not None]
         whole, *shapes = (each.softmax.output.shape for each in (turn, *turn.pieces))
-        place = next(at for at, size in enumerate(whole) if size != shapes[0][at])
-        dim = turn.softmax_dim % len(whole)
-        return joined_sight(known, shapes, place, dim) if len(known) == len(shapes) else None
+        place = next((at for at, size in enumerate(whole) if size != shapes[0][at]), None)
+        dim, complete = turn.softmax_dim % len(whole), len(known) == len(shapes)
+        return joined_sight(known, shapes, place, dim) if complete and place is not None else None
     sights, queue = graph.recording.sights, [turn.softmax.output]
     first, shape = turn.score_product.op.index, turn.softmax.output.shape
     for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop

@@ -414,6 +414,26 @@ def test_pieces_of_the_keys_with_one_softmax_are_one_attention(
     assert all(map(torch.equal, rows_of(module, "W_o", x), module.o.weight.split(HEAD_DIM, 1)))
 
 
+class Picking(Rescaled):
+    """The keys of each piece are picked by index."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        highest, total, result = torch.full((*q.shape[:-1], 1), -torch.inf), torch.zeros(*q.shape[:-1], 1), 0 * q
+        for at in torch.randperm(N)[: N - 1].split(3):
+            scores = self.scores(q, k[:, :, at], 0)
+            new = torch.maximum(highest, scores.amax(-1, keepdim=True))
+            weights, factor = torch.exp(scores - new), torch.exp(highest - new)
+            total, highest = factor * total + weights.sum(-1, keepdim=True), new
+            result = factor * result + weights @ v[:, :, at]
+        return result / total
+
+
+def test_pieces_of_keys_that_are_no_slices_are_not_taken_for_all_keys() -> None:
+    (one,) = trace(Picking(), torch.randn(B, N, WIDTH)).attentions
+    assert "This attention is computed in 2 pieces of its keys; the stages show the first." in one.notes
+    assert one.scores.shape == (B, HEADS, N, 3)
+
+
 class PiecesOfQueries(Rescaled):
     """Blocks of queries too, all in one memory that is divided in place."""
 
