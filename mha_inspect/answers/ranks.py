@@ -25,8 +25,19 @@ from ..record.site import Site, place_of_site
 from ..reports.check import Finding
 from ..reports.trace import Rank, Stage, Trace
 from ..running.subject import Run, Subject, run_and_record
-from ..text import first_few, listed, spans
+from ..text import first_few, spans
 
+_SEED = "Seed it alike on every rank, or broadcast it from rank 0."
+_UNLIKE = {
+    "names": ("The {} of rank {} differ from rank 0.", ""),
+    "weights": ("Every rank has a copy of {}, and the copy of rank {} differs from rank 0.", _SEED),
+    "inputs": ("The ranks compute different heads of one input, and {} of rank {} differs from rank 0.", _SEED),
+    "operations": (
+        "The number of {} of rank {} differs from rank 0, on tensors of the same shapes.",
+        "If a rank skips a collective, the other ranks wait for it forever.",
+    ),
+}
+"""Kinds of digests, to the sentence about names and ranks that differ, and the fix."""
 _OF_ALL_HEADS = ("query", "key", "value", "output")
 """The stages without an axis of heads."""
 _OF_FEATURES = ("q_proj", "k_proj", "v_proj", "concat")
@@ -83,7 +94,7 @@ def require_alone(subject: Subject, asked: str, run: Run | None = None) -> None:
 
 
 def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
-    """Return digests of what ranks may have alike, with what shows whether they should: names, shapes and heads.
+    """Return digests of what ranks should have alike, by kind and name, and the shapes and heads of this rank.
 
     Parameters that may be cut by hand are left out, and inputs that may be a piece of the whole.
     """
@@ -97,12 +108,12 @@ def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
     is_piece = any(run.graph.comes_from_inputs(tensor) for op in moves for tensor in op.inputs)
     queries = next(iter(shards_of(run, parameters)), {}).get("W_q")
     return {
-        "names": sorted(parameters),
-        "shapes": [list(local(tensor).shape) for tensor in (*parameters.values(), *given.values())],
-        "heads": None if queries is None else queries.rows,
-        "operations": len(ops),
+        "names": {"names of parameters": blake2b(str([*parameters]).encode(), digest_size=8).hexdigest()},
         "weights": {name: _digest(weight) for name, weight in weights.items()},
         "inputs": {name: _digest(each) for name, each in given.items() if is_copied(each) and not is_piece},
+        "operations": {"operations": str(len(ops))},
+        "shapes": [list(local(tensor).shape) for tensor in (*parameters.values(), *given.values())],
+        "heads": None if queries is None else queries.rows,
     }
 
 
@@ -115,36 +126,17 @@ def _digest(tensor: Tensor) -> str:
 
 def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Yield what other ranks have unlike rank 0 and should have alike, from the digests of all ranks."""
-
-    def differing(values: Sequence[object]) -> str:
-        return spans(rank for rank, value in enumerate(values) if value != values[0])
-
-    def found(kind: str) -> tuple[str, str]:
-        of_each = [each[kind] for each in every]
-        names = [name for name in of_each[0] if len({each.get(name) for each in of_each} - {None}) > 1]
-        return first_few(names, 4), differing([[each.get(name) for name in names] for each in of_each])
-
-    def same(kind: str) -> bool:
-        return all(each[kind] == every[0][kind] for each in every)
-
-    digest, alike = "The bytes were compared by a digest.", "Seed it alike on every rank, or broadcast it from rank 0."
-    if not same("names"):
-        said = f"Rank {differing([each['names'] for each in every])} has other parameters than rank 0."
-        yield Finding("ranks", said, "The names of the parameters were compared.", sure=False)
-    names, ranks = found("weights")
-    if names:
-        said = f"Every rank has a copy of {names}, and the copy of rank {ranks} differs from rank 0."
-        yield Finding("ranks", said, digest, fix=alike)
-    names, ranks = found("inputs")
-    # Ranks with the same heads compute them for inputs of their own.
-    if names and len({str(each["heads"]) for each in every}) == len(every):
-        said = f"The ranks compute different heads of the same input, and {names} of rank {ranks} differs from rank 0."
-        yield Finding("ranks", said, digest, fix=alike)
-    if same("shapes") and not same("operations"):
-        counts = [each["operations"] for each in every]
-        said = f"Rank {differing(counts)} runs another number of operations than rank 0."
-        evidence = f"All tensors have the same shapes; operations by rank: {listed([*map(str, counts)])}."
-        yield Finding("ranks", said, evidence, fix="If a rank skips a collective, the other ranks wait for it forever.")
+    has_one_input = len({str(each["heads"]) for each in every}) == len(every)  # else ranks may have inputs of their own
+    has_one_shape = all(each["shapes"] == every[0]["shapes"] for each in every)
+    for kind, (sentence, fix) in _UNLIKE.items():
+        first, *others = (each[kind] for each in every)
+        names = [name for name in first if any(other.get(name, first[name]) != first[name] for other in others)]
+        if not names or (kind == "inputs" and not has_one_input) or (kind == "operations" and not has_one_shape):
+            continue
+        ranks = spans(n for n, other in enumerate(others, 1) if any(other.get(name) != first[name] for name in names))
+        evidence = f"{names[0]} by rank: {first_few([str(each[kind].get(names[0])) for each in every], 4)}."
+        said = sentence.format(first_few(names, 4), ranks)
+        yield Finding("ranks", said, evidence, sure=kind != "names", fix=fix)
 
 
 def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:

@@ -167,9 +167,8 @@ def report(
 
 
 def _collectives(run: Run) -> Iterator[Collective]:
-    graph, stages = run.graph, dict[int, str]()
-    for attention, _ in run.attentions:
-        stages = {tensor.id: stage for stage, tensor in reversed([*attention.stages.items()])} | stages
+    graph, of_all = run.graph, [item for attention, _ in run.attentions for item in attention.stages.items()]
+    stages = {tensor.id: stage for stage, tensor in reversed(of_all)}
 
     def arranges(op: Op) -> bool:
         return graph.moves(op) or op.does("joins") or op.base_name == "copy_" or graph.adds_bias(op)

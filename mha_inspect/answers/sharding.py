@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from inspect import signature
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -247,7 +248,8 @@ def _all_ranks(ranks: int, *, answers: bool) -> Iterator[None]:
     except ImportError:
         raise InputError(_NO_SIMULATION) from None
     mesh = simulation._LocalDeviceMesh
-    asks = (torch.distributed, "get_rank"), *((mesh, f"get_{name}") for name in ("rank", "local_rank", "coordinate"))
+    group = torch.distributed.ProcessGroup  # get_rank may have been imported by its name
+    asks = (group, "rank"), *((mesh, f"get_{name}") for name in ("rank", "local_rank", "coordinate"))
     with ExitStack() as stack:
         for owner, name in () if answers else asks:
             stack.enter_context(patch.object(owner, name, _guarded(getattr(owner, name))))
@@ -259,7 +261,10 @@ def _guarded(answer: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that answers torch's own code, and raises `RuntimeError` for any other caller."""
 
     def asked(*args: Any, **kwargs: Any) -> Any:
-        if sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+        caller: FrameType | None = sys._getframe(1)
+        while caller is not None and caller.f_code.co_name == "get_rank":
+            caller = caller.f_back
+        if caller is None or caller.f_globals.get("__name__", "").startswith("torch."):
             return answer(*args, **kwargs)
         raise RuntimeError(
             "the plan asks which rank it is, and all ranks are simulated at once. Try it on real ranks, with "

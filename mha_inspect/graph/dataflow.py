@@ -356,12 +356,11 @@ class Graph:
             moved = self.forward(made, lambda reader: reader.kind in ("view", "copy"))
             added = next((reader for reader, _ in moved if reader.does("adds_ranks") and reader.outputs), None)
             if added is not None:  # torch waits, copies gloo's result, and cuts off the padding of uneven parts
-
-                def follows(reader: Op) -> bool:
-                    arranges = reader.does("cuts", "passes_on") or reader.base_name == "copy_"
-                    return reader.module == added.module and arranges
-
-                made = self.after(added.output, lambda reader: True, follows)
+                made = self.after(
+                    added.output,
+                    lambda reader: reader.module == added.module,
+                    lambda reader: reader.does("cuts", "passes_on") or reader.base_name == "copy_",
+                )
         return self.after(made, lambda reader: True, passes)
 
     @cached_property

@@ -331,12 +331,16 @@ def test_shuffled_keys_are_found_at_their_stage() -> None:
     assert "The first difference is k_proj on rank 0" in trace.proof.note
 
 
-@pytest.mark.parametrize("asks", ["get_rank", "get_local_rank"])
+IMPORTED = getattr(torch.distributed, "get_rank", None)
+
+
+@pytest.mark.parametrize("asks", ["get_rank", "get_local_rank", "the imported get_rank"])
 def test_a_plan_that_asks_for_its_rank_is_refused(asks: str) -> None:
     """Every simulated rank gets the same answer, so a right plan would be called wrong."""
 
     def cut(module: Attention, mesh: Any) -> None:
-        rank = torch.distributed.get_rank() if asks == "get_rank" else mesh.get_local_rank()
+        ways = {"get_rank": lambda: torch.distributed.get_rank(), "get_local_rank": mesh.get_local_rank}
+        rank = ways.get(asks, IMPORTED)()
         module.q.weight = nn.Parameter(module.q.weight.detach().chunk(2)[rank])
 
     with pytest.raises(InputError, match="asks which rank it is"):

@@ -107,7 +107,7 @@ def test_a_trace_has_both_ranks_and_the_shapes_over_them(ran: dict[str, Any]) ->
 def test_what_ranks_should_have_alike_is_compared(ran: dict[str, Any]) -> None:
     said = [
         "Every rank has a copy of o.bias, and the copy of rank 1 differs from rank 0.",
-        "The ranks compute different heads of the same input, and x of rank 1 differs from rank 0.",
+        "The ranks compute different heads of one input, and x of rank 1 differs from rank 0.",
     ]
     assert json.loads(ran["drifted"][0].out)["notes"][-2:] == said
     assert not [note for note in json.loads(ran["sharded"][0].out)["notes"] if "differ" in note]
