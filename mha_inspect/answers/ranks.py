@@ -20,7 +20,7 @@ from ..naming.named_run import NamedRun
 from ..naming.parameters import Part, coordinates, parts_of
 from ..naming.pattern import dims_of
 from ..record.arguments import argument_names, tensors_in
-from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of
+from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of, wraps
 from ..record.site import Site, place_of_site
 from ..reports.check import Finding
 from ..reports.trace import Rank, Stage, Trace
@@ -31,6 +31,7 @@ _SEED = "Seed it alike on every rank, or broadcast it from rank 0."
 _UNLIKE = {
     "names": ("The {} of rank {} differ from rank 0.", ""),
     "weights": ("Every rank has a copy of {}, and the copy of rank {} differs from rank 0.", _SEED),
+    "plain": ("{} of rank {} differs from rank 0. It is no DTensor, so it may be meant.", _SEED),
     "inputs": ("The ranks compute different heads of one input, and {} of rank {} differs from rank 0.", _SEED),
     "operations": (
         "The number of {} of rank {} differs from rank 0, on tensors of the same shapes.",
@@ -96,20 +97,23 @@ def require_alone(subject: Subject, asked: str, run: Run | None = None) -> None:
 def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
     """Return digests of what ranks should have alike, by kind and name, and the shapes and heads of this rank.
 
-    Parameters that may be cut by hand are left out, and inputs that may be a piece of the whole.
+    Inputs that may be a piece of the whole are left out, and plain parameters where no parameter is a DTensor.
     """
     ops, parameters = run.recording.ops, parameters_of(subject.module)
     given = dict(tensors_in(argument_names(subject.module, subject.args, subject.kwargs)))
-    weights = {name: parameter for name, parameter in parameters.items() if is_copied(parameter)}
-    if len(weights) == len(parameters) and any(op.is_collective for op in ops):
-        weights = {}
+    copied = {name: parameter for name, parameter in parameters.items() if is_copied(parameter)}
+    # Beside collectives a plain matrix and its bias may be cut by hand, e.g. a rank's own experts.
+    plain = [name for name, each in copied.items() if not wraps([type(each)]) and any(op.is_collective for op in ops)]
+    owners = {name.rpartition(".")[0] for name, each in parameters.items() if each.dim() > 1}
+    plain = [name for name in plain if len(plain) == len(parameters) or name.rpartition(".")[0] in owners]
     begins = run.attentions[0][0].softmax.index if run.attentions else 0
     moves = (op for op in ops[:begins] if op.is_collective and "reduce" not in op.base_name)
     is_piece = any(run.graph.comes_from_inputs(tensor) for op in moves for tensor in op.inputs)
     queries = next(iter(shards_of(run, parameters)), {}).get("W_q")
     return {
         "names": {"names of parameters": blake2b(str([*parameters]).encode(), digest_size=8).hexdigest()},
-        "weights": {name: _digest(weight) for name, weight in weights.items()},
+        "weights": {name: _digest(weight) for name, weight in copied.items() if name not in plain},
+        "plain": {name: _digest(copied[name]) for name in plain if len(plain) < len(parameters)},
         "inputs": {name: _digest(each) for name, each in given.items() if is_copied(each) and not is_piece},
         "operations": {"operations": str(len(ops))},
         "shapes": [list(local(tensor).shape) for tensor in (*parameters.values(), *given.values())],
@@ -136,7 +140,7 @@ def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         ranks = spans(n for n, other in enumerate(others, 1) if any(other.get(name) != first[name] for name in names))
         evidence = f"{names[0]} by rank: {first_few([str(each[kind].get(names[0])) for each in every], 4)}."
         said = sentence.format(first_few(names, 4), ranks)
-        yield Finding("ranks", said, evidence, sure=kind != "names", fix=fix)
+        yield Finding("ranks", said, evidence, sure=kind not in ("names", "plain"), fix=fix)
 
 
 def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:

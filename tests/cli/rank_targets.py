@@ -61,6 +61,15 @@ def drifted() -> Made:
     return module, (x,)
 
 
+def own_experts() -> Made:
+    module, given = sharded()
+    torch.manual_seed(dist.get_rank())
+    with torch.no_grad():
+        norm, expert = nn.LayerNorm(32), nn.Linear(32, 32)
+        norm.weight += dist.get_rank()
+    return nn.Sequential(norm, module, expert), given
+
+
 class OneKeyHead(Attention):
     """Every rank has the only key head, and its own queries."""
 

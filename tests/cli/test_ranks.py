@@ -37,6 +37,7 @@ COMMANDS = {
     "usage": ["trace", f"{TARGETS}:sharded", "--batch", "many"],
     "check": ["check", f"{TARGETS}:sharded", "--format", "json"],
     "check by hand": ["check", f"{TARGETS}:broken", "--set", "how=works", "--format", "json"],
+    "check own experts": ["check", f"{TARGETS}:own_experts", "--format", "json"],
     "check drifted": ["check", f"{TARGETS}:drifted", "--format", "json"],
     "diff": ["diff", f"{TARGETS}:sharded", f"{TARGETS}:sharded"],
     "decode": ["trace", f"{TARGETS}:sharded", "--decode", "1"],
@@ -114,6 +115,14 @@ def test_what_ranks_should_have_alike_is_compared(ran: dict[str, Any]) -> None:
     findings = json.loads(ran["check drifted"][0].out)["findings"]
     assert [(found["check"], found["sentence"]) for found in findings] == [("ranks", sentence) for sentence in said]
     assert ran["check drifted"][0].code == 1
+
+
+def test_a_matrix_of_one_rank_alone_may_be_meant(ran: dict[str, Any]) -> None:
+    findings = json.loads(ran["check own experts"][0].out)["findings"]
+    assert [(found["sure"], found["sentence"].partition(" rank 1 ")[0]) for found in findings] == [
+        (True, "Every rank has a copy of 0.weight, and the copy of"),
+        (False, "2.weight, 2.bias of"),
+    ]
 
 
 @pytest.mark.parametrize("name", ["check", "check by hand"])
