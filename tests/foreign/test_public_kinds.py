@@ -199,6 +199,39 @@ def test_a_check_is_absent_where_there_is_nothing_to_check(kind: type[Packed], b
     assert (briefs["grouped"], briefs.get("rotary")) == ("none here", brief)
 
 
+class NonCausalAttention(Packed):
+    """Bark: the name of the class says what the attention is not."""
+
+    def sees(self, back: Tensor) -> Tensor:
+        return back == back
+
+
+class CausalAttention(NonCausalAttention):
+    """Its name is not true."""
+
+
+class Padded(Packed):
+    """d2l: one query, and items of which the last keys are padding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        scores = (q[:, -1:] @ k.mT / WIDTH**0.5).masked_fill(LENGTHS[:, None, None] <= torch.arange(N), -torch.inf)
+        return self.o(scores.softmax(-1) @ v)
+
+
+LENGTHS = torch.tensor([N, 5])
+
+
+@pytest.mark.parametrize(("kind", "found"), [(NonCausalAttention, []), (CausalAttention, ["causal"])])
+def test_a_name_that_denies_a_mask_expects_none(kind: type[Packed], found: list[str]) -> None:
+    assert [finding.check for finding in check(kind(), X).findings] == found
+
+
+def test_keys_that_single_queries_see_are_counted() -> None:
+    sights = [fact.sentence for fact in check(Padded(), X).facts if fact.name == "who sees whom"]
+    assert sights == [f"every query sees 5 to {N} of {N} keys"]
+
+
 class Turned(nn.Module):
     """PointerNet and SAM 2: the batch is put behind the positions, or before them, inside."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
@@ -207,7 +208,8 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
         part = parts[sight.module]
         called = type(part).__name__
         flags = [f"{called}.{name} is True" for name in reversed(words) if vars(part).get(name) is True]
-        is_named = "causal" in called.lower() and type(part) not in causal  # else it is causal where it is meant to be
+        is_named = re.search("^causal|(?<!Non)(?<!Not)Causal", called) is not None
+        is_named = is_named and type(part) not in causal  # else it is causal where it is meant to be
         reasons = [*([called] if is_named else []), *arguments, *flags]
         finding = sight.against_causal(evidence.intent.window or sight.width) if reasons else None
         if finding is not None:

@@ -60,7 +60,7 @@ class SeenKeys:
         self.alone = self.queries == self.keys and not bool((self.any_row & (self.distance != 0)).any())
         """Whether no query sees another position."""
         self.sees_future = bool((self.any_row & (self.distance < 0)).any())
-        self.is_causal = not self.open and not self.alone and not self.sees_future
+        self.is_causal = self.queries > 1 and not self.open and not self.alone and not self.sees_future
         past = self.distance[self.any_row & (self.distance >= 0)]
         far = int(past.max()) + 1 if past.numel() else 0
         self.width = far if far < min(self.keys, self.first + self.queries) and self.keys > 2 else None
