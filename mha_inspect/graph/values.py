@@ -177,20 +177,22 @@ def _weighing(graph: Graph, values: ProductPath, taken: set[int]) -> Weighing | 
         part = _weighing_part(graph, op.output, path, over)
         if part is None:
             return None
-        start, stop = part
+        start, bent, stop = part
         masked = next(tensor for tensor in path[start].inputs if start == 0 or tensor in path[start - 1].outputs)
         dim = _place_of(graph, masked, over)
         scores = None if dim is None else score_product(graph, masked, dim)
         if dim is None or scores is None or scores.product.op.index in taken or not _compares(graph, scores.product):
             return None
-        masks = tuple(op for op in path[start:stop] if op.does("fills_where") or op.base_name == "mul")
+        masks = tuple(op for op in path[bent:stop] if op.does("fills_where") or len(op.inputs) == 2)
         softmax = Softmax(path[stop - 1], masked, dim, masks, ops=path[start:stop])
         return softmax, scores, ProductPath(values.product, path[stop:], values.tensor)
     return None
 
 
-def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> tuple[int, int] | None:
-    """Return the start and end of the steps that compute weights from scores; None without a nonlinear function."""
+def _weighing_part(
+    graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]
+) -> tuple[int, int, int] | None:
+    """Return where the steps from scores to weights begin, bend last, and end after masks; None without a bend."""
     since = graph.recording.producers[scores.id] + 1
     dependent = made_of({scores.id}, graph.recording.ops[since : path[-1].index] if path else ())
     parts = []
@@ -203,12 +205,12 @@ def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: 
             parts.append(place)
     if not any(graph.bends(path[place]) for place in parts) or path[parts[-1]].base_name.rstrip("_") == "exp":
         return None  # exponentials are divided later, one piece at a time
-    start, stop = parts[0], parts[-1] + 1
+    start, stop = parts[0], (bent := parts[-1] + 1)
     while start and path[start - 1].base_name in ("add", "sub") and len(path[start - 1].inputs) == 1:
         start -= 1  # an added number
     while stop < len(path) and (path[stop].does("masks") or graph.is_scale(path[stop])):
         stop += 1
-    return start, stop
+    return start, bent, stop
 
 
 def _repeated(graph: Graph, factor: TensorRef, whole: TensorRef) -> set[Axis]:

@@ -326,7 +326,8 @@ def _is_by_a_number(op: Op) -> bool:
 
 def weighs_by_others(graph: Graph, attention: Attention) -> bool:
     """Return whether weights without a softmax also depend on other scores of the same query, e.g. on their sum."""
-    steps = (op for op in attention.weighing if not (graph.is_scale(op) or graph.bends(op) or graph.moves(op)))
+    steps = (op for op in attention.weighing if op not in attention.masks)
+    steps = (op for op in steps if not (graph.is_scale(op) or graph.bends(op) or graph.moves(op)))
     return not all(map(_is_by_a_number, steps))
 
 
@@ -334,10 +335,10 @@ def weighed_text(graph: Graph, attention: Attention, scores: str) -> str:
     """Return the formula of weights without a softmax: `sigmoid(scores)`, `relu(scores) / …`."""
     steps: list[tuple[str, float | None]] = []
     for op in attention.weighing:
-        name = op.base_name.rstrip("_")
+        name = "mask" if op in attention.masks else op.base_name.rstrip("_")
         if graph.is_scale(op):
             steps.append(("scale", graph.scale_of(op)))
-        elif graph.bends(op):
+        elif graph.bends(op) or name == "mask":
             steps.append((name, None))
         elif not graph.moves(op):
             beside = f"{op.args[1]:.4g}" if _is_by_a_number(op) else "…"

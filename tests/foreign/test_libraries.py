@@ -227,6 +227,8 @@ def test_weights_are_masked_after_the_bend(mask: Any) -> None:
     module, (x,) = MaskAfterTheBend(mask).eval(), given(X)
     (attention,) = mha_inspect.trace(module, x, keep=True).attentions
     assert attention.kind == ("self", "causal")
+    assert attention.weights.formula == "mask(relu(pow(scores)))"
+    assert attention.notes == ("The weights come from the scores without a softmax.",)
     torch.testing.assert_close(attention.weights.tensor, module.seen)
     assert mha_inspect.check(module, x).ok
 
