@@ -86,11 +86,13 @@ def replayed(evidence: Recorded, given: Mapping[int, Tensor], target: TensorRef)
 def _in_memory(evidence: Recorded, op: Op, value: Tensor) -> Tensor:
     """Return a value as it was in the memory that an operation writes, beside what else is read there afterwards."""
     written = op.inputs[0]
-    if (value.storage_offset(), value.stride()) == (written.offset, written.stride):
-        return value
     tensors = [written, *evidence.run.graph.results(op)]
     ends = (t.offset + sum((size - 1) * step for size, step in zip(t.shape, t.stride, strict=True)) for t in tensors)
-    memory = value.new_zeros(1 + max(ends))
+    size = 1 + max(ends)
+    alike = (value.storage_offset(), value.stride()) == (written.offset, written.stride)
+    if alike and value.untyped_storage().nbytes() >= size * value.itemsize:
+        return value
+    memory = value.new_zeros(size)
     for tensor, kept in (*((each, evidence.content(each)) for each in tensors), (written, value)):
         if kept is not None:
             memory.as_strided(tensor.shape, tensor.stride, tensor.offset).copy_(kept)

@@ -217,12 +217,21 @@ def _cache_of(evidence: Evidence) -> _Cache:
 
 
 def _writes_keys(evidence: Evidence) -> bool:
-    """Return whether the keys and values of every attention pass through memory that the module keeps."""
-    recording = evidence.run.recording
+    """Return whether the keys and values of every attention pass through memory that the module keeps.
+
+    The first call may make that memory; another one continues from it.
+    """
+    evidence.returned()
+    try:
+        again = evidence.runner.prepared(evidence.arguments.of_call({}), go_on=True).recorded()
+    except Exception:  # user code may raise anything in a second call
+        return False
+    recording = again.recording
     made = {output.storage for op in recording.ops if op.kind not in ("write", "view") for output in op.outputs}
     made |= {named.tensor.storage for named in recording.inputs}
-    written = {tensor.id for op in evidence.writes if op.inputs[0].storage not in made for tensor in op.inputs[1:]}
-    factors = [factor for attention, _ in evidence.run.attentions for factor in factors_of(attention).values()]
+    writes = (op for op in recording.ops if op.kind == "write" and op.inputs and op.inputs[0].storage not in made)
+    written = {tensor.id for op in writes for tensor in op.inputs[1:]}
+    factors = [factor for attention, _ in again.attentions for factor in factors_of(attention).values()]
     return bool(written) and all(between(recording, written, factor) for factor in factors)
 
 

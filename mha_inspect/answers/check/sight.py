@@ -45,7 +45,9 @@ class SeenKeys:
         self.shared = shared
         """Whether queries and keys are one projection: a query then excludes its own key on purpose (Reformer)."""
         self.queries, self.keys = seen.shape[1:]
-        self.first = max(self.keys - self.queries, 0) if first is None else first
+        # If nobody sees the last keys, they are empty slots.
+        last = self.keys - self.queries if bool(seen[..., self.queries :].any()) else 0
+        self.first = last if first is None else first
         """The key at the position of the first query: cached keys come before it, empty slots of a cache after."""
         pads = None if padded is None else padded[:, self.first : self.first + self.queries]
         real = seen if pads is None or pads.shape != seen.shape[:2] else seen & ~pads[:, :, None]
@@ -143,7 +145,8 @@ class SeenKeys:
         if window is None and bool(past.any()) and (self.alone or not self.is_regular):
             query, key = past.nonzero()[0].tolist()
             evidence = f"Query {query} gives no weight to key {key}; {int(past.sum())} past pairs have no weight."
-            return self.finding("causal", "A position cannot see all of its past.", evidence)
+            fix = f"If the window is meant, add --window {self.width}." if self.width else ""
+            return self.finding("causal", "A position cannot see all of its past.", evidence, fix)
         return None
 
     def against_window(self, width: int, causal: bool | None) -> Finding | None:

@@ -496,6 +496,26 @@ class M(nn.Module):
         return self.p[3](y.reshape(b, n, -1))
 ''')
 
+IDIOMS["lazy"] = ({"causal": True, "cache": "start_pos"}, "dict(x=torch.randn(2, 7, 30))", '''
+class M(nn.Module):
+    def __init__(self, width=30, heads=3, slots=11):
+        super().__init__()
+        self.heads, self.slots, self.kv = heads, slots, None
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+    def forward(self, x, start_pos=0):
+        b, n, c = x.shape
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        if self.kv is None:
+            self.kv = x.new_zeros(2, 3, self.heads, self.slots, c // self.heads)
+        at = torch.arange(start_pos, start_pos + n)
+        for cache, new in zip(self.kv[:, :b], (k, v)):
+            cache.index_copy_(2, at, new)
+        k, v = self.kv[:, :b]
+        s = q @ k.mT / math.sqrt(c // self.heads)
+        s = s.masked_fill(torch.arange(self.slots) > at[:, None], float("-inf"))
+        return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
+''')
+
 MUTANTS: list[tuple[str, str, str, str]] = [
     ("nanogpt", "mask_inverted", "== 0, float", "== 1, float"),
     ("nanogpt", "mask_triu", "torch.tril(torch.ones(block, block))", "torch.triu(torch.ones(block, block))"),
@@ -660,6 +680,10 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("groups", "of_others", "~mask[:, None, None, None]", "~torch.stack((mask, mask.roll(1, 0)), 1)[:, :, None, None]"),
     ("groups", "turned", "~mask[:, None, None, None]", "~mask.flip(0)[:, None, None, None]"),
     ("groups", "dropped", "s.softmax(-1)", "F.dropout(s.softmax(-1), 0.2)"),
+    ("lazy", "over", "cache.index_copy_(2, at, new)", "cache.index_copy_(2, (at - 1).clamp(0) if start_pos else at, new)"),
+    ("lazy", "restarts", "torch.arange(start_pos, start_pos + n)", "torch.arange(n)"),
+    ("lazy", "aligned", "> at[:, None]", "> torch.arange(n)[:, None]"),
+    ("lazy", "late", "> at[:, None]", "> 1 + at[:, None]"),
     ("paddings_add", "drop", "p_attn = dropout(p_attn)", "p_attn = F.dropout(p_attn, 0.1, training=True)"),
 ]
 """An idiom, a name, and the line that goes wrong: what stands there, and what somebody wrote.
