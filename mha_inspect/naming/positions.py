@@ -30,6 +30,8 @@ _FAR = 60
 """Tensors after which a walk gives up."""
 _NEAR = 1e-5
 """Relative differences below this are rounding."""
+_UNEVEN = 0.1
+"""Angles between neighbours that differ by more are not of one position each."""
 _LARGEST = 1 << 24
 """Heads with more elements are not computed again."""
 
@@ -236,7 +238,11 @@ def _measured(
         return None
     rows = turns.movedim(places[-1], 0)
     rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, 0]
-    return Rotation(layout, dims, _offset(rows / rows.abs().clamp(min=1e-12), starts))
+    rows = rows / rows.abs().clamp(min=1e-12)
+    # Padding on the left gives batch items positions of their own, and a position may repeat.
+    steps = rows[1:] / rows[:-1]
+    even = len(places) == 1 and len(rows) > 1 + single and bool(((steps - steps[:1]).abs() < _UNEVEN).all())
+    return Rotation(layout, dims, _offset(rows, starts) if even else None)
 
 
 def _offset(turns: Tensor, guesses: list[int]) -> int | None:

@@ -12,6 +12,7 @@ from hypothesis import assume, given, settings
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import mha_inspect
 from mha_inspect.naming.canonical import canonical
 from mha_inspect.naming.stage_facts import StageFacts, scale_text
 
@@ -261,3 +262,32 @@ def test_the_scale_is_the_one_that_was_applied(scale: object) -> None:
     assert attention.scale == pytest.approx(expected, rel=1e-6)
     scores = next(stage for stage in attention.stages if stage.name == "scores")
     assert scores.formula == f"q_heads · k_headsᵀ{scale_text(float(expected))}"  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("places", "offset"),
+    [
+        ([[3, 4, 5, 6, 7]] * 2, 3),
+        ([[1, 1, 0, 1, 2], [0, 1, 2, 3, 4]], None),  # padding on the left: positions of its own for each batch item
+        ([[0, 1, 2, 0, 1]] * 2, None),
+        ([[5], [7]], None),
+    ],
+)
+def test_positions_that_differ_between_batch_items_or_restart_have_no_offset(places, offset):
+    torch.manual_seed(0)
+    pairs = torch.tensor(places)[..., None] * 10.0 ** -torch.arange(4)
+    cos, sin = (table.repeat(1, 1, 2)[:, None] for table in (pairs.cos(), pairs.sin()))
+
+    def turned(heads):
+        first, second = heads.chunk(2, -1)
+        return heads * cos + torch.cat((-second, first), -1) * sin
+
+    def forward(module, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in module(x).chunk(3, -1))
+        return ((turned(q) @ turned(k).mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+    with mha_inspect.recording() as seen:
+        forward(torch.nn.Linear(16, 48), torch.randn(2, pairs.shape[1], 16))
+    position = seen.trace.attentions[0].position
+    assert (position.kind, position.layout, position.dims) == ("rotary", "half", 8)
+    assert (position.query_offset, position.key_offset) == (offset, offset)
