@@ -186,20 +186,6 @@ class Evidence:
         """Return the output of a run with changed arguments. Raise `RaisedError` if the forward raises."""
         return self.output_of(self.returned(changes))
 
-    def first_row(self) -> dict[str, Tensor]:
-        """Return the arguments of the first batch item alone; empty if the batch has one item or is unknown."""
-        changes: dict[str, Tensor] = {}
-        source = next(iter(self.sources), None)
-        if source is None or source.batch is None or source.rows < 2:
-            return changes
-        for name, value in self.values.items():
-            same = next((other for other in self.sources if name in other.names), None)
-            if same is not None and same.batch is not None:
-                changes[name] = value.narrow(same.batch, 0, 1)
-            elif isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == source.rows != source.length:
-                changes[name] = value[:1]
-        return changes
-
     def with_arguments(self, changes: Mapping[str, Any]) -> Evidence:
         """Return the evidence of another recorded run with changed arguments. Raise `RaisedError` if it raises."""
         args, kwargs = self.arguments.of_call(changes)

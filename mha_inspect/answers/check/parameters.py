@@ -273,21 +273,17 @@ def gradients_of(evidence: Evidence) -> Gradients:
     if not wanted:
         raise NotPossibleError("no projection requires a gradient")
     without_cache = {"use_cache": False} if "use_cache" in arguments.parameters else {}
-    row, gradients = evidence.first_row(), tuple[Tensor | None, ...]()
-    for changes in (row, {}) if row else ({},):  # one batch item is enough, and cheaper
-        subject = replace(runner.prepared(arguments.of_call({**changes, **without_cache})), grad=True)
-        try:
-            with subject.settings():
-                returned = subject.module(*subject.args, **subject.kwargs)
-                outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
-                if outputs:
-                    loss = torch.stack([_mixed(output).to(outputs[0].dtype) for output in outputs]).sum()
-                    gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
-        except Exception as error:  # user code may raise anything under autograd
-            if not changes:
-                raise NotPossibleError(f"no gradient can be computed: {type(error).__name__}") from error
-        if gradients and not any(map(_lacks, gradients)):  # else batch items may attend to others
-            break
+    gradients = tuple[Tensor | None, ...]()
+    subject = replace(runner.prepared(arguments.of_call(without_cache)), grad=True)
+    try:
+        with subject.settings():
+            returned = subject.module(*subject.args, **subject.kwargs)
+            outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
+            if outputs:
+                loss = torch.stack([_mixed(output).to(outputs[0].dtype) for output in outputs]).sum()
+                gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+    except Exception as error:  # user code may raise anything under autograd
+        raise NotPossibleError(f"no gradient can be computed: {type(error).__name__}") from error
     if not gradients:
         raise NotPossibleError("the output depends on no projection that requires a gradient")
     return dict(zip(wanted, gradients, strict=True))
@@ -298,11 +294,6 @@ def _mixed(output: Tensor) -> Tensor:
     draw, rows = torch.Generator().manual_seed(2), output.reshape(-1, output.shape[-1])
     left, right = (torch.randn(size, generator=draw).to(output) for size in rows.shape)
     return (rows @ right) @ left
-
-
-def _lacks(gradient: Tensor | None) -> bool:
-    """Return whether the gradient is missing, or zero in a whole row or column."""
-    return gradient is None or any(bool((gradient == 0).all(axis).any()) for axis in range(min(gradient.dim(), 2)))
 
 
 def _first_heads(evidence: Evidence) -> list[tuple[Attention, AxisNames]]:
