@@ -17,7 +17,7 @@ from ..errors import InputError
 from ..naming.parameters import Part, coordinates, parts_of
 from ..reports.trace import AttentionReport
 from ..running.subject import Run
-from ..text import did_you_mean, first_few, first_line, listed, shown
+from ..text import did_you_mean, first_few, first_line, listed, plural, shown
 
 Style = Literal["colwise", "rowwise", "replicate"]
 STYLES: dict[Style, str] = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "replicate": ""}
@@ -142,6 +142,8 @@ def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: i
         for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
             none: Style = "replicate"
             style = next((style for pattern, style in styles.items() if _is_at(path, pattern)), none)
+            if style != none:
+                _require_own_linear(of_path[0], module)
             found |= dict.fromkeys(_doubts(path, of_path, ranks, style))
     return tuple(found)
 
@@ -160,7 +162,7 @@ def _count(part: Part) -> int:
 
 def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Iterator[str]:
     """Yield the reason that a cut of a projection does not give each rank whole heads, if there is one."""
-    dim, letters = int(style == "rowwise"), [f"W_{part.letter}" for part in parts]
+    path, dim, letters = _folded(path), int(style == "rowwise"), [f"W_{part.letter}" for part in parts]
     is_output = any(part.letter == "o" for part in parts)
     if style == "replicate":
         return
@@ -183,7 +185,8 @@ def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Itera
                         "of each. Give each a nn.Linear."
                     )
                 elif count % ranks:
-                    yield f"{path} has {count} heads, and a cut of its {lines} into {ranks} is inside of a head."
+                    heads = plural(count, "head")
+                    yield f"{path} has {heads}, and a cut of its {lines} into {ranks} is inside of a head."
                 else:
                     yield f"the {lines} of {path} are not its {count} heads one after the other."
                 return
@@ -194,11 +197,15 @@ def _is_at(path: str, pattern: str) -> bool:
     return len(words) == len(parts) and all(map(fnmatch, parts, words))
 
 
+def _folded(path: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", path)
+
+
 def folded(styles: Mapping[str, Style]) -> dict[str, Style]:
     """Return the styles with `*` for numbers in paths, where all of them have the same style."""
     patterns: dict[str, set[Style]] = {}
     for path, style in styles.items():
-        patterns.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", path), set()).add(style)
+        patterns.setdefault(_folded(path), set()).add(style)
     if any(len(kinds) > 1 for kinds in patterns.values()):
         return dict(styles)
     return {pattern: kinds.pop() for pattern, kinds in patterns.items()}

@@ -31,14 +31,14 @@ from ..record.arguments import tensors_in
 from ..record.ranks import by_rank, parameters_of
 from ..record.rounding import distances, judge, rounding_error
 from ..reports.trace import Proof, Rank, Trace
-from ..running.subject import Run, Subject
+from ..running.subject import Run, Subject, run_and_record
 from ..text import first_few, first_line
 from ..text import shape as shape_text
 from .decode import rounding_of
 from .ranks import rank_of, shards_of, with_copies, with_whole_shapes
 from .run_report import drops_at_random, environment_of, layer_of, report
 from .shard_plan import STYLES, Plan, code_of, doubts_of, plan_of
-from .trace import run_of, traced
+from .trace import traced
 
 _LOG = "torch._subclasses.fake_tensor"
 """torch logs a traceback where it cannot compute the shape of a DTensor's result; the error says the same."""
@@ -86,7 +86,7 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
         if proof.agrees is not False:
             break
     if outcome is None or proof is None:
-        why = " ".join(plan.doubts) or f"{'; with DTensors '.join(errors)}."
+        why = " ".join(plan.doubts) or f"{'; with DTensors '.join(dict.fromkeys(errors))}."
         way = "View to (…, -1, head_dim), so that a rank computes its own heads." if is_ours else ""
         raise InputError(f"over {ranks} ranks {why} {way}".rstrip())
     if proof.agrees is False:
@@ -96,7 +96,7 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
     shared = hasattr(subject.module, "tp_plan") and not outcome.keeps
     code = code_of(styles, call if outcome.keeps else "", hugging_face=shared) if styles else None
     heads = [[attention.num_heads for attention in trace.attentions] for trace in (whole_trace, outcome.trace)]
-    uncut = ["Every rank computes all heads."] if heads[0] == heads[1] else []
+    uncut = ["Every rank computes all heads."] if heads[0] == heads[1] and not plan.doubts else []
     notes = (*outcome.trace.notes, *uncut, *drawn, *plan.doubts, *subject.notes)
     return replace(outcome.trace, proof=proof, plan=styles or None, plan_code=code, notes=notes), outcome.run
 
@@ -206,13 +206,12 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
             spread = replace(fresh, module=module, without_ones=None, grad=False)
             try:
                 with spread.settings():
-                    run = run_of(spread, show, keep=device != "meta", before=spread.state())
+                    run = run_and_record(spread.module, spread.args, spread.kwargs, keep=device != "meta")
                 returned = {name: by_rank(_whole_of(each.detach())) for name, each in tensors_in(run.returned)}
-            except Exception as error:  # user code and torch may raise anything on a part of the heads
-                if isinstance(error, ForwardError) and plan.code is not None:
-                    note = f"This is rank 0 of {ranks}. The whole module runs."
-                    raise ForwardError(str(error), replace(error.trace, notes=(*error.trace.notes, note))) from None
-                raise _RankError(f"the forward raises: {first_line(error.__cause__ or error).rstrip('.')}") from None
+            except Exception as error:  # torch may raise anything where it completes a result
+                raise _RankError(f"the forward raises: {first_line(error).rstrip('.')}") from None
+        if run.error is not None:
+            raise _failed(spread, run, show, None if plan.code is None else ranks)
         kept = {number: by_rank(value) for number, value in run.recording.values.items()}
         _take_rank(run, kept, 0)
         leaves = {number: by_rank(leaf)[0] for number, leaf in spread.leaves(run.recording).items()}
@@ -221,6 +220,20 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
         trace = with_whole_shapes(trace, run, spread.module)
         trace = replace(trace, ranks=_ranks(ranks, trace, run, spread.module))
     return _Outcome(trace, run, kept, returned, keeps)
+
+
+def _failed(spread: Subject, run: Run, show: Show, ranks: int | None) -> Exception:
+    """Return the error to raise for a rank's forward that raised: with its trace, if the plan of `ranks` is code."""
+    from .failure.report import forward_error
+
+    assert run.error is not None
+    failed = forward_error(spread, run, show, spread.state())
+    trace = failed.trace if isinstance(failed, ForwardError) else None
+    if trace is not None and ranks is not None:
+        note = f"This is rank 0 of {ranks}. The whole module runs."
+        return ForwardError(str(failed), replace(trace, notes=(*trace.notes, note)))
+    place = f" in {trace.failure.module}" if trace is not None and trace.failure and trace.failure.module else ""
+    return _RankError(f"the forward raises{place}: {first_line(run.error).rstrip('.')}")
 
 
 class _JoinedWithoutEmpty(TorchFunctionMode):

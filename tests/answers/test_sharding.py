@@ -42,6 +42,17 @@ class Attention(nn.Module):
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
+class WithLayer(Attention):
+    """Attention before a further layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.extra(super().forward(x))
+
+
 class Packed(Attention):
     def __init__(self, width: int = 24, head_dim: int = 3) -> None:
         super().__init__(width, head_dim)
@@ -302,6 +313,18 @@ def test_code_whose_forward_raises_is_found_with_its_module(letter: str, style: 
     assert failure.module == letter
     completed = {stage.name: stage.shape for stage in failure.completed}
     assert completed.get("context") == ((2, 4, 5, 3) if letter == "o" else None)
+
+
+def test_styles_whose_forward_raises_name_the_module_once_for_all_layers() -> None:
+    layers = nn.Sequential(*(WithLayer() for _ in range(2)))
+    styles: Any = {f"*.{name}": style for name, style in GOOD.items()}
+    with pytest.raises(InputError, match=r"raises in 0\.extra: "):
+        sharded(subject(layers), Show(), 2, Plan(styles | {"0.extra": "rowwise"}))
+    with pytest.raises(InputError) as failed:
+        sharded(subject(nn.Sequential(nn.Identity(), layers)), Show(), 2, Plan({"1.*.o": "colwise"}))
+    assert str(failed.value) == (
+        "over 2 ranks 1.*.o is W_o and cut colwise. It must be rowwise: its columns belong to heads."
+    )
 
 
 def test_code_that_raises_is_no_failing_forward() -> None:
