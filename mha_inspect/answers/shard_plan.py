@@ -23,6 +23,10 @@ Style = Literal["colwise", "rowwise", "replicate"]
 STYLES: dict[Style, str] = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "replicate": ""}
 """How a module's parameters are cut, in the words of Hugging Face's `tp_plan`, and torch's class for it."""
 
+_WITH_DTENSORS = (
+    "from torch.distributed.tensor.experimental import implicit_replication",
+    "from torch.nn.attention import SDPBackend, sdpa_kernel",
+)
 _WRITE = 'Write e.g. {"q_proj": "colwise", "o_proj": "rowwise"}.'
 
 
@@ -213,7 +217,10 @@ def folded(styles: Mapping[str, Style]) -> dict[str, Style]:
 
 def code_of(styles: Mapping[str, Style], call: str, *, hugging_face: bool) -> str:
     """Return Python code that applies a plan; `call` is the call if the projections return DTensors, else empty."""
-    lines, patterns = ["parallelize_module(model, mesh, {"], folded(styles)
+    patterns = folded(styles)
+    classes = sorted({STYLES[style] for style in patterns.values()} - {""})
+    lines = [f"from torch.distributed.tensor.parallel import {', '.join([*classes, 'parallelize_module'])}"]
+    lines += [*(_WITH_DTENSORS if call else []), "", "parallelize_module(model, mesh, {"]
     for pattern, style in patterns.items():
         argument = "use_local_output=False" if call and style == "colwise" else ""
         entry = f'"{pattern}": {STYLES[style]}({argument}),'
