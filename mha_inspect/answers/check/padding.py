@@ -21,6 +21,8 @@ from .sight import SeenKeys
 
 _MOST = 2
 """The largest number of mask arguments to examine."""
+_FURTHER = ("encoder", "memory", "key", "src", "context")
+"""Words in the name of a mask of the keys of another sequence."""
 _KEYS_FIX = "Apply the mask to the keys: mask[:, None, None, :] for scores of batch heads query key."
 
 
@@ -66,26 +68,30 @@ def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
     values, name = evidence.values, evidence.intent.padding
     masks = {n: v for n, v in values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
     runs: list[Masked | Fact] = []
-    if name is not None and values.get(name) is None and any(s.positions is not None for s in evidence.sources):
-        source = _padded_source(evidence, name)
-        ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (evidence.intent.padding_true != "ignore")
-        forms = (ones, ones.long(), ones[:, None, None], ones.long()[:, None, None], ones[:, None], ones.float())
-        tried: list[Masked | Fact] = []
-        for form in forms:
-            if (run := _masked_run(evidence, name, form)) is not None:
-                tried.append(run)
-            if isinstance(run, Masked):
-                break
-        runs += [run for run in tried if isinstance(run, Masked)] or tried[:1]
+    tried: list[Masked | Fact] = []
+    for form in _whole_masks(evidence, name) if name is not None and values.get(name) is None else ():
+        if (run := _masked_run(evidence, name or "", form)) is not None:
+            tried.append(run)
+        if isinstance(run, Masked):
+            break
+    runs += [run for run in tried if isinstance(run, Masked)] or tried[:1]
     for name, value in masks.items():
         runs += filter(None, [_masked_run(evidence, name, value) if value.dim() > 1 and len(runs) < _MOST else None])
     evidence.masked_runs.extend(runs)
     return runs
 
 
+def _whole_masks(evidence: Evidence, name: str) -> Iterator[Tensor]:
+    """Yield masks that keep every key, in the forms that forwards take, for each number of keys."""
+    for source in {source.length: source for source in reversed(_padded_sources(evidence, name))}.values():
+        ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (evidence.intent.padding_true != "ignore")
+        yield from (ones, ones.long(), ones[:, None, None], ones.long()[:, None, None], ones[:, None], ones.float())
+
+
 def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact | None:
     """Return a run with a mask changed; None if its keys are unknown, or have several values in the mask."""
-    source = next((s for s in evidence.sources if s.positions is not None and s.length == given.shape[-1]), None)
+    fitting = [s for s in evidence.sources if s.positions is not None and s.length == given.shape[-1]]
+    source = next(iter(fitting), None)
     if source is None or source.length < 4 or name in source.names:
         return None
     keys = torch.zeros(source.rows, source.length, dtype=torch.bool)
@@ -115,6 +121,8 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
         for before, after in zip(evidence.sights, masked.sights, strict=False)
         if before.seen.shape == after.seen.shape and before.seen.shape[::2] == keys.shape
     )
+    origins = [after.origins for before, after in pairs if not torch.equal(before.seen, after.seen)]
+    source = next((s for s in fitting if all(each.intersection(s.names) for each in origins)), source)
     hides = any(bool((before.seen & ~after.seen).any()) for before, after in pairs)
     opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
     meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
@@ -122,13 +130,13 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     return Masked(name, given, value, other, keys, source, pairs, hides, opens, output, faults, meaning, places, line)
 
 
-def _padded_source(evidence: Evidence, name: str) -> Source:
-    given = evidence.values.get(name)
+def _padded_sources(evidence: Evidence, name: str) -> list[Source]:
+    """Return the arguments with tokens, the most likely ones of a mask's keys first."""
     sources = [source for source in evidence.sources if source.positions is not None]
-    fitting = [source for source in sources if isinstance(given, Tensor) and given.shape[-1] == source.length]
-    if not fitting and any(word in name for word in ("encoder", "memory", "key", "src", "context")):
-        fitting = sources[1:2]
-    return (fitting or sources)[0]
+    given, is_further = evidence.values.get(name), any(word in name for word in _FURTHER)
+    if isinstance(given, Tensor):
+        return sorted(sources, key=lambda source: source.length != given.shape[-1])
+    return [*sources[1:2], *sources[:1], *sources[2:]] if is_further else sources
 
 
 def mask_facts(evidence: Evidence) -> Iterator[Fact]:
@@ -172,7 +180,8 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     evidence.require_passed(*OF_OUTPUTS)
     if not evidence.follows or evidence.source.batch is None:
         raise NotPossibleError("the output has no entry for each token of each batch item")
-    source = _padded_source(evidence, name)
+    tried = (run.source for run in masked_runs(evidence) if isinstance(run, Masked) and run.name == name)
+    source = next(tried, None) or _padded_sources(evidence, name)[0]
     if source.length < 3:
         raise NotPossibleError("there are fewer than 3 tokens; give at least 3")
     for result in _of_padding(evidence, name, source):

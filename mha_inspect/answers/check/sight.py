@@ -33,6 +33,7 @@ class SeenKeys:
         masked: bool,
         heavy: Tensor,
         shared: bool,
+        origins: frozenset[str],
         first: int | None = None,
         padded: Tensor | None = None,
     ) -> None:
@@ -44,6 +45,8 @@ class SeenKeys:
         """`query key`: True if any head of the first batch item has a weight above `_HEAVY`."""
         self.shared = shared
         """Whether queries and keys are one projection: a query then excludes its own key on purpose (Reformer)."""
+        self.origins = origins
+        """Names of the inputs that the keys depend on."""
         self.queries, self.keys = seen.shape[1:]
         # If nobody sees the last keys, they are empty slots.
         last = self.keys - self.queries if bool(seen[..., self.queries :].any()) else 0
@@ -195,8 +198,20 @@ def sights_of(
         line = (attention.masks[-1] if attention.masks else attention.softmax).source
         first = first_key(attention, names) if seen.shape[1] < seen.shape[2] else None
         q_proj, k_proj = (attention.stages.get(stage) for stage in ("q_proj", "k_proj"))
-        about = {"masked": bool(attention.masks), "shared": q_proj is not None and q_proj == k_proj}
-        sights.append(SeenKeys(seen, line, attention.module, heavy=heavy, first=first, padded=padded, **about))
+        of_keys = run.graph.inputs_of(attention.stages["k_heads"]) if "k_heads" in attention.stages else ()
+        origins = frozenset(named.name for named in run.recording.inputs if named.tensor.id in of_keys)
+        sight = SeenKeys(
+            seen,
+            line,
+            attention.module,
+            masked=bool(attention.masks),
+            heavy=heavy,
+            shared=q_proj is not None and q_proj == k_proj,
+            origins=origins,
+            first=first,
+            padded=padded,
+        )
+        sights.append(sight)
     return tuple(sights)
 
 

@@ -55,6 +55,27 @@ def test_rotations_in_bfloat16_before_a_fused_kernel_are_not_accused() -> None:
     assert (report.findings, [passed.check for passed in report.held]) == ((), ["rotary"])
 
 
+@pytest.mark.parametrize("hides_memory", [True, False])
+def test_a_padding_mask_belongs_to_the_sequence_whose_keys_it_masks_out(hides_memory: bool) -> None:
+    class Translator(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.TransformerEncoderLayer(E, H, 14, batch_first=True)
+            self.decoder = nn.TransformerDecoderLayer(E, H, 14, batch_first=True)
+
+        def forward(self, x: Tensor, mask: Tensor | None = None, decoder_x: Tensor | None = None) -> Any:
+            pads = None if mask is None else ~mask.bool()
+            memory = self.encoder(x, src_key_padding_mask=pads)
+            return self.decoder(decoder_x, memory, memory_key_padding_mask=pads if hides_memory else None)
+
+    torch.manual_seed(0)
+    given = {"decoder_x": torch.randn(B, N, E)}
+    intent = Intent(padding="mask", padding_true="keep")
+    report = mha_inspect.check(Translator().eval(), torch.randn(B, N, E), intent=intent, only=["padding"], **given)
+    assert [finding.check for finding in report.findings] == ["padding"] * (not hides_memory)
+    assert ("padding" in {passed.check for passed in report.held}) == hides_memory
+
+
 @pytest.mark.parametrize("layer", LAYERS)
 def test_our_layers_are_right(layer: str, invoke: Callable[..., Any]) -> None:
     sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "5", "--format", "json")
