@@ -186,7 +186,8 @@ class _Reader(pickle._Unpickler):  # the one in C allocates whatever number of o
         self._called = called
 
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] not in _EXPECTED:
+        # Python 3.11.0 to 3.11.3 write a member of an enum as getattr(class, name); like all else, it is not called.
+        if module.partition(".")[0] not in _EXPECTED and (module, name) != ("builtins", "getattr"):
             raise made_by_code(self._called, f"{module}.{name}")
         return type("_Stored", (_Stored,), {"name": f"{module}.{name}"})
 

@@ -49,6 +49,15 @@ def test_names_shapes_and_dtypes_are_those_that_were_saved(tmp_path: Path) -> No
         assert not read[name].has_numbers
 
 
+def test_a_member_of_an_enum_may_be_written_as_getattr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Python 3.11.0 to 3.11.3 do.
+    format_of_memory = distributed_checkpoint.metadata._MEM_FORMAT_ENCODING
+    monkeypatch.setattr(format_of_memory, "__reduce_ex__", lambda member, _: (getattr, (type(member), member.name)))
+    folder = save({"weight": torch.zeros(3, 5)}, tmp_path / "x")
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_checkpoint(folder).tensors["weight"].shape == (3, 5)
+
+
 @pytest.mark.parametrize("ending", ["", "/.metadata"])
 def test_params_lists_the_model_by_head_without_the_optimizer(folder: Path, ending: str) -> None:
     report = mha_inspect.params(f"{folder}{ending}", num_heads=3, per_head=True)
