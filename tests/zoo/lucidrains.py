@@ -246,7 +246,7 @@ _ONE = {
     "efficient, in buckets": (
         of("memory_efficient_attention_pytorch.Attention", **_SIZE, memory_efficient=True, q_bucket_size=4, k_bucket_size=4),
         "2x12x44",
-        {**_SOME, "parts": ()},
+        {**_SOME, "count": 1, "parts": ()},
     ),
     "efficient, cosine": (
         of("memory_efficient_attention_pytorch.memory_efficient_cosine_sim_attention.CosineSimAttention", **_SIZE, seq_len=13),
