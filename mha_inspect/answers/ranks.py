@@ -20,7 +20,7 @@ from ..naming.named_run import NamedRun
 from ..naming.parameters import Part, coordinates, parts_of
 from ..naming.pattern import dims_of
 from ..record.arguments import argument_names, tensors_in
-from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of, wraps
+from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of, wait, wraps
 from ..record.site import Site, place_of_site
 from ..reports.check import Finding
 from ..reports.trace import Rank, Stage, Trace
@@ -233,11 +233,13 @@ def _shard(part: Part, parameter: Tensor) -> Shard | None:
 def stands_at(frame: FrameType | None) -> tuple[Site, str, bool] | tuple[Site]:
     """Return the instructions of a frame and its callers, the user's line, and whether that waits for other ranks.
 
-    Only the instructions outside torch.distributed and a recorded forward.
+    Only the instructions outside torch.distributed and a recorded forward. The line is empty after the forward.
     """
     site: Site = []
     while frame is not None:
         site += [frame.f_code, frame.f_lasti]
         frame = frame.f_back
+    if run_and_record.__code__ not in site[::2] and wait.__code__ in site[::2]:  # for the result of a collective
+        return site, "", True
     waits = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
     return (site, place_of_site(site)[0], waits) if waits or run_and_record.__code__ in site[::2] else (site,)

@@ -112,7 +112,7 @@ def _transformers() -> ModuleType:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     # An optional library: Any for mypy if it is not installed.
-    return transformers  # type: ignore[no-any-return]
+    return transformers  # type: ignore[no-any-return]  # not installed where mypy runs
 
 
 def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:

@@ -134,7 +134,8 @@ class Member:
             said = []
             for line, waits in dict.fromkeys(map(tuple, places)):
                 stuck = spans(rank for rank, place in zip(others, places, strict=True) if place == [line, waits])
-                said.append(f"rank {stuck} {'waits' if waits else 'stands still'} at {line}")
+                where = f"at {line}" if line else "for the result of its forward"
+                said.append(f"rank {stuck} {'waits' if waits else 'stands still'} {where}")
             said += [f"rank {done} has finished"] if (done := spans({*range(self.world)}.difference(others))) else []
             self._end(1, "", f"mha-inspect: {listed(said)}. Every rank must run the same collectives in one order.\n")
 

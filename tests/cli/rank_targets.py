@@ -37,6 +37,13 @@ def sharded() -> Made:
     return parallelize_module(Attention(fused=False), mesh, PLAN), (X,)
 
 
+def asleep() -> Made:
+    module, given = sharded()
+    if dist.get_rank() == 1:
+        module.q.register_forward_hook(lambda *_: time.sleep(60))  # rank 1 sleeps in a hook
+    return module, given
+
+
 def in_its_own_group() -> Made:
     dist.init_process_group("gloo")
     return sharded()
@@ -97,7 +104,7 @@ class Broken(Attention):
             if self.how == "is killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if self.how == "sleeps":
-                time.sleep(60)  # rank 1 sleeps here
+                time.sleep(60)  # rank 1 sleeps in its forward
             if self.how == "receives":
                 dist.recv(x + 0, 0)  # rank 1 receives here
             if self.how == "skips":

@@ -68,13 +68,13 @@ def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
     values, name = evidence.values, evidence.intent.padding
     masks = {n: v for n, v in values.items() if isinstance(v, Tensor) and ("mask" in n or v.dtype == torch.bool)}
     runs: list[Masked | Fact] = []
-    tried: list[Masked | Fact] = []
-    for form in _whole_masks(evidence, name) if name is not None and values.get(name) is None else ():
-        if (run := _masked_run(evidence, name or "", form)) is not None:
-            tried.append(run)
-        if isinstance(run, Masked):
-            break
-    runs += [run for run in tried if isinstance(run, Masked)] or tried[:1]
+    if name is not None and values.get(name) is None:
+        tried: list[Masked | Fact] = []
+        for form in _whole_masks(evidence, name):
+            tried += filter(None, [_masked_run(evidence, name, form)])
+            if tried and isinstance(tried[-1], Masked):
+                break
+        runs += [run for run in tried if isinstance(run, Masked)] or tried[:1]
     for name, value in masks.items():
         runs += filter(None, [_masked_run(evidence, name, value) if value.dim() > 1 and len(runs) < _MOST else None])
     evidence.masked_runs.extend(runs)
