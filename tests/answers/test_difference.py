@@ -11,7 +11,7 @@ import torch
 from mha_inspect.answers.diff import diff as diff_of_sides
 from mha_inspect.answers.shared_weights import share
 from mha_inspect.call.load import layer_called
-from mha_inspect.cli.diff import planned_layer, runs
+from mha_inspect.cli.sides import planned_layer, runs
 from mha_inspect.errors import SpecError, WeightsError
 from mha_inspect.layers.catalog import LAYERS, find_layer
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
