@@ -84,7 +84,7 @@ def needs_ranks(module: nn.Module, recording: Recording | None = None) -> bool:
     return is_spread or (recording is not None and any(op.is_collective for op in recording.ops))
 
 
-def gathered(modules: Iterable[nn.Module | None]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def gathered(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     """Yield the parameters that FSDP gathers for a forward, each with its module and its name there."""
     for parameter in _of_fsdp(modules):
         with suppress(AttributeError):  # not gathered yet
@@ -99,7 +99,7 @@ def parameters_of(module: nn.Module) -> dict[str, Tensor]:
     return {name: own_parts.get(name, parameter) for name, parameter in module.named_parameters()}
 
 
-def _of_fsdp(modules: Iterable[nn.Module | None]) -> Iterator[Any]:
+def _of_fsdp(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield FSDP's descriptions of the parameters that it shards."""
     for module in modules:
         with suppress(AttributeError):  # private names, which another version of torch may not have

@@ -29,11 +29,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from itertools import count, groupby
 from threading import get_ident
 from types import FrameType
 from typing import Any
-from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -42,17 +40,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ..errors import RecordingError
 from ..text import plural
 from .arguments import tensors_in
+from .callers import Callers
 from .catalog import ABOUT, About, about, adds_scores
 from .ops import Kind, Named, Op, Recording, TensorRef
 from .ranks import gathered, runs_on_shapes, wait, wraps
 from .sight import Sight, sight_of
-from .site import ATTENTION_FORWARD, RUNNING, ModuleCall, Site, place_of_site, put_on, take_off
+from .site import RUNNING, Site, place_of_site, put_on, take_off
 from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
 
-_MODULE_CALL = nn.Module._call_impl.__code__
 _VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
 """In-place operations that change the shape and write no element."""
-_NUMBERS = count()
 _NONE: dict[str, Any] = {}
 
 
@@ -72,12 +69,6 @@ Entry = tuple[
 """The notes on an operation that cannot be made later: its properties; arguments from `Tensors.note`; results; existing
 tensors that it wrote into, or None; its site, call and kernel; its kind, None if that follows from the memory; which
 query sees which key in weights that it made, or None; and how to open its fused kernel, or None."""
-
-
-class _Mark:
-    """An object that exists as long as the call of a module."""
-
-    __slots__ = ("__weakref__",)
 
 
 class Recorder(TorchDispatchMode):
@@ -109,25 +100,10 @@ class Recorder(TorchDispatchMode):
         self._parameters: list[Named] = []
         self._buffers: list[Named] = []
         self._sights: dict[int, Sight] = {}
-        self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
+        self._callers = Callers(self._learn)
         self._lazy: dict[int, tuple[str, Tensor]] = {}
         """Parameters without a shape before the run, which gives them one."""
         self._compiled: list[str] = []
-        self._refusals: dict[int, str] = {}
-        self._key = f".recorder {next(_NUMBERS)}"
-        """The variable name of the mark in the frame of each module call."""
-        self._module_calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
-        """Module calls by the ids of their frames, each valid as long as its mark exists."""
-        self._site: Site = []
-        """The site of the last operation."""
-        self._call = -1
-        """Number of the Python call of the last operation."""
-        self._new_call = True
-        """Whether the next operation belongs to a new call, even at the same site."""
-        self._whole: set[int] = set()
-        """Numbers of calls not to be split into turns of a loop, even if their operations repeat."""
-        self._frame: FrameType | None = None
-        """The frame that entered the block, where sites end. None outside the block."""
         self._block: object | None = None
         """The identity of this block in `RUNNING`; None outside the block."""
         self._thread: int | None = None
@@ -156,13 +132,13 @@ class Recorder(TorchDispatchMode):
         """
         if self._block is not None:
             raise RecordingError("this recording has already started. Use another recording for a nested block.")
-        self._frame, self._block, self._thread = frame, object(), get_ident()
+        self._callers.begin, self._block, self._thread = frame, object(), get_ident()
         RUNNING.set((*RUNNING.get(), self._block))
         put_on(self)
 
     def __exit__(self, *exc: Any) -> None:
         """Stop recording. Raises `RecordingError`, and stops too, in a thread that did not enter the block."""
-        block, self._frame, self._accepted = self._block, None, None
+        block, self._callers.begin, self._accepted = self._block, None, None
         if block is None or self._thread != get_ident():
             raise RecordingError(
                 "this recording was entered in another thread, and torch records by thread. "
@@ -177,8 +153,8 @@ class Recorder(TorchDispatchMode):
         parameters: dict[int, tuple[str, Tensor]] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
         for path, module in _modules_of(root, "", {}).values():
-            if self._path(module) is None:
-                self._paths[id(module)] = ref(module), path
+            if self._callers.path_of(module) is None:
+                self._callers.add(module, path)
                 if _is_compiled(module):
                     self._compiled.append(path)
             start = f"{path}." if path else ""
@@ -206,11 +182,11 @@ class Recorder(TorchDispatchMode):
         outputs: list[Named] = []
         self._name(outputs, tensors_in(returned))
         self._name(self._parameters, [named for named in self._lazy.values() if not nn.parameter.is_lazy(named[1])])
-        gathers = gathered(known() for known, _ in self._paths.values())
-        whole = [(self._path(module), name, self._look(tensor, False)) for module, name, tensor in gathers]
+        gathers = gathered(module for module, _ in self._callers.modules())
+        whole = [(self._callers.path_of(module), name, self._look(tensor, False)) for module, name, tensor in gathers]
         with uncollected():
             self._catch_up()
-            self._number_turns()
+            self._callers.number_turns(self._ops)
         tensors = self._tensors
         if whole:
             self._read_whole({f"{path}.{name}" if path else name: tensors.read(look) for path, name, look in whole})
@@ -222,7 +198,7 @@ class Recorder(TorchDispatchMode):
             scalars=tensors.scalars,
             outputs=tuple(outputs),
             producers=tensors.producers,
-            fast_path_refusals=tuple(self._refusals.values()),
+            fast_path_refusals=tuple(self._callers.refusals.values()),
             notes=_of_compiled(self._compiled),
             constants=tensors.constants(),
             values=tensors.values,
@@ -319,9 +295,12 @@ class Recorder(TorchDispatchMode):
             noted.append(look(value) if kind in DENSE else value if kind in PLAIN else self._tensors.note(value))
         named = {name: self._tensors.note(value) for name, value in kwargs.items()} if kwargs else _NONE
         result = known.run(*args, **kwargs) if kwargs else known.run(*args)
-        self._note_site(self._asking or sys._getframe(1))
+        callers = self._callers
+        callers.note(self._asking or sys._getframe(1))
         looks = (look(result, False),) if type(result) is Tensor else self._looks(result)
-        self._entries.append((known, noted, named, looks, None, self._site, self._call, self._kernel, None, None, None))
+        self._entries.append(
+            (known, noted, named, looks, None, callers.site, callers.call, self._kernel, None, None, None)
+        )
         if self._keeps:
             if known.name.startswith("_c10d_functional."):
                 wait(result)  # a kept tensor is read after the run, or never waited for
@@ -343,7 +322,7 @@ class Recorder(TorchDispatchMode):
         noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
         written = self._about_to_write(known, args, kwargs) if known.written else None
         result = func(*args, **kwargs)
-        self._note_site(self._asking or frame)
+        self._callers.note(self._asking or frame)
         sight = self._sight_of(known, args, result) if known.weighs else None
         self._note(known, noted, named, result, written, sight=sight)
         return result
@@ -354,7 +333,7 @@ class Recorder(TorchDispatchMode):
     def _belongs(self, running: tuple[object, ...]) -> bool:
         """Return whether the running code belongs to the recorded block, rather than to a concurrent task or to code
         after the block's end."""
-        if self._frame is None:
+        if self._callers.begin is None:
             return False
         if self._block in running:
             self._accepted = running
@@ -378,7 +357,7 @@ class Recorder(TorchDispatchMode):
         With `kind`, the results may be in memory that already existed; `written` is the tensors that it wrote into.
         """
         written_looks = None if written is None else [self._look(tensor, False) for tensor in written]
-        results, site = self._looks(result), (self._site, self._call, self._kernel)
+        results, site = self._looks(result), (self._callers.site, self._callers.call, self._kernel)
         self._entries.append((known, args, kwargs, results, written_looks, *site, kind, sight, opening))
         if self._tensors.keep:
             self._catch_up()
@@ -429,68 +408,6 @@ class Recorder(TorchDispatchMode):
                 self._tensors.copy_kept(tensor)
         return written
 
-    # -- sites: where an operation was called -------------------------------------------------------------------------
-
-    def _note_site(self, frame: FrameType | None) -> None:
-        """Note the site of a frame and the number of its call, which is the same as long as the site is."""
-        site, attention = self._site_of(frame)
-        if site != self._site:
-            self._site, self._new_call = site, True
-            if attention is not None:
-                names = attention.f_locals
-                self._refusals[id(names["self"])] = names.get("why_not_fast_path", "")
-        self._call += self._new_call
-        self._new_call = False
-
-    def _site_of(self, frame: FrameType | None) -> tuple[Site, FrameType | None]:
-        """Return the site of a frame, and the frame of `MultiheadAttention.forward` below the module call, or None."""
-        site: Site = []
-        attention = None
-        while frame is not None and frame is not self._frame:
-            code = frame.f_code
-            site += code, frame.f_lasti
-            if code is ATTENTION_FORWARD:
-                attention = frame
-            if code is _MODULE_CALL or code.co_name == "forward":
-                known = self._module_calls.get(id(frame))
-                # The mark exists as long as the call, and so long no other frame has its id.
-                call = known[1] if known is not None and known[0]() is not None else None
-                if call is not None or self._calls_module(frame):
-                    site.append(call or self._begin(frame))
-                    break
-            frame = frame.f_back
-        return site, attention
-
-    def _calls_module(self, frame: FrameType) -> bool:
-        """Return whether this frame is the call of a module, or its `forward` if that is called directly."""
-        code, above = frame.f_code, frame.f_back
-        if code is _MODULE_CALL or code.co_name != "forward" or not code.co_argcount:
-            return code is _MODULE_CALL
-        while above is not None and above is not self._frame and above.f_code.co_name != "forward":
-            if above.f_code is _MODULE_CALL:
-                return False
-            above = above.f_back
-        return isinstance(_called(frame), nn.Module)
-
-    def _begin(self, frame: FrameType) -> ModuleCall:
-        """Note the call of a module, and put a mark into its frame's variables, which disappears with the frame.
-
-        Ids of frames are reused, and a reference to a frame would keep its tensors alive. Reading a frame's variables
-        copies all of them, so it is done once per call.
-        """
-        module = _called(frame)
-        path = self._path(module)
-        if path is None:
-            self._learn(self._outermost(frame))
-            path = self._path(module)
-            if path is None:  # a module that is not part of any other
-                path = ""
-                self._paths[id(module)] = ref(module), path
-        mark = frame.f_locals[self._key] = _Mark()
-        call = ModuleCall(path, self._site_of(frame.f_back)[0])
-        self._module_calls[id(frame)] = ref(mark), call
-        return call
-
     def identify(self, tensor: Tensor) -> TensorRef:
         """Return the reference of this tensor in the recording."""
         self._catch_up()
@@ -498,54 +415,11 @@ class Recorder(TorchDispatchMode):
 
     def path_of(self, module: object) -> str:
         """Return the path of a module inside the recorded module; empty for that module itself or an unknown one."""
-        return self._path(module) or ""
+        return self._callers.path_of(module) or ""
 
     def called(self) -> list[nn.Module]:
         """Return the outermost modules that were called, and still exist."""
-        return [module for known, path in self._paths.values() if not path and (module := known()) is not None]
-
-    def _path(self, module: object) -> str | None:
-        """Return the path of a module inside the recorded module; None if it is not known."""
-        known = self._paths.get(id(module))
-        return known[1] if known is not None and known[0]() is module else None
-
-    def _outermost(self, frame: FrameType | None) -> nn.Module:
-        """Return the module of the outermost running call."""
-        outermost = frame
-        while frame is not None and frame is not self._frame:
-            outermost = frame if self._calls_module(frame) else outermost
-            frame = frame.f_back
-        assert outermost is not None
-        module: nn.Module = _called(outermost)
-        return module
-
-    def _number_turns(self) -> None:
-        """Give each turn of `for w in ws: x = w @ x` its own call number.
-
-        A call is identified by its site, which is the same in every turn of a loop, so a repeating sequence of
-        operations is split into its repetitions. The first turn keeps the number.
-        """
-        for call, group in groupby(self._ops, key=lambda op: op.call):
-            ops = list(group)
-            if call not in self._whole and len(ops) > 1:
-                size = _period([op.name for op in ops])
-                for place in range(size, len(ops)):
-                    self._call += place % size == 0
-                    ops[place].call = self._call
-                self._whole.update(op.call for op in ops)
-        self._new_call = True
-
-
-def _called(frame: FrameType) -> Any:
-    """Return the first argument of a frame, the module that is called; None if the frame has deleted it."""
-    return frame.f_locals.get(frame.f_code.co_varnames[0])
-
-
-def _period(names: Sequence[str]) -> int:
-    """Return the length of the shortest sequence whose repetitions are the names; the full length if none repeats."""
-    whole = len(names)
-    lengths = (size for size in range(1, whole // 2 + 1) if whole % size == 0)
-    return next((size for size in lengths if names[size:] == names[:-size]), whole)
+        return [module for module, path in self._callers.modules() if not path]
 
 
 def _modules_of(

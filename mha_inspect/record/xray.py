@@ -91,7 +91,7 @@ class XRay(Recorder):
                 return NotImplemented
             if not composite:
                 # Inside a kernel the site never changes: each operation is a call of its own.
-                self._new_call = True
+                self._callers.is_new_call = True
             if known.composite:
                 self._composite = True
                 return self._decompose(func, args, kwargs, frame)
@@ -106,7 +106,7 @@ class XRay(Recorder):
         self._kernels.append(kernel)
         self._within, self._inside = place, False
         self._kernel = place if self._kernel is None else self._kernel
-        self._new_call = True
+        self._callers.is_new_call = True
         try:
             if hiding.way != "reopen":
                 return self._run_leaf(place, known, func, args, kwargs)
@@ -124,7 +124,7 @@ class XRay(Recorder):
             return result
         finally:
             self._within, self._kernel, self._inside = before
-            self._new_call = True
+            self._callers.is_new_call = True
 
     def _record_code(self, code: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a kernel's own code, record the operations that it dispatches, and return its result."""
@@ -134,7 +134,7 @@ class XRay(Recorder):
             return code(*args, **kwargs)
         finally:
             take_off(self)
-            self._inside, self._new_call = before, True
+            self._inside, self._callers.is_new_call = before, True
 
     def _run_padded(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Run the fast path on rows of different lengths, and record it on padded rows with a mask."""
@@ -145,14 +145,14 @@ class XRay(Recorder):
                 rows = given["query"]
                 padded, lengths = torch.ops.aten.to_padded_tensor.default(rows, 0.0), rows._nested_tensor_size()[:, 0]
                 masked = torch.arange(padded.shape[1], device=padded.device)[None] >= lengths.to(padded.device)[:, None]
-                self._note_site(self._asking)
+                self._callers.note(self._asking)
                 self._note(about(torch.ops.aten.to_padded_tensor.default), [note(rows), 0.0], {}, padded)
                 given |= {"query": padded, "key": padded, "value": padded, "mask": masked, "mask_type": 1}
                 code = _code_of(func, padded.device.type)
                 if code is None:
                     raise NotOpenedError(f"torch has no code for {padded.device.type}")
                 steps = self._record_code(code, *given.values())[0]
-                self._note_site(self._asking)
+                self._callers.note(self._asking)
                 self._note(LINK, [note(steps)], {"kernel": known.name}, result, kind="copy")
                 pairs = [
                     (padded_row[: len(row)], row) for padded_row, row in zip(steps, result[0].unbind(), strict=True)
@@ -171,7 +171,7 @@ class XRay(Recorder):
         keep, note = self._tensors.keep, self._tensors.note
         noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
-        self._note_site(self._asking)
+        self._callers.note(self._asking)
         results = result if isinstance(result, tuple) else (result,)
         opening, sight, check = None, None, None
         with self._unrecorded():
@@ -221,7 +221,7 @@ class XRay(Recorder):
         noted = [note(value) for value in args]
         rest = {name: note(value) for name, value in kwargs.items() if name != "out"}
         result = func(*args, **kwargs)
-        self._note_site(self._asking)
+        self._callers.note(self._asking)
         plain = replace(known, name=known.name.removesuffix("out") + "default")
         self._note(plain, noted, rest, result, written, kind="compute")
         return result
@@ -271,7 +271,7 @@ class XRay(Recorder):
                 add(LINK, (last,), {"kernel": known.name}, outputs, "copy", None)
         finally:
             tensors.keep = keeps
-        self._whole.add(number)
+        self._callers.whole.add(number)
         if call.dropout > 0:
             reason = "not compared: the kernel applies dropout, and its steps do not"
             return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
