@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from mha_inspect.cli.diff import SETTINGS, AskedSide, PlannedLayer, planned_layer
 from mha_inspect.cli.options import Options
+from mha_inspect.cli.sides import SETTINGS, AskedSide, PlannedLayer, planned_layer
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
 
