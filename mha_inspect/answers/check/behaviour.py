@@ -5,16 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, pairwise
+from operator import floordiv, mod
 
 import torch
 from torch import Tensor
 
+from ...graph.axis import resolve, size_of, wide
 from ...graph.rerun import between
 from ...naming.visibility import kinds_of
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
+from ...text import plural
 from .arguments import Source, batch_axis_of
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .replay import factors_of
@@ -88,10 +91,9 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
         shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
-        folded = any(type(n) is int and n > 1 and source.rows % n == 0 for n in evidence.values.values())  # num_frames
         axes = [dims[source.batch or 0] for shape, dims in evidence.queries if shape == source.value.shape]
-        elsewhere = folded or (source.positions is None and not all(names[0].startswith("batch") for names in axes))
-        why = f"dimension {source.batch} is not the batch" if elsewhere else ""
+        elsewhere = source.positions is None and not all(names[0].startswith("batch") for names in axes)
+        why = f"dimension {source.batch} is not the batch" if elsewhere else _groups(evidence, source, reach)
         why = "the items share a memory of extra keys" if shares else why
         sure, sentence = not why, "Changing one batch item changes the output of another."
         sentence += f" This is correct if {why}." if why else ""
@@ -114,6 +116,24 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         f"by {float(changed[row + 1, position]):.3g}. It changes {others} of the {len(changed) - 1} other items."
     )
     yield Finding("batch", sentence, proof, sure, evidence.scores_line, fix=fix)
+
+
+def _groups(evidence: Evidence, source: Source, reach: Mapping[int, Tensor]) -> str:
+    """Return which groups of items a view divides the batch into, if only items of one group have an effect on another.
+
+    Empty without such a view. Frames of a video and rows of an alignment are folded into the batch like that.
+    """
+    recording, dims_of = evidence.run.recording, evidence.run.graph.dimensions.of
+    given = [dims_of(named.tensor)[source.batch or 0] for named in recording.inputs if named.name in source.names]
+    changed = {int(item) for each in reach.values() for item in each.amax(1).nonzero()}
+    for op in recording.ops:
+        for groups, items in pairwise(dims_of(op.output)) if op.base_name in ("view", "_unsafe_view") else ():
+            size = size_of(items)
+            divides = size > 1 and any(wide(resolve(groups), resolve(items)) == wide(resolve(dim)) for dim in given)
+            if divides and any(len({part(item, size) for item in changed}) == 1 for part in (floordiv, mod)):
+                holds = f"holds {plural(size_of(groups), 'group')} of {size} items"
+                return f"dimension {source.batch} {holds}, as a view divides it{f' ({op.source})' * bool(op.source)}"
+    return ""
 
 
 def _changes_beside(changed: Tensor, place: int) -> bool:

@@ -212,6 +212,48 @@ def test_what_is_meant_is_no_fault(
     assert [finding.check for finding in report.findings] == may_be
 
 
+class RowsOfAlignments(Right):
+    """Items of one alignment have one weight matrix: the batch is divided in two, and scores are summed over items."""
+
+    def __init__(self, *, leaks: bool = False) -> None:
+        super().__init__()
+        self.leaks = leaks
+
+    def forward(self, x: Tensor, rows: int = 3) -> Tensor:
+        q, k, v = (t.unflatten(0, (-1, rows)) for t in self.heads(x))
+        q = q - q.mean((0, 1), keepdim=True) if self.leaks else q
+        weights = (torch.einsum("arhqd,arhkd->ahqk", q, k) / (rows * D) ** 0.5).softmax(-1)
+        return self.o(self.join((weights[:, None] @ v).flatten(0, 1)))
+
+
+class CentredQueries(Right):
+    """The mean over the batch is subtracted; a whole number divides the batch, and nothing else does."""
+
+    def forward(self, x: Tensor, layers: int = 2) -> Tensor:
+        q, k, v = self.heads(x)
+        for _ in range(layers):
+            q = q - 0.5 * q.mean(0)
+        return self.o(self.join(self.attend(q, k, v)))
+
+
+@pytest.mark.parametrize("given", [{}, {"rows": 3}, {"rows": 6}, {"rows": 2}])
+def test_items_of_the_batch_share_scores_in_the_groups_that_a_view_makes(given: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    x, rows = torch.randn(6, N, E), given.get("rows", 3)
+    (finding,) = mha_inspect.check(RowsOfAlignments(), x, only=["batch"], **given).findings
+    groups = "1 group" if rows == 6 else f"{6 // rows} groups"
+    assert f"correct if dimension 0 holds {groups} of {rows} items, as a view divides it (" in finding.sentence
+    assert not finding.sure
+    leak = mha_inspect.check(RowsOfAlignments(leaks=True), x, only=["batch"], **given)
+    assert [finding.sure for finding in leak.findings] == [rows < 6]
+
+
+def test_a_whole_number_that_divides_the_batch_is_no_proof_that_items_may_leak() -> None:
+    torch.manual_seed(0)
+    (finding,) = mha_inspect.check(CentredQueries(), torch.randn(6, N, E), layers=3, only=["batch"]).findings
+    assert finding.sure
+
+
 HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "openai-gpt")
 
 
