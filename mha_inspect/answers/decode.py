@@ -37,7 +37,7 @@ def decoded(
 ) -> tuple[Trace, Run]:
     """Run a prompt, then `steps` single tokens with a cache; return the trace of the last call, and its run.
 
-    The trace also has a row for each call, and compares the last output with that of one forward over all tokens.
+    The trace also has a row for each call, and compares the last position of each with one forward over all tokens.
     `positions` is a further argument to advance. The subject is unchanged afterwards.
 
     Raises `InputError` if no prompt is left, no cache is found, or the forward has no such argument, and `ForwardError`
@@ -48,7 +48,7 @@ def decoded(
     try:
         trace, run = _decoded(subject, show, steps, cache, positions)
         apart = (trace.decode and trace.decode.verdict == "differs" and trace.decode.max_abs_difference) or 0.0
-        without = f"the last step differs by {small(apart)}"
+        without = f"a call differs by {small(apart)}"
     except (ForwardError, InputError) as error:
         failed, apart = error, 1.0
         without = "no cache is found" if isinstance(error, InputError) else "a call raises"
@@ -76,7 +76,7 @@ def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positi
         for name in filter(None, (cache, positions)):
             arguments.require(name)
         source = _source(fresh, arguments, whole, steps)
-        past, sizes = None, list[int]()
+        past, sizes, ends = None, list[int](), dict[int, Tensor]()
         for step, (start, stop) in enumerate(pairwise([0, *range(source.length - steps, source.length + 1)])):
             changes = arguments.piece(source, start, stop, positions=positions)
             if "use_cache" in arguments.parameters:
@@ -97,9 +97,10 @@ def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positi
                 raise InputError(f"no cache was found: {f'{why}. Give --cache NAME.' if takes else none}")
             past = second_output(run.returned)
             sizes.append(cache_bytes_of(past))
+            ends[stop] = first_tensor(run.returned).detach().clone()  # the next call may overwrite it
     if cache:
         rows = [replace(row, cache_bytes=size or row.cache_bytes) for row, size in zip(rows, sizes, strict=True)]
-    proof = _proof(subject, whole, run, source.length)
+    proof = _proof(subject, whole, ends, run)
     if proof.verdict == "differs" and not any("causal" in kind for kind in kinds_of(ran)):
         note = "no attention is causal: in the forward over all tokens, earlier tokens attend to later tokens"
         proof = DecodeProof(None, None, None, None, None, source.length, note)
@@ -237,30 +238,35 @@ def with_steps(trace: Trace) -> Trace:
     return trace
 
 
-def _proof(subject: Subject, whole: Tensor, run: Run, length: int) -> DecodeProof:
-    """Compare the output of the last step with the last position of one forward over all tokens."""
-    output, note = first_tensor(run.returned).detach(), ""
-    last = _last_of(whole, output, length)
+def _proof(subject: Subject, whole: Tensor, ends: dict[int, Tensor], run: Run) -> DecodeProof:
+    """Compare the last position of each call with that of one forward; `ends` maps the tokens so far to the output."""
+    length, note = max(ends), ""
+    pairs = [pair for stop, output in ends.items() if (pair := _last_of(whole, output, stop, length)) is not None]
     if whole.is_meta:
         note = "device meta has shapes and no numbers"
     elif drops_at_random(run):
         note = "the forward draws random numbers"
-    elif last is None:
-        note = f"a step returns {list(output.shape)}, and the forward over all tokens {list(whole.shape)}"
-    if note or last is None:
+    elif not pairs:
+        note = f"a step returns {list(ends[length].shape)}, and the forward over all tokens {list(whole.shape)}"
+    if note:
         return DecodeProof(None, None, None, None, None, length, note)
-    largest, relative = distances(last, output)
+    there, here = (torch.cat([side.flatten() for side in sides]) for sides in zip(*pairs, strict=True))
+    largest, relative = distances(there, here)
     floor = rounding_of(subject, whole) if largest else None
     return DecodeProof(largest, relative, floor, *judge(largest, floor or 0.0), length)
 
 
-def _last_of(whole: Tensor, output: Tensor, length: int) -> Tensor | None:
-    """Return the last position of an output of all tokens, in the shape of a step's output; None if it has another."""
-    for axis, size in enumerate(whole.shape):
-        last = whole.narrow(axis, length - 1, 1) if size == length else whole
-        if last.shape == output.shape:
-            return last
-    return None
+def _last_of(whole: Tensor, output: Tensor, stop: int, length: int) -> tuple[Tensor, Tensor] | None:
+    """Return position `stop - 1` of an output of all tokens, and the last of an output; None if shapes differ.
+
+    The prompt's other positions are not compared: at padding, they may see anything.
+    """
+    for axis, size in enumerate(whole.shape if output.dim() == whole.dim() else ()):
+        if size == length and output.shape[axis]:
+            there, here = whole.narrow(axis, stop - 1, 1), output.narrow(axis, -1, 1)
+            if there.shape == here.shape:
+                return there, here
+    return (whole, output) if stop == length and whole.shape == output.shape else None
 
 
 def rounding_of(subject: Subject, whole: Tensor, pick: Callable[[Any], Tensor] = first_tensor) -> float:

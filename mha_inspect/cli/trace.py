@@ -77,8 +77,8 @@ def trace(
     The module is run once, unchanged. If a fused kernel of PyTorch hides stages, they are computed separately, and the
     last line shows how close they are to the result of the kernel.
 
-    With --decode, a table has a row for each call, and the last position is compared with one forward over all tokens;
-    the exit code is 1 if they differ.
+    With --decode, a table has a row for each call. The last position of each is compared with one forward over all
+    tokens; the exit code is 1 if one differs.
 
     With --ranks, W_q, W_k and W_v are cut by whole heads and W_o by columns. The stages are those of rank 0, the plan
     is ready to paste, and the outputs of all ranks are compared with that of the whole module.

@@ -309,14 +309,16 @@ def _steps(steps: tuple[Step, ...]) -> Table:
 
 
 def _decode(proof: DecodeProof) -> Paragraph:
-    """Return the sentence on whether the last step equals one forward over all tokens."""
+    """Return the sentence on whether every call equals one forward over all tokens."""
     one = f"one forward over all {proof.tokens} tokens"
     if proof.verdict is None or proof.max_abs_difference is None:
-        return Paragraph(f"The last step was not compared with {one}: {proof.note}.", "muted")
-    verdict = {"same": "equals", "differs": "DIFFERS from", "inconclusive": "may differ from"}[proof.verdict]
+        return Paragraph(f"The steps were not compared with {one}: {proof.note}.", "muted")
+    verdict = {"same": "every call equals", "differs": "a call DIFFERS from"}.get(
+        proof.verdict, "a call may differ from"
+    )
     rounding = "" if proof.noise_floor is None else f", rounding error {text.small(proof.noise_floor)}"
     difference = text.small(proof.max_abs_difference)
-    sentence = f"The last position {verdict} that of {one}: difference {difference}{rounding}"
+    sentence = f"The last position of {verdict} that of {one}: difference {difference}{rounding}"
     return Paragraph(sentence, "good" if proof.verdict == "same" else "bad" if proof.verdict == "differs" else "warn")
 
 

@@ -219,7 +219,7 @@ class Step:
 
 @dataclass(frozen=True)
 class DecodeProof(Difference):
-    """The output of the last step beside the last position of one forward over all tokens."""
+    """The last position of the prompt and of each step beside that position of one forward over all tokens."""
 
     tokens: int
     """Number of all tokens: the prompt and the steps."""
@@ -385,7 +385,7 @@ class Trace(Report):
     """The calls of a decode loop, the prompt first. With `--decode` the attentions are those of the last call, in a
     recorded block those of every call. None without a decode loop."""
     decode: DecodeProof | None = None
-    """Whether the last step equals one forward over all tokens; None if not requested."""
+    """Whether every call equals one forward over all tokens; None if not requested."""
 
     @property
     def ok(self) -> bool:

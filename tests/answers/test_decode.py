@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -59,7 +60,7 @@ class Attention(nn.Module):
                 raise RuntimeError("the cache is full")
             k, v = (torch.cat([old, new], 2) for old, new in zip(past, (k, v), strict=True))
         keys = k.shape[2]
-        mask = torch.ones(t, keys, dtype=torch.bool).tril(keys - t)
+        mask = torch.ones(t, keys, dtype=torch.bool).tril(keys - t + (self.fault == "late"))
         if self.fault == "forgets":
             k, v, mask = k[:, :, -t:], v[:, :, -t:], mask[:, -t:]
         weights = (q @ k.mT / (e // self.heads) ** 0.5).masked_fill(~mask, -torch.inf).softmax(-1)
@@ -92,6 +93,33 @@ def test_rows_of_a_concatenated_cache_by_hand():
     assert trace.decode.tokens == 7
     stages = {stage.name: stage.shape for stage in trace.attentions[0].stages}
     assert stages["scores"] == (2, 4, 1, 7)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.first, self.last = Attention(), Attention(fault=fault)
+
+    def forward(self, x, past=None):
+        x, first = self.first(x, past and past[0])
+        x, last = self.last(x, past and past[1])
+        return x, (first, last)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("fault", ["", "late"])
+def test_every_call_is_compared_and_not_only_the_last(fault, steps):
+    torch.manual_seed(0)
+    module, x = TwoLayers(fault).eval(), torch.randn(2, 7, 32)
+    with torch.no_grad():
+        whole, past, ends = module(x)[0], None, []
+        for start, stop in pairwise((0, *range(7 - steps, 8))):
+            output, past = module(x[:, start:stop], past)
+            ends.append((whole[:, stop - 1] - output[:, -1]).abs().max())
+    assert ends[-1] < 1e-6
+    trace = decode(module, x, steps=steps)
+    assert trace.decode.verdict == ("differs" if fault else "same")
+    assert trace.decode.max_abs_difference == pytest.approx(float(max(ends)), abs=1e-7)
 
 
 class Shifted(Attention):
@@ -133,7 +161,7 @@ def test_positions_that_the_call_leaves_out_are_given_where_they_make_the_differ
     assert torch.allclose(given, whole[:, 6:], atol=1e-6)
     trace = decode(module, x, steps=1)
     assert (trace.decode.verdict, rows(trace)) == ("same", [(6, 0, 6), (1, 6, 1)])
-    assert trace.notes[0] == f"position_ids was given and advanced: without it, the last step differs by {apart:.3g}."
+    assert trace.notes[0] == f"position_ids was given and advanced: without it, a call differs by {apart:.3g}."
     assert decode(Attention(), x).notes == ()
 
 

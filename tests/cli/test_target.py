@@ -354,6 +354,6 @@ def test_a_step_that_differs_or_raises_ends_with_1(invoke, tmp_path):
     target = f"{tmp_path}/cached.py:Cached"
     line = ("trace", target, "--embed-dim", "8", "--seq-len", "5", "--decode", "2")
     code, out, _ = invoke(*line)
-    assert (code, "The last position DIFFERS from" in out) == (1, True)
+    assert (code, "The last position of a call DIFFERS from" in out) == (1, True)
     code, out, _ = invoke(*line, "--set", "limit=4")
     assert (code, "note  Step 2 of 2 raised: 1 token after 4." in out, "RuntimeError" in out) == (1, True, True)

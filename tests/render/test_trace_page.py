@@ -90,10 +90,16 @@ STEPS = (Step(9, 0, 9, (1, 2, 9, 9), 1536, 1_400_000), Step(1, 9, 1, (1, 2, 1, 1
 @pytest.mark.parametrize(
     ("proof", "sentence"),
     [
-        ((1.4e-6, 1e-7, 1.2e-6, 1.2, "same"), "equals that of one forward over all 10 tokens: difference 1.4e-06, r"),
-        ((0.0, 0.0, None, 0.0, "same"), "equals that of one forward over all 10 tokens: difference 0\n"),
-        ((0.5, 0.1, 1.2e-6, 4e5, "differs"), "DIFFERS from that of one forward over all 10 tokens: difference 0.5, "),
-        ((9e-6, 1e-6, 1.5e-6, 6.0, "inconclusive"), "may differ from that of one forward over all 10 tokens"),
+        (
+            (1.4e-6, 1e-7, 1.2e-6, 1.2, "same"),
+            "every call equals that of one forward over all 10 tokens: difference 1.4e-06, r",
+        ),
+        ((0.0, 0.0, None, 0.0, "same"), "every call equals that of one forward over all 10 tokens: difference 0\n"),
+        (
+            (0.5, 0.1, 1.2e-6, 4e5, "differs"),
+            "a call DIFFERS from that of one forward over all 10 tokens: difference 0.5, ",
+        ),
+        ((9e-6, 1e-6, 1.5e-6, 6.0, "inconclusive"), "a call may differ from that of one forward over all 10 tokens"),
     ],
 )
 def test_the_calls_of_a_loop_come_first_and_their_proof_before_that_of_kernels(proof, sentence) -> None:
@@ -102,14 +108,14 @@ def test_the_calls_of_a_loop_come_first_and_their_proof_before_that_of_kernels(p
     assert first.split() == ["step", "queries", "past", "new", "scores", "cache", "FLOPs"]
     assert rows[0].split() == ["prompt", "9", "0", "9", "[1,", "2,", "9,", "9]", "1.5", "KiB", "1.4", "MFLOP"]
     assert rows[1].split() == ["1", "1", "9", "1", "[1,", "2,", "1,", "10]", "2.0", "KiB", "155", "kFLOP"]
-    assert page.index("2 calls") < page.index("attention: ") < page.index(f"The last position {sentence}")
+    assert page.index("2 calls") < page.index("attention: ") < page.index(f"The last position of {sentence}")
     assert page.index("The last position") < page.index("Opened stages agree")
 
 
 def test_steps_that_were_not_compared_say_why() -> None:
     proof = DecodeProof(None, None, None, None, None, 10, "the forward draws random numbers")
     page = repr(replace(TRACE, steps=STEPS, decode=proof))
-    assert "The last step was not compared with one forward over all 10 tokens: the forward draws random" in page
+    assert "The steps were not compared with one forward over all 10 tokens: the forward draws random" in page
 
 
 def _rank(number: int, heads: int = 2, flops: int = 900) -> Rank:
