@@ -16,6 +16,7 @@ from ...graph.rerun import between
 from ...record.arguments import with_copies
 from ...reports.check import Finding
 from ...running.subject import Subject
+from ...text import first_line
 from ..diff import Side, diff
 from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
@@ -24,6 +25,7 @@ from .replay import factors_of
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
+_SAME_SIZES = "Give a reference with the same names and shapes of parameters"
 _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
@@ -301,7 +303,11 @@ def _output_of_reference(evidence: Evidence, other: Subject) -> Tensor:
     try:
         returned = replace(other, args=args, kwargs=kwargs).plain()
     except Exception as error:  # user code may raise anything
-        raise NotPossibleError(f"the reference raises on these arguments: {type(error).__name__}") from error
+        mine, theirs = (dict(side.named_parameters()) for side in (evidence.subject.module, other.module))
+        why = f"{type(error).__name__}: {first_line(error).rstrip('.')}"
+        for name in [name for name in mine if name in theirs and mine[name].shape != theirs[name].shape][:1]:
+            why = f"{name} is {list(mine[name].shape)}, and {list(theirs[name].shape)} in the reference"
+        raise NotPossibleError(f"the reference raises on these arguments: {why}", give=_SAME_SIZES) from error
     return evidence.output_of(returned)
 
 
@@ -321,7 +327,7 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     if reason:
         raise NotPossibleError(
             f"the weights could not be copied into the reference: {reason.rstrip('.')}",
-            give="Give a reference with the same names and shapes of parameters",
+            give=_SAME_SIZES,
         )
     apart = evidence.apart(_output_of_reference(evidence, other), times=OTHER_SIZES)
     if not apart:

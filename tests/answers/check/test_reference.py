@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +118,21 @@ def test_a_mask_in_a_buffer_of_the_reference_is_its_own() -> None:
 )
 def test_weights_that_cannot_be_copied_are_not_compared(reference: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(InputError, match=rf"could not be copied.*{why}.*Give a reference with .*--skip reference"):
+        against(made(Right, 1), made(reference, 1))
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        (
+            lambda: nn.Sequential(nn.Linear(14, 14)),
+            r"RuntimeError: mat1 and mat2 shapes cannot be multiplied \(30x24 and",
+        ),
+        (lambda: Right(o=partial(nn.Linear, 10, 10)), r"o\.weight is \[24, 24\], and \[10, 10\] in the reference"),
+    ],
+)
+def test_a_reference_of_other_sizes_is_declined_with_both_shapes(reference: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(InputError, match=rf"the reference raises on these arguments: {why}.*Give a reference with"):
         against(made(Right, 1), made(reference, 1))
 
 
