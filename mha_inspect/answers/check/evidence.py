@@ -282,6 +282,9 @@ class Evidence:
         Empty if only one run is allowed. Raises `NotPossibleError` if no token can be changed, or the forward raises.
         """
         source, padded = self.source, self.padded
+        first = self.output.narrow(source.batch, 0, 1) if self.follows and source.batch is not None else self.output
+        if not first.isfinite().any():
+            raise NotPossibleError("the output of the first batch item has no finite number")
         real = range(source.length) if padded is None else (~padded[0]).nonzero().flatten().tolist()
         # A token that a mask hides from every other query changes nothing, whatever the code does.
         seen = [place for place in real if place in self.seen_by_others] or real

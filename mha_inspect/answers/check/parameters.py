@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from math import isfinite
 
 import torch
 from einops import EinopsError, rearrange
@@ -321,14 +322,17 @@ def heads_of(evidence: Evidence) -> Iterator[Head]:
             if target is None:
                 raise LostError
             base = again(evidence, context, content_of(evidence, context), target).double()
-            size, changes, gates = float(base.norm()) or 1.0, list[float](), list[float]()
+            known = base.isfinite()  # e.g. not where a query has no key
+            if not known.any():
+                raise LostError
+            size, changes, gates = float(base[known].norm()) or 1.0, list[float](), list[float]()
             for tensor, places in _contexts(evidence, attention, names):
                 value = content_of(evidence, tensor)
                 output = again(evidence, tensor, value.flatten().index_fill(0, places, 0).view(value.shape), target)
-                changes.append(round(float((output.double() - base).norm()) / size, 6))
+                changes.append(round(float((output.double() - base)[known].norm()) / size, 6))
                 if tensor.id in gradients:
                     gates.append(abs(float(gradients[tensor.id].flatten()[places].double().sum())))
-            total = sum(gates) if len(gates) == len(changes) else 0.0
+            total = sum(gates) if len(gates) == len(changes) and isfinite(sum(gates)) else 0.0
             for head, change in enumerate(changes):
                 yield Head(attention.module, head, change, round(gates[head] / total, 6) if total else None)
 

@@ -24,7 +24,7 @@ from mha_inspect.record.arguments import first_tensor
 from mha_inspect.testing import assert_attention_is_right
 
 from ...foreign import styles, unusual
-from .cases import MADE, B, D, E, H, N, Right, fused, halves
+from .cases import MADE, B, D, E, H, N, Padded, Right, fused, halves
 
 FOREIGN = {
     name: style
@@ -310,6 +310,24 @@ def test_a_head_counts_as_its_context_does() -> None:
         float(part.detach().norm() / exact.o(context).detach().norm()), rel=1e-4
     )
     assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
+
+
+def test_heads_are_compared_where_the_output_is_finite() -> None:
+    torch.manual_seed(0)
+    fill = {"mask": lambda m, s: s.masked_fill(~m.padding[:, None, None, :], -math.inf)}
+    module, x, mask = Padded(**fill), torch.randn(B, N, E), torch.ones(B, N, dtype=torch.bool)
+    mask[-1] = False
+    assert module(x, mask)[-1].isnan().all()
+    (report, right) = (mha_inspect.check(module, *given) for given in ((x, mask), (x[:-1], mask[:-1])))
+    changes = [head.output_change for head in report.heads]
+    assert changes == pytest.approx([head.output_change for head in right.heads], abs=1e-5)
+    assert {head.gradient_share for head in report.heads} == {None}
+
+
+def test_an_output_without_a_finite_number_shows_no_effect_of_tokens() -> None:
+    report = mha_inspect.check(Right(), torch.full((B, N, E), math.nan))
+    assert (report.findings, report.heads) == ((), ())
+    assert {"batch", "mixing"} <= {skipped.check for skipped in report.left_out}
 
 
 class Gated(Right):
