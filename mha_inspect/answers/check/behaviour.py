@@ -131,8 +131,8 @@ def _groups(evidence: Evidence, source: Source, reach: Mapping[int, Tensor]) -> 
             size = size_of(items)
             divides = size > 1 and any(wide(resolve(groups), resolve(items)) == wide(resolve(dim)) for dim in given)
             if divides and any(len({part(item, size) for item in changed}) == 1 for part in (floordiv, mod)):
-                holds = f"holds {plural(size_of(groups), 'group')} of {size} items"
-                return f"dimension {source.batch} {holds}, as a view divides it{f' ({op.source})' * bool(op.source)}"
+                has = f"has {plural(size_of(groups), 'group')} of {size} items"
+                return f"dimension {source.batch} {has}, as a view divides it{f' ({op.source})' * bool(op.source)}"
     return ""
 
 

@@ -242,7 +242,7 @@ def test_items_of_the_batch_share_scores_in_the_groups_that_a_view_makes(given: 
     x, rows = torch.randn(6, N, E), given.get("rows", 3)
     (finding,) = mha_inspect.check(RowsOfAlignments(), x, only=["batch"], **given).findings
     groups = "1 group" if rows == 6 else f"{6 // rows} groups"
-    assert f"correct if dimension 0 holds {groups} of {rows} items, as a view divides it (" in finding.sentence
+    assert f"correct if dimension 0 has {groups} of {rows} items, as a view divides it (" in finding.sentence
     assert not finding.sure
     leak = mha_inspect.check(RowsOfAlignments(leaks=True), x, only=["batch"], **given)
     assert [finding.sure for finding in leak.findings] == [rows < 6]
