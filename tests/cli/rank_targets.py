@@ -90,6 +90,11 @@ def copied_keys() -> Made:
     return parallelize_module(OneKeyHead(), mesh, {name: PLAN[name] for name in "qo"}), (X,)
 
 
+def cut_key_head() -> Made:
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),))
+    return parallelize_module(OneKeyHead(), mesh, PLAN), (X,)
+
+
 class Broken(Attention):
     """Rank 1 raises, is killed, or does not come to the collective of rank 0."""
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "given group": ["trace", f"{TARGETS}:in_a_given_group"],
     "forward's group": ["trace", f"{TARGETS}:group_for_its_forward"],
     "copied keys": ["trace", f"{TARGETS}:copied_keys", "--format", "json"],
+    "cut key head": ["trace", f"{TARGETS}:cut_key_head", "--format", "json"],
     "drifted": ["trace", f"{TARGETS}:drifted", "--format", "json"],
     "params": ["params", f"{TARGETS}:sharded", "--format", "json", "--export", "FOLDER/params.json"],
     **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in BREAKS},
@@ -148,6 +149,15 @@ def test_the_target_or_the_command_makes_the_process_group(ran: dict[str, Any], 
     assert first.code == 0
     assert "q_heads  [2, 2, 5, 8] of [2, 4, 5, 8]" in first.out
     assert "0–15, 16–31" in first.out
+
+
+def test_a_head_that_is_cut_over_ranks_is_the_cause_of_a_view_that_raises(ran: dict[str, Any]) -> None:
+    first, _ = ran["cut key head"]
+    failure = json.loads(first.out)["failure"]
+    assert (first.code, failure["call"], failure["cause"]["name"]) == (1, "Tensor.unflatten", "cut_over_ranks")
+    # The key head has 8 features: 4 on each of 2 ranks.
+    said = "has 4 of 8 features: its layer is cut over ranks, inside of a head of 8."
+    assert failure["cause"]["explanation"].endswith(said)
 
 
 def test_a_forward_alone_may_need_the_process_group(ran: dict[str, Any]) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import chain
 from math import prod
 
 from ... import text
 from ...record.ops import TensorRef
 from ...reports.trace import Cause
-from .facts import CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
+from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .reached import ATTENTION, LAYERS, SDPA
 
 CAUSES = (
-    *("argument_is_none", "index_out_of_range", "wrong_rank"),
+    *("argument_is_none", "index_out_of_range", "wrong_rank", "no_room", "cut_over_ranks"),
     *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),
     *("wrong_width", "batch_and_sequence_swapped", "batch_differs", "lengths_differ", "mask_rank"),
     *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
@@ -34,7 +35,7 @@ _SAME_SEQUENCE = "Keys and values must come from the same sequence."
 
 def find_cause(facts: Facts) -> Cause | None:
     """Return the first cause that the facts show; None if there is none."""
-    judges = (_arguments, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
+    judges = (_arguments, _unpacked, _tables, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
     return next(chain.from_iterable(judge(facts) for judge in judges), None)
 
 
@@ -54,14 +55,51 @@ def _arguments(facts: Facts) -> Iterator[Cause]:
         layout = "batch channels " + ("length", "height width", "depth height width")[rank - 2]
         what = f"{x.is_shape}, {len(x.shape)} dimensions; {facts.base} expects {rank + 1}: {layout}."
         yield Cause("wrong_rank", what, f"Give {x.name} {rank + 1} dimensions, channels second.")
-    if facts.base == "embedding" and _is_whole(x):
-        first, last = (int(bound) for bound in x.given.value.aminmax())
-        if first < 0 or last >= weight.shape[0]:
-            way = f"Use ids below {weight.shape[0]}, or create the embedding with num_embeddings={last + 1}."
-            if first < 0:
-                way = "Replace ids below 0, e.g. by the padding id: .clamp(min=0)."
-            what = f"{x.name} has ids from {first} to {last}; {weight.name} has rows 0 to {weight.shape[0] - 1}."
+
+
+def _unpacked(facts: Facts) -> Iterator[Cause]:
+    """Judge a shape that is unpacked into more or fewer names than it has dimensions."""
+    said = re.search(r"values to unpack \(expected (?:at least )?(\d+)", facts.message)
+    x = facts.operands[0] if len(facts.operands) == 1 else None
+    if said is not None and x is not None and int(said[1]) != len(x.shape) and facts.unpacks_shape:
+        what = f"{x.is_shape}, {text.plural(len(x.shape), 'dimension')}; this line expects {said[1]}."
+        add = f", e.g. {x.name}[None] for a batch of one" * (int(said[1]) == len(x.shape) + 1)
+        yield Cause("wrong_rank", what, f"Give {x.name} {said[1]} dimensions{add}.")
+
+
+def _tables(facts: Facts) -> Iterator[Cause]:
+    """Judge what does not fit into a table or a cache: ids and positions that it lacks, more tokens than it has."""
+    table = facts.given("weight") if facts.base == "embedding" else next(iter(facts.operands), None)
+    ids = next((o for o in facts.operands if _is_whole(o) and o is not table), None)
+    said = re.search(r"out of bounds for dimension \d+ with size (\d+)", facts.message)
+    size = table.shape[0] if table and facts.base == "embedding" else int(said[1]) if said else 0
+    if table is not None and ids is not None and size and ids.given.value.numel() and not ids.given.value.is_meta:
+        first, last = (int(bound) for bound in ids.given.value.aminmax())
+        what = f"{ids.name} has numbers from {first} to {last}; {table.is_shape}: 0 to {size - 1} are in range."
+        way = f"Use numbers below {size}, or make {table.name} for {last + 1}."
+        if first < 0:
+            way = "Replace ids below 0, e.g. by the padding id: .clamp(min=0)."
+        if first < 0 or last >= size:
             yield Cause("index_out_of_range", what, way)
+    for place, (cache, room, other) in ((first_clash(room[1], room[2].shape), room) for room in _rooms(facts)):
+        if place is not None and room[place] < other.shape[place]:
+            needs, where = cache.shape[place] - room[place] + other.shape[place], len(cache.shape) + place
+            what = f"{other.is_shape}; {cache.is_shape}, with room for {room[place]} in dimension {where}."
+            yield Cause("no_room", what, f"Make dimension {where} of {cache.name} {needs} or more, or pass less.")
+
+
+def _rooms(facts: Facts) -> Iterator[tuple[Operand, Shape, Operand]]:
+    """Yield a cache or a table, the shape of the part that is written or added, and the other operand."""
+    if len(facts.operands) != 2 or any(o.from_scores for o in facts.operands):
+        return
+    table, other = facts.operands
+    if facts.base == "setitem" and facts.call.args[2] is other.given.value:
+        with suppress(IndexError, TypeError):  # the index itself may be wrong
+            yield table, tuple(table.given.value[facts.call.args[1]].shape), other
+    elif facts.base in BROADCASTS:
+        for own, given in ((table, other), (other, table)):
+            if own.is_table and not given.is_table and own.shape[-1:] == given.shape[-1:]:
+                yield own, own.shape, given
 
 
 def _kinds(facts: Facts) -> Iterator[Cause]:
@@ -420,9 +458,17 @@ def _views(facts: Facts) -> Iterator[Cause]:
     width = x.shape[-1] if x.shape else 0
     if len(sizes) == len(x.shape) + 1 and sizes[:-2] == x.shape[:-1]:
         heads, head_dim = sizes[-2:]
+        if (whole := facts.cut.get(width)) is not None:
+            way, inside = "Divide the number of heads by the number of ranks, or give -1.", ""
+            if head_dim > 0 and width % head_dim:
+                way = f"Cut it at whole heads, over {whole // head_dim} ranks or fewer, or keep it whole on every rank."
+                inside = f", inside of a head of {head_dim}"
+            what = f"{x.name} has {width} of {whole} features: its layer is cut over ranks{inside}."
+            yield Cause("cut_over_ranks", what, way)
         count = head_dim if heads == -1 else heads
         if count > 0 and width % count:
-            yield _uneven(width, count, "" if -1 in sizes[-2:] else f"{heads}·{head_dim} = {heads * head_dim}")
+            asked = "" if -1 in sizes[-2:] else f"{heads}·{head_dim} = {heads * head_dim}"
+            yield _uneven(width, count, asked, are_heads=heads != -1)
         if min(heads, head_dim) > 0:
             yield Cause(
                 "wrong_head_dim",
@@ -445,12 +491,13 @@ def _einops(facts: Facts) -> Iterator[Cause]:
         yield _uneven(int(said[1]), int(said[2]))
 
 
-def _uneven(width: int, heads: int, asked: str = "") -> Cause:
-    """Return the cause of a width that is not divisible by the heads; `asked` is the width that the call asks for."""
+def _uneven(width: int, number: int, asked: str = "", *, are_heads: bool = True) -> Cause:
+    """Return the cause of a width that does not divide by heads, or by their width; `asked` is what a call asks for."""
     counts = ", ".join(str(n) for n in range(1, min(width, 64) + 1) if width % n == 0)
-    asked = asked or (f"{width} / {heads} = {width / heads:.4g}" if heads else "use at least 1")
+    asked = asked or (f"{width} / {number} = {width / number:.4g}" if number else "use at least 1")
     return Cause(
         "heads_do_not_divide",
-        f"Width {width} cannot be split into {heads} heads: {asked}.",
-        f"Use a head count that divides {width}{' (up to 64)' if width > 64 else ''}: {counts}.",
+        f"Width {width} cannot be split into {f'{number} heads' if are_heads else f'heads of {number}'}: {asked}.",
+        f"Use a {'head count' if are_heads else 'head_dim'} that divides {width}"
+        f"{' (up to 64)' if width > 64 else ''}: {counts}.",
     )

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ... import text
 from ...naming.pattern import dims_of
+from ...record.ranks import local, piece_of
 from ...record.recorder import Recorder
 from ...reports.trace import FailedOperand
 from ...running.subject import Run
@@ -37,6 +39,8 @@ class Operand(FailedOperand):
     """Its role in the attention: `query`, `key`, `value`, `weights`; empty if unknown."""
     from_scores: bool
     """Whether it is computed from the scores."""
+    is_table: bool
+    """Whether it is computed from parameters or buffers alone."""
 
     @property
     def is_parameter(self) -> bool:
@@ -94,6 +98,10 @@ class Facts:
     """TensorRef id to variable name in user code."""
     missing: tuple[str, ...] = ()
     """Arguments of the user's function that are None where the failing expression uses them."""
+    unpacks_shape: bool = False
+    """Whether the failing line reads a shape."""
+    cut: Mapping[int, int] = field(default_factory=dict)
+    """Rows of the weights of the module on this rank to those on all ranks, where they are cut."""
 
     @property
     def base(self) -> str:
@@ -164,7 +172,9 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
     """Return the facts of a failing call; if the call is unknown, those of its operands."""
     recording, path = run.recording, recorder.path_of(site.module)
     variables = {recorder.identify(value).id: name for name, value in reversed(list(site.variables.items()))}
-    names = {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)} | variables
+    kept = {name: value for name, value in getattr(site.module, "__dict__", {}).items() if isinstance(value, Tensor)}
+    names = {recorder.identify(value).id: name for name, value in kept.items()}
+    names |= {n.tensor.id: n.name for n in (*recording.parameters, *recording.buffers)} | variables
     tensors = [Given(role, value, recorder.identify(value)) for role, value in tensors_of(call, site)]
     reached = reach(run, call or Call(), tensors if call is not None else ())
     operands = []
@@ -185,9 +195,14 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
                 axes=reached.of(tensor),
                 part=reached.roles.get(tensor.id, ""),
                 from_scores=reached.is_of_scores(tensor),
+                is_table=reached.is_table(tensor),
             )
         )
-    return Facts(error, message, call or Call(), tuple(operands), reached, variables, site.missing)
+    weights = site.module.parameters() if isinstance(site.module, nn.Module) else ()
+    pieces = ((local(weight).shape, piece.whole) for weight in weights if (piece := piece_of(weight)) is not None)
+    cut = {mine[0]: whole[0] for mine, whole in pieces if mine[:1] != whole[:1]}
+    unpacks_shape = re.search(r"\.(shape|size\()", site.line) is not None
+    return Facts(error, message, call or Call(), tuple(operands), reached, variables, site.missing, unpacks_shape, cut)
 
 
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:

@@ -107,6 +107,13 @@ class Reached:
         """Return whether a tensor is computed from a parameter."""
         return any(self.graph.is_weight(source) for source in _behind(self.graph, tensor))
 
+    def is_table(self, tensor: TensorRef) -> bool:
+        """Return whether a tensor is computed from parameters or buffers and from no argument."""
+        recording, behind = self.graph.recording, {source.id for source in _behind(self.graph, tensor)}
+        own, given = (*recording.parameters, *recording.buffers), recording.inputs
+        among = [any(named.tensor.id in behind for named in each) for each in (own, given)]
+        return among == [True, False]
+
     def steps_back(self, tensor: TensorRef) -> Iterator[tuple[TensorRef, Op | None]]:
         """Yield a tensor and its operation, then the same for the tensors before each reshape and scaling."""
         op = self.graph.recording.producer(tensor)

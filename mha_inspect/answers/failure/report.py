@@ -15,7 +15,7 @@ from ...reports.trace import FailedOperand, Failure, Proof, ReachedOp, ReachedSt
 from ...running.subject import Run, State, Subject, run_and_record
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
-from .call import CallWatch, call_of_layer, dispatched, site_of
+from .call import CallWatch, call_of_layer, dispatched, method_of, site_of
 from .causes import find_cause
 from .facts import Facts, clash, facts_of
 
@@ -91,7 +91,8 @@ def describe_failure(
     assert site is not None
     facts: Facts | None = None
     try:
-        call = call_of_layer(error, in_block=in_block) or (watch and watch.take(error)) or dispatched(error)
+        call = call_of_layer(error, in_block=in_block) or (watch and watch.take(error))
+        call = call or dispatched(error) or method_of(error)
         facts = facts_of(type(error).__name__, _message(error), Run(recording), site, recorder, call)
         failure = Failure(
             error=facts.error,
@@ -103,7 +104,7 @@ def describe_failure(
             line=site.line,
             operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
             clash="" if call is None else clash(facts),
-            cause=find_cause(facts) if call is not None or facts.missing or facts.error == "EinopsError" else None,
+            cause=find_cause(facts),
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),
             num_ops=len(recording.ops),

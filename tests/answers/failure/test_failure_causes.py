@@ -131,6 +131,14 @@ BY_HAND: list[tuple[str, str, tuple[Any, ...]]] = [
     ("needs_rotation", "argument_is_none", (X,)),
     ("image_convolved", "wrong_rank", (floats(2, 5, 7, 24),)),
     ("row_convolved", "wrong_rank", (floats(7, 24),)),
+    ("more_than_positions", "no_room", (X,)),
+    ("full_cache", "no_room", (floats(2, 7, 24),)),
+    ("cache_of_another_batch", "no_room", (floats(3, 7, 24),)),
+    ("full_cache_by_index", "index_out_of_range", (floats(2, 7, 24),)),
+    ("full_cache_by_copy", "index_out_of_range", (floats(2, 7, 24),)),
+    ("no_batch", "wrong_rank", (floats(7, 24),)),
+    ("no_batch", "wrong_rank", (floats(2, 3, 7, 24),)),
+    ("heads_of_an_odd_width", "heads_do_not_divide", (X,)),
 ]
 
 
@@ -159,6 +167,31 @@ def test_a_batch_of_one_is_named_as_one_of_three(name: str):
         told = (failure.clash, failure.cause.explanation, axes, [operand.axes for operand in failure.operands])
         found.append(re.sub(r"\d+", "#", str(told)))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "x", "what"),
+    [
+        ("full_cache", X, "k is [2, 3, 7, 8]; slots is [2, 3, 9, 8], with room for 5 in dimension 2."),
+        (
+            "cache_of_another_batch",
+            floats(3, 7, 24),
+            "k is [3, 3, 7, 8]; slots is [2, 3, 9, 8], with room for 2 in dimension 0.",
+        ),
+        ("full_cache_by_index", X, "positions has numbers from 4 to 10; slots is [2, 3, 9, 8]: 0 to 8 are in range."),
+        ("more_than_positions", X, "x is [2, 7, 24]; positions is [1, 5, 24], with room for 5 in dimension 1."),
+        ("no_batch", X[0], "x is [7, 24], 2 dimensions; this line expects 3."),
+        ("heads_of_an_odd_width", X, "Width 24 cannot be split into heads of 7: 24 / 7 = 3.429."),
+    ],
+)
+def test_what_a_table_or_a_line_lacks_is_said_with_its_numbers(name: str, x: torch.Tensor, what: str):
+    failure = failure_of(make(HAND, name), x)
+    assert failure.cause is not None
+    assert failure.cause.explanation == what
+
+
+def test_a_wrong_index_of_a_cache_gets_no_guess():
+    assert failure_of(make(HAND, "wrong_index_of_cache"), X).cause is None
 
 
 def attend(**settings: Any) -> nn.Module:
@@ -248,7 +281,6 @@ OTHERS: list[tuple[str, tuple[Any, ...]]] = [
     ("missing", (X,)),
     ("attribute", (X,)),
     ("tuple_index", (X,)),
-    ("positions", (X,)),
     ("joined", (X, floats(3, 5, 24))),
     ("convolved", (X,)),
     ("recovered", (X,)),
@@ -256,7 +288,6 @@ OTHERS: list[tuple[str, tuple[Any, ...]]] = [
     ("residual", (X,)),
     ("reused", (X,)),
     ("context_and_more", (X,)),
-    ("no_batch", (floats(7, 24),)),
 ]
 
 
@@ -277,7 +308,7 @@ def test_operands_have_the_names_of_the_users_line():
         return [operand.name for operand in failure_of(make(file, name), *args).operands]
 
     assert names(OWN, "own_assert", X) == ["q"]
-    assert names(OWN, "no_batch", floats(7, 24)) == ["x"]
+    assert names(HAND, "no_batch", floats(7, 24)) == ["x"]
     assert names(HAND, "key_not_transposed", X) == ["q", "k.transpose(-2, -1)"]
     assert names(HAND, "query_not_transposed", X) == ["query", "key.transpose(2, 3)"]
     assert names(HAND, "concat_not_contiguous", X) == ["context.transpose(1, 2)"]
