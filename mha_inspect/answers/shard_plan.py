@@ -139,15 +139,13 @@ def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: i
     """
     paths = [path for path, _ in module.named_modules()]
     for pattern in styles:
-        if not any(_is_at(path, pattern) for path in paths):
+        if not any(is_at(path, pattern) for path in paths):
             raise InputError(f"the plan names {shown(pattern)}, and no module is there.{did_you_mean(pattern, paths)}")
     found: dict[str, None] = {}
     for parts, _ in parts_of(run):
         for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
             none: Style = "replicate"
-            style = next((style for pattern, style in styles.items() if _is_at(path, pattern)), none)
-            if style != none:
-                _require_own_linear(of_path[0], module)
+            style = next((style for pattern, style in styles.items() if is_at(path, pattern)), none)
             found |= dict.fromkeys(_doubts(path, of_path, ranks, style))
     return tuple(found)
 
@@ -196,7 +194,8 @@ def _doubts(path: str, parts: Sequence[Part], ranks: int, style: Style) -> Itera
                 return
 
 
-def _is_at(path: str, pattern: str) -> bool:
+def is_at(path: str, pattern: str) -> bool:
+    """Return whether a pattern of a plan names the module at a path."""
     words, parts = pattern.split("."), path.split(".")
     return len(words) == len(parts) and all(map(fnmatch, parts, words))
 

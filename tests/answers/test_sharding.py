@@ -475,3 +475,75 @@ def test_parameters_show_the_part_of_rank_0() -> None:
     assert rows["q.weight"].role.endswith("rows 0–5 of 24: heads 0–1")
     assert rows["o.weight"].role.endswith("columns 0–5 of 24: heads 0–1")
     assert rows["o.bias"].whole is None
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (1, 1)])
+def test_one_head_of_one_feature_has_no_whole_shape(sizes: tuple[int, int]) -> None:
+    """The axis of the only head and that of its only feature look alike."""
+    trace, _ = sharded(subject(Attention(4, 1), torch.randn(*sizes, 4)), Show(), 4)
+    assert trace.proof.agrees
+    assert [stage.whole for stage in trace.attentions[0].stages if stage.whole is not None] == []
+
+
+class Grouped(Attention):
+    """Key heads repeated for the queries: as DTensors they are copies, and torch may gather the queries."""
+
+    def __init__(self) -> None:
+        super().__init__(32, 4)
+        self.k, self.v = (nn.Linear(32, 8) for _ in "kv")
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("items", "heads"), [(1, 2), (2, 8)])
+def test_heads_that_torch_gathers_are_all_heads(items: int, heads: int) -> None:
+    trace, _ = sharded(subject(Grouped(), torch.randn(items, 5, 32)), Show(), 4)
+    assert trace.proof.agrees
+    assert trace.ranks is not None
+    scores = next(stage.shape for stage in trace.attentions[0].stages if stage.name == "scores")
+    assert scores == (items, heads, 5, 5)
+    assert {trace.attentions[0].num_heads, *(rank.heads for rank in trace.ranks)} == {heads}
+    assert ("Every rank computes all heads." in trace.notes) == (heads == 8)
+
+
+class Last(Attention):
+    """A mean over the features of a projection after W_o."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.after = nn.Linear(24, 24)
+        self.unused = nn.Linear(24, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.after(super().forward(x)).mean(-1)
+
+
+def test_dtensors_do_not_hide_that_a_plan_is_wrong() -> None:
+    """A rank averages the features that it has; as DTensors the features of all ranks are averaged."""
+    trace, _ = sharded(subject(Last()), Show(), 2, Plan(GOOD | {"after": "colwise"}))
+    assert trace.proof.agrees is False
+
+
+def test_a_plan_names_what_the_forward_does_not_call() -> None:
+    trace, _ = sharded(subject(Last()), Show(), 2, Plan(GOOD | {"unused": "colwise"}))
+    assert trace.proof.agrees
+    assert "The plan has unused, which the forward does not call." in trace.notes
+
+
+def test_a_plan_that_needs_dtensors_says_why() -> None:
+    styles: Any = {"wq": "colwise", "wk": "colwise", "wv": "colwise", "dense": "rowwise"}
+    x = torch.randn(2, 5, 24)
+    trace, _ = sharded(subject(SplitHeadsAttention(24, 8), x, x, x), Show(), 2, Plan(styles))
+    assert trace.proof.agrees
+    assert any(note.startswith("Only with DTensors, as in the code: without them the forward") for note in trace.notes)
+
+
+def test_a_users_plan_may_cut_weights_that_are_tied() -> None:
+    tied = Attention()
+    tied.k.weight = tied.q.weight
+    assert sharded(subject(tied), Show(), 2, Plan(GOOD))[0].proof.agrees
+    with pytest.raises(InputError, match="k has the weight of q"):
+        sharded(subject(tied), Show(), 2)
