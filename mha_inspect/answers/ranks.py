@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from hashlib import blake2b
 from math import prod
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -29,6 +32,7 @@ from ..text import first_few, spans
 
 _SEED = "Seed it alike on every rank, or broadcast it from rank 0."
 _UNLIKE = {
+    "code": ("The code of {} on rank {} differs from rank 0.", "Copy one version to every rank."),
     "names": ("The {} of rank {} differ from rank 0.", ""),
     "weights": ("Every rank has a copy of {}, and the copy of rank {} differs from rank 0.", _SEED),
     "plain": ("{} of rank {} differs from rank 0. It is no DTensor, so it may be meant.", _SEED),
@@ -99,7 +103,7 @@ def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
 
     Inputs that may be a piece of the whole are left out, and plain parameters where no parameter is a DTensor.
     """
-    ops, parameters = run.recording.ops, parameters_of(subject.module)
+    ops, parameters, kinds = run.recording.ops, parameters_of(subject.module), map(type, subject.module.modules())
     given = dict(tensors_in(argument_names(subject.module, subject.args, subject.kwargs)))
     copied = {name: parameter for name, parameter in parameters.items() if is_copied(parameter)}
     # Beside collectives a plain matrix and its bias may be cut by hand, e.g. a rank's own experts.
@@ -111,7 +115,8 @@ def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
     is_piece = any(run.graph.comes_from_inputs(tensor) for op in moves for tensor in op.inputs)
     queries = next(iter(shards_of(run, parameters)), {}).get("W_q")
     return {
-        "names": {"names of parameters": blake2b(str([*parameters]).encode(), digest_size=8).hexdigest()},
+        "code": _digests_of_code(subject.module),
+        "names": {"names of parameters": _digest_of(parameters), "classes": _digest_of(kinds)},
         "weights": {name: _digest(weight) for name, weight in copied.items() if name not in plain},
         "plain": {name: _digest(copied[name]) for name in plain if len(plain) < len(parameters)},
         "inputs": {name: _digest(each) for name, each in given.items() if is_copied(each) and not is_piece},
@@ -119,6 +124,21 @@ def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
         "shapes": [list(local(tensor).shape) for tensor in (*parameters.values(), *given.values())],
         "heads": None if queries is None else queries.rows,
     }
+
+
+def _digests_of_code(module: nn.Module) -> dict[str, str]:
+    """Return a digest of each file of Python code of the module's classes, and of the user's code, by module."""
+    classes = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
+    loaded = {name: getattr(each, "__file__", None) or "" for name, each in [*sys.modules.items()]}
+    library = sysconfig.get_path("stdlib") + os.sep
+    own = (name for name, file in loaded.items() if not ("-packages" in file or file.startswith(library)))
+    files = {name: Path(loaded.get(name, "")) for name in sorted(classes.union(own))}
+    return {name: _digest_of(file.read_bytes()) for name, file in files.items() if file.is_file()}
+
+
+def _digest_of(content: Iterable[object]) -> str:
+    content = content if isinstance(content, bytes) else str([*content]).encode()
+    return blake2b(content, digest_size=8).hexdigest()
 
 
 def _digest(tensor: Tensor) -> str:
@@ -129,7 +149,10 @@ def _digest(tensor: Tensor) -> str:
 
 
 def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield what other ranks have unlike rank 0 and should have alike, from the digests of all ranks."""
+    """Yield what other ranks have unlike rank 0 and should have alike, from the digests of all ranks.
+
+    Raises `InputError` if a rank has other code: what it computed is no answer.
+    """
     has_one_input = len({str(each["heads"]) for each in every}) == len(every)  # else ranks may have inputs of their own
     has_one_shape = all(each["shapes"] == every[0]["shapes"] for each in every)
     for kind, (sentence, fix) in _UNLIKE.items():
@@ -140,6 +163,8 @@ def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
         ranks = spans(n for n, other in enumerate(others, 1) if any(other.get(name) != first[name] for name in names))
         evidence = f"{names[0]} by rank: {first_few([str(each[kind].get(names[0])) for each in every], 4)}."
         said = sentence.format(first_few(names, 4), ranks)
+        if kind == "code":
+            raise InputError(f"{said} {fix}")
         yield Finding("ranks", said, evidence, sure=kind not in ("names", "plain"), fix=fix)
 
 
@@ -159,7 +184,10 @@ def with_whole_shapes(trace: Trace, run: Run, *modules: nn.Module) -> Trace:
     parameters = {name: parameter for module in modules for name, parameter in parameters_of(module).items()}
     if not any(map(piece_of, parameters.values())):
         return trace
-    every = zip(trace.attentions, run.attentions, shards_of(run, parameters), strict=True)
+    of_each = shards_of(run, parameters)
+    # With one feature a head, a rank's only head and its feature are both a size of one: either may be the other.
+    known = [{} if each.head_dim == 1 else shards for each, shards in zip(trace.attentions, of_each, strict=True)]
+    every = zip(trace.attentions, run.attentions, known, strict=True)
     return replace(
         trace,
         attentions=tuple(

@@ -39,6 +39,9 @@ def leave(number: int) -> None:
         cursor = b"\x1b[?25h" if screen is not None and screen.waits else b""
         word = b"Interrupted.\n" if number == signal.SIGINT else b"Terminated.\n"
         os.write(2, cursor + b"\n" + word if os.isatty(2) else word)
+        ranks = sys.modules.get("mha_inspect.cli.ranks")
+        if number == signal.SIGTERM and ranks is not None and ranks.member is not None:
+            ranks.member.terminated()
     finally:
         os._exit(128 + number)  # as in a shell: 130 for Ctrl-C
 

@@ -13,9 +13,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
+from socket import gethostname
 from threading import Event, Thread, main_thread
 from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar
+from unittest.mock import patch
 
 import typer
 
@@ -28,12 +31,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _PATIENCE = 60
 """Seconds to wait until every rank has started."""
-_STALLED = 5.0
-"""Seconds at one instruction after which a rank is stuck."""
+_LOOK = 0.2
+"""Seconds between two looks at where the command is."""
+_STALLED = 25
+"""Looks at one instruction after which a rank is stuck. A count, as a busy machine stretches the time between them."""
+_GRACE = 8
+"""Looks at one instruction after which rank 0 prints another rank's failure, at the latest after `_STALLED` looks in
+all: it may come to the same failure itself."""
 _IDLE = 0.1
-"""Most seconds of computing in that time."""
-_GRACE = 1.5
-"""Seconds in which rank 0 may print a failure of its own, before that of another rank is printed."""
+"""Most seconds of computing at one instruction."""
 _LONGEST = 1 << 20
 """Most bytes of another rank's output."""
 
@@ -69,6 +75,7 @@ class Member:
                     f"RANK is {self.rank} and WORLD_SIZE {self.world}, but not all ranks started within "
                     f"{_PATIENCE} s. Start the command with torchrun, or unset WORLD_SIZE to run it alone."
                 ) from None
+            self._store.set(f"process/{self.rank}", json.dumps([gethostname(), os.getpid()]))
             self._watching.start()
 
     def leave(self, code: int) -> int:
@@ -76,14 +83,16 @@ class Member:
         if self._store is None:  # no module was run: every rank ended alike
             return 0 if self.rank else code
         try:
-            if code and self.rank:
-                time.sleep(_GRACE)
+            if not code:
+                self._store.compare_set(self._done[self.rank], "", "{}")
+            elif self.rank:
                 for stream in (sys.stdout, sys.stderr):
                     stream.flush()
                 said = [os.pread(file.fileno(), _LONGEST, 0).decode(errors="replace") for file in self._said]
                 self._store.compare_set("failed", "", json.dumps([self.rank, code, *said]))
             else:
-                self._store.compare_set(self._done[self.rank], "", "{}")
+                time.sleep(_LOOK)  # its connections break before it ends
+                self._say_who_ended()
             while self.rank or not (code or self._store.check(self._done)):
                 time.sleep(0.02)  # the watching thread ends a rank other than 0
             self._store.set("end", "")
@@ -102,30 +111,59 @@ class Member:
             time.sleep(0.02)
         return [json.loads(value) for value in self._store.multi_get(self._done)]
 
+    def terminated(self) -> None:
+        """Say on rank 0 which rank ended: a launcher terminates all ranks when one does. The others wait for that."""
+        time.sleep(1 if self.rank else 0)
+        with suppress(RuntimeError):  # the store has ended
+            if self._store is not None and not self.rank:
+                self._say_who_ended()
+
+    def _say_who_ended(self) -> None:
+        """Print a line on rank 0 that names the ranks that were killed or crashed, if there are any."""
+        from ..text import spans
+
+        ended = self._ended()
+        said = f"mha-inspect: rank {spans(ended)} of {self.world} has ended: it was killed, or it crashed.\n"
+        os.write(self._err, said.encode() if ended else b"")
+
+    def _ended(self) -> list[int]:
+        """Return the ranks whose process, on this machine, has ended before its command."""
+        keys = {rank: f"process/{rank}" for rank in self._unfinished() if self._store.check([f"process/{rank}"])}
+        values = map(json.loads, self._store.multi_get([*keys.values()]) if keys else [])
+        processes = zip(keys, values, strict=True)
+        return [rank for rank, (host, process) in processes if host == gethostname() and _has_ended(process)]
+
+    def _unfinished(self) -> list[int]:
+        return [rank for rank in range(self.world) if not self._store.check([self._done[rank]])]
+
     def _watch(self) -> None:
         from ..answers.ranks import stands_at
 
         before: object = None
-        since, computed, said = 0.0, 0.0, None
+        looks, since_failure, computed, said = 0, 0, 0.0, None
         with suppress(RuntimeError):  # the store has ended, and with it the launcher or rank 0
-            while not (self._has_left.wait(0.2) or (self.rank and self._store.check(["end"]))):
-                now, busy = time.monotonic(), time.process_time() - time.thread_time()
+            while not (self._has_left.wait(_LOOK) or (self.rank and self._store.check(["end"]))):
+                busy = time.process_time() - time.thread_time()
                 at, *place = stands_at(sys._current_frames().get(main_thread().ident or 0))
+                looks += 1
                 if at != before or busy - computed > _IDLE:
-                    before, since, computed = at, now, busy
-                if said != (said := json.dumps(place if now - since > _STALLED else [])):
+                    before, looks, computed = at, 0, busy
+                if said != (said := json.dumps(place if looks > _STALLED else [])):
                     self._store.set(f"stuck/{self.rank}", said)
                 if self.rank == 0:
-                    self._look_for_failures()
+                    has_failed = self._store.check(["failed"])
+                    since_failure += has_failed or bool(self._ended())
+                    if since_failure > (_GRACE if looks > _GRACE else _STALLED):
+                        rank, *end = json.loads(self._store.get("failed")) if has_failed else (0, 1, "", "")
+                        failed = f"mha-inspect: rank {rank} of {self.world} failed: see above.\n" if has_failed else ""
+                        self._end(*end, failed)
+                    self._look_for_stuck_ranks()
         if self.rank:
             os._exit(0)
 
-    def _look_for_failures(self) -> None:
-        """End the command if another rank failed, or if no rank goes on and one waits for the others."""
-        if self._store.check(["failed"]):
-            rank, code, out, err = json.loads(self._store.get("failed"))
-            self._end(code, out, f"{err}mha-inspect: rank {rank} of {self.world} failed: see above.\n")
-        others = [rank for rank in range(self.world) if not self._store.check([self._done[rank]])]
+    def _look_for_stuck_ranks(self) -> None:
+        """End the command if no rank goes on and one waits for the others."""
+        others = self._unfinished()
         keys = [f"stuck/{rank}" for rank in others]
         places = [*map(json.loads, self._store.multi_get(keys))] if keys and self._store.check(keys) else []
         if all(places) and any(waits for _, waits in places):
@@ -139,12 +177,21 @@ class Member:
             said += [f"rank {done} has finished"] if (done := spans({*range(self.world)}.difference(others))) else []
             self._end(1, "", f"mha-inspect: {listed(said)}. Every rank must run the same collectives in one order.\n")
 
-    def _end(self, code: int, out: str, err: str) -> None:
+    def _end(self, code: int, out: str, *err: str) -> None:
         """Print the outputs instead of rank 0's own, and end all ranks."""
         os.write(self._out, out.encode())
-        os.write(self._err, err.encode())
+        os.write(self._err, "".join(err).encode())
+        self._say_who_ended()
         self._store.set("end", "")
         os._exit(code)
+
+
+def _has_ended(process: int) -> bool:
+    """Return whether a process has ended, where the system has files of processes; its parent may not know it yet."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][:1] in "ZX"
+    except OSError:
+        return Path("/proc/self/stat").exists()
 
 
 member: Member | None = None
@@ -171,45 +218,47 @@ def join() -> None:
 def with_group(build: Callable[[], T]) -> T:
     """Build a target among several ranks; where it makes no process group, make one, for its forward too.
 
-    A target that needs the group is built again. If a target that makes the group fails, the group is undone.
+    A target that needs the group is built again.
     """
     if member is None:
         return build()
     from torch import distributed
 
-    had_group = distributed.is_initialized()
+    if distributed.is_initialized():  # built again, or beside another target: the group that it makes is there
+        with patch.object(distributed, "init_process_group"):
+            return build()
     try:
         built = build()
-        if not distributed.is_initialized():
-            distributed.init_process_group()
-        return built
     except InputError as error:
-        if distributed.is_initialized():
-            if not had_group:
-                distributed.destroy_process_group()
-            raise
         cause: BaseException | None = error
         while cause is not None:
             if any(frame.f_code.co_name == "init_process_group" for frame, _ in walk_tb(cause.__traceback__)):
                 raise
             cause = cause.__context__
+        if distributed.is_initialized():
+            raise
         with suppress(Exception):  # the target's own error says more
             distributed.init_process_group()
         if not distributed.is_initialized():
             raise
-    return build()
+        return build()
+    if not distributed.is_initialized():
+        distributed.init_process_group()
+    return built
 
 
-def of_all_ranks(trace: Trace, run: Run, subject: Subject) -> Trace:
-    """Return the trace of rank 0 with a description of every rank. Any other rank ends its command here."""
+def of_all_ranks(report: Any, trace: Trace, run: Run, subject: Subject) -> Any:
+    """Return the report of rank 0 with a description of every rank. Any other rank ends its command here."""
     if member is None:
-        return trace
+        return report
     from ..answers.ranks import digests_of, rank_of, unlike, with_copies
     from ..reports.trace import Rank
 
     mine = rank_of(member.rank, trace, run, subject.module)
     every = member.exchange({"rank": asdict(mine), "digests": digests_of(run, subject)})
+    if not all(every):  # a rank could not run the module
+        return report
     of_each = [each["rank"] for each in every]
     ranks = [Rank(**{**one, "rows": {name: tuple(rows) for name, rows in one["rows"].items()}}) for one in of_each]
-    differ = (finding.sentence for finding in unlike([each["digests"] for each in every]))
-    return replace(trace, ranks=with_copies(ranks), notes=(*trace.notes, *differ))
+    said = [*report.notes, *(finding.sentence for finding in unlike([each["digests"] for each in every]))]
+    return replace(report, ranks=with_copies(ranks), notes=tuple(said))

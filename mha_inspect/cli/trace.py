@@ -148,7 +148,7 @@ def _traced(
 
                     return sharded(asked, show, ranks, None if plan is None else plan_from(str(plan)))
                 report, run = traced(asked, show, keep=keep or show.stats or show.values)
-                return of_all_ranks(report, run, asked), run
+                return of_all_ranks(report, report, run, asked), run
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
             hint = "" if explained or loop or ranks is not None else way_out(asked)

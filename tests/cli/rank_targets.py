@@ -59,6 +59,44 @@ def without_backend() -> Made:
     return sharded()
 
 
+def late_without_backend() -> Made:
+    """Fail on both ranks, on rank 0 seconds after rank 1."""
+    end = time.monotonic() + 3 * (dist_rank() == 0)
+    while time.monotonic() < end:
+        pass
+    return without_backend()
+
+
+def dist_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def fails_beside_a_barrier() -> Made:
+    dist.init_process_group("gloo")
+    if dist.get_rank() == 1:
+        raise ValueError("rank 1 cannot be built")
+    dist.barrier()
+    return sharded()
+
+
+class Renamed(Attention):
+    """The same code under another name."""
+
+
+def other_class() -> Made:
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    return (Renamed if dist.get_rank() else Attention)(fused=False), (X,)
+
+
+def other_code() -> Made:
+    """Change the file of this module on rank 1, as far as the process knows."""
+    module, given = sharded()
+    if dist_rank():
+        sys.modules[__name__].__file__ = sys.modules[Attention.__module__].__file__
+    return module, given
+
+
 def drifted() -> Made:
     module, (x,) = sharded()
     if dist.get_rank() == 1:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -36,10 +37,16 @@ COMMANDS = {
     "asleep": ["trace", f"{TARGETS}:asleep"],
     "unknown": ["trace", f"{TARGETS}:unknown"],
     "no backend": ["trace", f"{TARGETS}:without_backend"],
+    "no backend, late": ["trace", f"{TARGETS}:late_without_backend"],
+    "not built": ["trace", f"{TARGETS}:fails_beside_a_barrier"],
+    "other class": ["check", f"{TARGETS}:other_class", "--format", "json"],
+    "other code": ["trace", f"{TARGETS}:other_code"],
+    "params, raises": ["params", f"{TARGETS}:broken", "--set", "how=raises"],
     "usage": ["trace", f"{TARGETS}:sharded", "--batch", "many"],
     "check": ["check", f"{TARGETS}:sharded", "--format", "json"],
     "check by hand": ["check", f"{TARGETS}:broken", "--set", "how=works", "--format", "json"],
     "check own experts": ["check", f"{TARGETS}:own_experts", "--format", "json"],
+    "check built twice": ["check", f"{TARGETS}:in_its_own_group", "--causal", "--seq-len", "5"],
     "check drifted": ["check", f"{TARGETS}:drifted", "--format", "json"],
     "diff": ["diff", f"{TARGETS}:sharded", f"{TARGETS}:sharded"],
     "decode": ["trace", f"{TARGETS}:sharded", "--decode", "1"],
@@ -169,6 +176,7 @@ def test_another_command_answers_once(ran: dict[str, Any]) -> None:
     report = json.loads(ran["params"][0].out)
     assert (report["parameters"][0]["shape"], report["parameters"][0]["whole"]) == ([16, 32], [32, 32])
     assert report["parameters"][0]["start"] == [0, 0]
+    assert report["ranks"] == json.loads(ran["sharded"][0].out)["ranks"]
     assert ran["exported"] == ran["params"][0].out
 
 
@@ -201,10 +209,45 @@ def test_a_collective_that_never_comes_is_reported_with_the_lines(
     assert (first.code, first.out, first.err.splitlines()[-1]) == (1, "", f"mha-inspect: {said}")
 
 
-def test_a_rank_that_is_killed_ends_the_other(ran: dict[str, Any]) -> None:
+def test_a_rank_that_is_killed_ends_the_other_with_its_name(ran: dict[str, Any]) -> None:
     first, _ = ran["is killed"]
     assert first.code == 1
     assert "dist.all_reduce(x + 0)" in first.out
+    assert first.err == "mha-inspect: rank 1 of 2 has ended: it was killed, or it crashed.\n"
+
+
+def test_a_launcher_that_ends_rank_0_hears_which_rank_ended_first(capfd: pytest.CaptureFixture[str]) -> None:
+    """torchrun terminates the other ranks as soon as one is killed."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    process = json.dumps([socket.gethostname(), ended.pid]).encode()
+    held = {"process/1": process, "process/2": process, "done/2": b"{}"}
+    first = object.__new__(ranks.Member)
+    first.rank, first.world, first._err = 0, 3, 2
+    first._done = ["done/0", "done/1", "done/2"]
+    first._store = SimpleNamespace(
+        check=lambda keys: held.keys() >= {*keys}, multi_get=lambda keys: [held[key] for key in keys]
+    )
+    first.terminated()
+    assert capfd.readouterr().err == "mha-inspect: rank 1 of 3 has ended: it was killed, or it crashed.\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [("not built", 2, "rank 1 cannot be built"), ("params, raises", 1, "shape '[3, 7]' is invalid")],
+)
+def test_the_error_of_one_rank_is_named_and_not_what_follows_on_another(
+    ran: dict[str, Any], name: str, code: int, said: str
+) -> None:
+    first, _ = ran[name]
+    assert (first.code, first.out) == (code, "")
+    assert said in first.err
+    assert first.err.splitlines()[-1] == "mha-inspect: rank 1 of 2 failed: see above."
+
+
+def test_another_class_on_a_rank_may_be_meant(ran: dict[str, Any]) -> None:
+    (found,) = json.loads(ran["other class"][0].out)["findings"]
+    assert (found["sentence"], found["sure"]) == ("The classes of rank 1 differ from rank 0.", False)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +258,12 @@ def test_a_rank_that_is_killed_ends_the_other(ran: dict[str, Any]) -> None:
             "no backend",
             "without_backend() cannot be built: RuntimeError: Distributed package doesn't have NCCL built in",
         ),
+        (
+            "no backend, late",
+            "late_without_backend() cannot be built: RuntimeError: Distributed package doesn't have NCCL built in",
+        ),
+        ("other code", f"The code of {TARGETS} on rank 1 differs from rank 0. Copy one version to every rank."),
+        ("check built twice", "so --seq-len does not apply"),
         ("usage", "--batch many is not a whole number"),
         ("diff", "a comparison runs Attention several times"),
         ("decode", "--decode runs Attention several times"),
@@ -222,7 +271,7 @@ def test_a_rank_that_is_killed_ends_the_other(ran: dict[str, Any]) -> None:
 )
 def test_bad_input_is_two_lines_on_rank_0_alone(ran: dict[str, Any], name: str, said: str) -> None:
     first, _ = ran[name]
-    if name == "no backend" and torch.distributed.is_nccl_available():
+    if "no backend" in name and torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")
     assert (first.code, first.out) == (2, "")
     lines = [line for line in first.err.splitlines() if line.startswith("mha-inspect: ")]
