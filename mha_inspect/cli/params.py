@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +12,14 @@ from ..errors import ExitCode, MhaInspectError, SpecError
 from ..files.checkpoint import is_checkpoint
 from ..layers.catalog import LAYERS
 from ..text import shown
+from . import ranks as processes
 from . import subject
 from .app import command
 from .options import TARGET, Options, option, require_ranks, size
 from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..reports.params import ParamsReport
-    from ..running.subject import Subject
 
 PANEL = "Params"
 _OF_INPUTS = ("causal", "padding", "attn_mask", "input")
@@ -139,21 +135,13 @@ def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[st
 def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any], ranks: int | None) -> ParamsReport:
     with subject.running(options, f"reading {options.layer}"):
         from ..answers.params import INPUTS, params
+        from ..answers.sharding import cut_parameters
         from ..call.load import load_layer
 
         specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
         first, *others = [load_layer(spec, INPUTS, run, options.layer) for spec in specs]
-        with _cut(first, ranks) as cut:
+        with cut_parameters(first, ranks) as cut:
             return params(first, beside=others, cut=cut, **asked)
-
-
-def _cut(subject: Subject, ranks: int | None) -> AbstractContextManager[Mapping[str, Tensor]]:
-    """Return a context with the parameters that rank 0 has; with none if they are not cut."""
-    if ranks is None:
-        return nullcontext({})
-    from ..answers.sharding import cut_parameters
-
-    return cut_parameters(subject, ranks)
 
 
 def _of_target(
@@ -165,6 +153,8 @@ def _of_target(
         from torch.nn.parameter import is_lazy
 
         from ..answers.params import params
+        from ..answers.sharding import cut_parameters
+        from ..call.call import TargetFailedError
         from ..call.load import subject_of
         from ..running.subject import Subject
 
@@ -176,16 +166,14 @@ def _of_target(
         try:
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             subjects = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            with _cut(subjects[0], ranks) as cut:
-                report = params(subjects[0], beside=subjects[1:], cut=cut, **asked)
+            with cut_parameters(subjects[0], ranks) as cut:
+                report = params(subjects[0], beside=subjects[1:], cut=cut, of_all_ranks=processes.of_all_ranks, **asked)
         except MhaInspectError as error:
-            if (
-                many
-                or ranks is not None
-                or options.input_shape
-                or options.input
-                or any(map(is_lazy, first.module.parameters()))
-            ):
+            fails_alone = processes.member is not None and isinstance(
+                error, TargetFailedError
+            )  # other ranks may wait for it
+            is_asked = many or ranks is not None or options.input_shape or options.input
+            if is_asked or fails_alone or any(map(is_lazy, first.module.parameters())):
                 raise
             unrun = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(unrun, called=False, **asked)

@@ -8,7 +8,7 @@ from typing import Any
 from .. import text
 from ..reports.params import HeadCountColumn, HeadSlice, LikeModule, Parameter, ParametersTotal, ParamsReport
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
-from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, shape_cell, times
+from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, ranks_section, shape_cell, times
 
 
 def params_page(report: ParamsReport) -> Page:
@@ -56,6 +56,7 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
     else:
         yield section("", *changes)
     yield section("", *notes(report.notes))
+    yield ranks_section(report.ranks)
 
 
 def _fit(like: LikeModule) -> Iterator[Block]:

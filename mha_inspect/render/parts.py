@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from .. import text
 from ..reports.common import Environment, LayerInfo, MeasuredAgainst, Verdict
+from ..reports.trace import Rank
 from .page import LONGEST, Cell, Column, Facts, Page, Paragraph, Section, Table, Tone, Verbatim, facts, section, table
 
 T = TypeVar("T")
@@ -172,3 +173,34 @@ def contents(tensors: Iterable[Any]) -> tuple[Table | Verbatim, ...]:
         *([table(measured, columns)] if measured else []),
         *(Verbatim(tuple(t.values.text.split("\n")), t.name, text.shape(t.shape), t.axes) for t in shown),
     )
+
+
+def ranks_section(ranks: Sequence[Rank] | None) -> Section:
+    """Return the table of ranks; ranks that differ only in the place of their rows are one row."""
+    if ranks is None:
+        return section("")
+
+    def key(rank: Rank) -> object:
+        sizes = {name: stop - start for name, (start, stop) in rank.rows.items()}
+        return *sizes.items(), rank.heads, rank.kv_heads, rank.kv_copied, rank.bytes, rank.flops, rank.exchanged
+
+    def rows(name: str, what: str) -> Column:
+        def spans(alike: list[Rank]) -> str:
+            places = [*dict.fromkeys(text.span(rank.rows[name]) for rank in alike if name in rank.rows)]
+            return ", ".join(places) if len(places) < 3 else f"{places[0]}, …, {places[-1]}"
+
+        return Column(f"{name} {what}", spans, tone="shape", optional=True, drop=1 if name in ("W_q", "W_o") else 2)
+
+    columns = [
+        Column("rank", lambda alike: text.spans(rank.rank for rank in alike), tone="strong"),
+        Column("heads", lambda alike: alike[0].heads or "", "right", optional=True),
+        Column("kv_heads", lambda r: f"{r[0].kv_heads or ''}{', copied' * r[0].kv_copied}", "right", optional=True),
+        *(rows(f"W_{letter}", "columns" if letter == "o" else "rows") for letter in "qkvo"),
+        Column("parameters", lambda alike: text.byte_size(alike[0].bytes), "right"),
+        Column("FLOPs", lambda alike: text.flops(alike[0].flops), "right"),
+        Column("exchanged", lambda alike: text.byte_size(alike[0].exchanged), "right", drop=3),
+    ]
+    flops = [rank.flops for rank in ranks]
+    busiest, most = ranks[flops.index(max(flops))].rank, max(flops) * len(flops) / (sum(flops) or 1)
+    balance = f"rank {busiest} computes {most:.2f} × the mean FLOPs" if len(set(flops)) > 1 else ""
+    return section(text.plural(len(ranks), "rank"), table(grouped(ranks, key), columns), detail=balance)

@@ -7,21 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .. import text
-from ..reports.trace import (
-    AttentionReport,
-    DecodeProof,
-    Failure,
-    OpLine,
-    OpTensor,
-    Path,
-    Proof,
-    Rank,
-    Stage,
-    Step,
-    Trace,
-)
+from ..reports.trace import AttentionReport, DecodeProof, Failure, OpLine, OpTensor, Path, Proof, Stage, Step, Trace
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Verbatim, facts, section, table
-from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, shape_cell
+from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, ranks_section, shape_cell
 
 LEGENDS = {
     "*": "inside a fused kernel, opened",
@@ -54,8 +42,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     returned = [("returns", _returned(trace))] if trace.returns else []
     lines = [*returned, *run, *_collectives(trace), *(("note", note) for note in trace.notes)]
     yield section("", *([facts(*lines)] if lines else []), *contents(trace.returns))
-    if trace.ranks:
-        yield section(text.plural(len(trace.ranks), "rank"), _ranks(trace.ranks), detail=_balance(trace.ranks))
+    yield ranks_section(trace.ranks)
     if trace.plan_code is not None:
         yield section("plan", Verbatim(tuple(trace.plan_code.splitlines())))
     if trace.ops is not None:
@@ -75,44 +62,6 @@ def _collectives(trace: Trace) -> Iterator[tuple[str, str]]:
     ]
     if said:
         yield "between ranks", "; ".join(said)
-
-
-def _ranks(ranks: tuple[Rank, ...]) -> Table:
-    """Return the table of ranks; ranks that differ only in the place of their rows are one row."""
-
-    def key(rank: Rank) -> object:
-        sizes = {name: stop - start for name, (start, stop) in rank.rows.items()}
-        return *sizes.items(), rank.heads, rank.kv_heads, rank.kv_copied, rank.bytes, rank.flops, rank.exchanged
-
-    def rows(name: str, what: str) -> Column:
-        def spans(alike: list[Rank]) -> str:
-            places = [*dict.fromkeys(text.span(rank.rows[name]) for rank in alike if name in rank.rows)]
-            return ", ".join(places) if len(places) < 3 else f"{places[0]}, …, {places[-1]}"
-
-        return Column(f"{name} {what}", spans, tone="shape", optional=True, drop=1 if name in ("W_q", "W_o") else 2)
-
-    def kv_heads(alike: list[Rank]) -> str:
-        return f"{alike[0].kv_heads or ''}{', copied' if alike[0].kv_copied else ''}"
-
-    columns = [
-        Column("rank", lambda alike: text.spans(rank.rank for rank in alike), tone="strong"),
-        Column("heads", lambda alike: alike[0].heads or "", "right", optional=True),
-        Column("kv_heads", kv_heads, "right", optional=True),
-        *(rows(f"W_{letter}", "columns" if letter == "o" else "rows") for letter in "qkvo"),
-        Column("parameters", lambda alike: text.byte_size(alike[0].bytes), "right"),
-        Column("FLOPs", lambda alike: text.flops(alike[0].flops), "right"),
-        Column("exchanged", lambda alike: text.byte_size(alike[0].exchanged), "right", drop=3),
-    ]
-    return table(grouped(ranks, key), columns)
-
-
-def _balance(ranks: tuple[Rank, ...]) -> str:
-    """Return how much more the busiest rank computes than the mean; empty if all compute the same."""
-    flops = [rank.flops for rank in ranks]
-    if len(set(flops)) == 1:
-        return ""
-    busiest, most = ranks[flops.index(max(flops))].rank, max(flops) * len(flops) / sum(flops)
-    return f"rank {busiest} computes {most:.2f} × the mean FLOPs"
 
 
 def _returned(trace: Trace) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .common import Environment, LayerInfo, Report, Stats, Values
+from .trace import Rank
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class ParamsReport(Report):
     """The attentions in a checkpoint; None for a module."""
     like: LikeModule | None = None
     """How a checkpoint fits the given module; None without such a module."""
+    ranks: tuple[Rank, ...] | None = None
+    """The ranks of the process group, as in a trace; None on a single rank."""
 
     @property
     def ok(self) -> bool:
