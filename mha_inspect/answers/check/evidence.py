@@ -133,7 +133,7 @@ class Evidence:
             marks = torch.unique(value)
             for mark in marks if len(marks) == 2 else ():
                 pads: Tensor = (value == mark).reshape(shape).cpu()
-                if not any(bool((each & ~pads[:, :, None] & pads[:, None]).any()) for each in seen):
+                if all(_hides(each, pads) for each in seen):
                     return pads
         return None
 
@@ -288,7 +288,9 @@ class Evidence:
         real = range(source.length) if padded is None else (~padded[0]).nonzero().flatten().tolist()
         # A token that a mask hides from every other query changes nothing, whatever the code does.
         seen = [place for place in real if place in self.seen_by_others] or real
-        places = {seen[len(seen) // 2], real[-1]} if real else set[int]()
+        if not real:
+            raise NotPossibleError("the first batch item is padding throughout")
+        places = {seen[len(seen) // 2], real[-1]}
         outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
         return {place: self.differences(output, times=0) for place, output in outputs.items()}
 
@@ -314,6 +316,16 @@ class Evidence:
         further = {place: source for place, source in enumerate(self.sources) if place and len(source.axes) == 2}
         outputs = {place: self.output_with(source.others(source.length // 2)) for place, source in further.items()}
         return {place: self.differences(output) for place, output in outputs.items()}
+
+
+def _hides(seen: Tensor, pads: Tensor) -> bool:
+    """Return whether no token that is no padding sees padding, and not because of the order of tokens alone."""
+    past = torch.ones(seen.shape[1:], dtype=torch.bool).tril(-1)
+    pairs, later = ~pads[:, :, None] & pads[:, None], pads[:, None] & past
+    in_order = not bool((seen & past.mT).any())
+    hidden = pairs & past if in_order else pairs
+    by_mask = bool(hidden.any()) or (bool(later.any()) and not bool((seen & later).any()))
+    return by_mask and not bool((seen & pairs).any())
 
 
 def evidence_of(

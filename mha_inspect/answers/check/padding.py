@@ -102,8 +102,9 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
     if by_row:
         keys[1:] = False
-    value = given[..., keys[0]].flatten()[0]
-    if not bool((given[..., keys[0]] == value).all()):
+    given_there = given[slice(0, 1) if by_row else slice(None), ..., keys[0]]
+    value = given_there.flatten()[0]
+    if not bool((given_there == value).all()):
         return None
     additive = given.is_floating_point() and bool((given <= 0).all()) and (given.dim() > 2 or bool(given.any()))
     other = ((-1e9 if value == 0 else 0.0) * torch.ones(()) if additive else 1 - value.long()).to(given)
@@ -235,8 +236,7 @@ def _of_other_items(run: Masked) -> Finding:
     return Finding(
         "padding",
         "The mask of one batch item masks out keys of another item.",
-        f"With {run.name} {_word(run.other)} at {run.places} and {_word(run.value)} in batch item {other}, that item "
-        "changes too.",
+        f"With {run.name} {_word(run.other)} at {run.places} alone, batch item {other} changes too.",
         source=run.line,
         fix="Repeat the mask in the order of the joined dimension: repeat_interleave(heads, 0) for (batch heads).",
     )

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
+from ...naming.stage_facts import StageFacts
 from ...naming.visibility import visibility
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
@@ -114,7 +115,7 @@ def softmax(evidence: Evidence) -> Iterator[Finding]:
 @partial(of_each_kind, "the weights are not a plain softmax times the values (e.g. sinks, mixed heads, dropout)")
 def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     product = attention.value_product
-    drops = any(op.does("draws") for op in attention.weights_path)
+    drops = StageFacts(evidence.run.graph, attention, {}).drops()
     others = attention.weighing or attention.sinks or attention.divided or attention.mixed_weights
     if drops or others or not product.multiply.does("product"):
         raise NotHereError
@@ -226,10 +227,27 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
     weights = evidence.content(attention.softmax.output)
     for op in attention.masks:
         values = [evidence.content(tensor) for tensor in op.inputs]
-        fault = _weak_mask(op, values, weights)
+        fault = _weak_mask(op, values, weights) or _undone(evidence, attention, op)
         if fault is not None:
             sentence, proof, fix = fault
             yield Finding("masking", sentence, proof, source=op.source, fix=fix)
+
+
+def _undone(evidence: Evidence, attention: Attention, op: Op) -> tuple[str, str, str] | None:
+    """Return sentence, evidence and fix if a later step, e.g. a tanh that caps the scores, undoes a mask; else None."""
+    number = _filled(op, [evidence.content(tensor) for tensor in op.inputs]) if op.does("fills_where") else None
+    stages = (op.output, attention.softmax.inputs[0], attention.softmax.output)
+    filled, scores, weights = (evidence.content(tensor) for tensor in stages)
+    if number is None or filled is None or scores is None or number > -1e3 or filled.shape != scores.shape:
+        return None
+    undone = (filled == number) & (scores > -1e3)
+    if not undone.any() or not _weighs(weights, undone):
+        return None
+    return (
+        "A step between the mask and the softmax undoes the mask: a masked key gets weight.",
+        f"The mask fills in {number:.3g}, and the softmax gets {float(scores[undone].max()):.3g} there.",
+        "Apply the mask last, just before the softmax.",
+    )
 
 
 def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> tuple[str, str, str] | None:
@@ -312,6 +330,12 @@ def _unfinite(
     known = visibility(evidence.run.graph, attention, names) if nan else None
     if known is not None and known.blind:
         row, query = known.blind[0]
+        if (
+            evidence.intent.causal
+            and not any(at for _, at in known.blind)
+            and any(sight.almost_causal for sight in evidence.sights)
+        ):
+            raise NotPossibleError("cannot be judged until causal passes", "until causal passes")
         sentence = f"A query with every key masked out gives NaN, first in {stage}."
         more = f" (and {len(known.blind) - 1} more)" if len(known.blind) > 1 else ""
         proof = f"Query {query} of item {row}{more} has every key masked out; {nan} of {tensor.numel} numbers are NaN."

@@ -193,15 +193,18 @@ def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
         raise NotHereError
     lost = NotHereError if names.num_kv_heads in (1, names.num_heads) else LostError
     try:
-        query, key, value = (_heads_read(Factor(evidence, attention, names, side)) for side in SIDES)
+        pairs, keys, values = (_heads_read(Factor(evidence, attention, names, side)) for side in SIDES)
     except LostError as error:
         raise lost from error
-    heads, kv, values = (len(set(groups.values())) for groups in (query, key, value))
-    alike = query.keys() == key.keys() == value.keys() and heads == len(query) and kv == values
-    if not alike or kv in (1, heads) or heads % kv:
+    # A group of the product may have several query heads, and has one key head.
+    query, key, value = dict(pairs), *({group: place for place, group in each} for each in (keys, values))
+    heads, kv = len(query), len(set(key.values()))
+    whole = [len(each) for each in (query, key, value)] == [len(each) for each in (pairs, keys, values)]
+    alike = set(query.values()) == key.keys() == value.keys() and kv == len(set(value.values()))
+    if not (whole and alike) or kv in (1, heads) or heads % kv:
         raise lost
-    order = sorted(query, key=query.__getitem__)
-    reads, each = [key[group] for group in order], heads // kv
+    order, each = [query[place] for place in sorted(query)], heads // kv
+    reads = [key[group] for group in order]
     means, tiled = [place // each for place in range(heads)], [place % kv for place in range(heads)]
     reading = f"Query heads 0–{heads - 1} use key heads {', '.join(map(str, reads))}"
     if [value[group] for group in order] != reads:
@@ -214,22 +217,17 @@ def grouped(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     elif reads != means:
         yield Finding(
             "grouped",
-            "The shared key heads are repeated in the wrong order"
-            + (" (repeat, or expand before the heads)" if reads == tiled else "")
+            "The shared key heads are used in the wrong order"
+            + (" (repeat, expand before the heads, or groups before key heads)" if reads == tiled else "")
             + f": query head 1 uses key head {reads[1]}, but {each} neighbours should share one. "
             "Weights of Llama or torch would meet the wrong heads.",
             f"{reading}; expected {', '.join(map(str, means))}.",
             source=attention.score_product.op.source,
-            fix="Use repeat_interleave(group, dim=1), or expand after the heads.",
+            fix="Use repeat_interleave(group, dim=1), expand after the heads, or split queries as (kv_heads group).",
         )
 
 
-def _heads_read(factor: Factor) -> dict[int, int]:
-    """Return the projection head that each group of the product uses, found with one token.
-
-    Raises `LostError` if a group uses several heads.
-    """
-    rows = [(group, place) for place, rows in enumerate(factor.by_piece(factor.token(0)).values()) for group, _ in rows]
-    if len(dict(rows)) < len(rows):
-        raise LostError
-    return dict(rows)
+def _heads_read(factor: Factor) -> list[tuple[int, int]]:
+    """Return pairs of a projection head and a group of the product that uses it, found with one token."""
+    pieces = factor.by_piece(factor.token(0)).values()
+    return sorted({(place, group) for place, rows in enumerate(pieces) for group, _ in rows})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -264,6 +264,35 @@ def _no_key() -> dict[str, Tensor]:
     return {"x": torch.randn(B, N, E), "mask": mask}
 
 
+def _by_group(order: str) -> Steps:
+    """Key heads `g` that groups `r` of query heads share, without a copy; `order` is that of the split query heads."""
+
+    def attend(m: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (torch.einsum(f"b{order}qd,bgkd->bgrqk", q.unflatten(1, (2, 2)), k) / math.sqrt(D)).softmax(-1)
+        return torch.einsum(f"bgrqk,bgkd->b{order}qd", weights, v).flatten(1, 2)
+
+    return {"kv_heads": 2, "attend": attend}
+
+
+def _capped(scores: Tensor) -> Tensor:
+    return 5 * torch.tanh(scores / 5)
+
+
+def _left_padded(rows: slice) -> Steps:
+    """A causal mask and the padding of some rows, with the lowest number."""
+
+    def mask(m: Any, s: Tensor) -> Tensor:
+        return s.masked_fill(~m.padding[rows, None, None, :] | future(s), torch.finfo(s.dtype).min)
+
+    return {"mask": mask}
+
+
+def _pads_on_the_left() -> dict[str, Tensor]:
+    mask = torch.ones(B, N)
+    mask[1:, :4] = 0
+    return {"x": torch.randn(B, N, E), "mask": mask}
+
+
 CAUSAL, CACHE, SCALE = Intent(causal=True), Intent(cache="past"), Intent(scale="sqrt_head_dim")
 WINDOW, PADDING = Intent(causal=True, window=4), Intent(padding="mask", padding_true="keep")
 LEFT = Intent(padding="mask", padding_true="keep", padding_side="left")
@@ -421,6 +450,21 @@ CASES = [
     # the mask of the first row is used for all
     _padding("PaddingOfFirstRow", wrong=padded(lambda keep: keep[:1].expand_as(keep)[:, None, None, :])),
     _padding(
+        "GivenPaddingOfFirstRow",
+        wrong=_left_padded(slice(0, 1)),
+        twin=_left_padded(slice(None)),
+        inputs=_pads_on_the_left,
+        intent=replace(LEFT, causal=True),
+    ),
+    # the cap of Gemma 2, after the mask
+    Case(
+        "MaskBeforeCap",
+        "masking",
+        {"mask": lambda m, s: _capped(s.masked_fill(future(s), -1e9))},
+        {"mask": lambda m, s: _capped(s).masked_fill(future(s), -1e9)},
+        intent=CAUSAL,
+    ),
+    _padding(
         "PaddingAsBoolForFused",
         wrong=fused(attn_mask=lambda m, q: ~m.padding[:, None, None, :]),
         twin=fused(attn_mask=lambda m, q: m.padding[:, None, None, :]),
@@ -488,6 +532,7 @@ CASES = [
     Case("Tiled", "grouped", repeated(_tiled), repeated(_each)),
     Case("ExpandedInFront", "grouped", repeated(lambda t: _expanded(t, 1)), repeated(lambda t: _expanded(t, 2))),
     Case("ValuesTiled", "grouped", repeated(_each, _tiled), repeated(_each)),
+    Case("GroupsBeforeKeyHeads", "grouped", _by_group("rg"), _by_group("gr")),
     # raiyanyahya/how-to-train-your-gpt#6: halves of one layout, pairs of another
     Case("RotaryMixed", "rotary", turned(halves, pairs), turned(halves, halves)),
     Case("RotaryOfQueriesAlone", "rotary", turned(pairs, lambda k: k), turned(pairs, pairs)),

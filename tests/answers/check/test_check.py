@@ -312,6 +312,37 @@ def test_a_head_counts_as_its_context_does() -> None:
     assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
 
 
+class Documents(Right):
+    """Causal, in documents or over them all."""
+
+    apart = True
+
+    def forward(self, x: Tensor, document: Tensor) -> Tensor:
+        self.others = document[:, None, :, None] != document[:, None, None, :]
+        return super().forward(x)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        future = torch.ones(N, N, dtype=torch.bool).triu(1)
+        return scores.masked_fill(future | self.others if self.apart else future, -math.inf)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+def test_tokens_that_are_last_are_no_padding_under_a_causal_mask(apart: bool) -> None:
+    torch.manual_seed(0)
+    module, document = Documents(), torch.zeros(B, N, dtype=torch.long)
+    module.apart, document[:, 5:] = apart, 1
+    report = mha_inspect.check(module, torch.randn(B, N, E), document, intent=Intent(causal=True))
+    assert report.findings == ()
+    assert apart or fact(report, "who sees whom") == "causal"
+
+
+@pytest.mark.parametrize("name", ["DropoutAlways", "DropoutWithoutFlag"])
+def test_a_dropout_that_is_on_is_one_finding(name: str) -> None:
+    torch.manual_seed(0)
+    report = mha_inspect.check(MADE[name](True), torch.randn(B, N, E))
+    assert [finding.check for finding in report.findings] == ["repeat"]
+
+
 def test_heads_are_compared_where_the_output_is_finite() -> None:
     torch.manual_seed(0)
     fill = {"mask": lambda m, s: s.masked_fill(~m.padding[:, None, None, :], -math.inf)}
