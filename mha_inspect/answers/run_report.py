@@ -248,7 +248,7 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
     number = len(attention.branches)
     along = _along(attention, names)
     mixed = ["scores before the softmax"] if attention.mixed_scores else []
-    mixed += ["weights after it"] if attention.mixed_weights else []
+    mixed += [f"weights after {'it' if mixed else 'the softmax'}"] if attention.mixed_weights else []
     sentences = {
         without_dot(attention): True,
         f"The weights come from the scores without a softmax.{beside}": attention.weighing,

@@ -66,9 +66,7 @@ def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
-    if len(known) == 1:
-        return known[0]
-    return torch.cat(known, dim=1 if "heads" in axes else -1)
+    return known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in axes else -1)
 
 
 def returned_content(run: NamedRun, value: torch.Tensor) -> torch.Tensor | None:

@@ -81,7 +81,6 @@ class InnerStepsReader:
             if norm or turned or cached:
                 operands[stage] = OperandSteps(norm[0] if norm else None, cached[0] if cached else None, steps)
         norm = norms["query"] or norms["key"]
-        cached = caches["key"]
         rotary = _rotary(turns["query"], turns["key"])
         for product in (each.product for each in added.values() if rotary is None and each.product is not None):
             like = replace(turn, score_product=product)
@@ -89,7 +88,7 @@ class InnerStepsReader:
         return InnerSteps(
             position=rotary or next((each.position for each in added.values() if each.position), None),
             qk_norm=norm[0] if norm else None,
-            cache=cached[0] if cached else None,
+            cache=caches["key"][0] if caches["key"] else None,
             window=self._window(attention, names),
             bias=any(each.bias for each in added.values()),
             operands=operands,
@@ -123,17 +122,12 @@ def _rotary(query: Turned | None, key: Turned | None) -> Position | None:
     either = query or key
     if either is None:
         return None
-    return Position(
-        "rotary",
-        either[0].layout,
-        either[0].dims,
-        query[0].offset if query else None,
-        key[0].offset if key else None,
-    )
+    offsets = (None if turned is None else turned[0].offset for turned in (query, key))
+    return Position("rotary", either[0].layout, either[0].dims, *offsets)
 
 
 def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[str, float | None], ...]:
-    """Return `attention.scoring` with `bias` or `product` in the place of `add` where no mask is added."""
+    """Return `attention.scoring` with `bias`, `product` or `made` (of the scores) for an `add` that adds no mask."""
     ops: list[Op] = [op for op in attention.masks if op is not attention.score_product.op]
     steps: list[tuple[str, float | None]] = []
     for kind, number in attention.scoring:
@@ -141,6 +135,8 @@ def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[
         told = added.get(op.index) if op is not None and kind == "add" else None
         if told is not None and told.product is not None:
             steps.append(("product", None))
+        elif told is not None and told.of_scores:
+            steps.append(("made", None))
         elif told is not None and told.bias:
             steps += [("bias", None), *([("add", None)] if told.mask else [])]
         else:

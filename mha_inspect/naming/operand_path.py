@@ -8,6 +8,7 @@ from math import isclose, prod
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
 from ..graph.rerun import Constants
 from ..record.ops import Op, TensorRef
@@ -135,8 +136,9 @@ def cache_of(
     for op in path.ops:
         if op.base_name == "cat" and written is None:
             earlier = [tensor for tensor in path.others(op) if tensor.numel]
-            new = sum(t.shape[_join_place(op)] for t in op.inputs if t.id in path.reached)
-            past = op.output.shape[_join_place(op)] - new
+            place = setting(op, 1, "dim", 0)
+            new = sum(t.shape[place] for t in op.inputs if t.id in path.reached)
+            past = op.output.shape[place] - new
             if past and new and past + new >= keys > new and all(_is_earlier(path, tensor) for tensor in earlier):
                 return Cache(keys - new, new, 0, "concatenated"), {op.index}
         elif op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached:
@@ -157,12 +159,6 @@ def cache_of(
         return None
     ops = {written.index, *(op.index for op in ends)}
     return Cache(past, new, keys - last, "paged" if ends else "in place"), ops
-
-
-def _join_place(op: Op) -> int:
-    """Return the dimension along which an operation concatenates."""
-    place = op.args[1] if len(op.args) > 1 else op.kwargs.get("dim", 0)
-    return int(place) % len(op.output.shape)
 
 
 def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:

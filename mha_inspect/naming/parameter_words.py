@@ -20,6 +20,7 @@ from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
 from .parameters import SIDES, Part, Serves, coordinates, num_heads, parameters_behind, parts_of
+from .pattern import in_words
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
@@ -74,12 +75,8 @@ def roles_of(run: NamedRun) -> dict[str, ParameterRole]:
         for name, use in _uses(run, attention, parts).items():
             roles.setdefault(name, []).append(words.role(use))
     # Used by several attentions: the slices of the most detailed role, the texts of all.
-    merged = {
-        name: replace(
-            max(of_name, key=lambda role: len(role.heads)), text="; ".join(dict.fromkeys(r.text for r in of_name))
-        )
-        for name, of_name in roles.items()
-    }
+    texts = {name: "; ".join(dict.fromkeys(role.text for role in of_name)) for name, of_name in roles.items()}
+    merged = {n: replace(max(of, key=lambda role: len(role.heads)), text=texts[n]) for n, of in roles.items()}
     readers = _readers(run)
     others = {named.name for named in run.recording.parameters} - merged.keys()
     texts = {name: f"used by {readers[name]}" if name in readers else "not used by this forward" for name in others}
@@ -217,13 +214,8 @@ def _axes(parts: Sequence[Part], words: tuple[str, str], ones: Sequence[str]) ->
     letters = "".join(part.letter for part in parts)
     names = (letters if letters in _PACKED else "packed", *words)
     for order in permutations(range(3)):
-        laid_out = (
-            torch.arange(place.numel())
-            .view([place.shape[axis] for axis in order])
-            .permute([order.index(axis) for axis in range(3)])
-        )
-        if torch.equal(laid_out, place):
-            sizes = [(names[axis], place.shape[axis]) for axis in order]
+        sizes, back = [(names[axis], place.shape[axis]) for axis in order], [order.index(axis) for axis in range(3)]
+        if torch.equal(torch.arange(place.numel()).view([size for _, size in sizes]).permute(back), place):
             return _in_dims(shape, outer, [(name, size) for name, size in sizes if size > 1 or name in ones])
     return None
 
@@ -240,10 +232,7 @@ def _in_dims(shape: Sequence[int], outer: Sequence[int], axes: list[tuple[str, i
             size *= number
         if size != shape[dim]:
             return None
-    texts = {
-        dim: "1" if not names else names[0] if len(names) == 1 else f"({' '.join(names)})"
-        for dim, names in dims.items()
-    }
+    texts = {dim: in_words([names or ["1"]]) for dim, names in dims.items()}
     return [texts.get(dim, str(shape[dim])) for dim in range(len(shape))]
 
 

@@ -309,7 +309,7 @@ class _PartsOfAttention:
         The products in `ends` end the way. At any other projection the walk goes on to the projected tensor. Of tensors
         made by the operation `since` or earlier, only weights are followed.
         """
-        graph, ops, meetings = self._graph, dict[int, Op](), list[_Meeting]()
+        graph, ops, meetings, beyond = self._graph, dict[int, Op](), list[_Meeting](), set[int]()
         queue = deque([start])
         if graph.is_weight(start):
             meetings.append(_Meeting(None, start, "learned"))
@@ -317,20 +317,23 @@ class _PartsOfAttention:
             tensor = queue.popleft()
             op = self._run.recording.producer(tensor)
             weight = graph.is_weight(tensor)
-            if op is None or op.index in ops or not (weight or (op.index > since and tensor.id not in stops)):
+            follows = op is not None and op.index > since and (tensor.id not in stops or op.index in ends)
+            if op is None or op.index in ops or not (weight or follows):
                 continue
             ops[op.index] = op
             projects = graph.is_projection(op) and not weight
             projected, factor = (graph.projected(op), weight_of(graph, op)) if projects else (None, None)
             is_number = op.base_name in ("sum", "mean") and not graph.comes_from_inputs(tensor)
             for read in op.inputs:
+                beyond |= {read.id} if read is projected or tensor.id in beyond else set()
                 if read is projected:
                     queue += [read] if op.index not in ends else []
                     meetings += [_Meeting(None, read, "learned")] if graph.is_weight(read) else []
                 elif weight or graph.is_weight(read) or not (projects or read.dtype == "bool" or is_number):
                     queue.append(read)
                     if not weight and graph.is_weight(read) and op.base_name not in ("zero_", "fill_"):
-                        kind = "before" if read is factor else "b" if projects else _kind(op)
+                        further = read is factor or tensor.id in beyond
+                        kind = _kind(op) if not projects else "before" if further else "b"
                         meetings.append(_Meeting(op, read, kind))
         return [ops[index] for index in sorted(ops)], meetings
 

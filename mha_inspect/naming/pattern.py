@@ -101,13 +101,12 @@ def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[in
         return None
     if any(len(_names(dims)) != len(set(_names(dims))) for dims in (before, after)):
         return None
-    # Keys may be appended. Any other change of a size is more than a rearrangement.
-    if any(first[axis] != second[axis] for axis in first.keys() & second.keys() - {"key"}):
+    # Keys may be appended, but not to windows. Any other change of a size is more than a rearrangement.
+    both = ((name, first[name], second[name]) for name in first.keys() & second.keys())
+    if any(old != size and (name != "key" or old > size or "windows" in second) for name, old, size in both):
         return None
-    if first.get("key", 0) > second.get("key", first.get("key", 0)):
-        return None
-    text = _text(before)
-    return (text if text == _text(after) else f"{text} -> {_text(after)}") + taken
+    text = in_words(before)
+    return (text if text == in_words(after) else f"{text} -> {in_words(after)}") + taken
 
 
 def _names(dims: Dims) -> list[str]:
@@ -146,7 +145,8 @@ def _spell_alike(before: Dims, after: Dims) -> None:
             _replace(other, whole, *names)
 
 
-def _text(dims: Dims) -> str:
+def in_words(dims: Dims) -> str:
+    """Return the pattern of dimensions."""
     return " ".join(names[0] if len(names) == 1 else f"({' '.join(names)})" for names in dims)
 
 

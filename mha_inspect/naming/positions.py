@@ -126,13 +126,16 @@ def _widest(path: OperandPath, tensor: TensorRef, width: int, *, backward: bool)
         known = (0, 0) if best is None else (_features(best), len(best.shape))
         if width >= _features(tensor) and (_features(tensor), len(tensor.shape)) >= known:
             best = tensor
-        made, recording = path.graph.recording.producer(tensor), path.graph.recording
-        near = [made] if backward and made is not None else []
-        near = near if backward else [op for op in recording.consumers.get(tensor.id, ()) if op in path.ops]
-        if len(near) != 1 or near[0] not in path.ops or not path.graph.moves(near[0]) or len(near[0].inputs) != 1:
+        recording = path.graph.recording
+        made = (
+            [op for op in (recording.producer(tensor),) if op] if backward else recording.consumers.get(tensor.id, ())
+        )
+        near = [op for op in made if op in path.ops]
+        ends = _region(path, near) if near and (not backward or len(near) == len(made)) else None
+        if ends is None or len({end.numel * (1 + end.dtype.startswith("complex")) for end in ends}) > 1:
             return best
-        ends = near[0].inputs[0], near[0].output
-        if len({end.numel * (1 + end.dtype.startswith("complex")) for end in ends}) > 1:
+        steps = between(recording, {ends[0].id}, ends[1])
+        if not all(path.graph.moves(op) or op.does("joins") for op in steps):
             return best
         tensor = ends[not backward]
 
@@ -296,6 +299,8 @@ class Added(NamedTuple):
     mask: bool
     """Whether it masks keys out."""
     position: Position | None = None
+    of_scores: bool = False
+    """Whether it is computed from the scores themselves."""
     product: Product | None = None
     """A second product of queries and keys, e.g. of the features that are rotated; None for anything else."""
 
@@ -309,11 +314,13 @@ def added_by(
     own = made_of({product.output.id}, graph.recording.ops[product.index + 1 : attention.softmax.index])
     for op in attention.masks:
         if not op.does("fills") and not op.does("scales"):
-            others = [tensor for tensor in operands(op) if tensor.numel > 1 and tensor.id not in own]
+            read = [tensor for tensor in operands(op) if tensor.numel > 1]
+            others = [tensor for tensor in read if tensor.id not in own]
             parts = [_added(graph, constants, tensor) for tensor in others]
             position = next((part.position for part in parts if part.position is not None), None)
             other = next((part.product for part in parts if part.product is not None), None)
-            added[op.index] = Added(any(p.bias for p in parts), any(p.mask for p in parts), position, other)
+            bias, mask = any(part.bias for part in parts), any(part.mask for part in parts)
+            added[op.index] = Added(bias, mask, position, bool(read) and not others, other)
     return added
 
 
@@ -329,15 +336,13 @@ def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:
         return Added(False, True)  # one number where a key may be seen, and another one where not
     value = constants.value(tensor)
     finite = None if value is None or value.dtype == torch.bool else value.isfinite() & (value > MASKED_BELOW)
+    bias, mask = False, finite is not None and not bool(finite.all())
     if value is not None and finite is not None:
         numbers = value[finite]
         bias = bool((numbers != 0).any()) and not bool(((numbers == 0) | (numbers == 1)).all())
         if bias and _is_linear(value, finite):
-            return Added(True, not bool(finite.all()), Position("alibi"))
-    else:
-        bias = False
+            return Added(True, mask, Position("alibi"))
     learned, relative = _origin(graph, tensor)
-    mask = finite is not None and not bool(finite.all())
     return Added(bias or learned, mask, Position("relative bias") if relative else None)
 
 
@@ -350,7 +355,7 @@ def _origin(graph: Graph, tensor: TensorRef) -> tuple[bool, bool]:
 
     def through(op: Op) -> bool:
         like = op.base_name.startswith("new_") or op.base_name.endswith("_like")
-        return not like and not (graph.is_projection(op) and graph.comes_from_inputs(graph.projected(op)))
+        return not like and not (graph.is_projection(op) and _is_given(graph, graph.projected(op)))
 
     for step in graph.back(tensor, through):
         op = graph.recording.producer(step.tensor)
@@ -359,7 +364,7 @@ def _origin(graph: Graph, tensor: TensorRef) -> tuple[bool, bool]:
             continue
         if graph.is_projection(op):
             learned = True
-            if not graph.comes_from_inputs(graph.projected(op)):
+            if not _is_given(graph, graph.projected(op)):
                 return True, True
         indices = [read for read in op.inputs if read.dtype in ("int64", "int32")]
         by_distance = bool(indices) and not any(_is_given(graph, read) for read in indices)
@@ -383,4 +388,5 @@ def _is_linear(value: Tensor, finite: Tensor) -> bool:
     rows = steps.reshape(-1, steps.shape[-2] * steps.shape[-1])
     high, low = rows.nan_to_num(-torch.inf).amax(-1), rows.nan_to_num(torch.inf).amin(-1)
     near = max(1e-3, 16 * torch.finfo(value.dtype).eps) * high
-    return bool(both.any()) and bool(((high - low <= near) & (low > 0) | (high < low)).all())
+    # A head may be without a slope, and a row without two keys.
+    return bool(both.any() and (high > 0).any()) and bool((high - low <= near).all())

@@ -31,6 +31,8 @@ _BEFORE: dict[str, tuple[str, ...]] = {
 }
 """Stage to the stages that it may be made of."""
 _SIDES = {"q_heads": "query", "k_heads": "key", "v_heads": "value"}
+_ADDED = {"add": "mask", "bias": "bias", "product": "another q · kᵀ", "made": "…"}
+"""Steps that add to the scores, and what they add."""
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
 
 
@@ -96,9 +98,7 @@ class StageFacts:
         made = self._made(stage) if stage not in _INPUTS else []
         if not made:
             return "input"
-        if any(map(_computes, made)):
-            return "new"
-        return "view" if all(op.kind == "view" for op in made) else "copy"
+        return "new" if any(map(_computes, made)) else "view" if all(op.kind == "view" for op in made) else "copy"
 
     def _made(self, stage: str) -> list[Op]:
         """Return the operations between a stage and the stages that it is made of, the last first."""
@@ -123,11 +123,10 @@ class StageFacts:
         attention, source = self._attention, _PROJECTED[stage]
         letter, op = source[0], attention.projections[source]
         earlier = len(attention.earlier.get(source, ()))
+        given = getattr(attention.stages.get(source), "numel", 0)
         if source == "output":
             source = "concat" if "concat" in attention.stages else "context"
-        elif not (attention.earlier or attention.pieces) and self._graph.projected(op).numel < getattr(
-            attention.stages.get(source), "numel", 0
-        ):
+        elif not (attention.earlier or attention.pieces) and self._graph.projected(op).numel < given:
             source = f"a part of {source}"  # the input itself was split, before any projection
         bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
         through = f", through {earlier} down-projection{'s' if earlier > 1 else ''}" if earlier else ""
@@ -151,11 +150,10 @@ class StageFacts:
             product = f"q_heads · k_headsᵀ{scale_text(attention.scores_scale)}"
         if stage == "scores":
             return product
+        steps, told = bias_steps(attention, self._inner.added), self._inner.added.get(scored.op.index)
         if "scores" in attention.stages:
-            return masked_text("scores", bias_steps(attention, self._inner.added))
-        told = self._inner.added.get(attention.score_product.op.index)
+            return masked_text("scores", steps)
         first = "bias" if told is not None and told.bias else "mask"
-        steps = bias_steps(attention, self._inner.added)
         return masked_text(f"{first} + {product}", steps, last="add" if first == "mask" else first)
 
     def has_other_keys(self) -> bool:
@@ -266,27 +264,31 @@ class StageFacts:
             past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
             text = f"{past}{f'({text})' if ', ' in text else text} ({cache.new}){empty if cache.empty else ''}"
             before = before * (cache.past + cache.new + cache.empty) // max(cache.new, 1)
-        return text + _repeated(before, after, brief=brief)
+        return text + ("" if self._overlaps(stage) else _repeated(before, after, brief=brief))
 
     def _grown(self, source: str, stage: str, *, brief: bool) -> str:
         """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
         stages, (left, right) = self._attention.stages, (dims_of(self._axes[name]) for name in (source, stage))
-        words = [word for dim in right for word in dim]
-        if stage in ("k_heads", "v_heads") and "query" in words:
+        if stage in ("k_heads", "v_heads") and any("query" in dim for dim in right):
             return ", gathered for each query"
-        overlap = "windows" in words or any(word.isdigit() and word != "1" for word in words)
-        if overlap or ["key"] not in left:
-            return ""  # overlapping windows have a key several times; or the sequence was padded
-        more = (
-            stages[stage].shape[right.index(["key"])] - stages[source].shape[left.index(["key"])]
-            if ["key"] in right
-            else 0
-        )
+        if self._overlaps(stage) or ["key"] not in left:
+            return ""  # the sequence was padded
+        keys = [
+            stages[name].shape[dims.index(["key"])]
+            for name, dims in ((source, left), (stage, right))
+            if ["key"] in dims
+        ]
+        more = keys[-1] - keys[0]
         if more > 0:
             what = "value" if stage == "v_heads" else "key"
-            is_given = self.joins_projections(stage)
-            return "" if is_given else f", plus {more} appended {what}{'s' if more > 1 else ''}"
+            return f", plus {more} appended {what}{'s' if more > 1 else ''}"
         return _repeated(stages[source].numel, stages[stage].numel, brief=brief)
+
+    def _overlaps(self, stage: str) -> bool:
+        """Return whether a stage has a key several times, as overlapping windows do, or keys of another projection."""
+        words = [word for dim in dims_of(self._axes[stage]) for word in dim]
+        windows = "windows" in words or any(word.isdigit() and word != "1" for word in words)
+        return windows or self.joins_projections(stage)
 
 
 def _moves_in_place(op: Op) -> bool:
@@ -373,8 +375,8 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
     text, whole = scores, " " not in scores
     for place, (kind, number) in enumerate(steps):
         inside = text if whole else f"({text})"
-        if kind in ("add", "bias", "product"):
-            name = {"add": "mask", "product": "another q · kᵀ"}.get(kind, kind)
+        if kind in _ADDED:
+            name = _ADDED[kind]
             text, whole = text if last == kind else f"{text} + {name}", False
         elif kind in ("fill", "mixed"):
             name = "mask" if kind == "fill" else "mix"
@@ -383,7 +385,7 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
             text, whole = f"{inside} · mask", False
         elif kind == "scale":
             beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
-            bends = bool(number) and bool(beside - {"", "scale", "add", "bias", "product", "fill", "times", "mixed"})
+            bends = bool(number) and bool(beside - {"", "scale", "fill", "times", "mixed", *_ADDED})
             text, whole = _scaled(inside, number, as_a_root=not bends), False
         elif " " in kind:
             text, whole = f"{inside} {kind}", False

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from threading import Lock
 from typing import Any
 from weakref import ref
@@ -29,8 +30,8 @@ _NO_STORAGE = NotImplementedError, RuntimeError, ValueError
 """What tensors without memory of their own raise if asked for it: sparse ones, subclasses, fake ones."""
 PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str})
-_LARGEST = 1 << 24
-"""Tensors from outside the run with more elements are not kept."""
+_FEW, _LARGEST = 64, 1 << 24
+"""Sizes of tensors from outside the run: up to the first they are kept alive, above the second not read."""
 
 
 def look_at(tensor: Tensor) -> Look:
@@ -81,7 +82,7 @@ class Tensors:
         self.keep = keep
         self._looks: dict[Look, Look] = {}
         """Every look so far, to share equal ones and save memory."""
-        self._outside: list[tuple[Look, ref[Tensor], int]] = []
+        self._outside: list[tuple[Look, Callable[[], Tensor | None], int]] = []
         """Tensors first seen as arguments, with their version counters then."""
         self._storages: dict[ref[Any], _Storage] = {}
         self._num_tensors = self._num_storages = 0
@@ -105,7 +106,9 @@ class Tensors:
         known = self._looks.setdefault(look, look)
         if known is look and from_outside:
             with suppress(RuntimeError, TypeError):  # inference tensors have no version counter
-                self._outside.append((look, ref(tensor), tensor._version))
+                # Numbers that the code has written down exist no longer than the operation that reads them.
+                weak = ref(tensor) if tensor.numel() > _FEW or tensor.requires_grad else partial(Tensor.detach, tensor)
+                self._outside.append((look, weak, tensor._version))
         if self.keep and not nn.parameter.is_lazy(tensor):
             return *known[:5], known[5] if len(known) > 5 else None, tensor.detach()
         return known

@@ -107,7 +107,7 @@ def test_scores_that_are_taken_off_something_have_the_other_sign() -> None:
     assert_close(attention.canonical("weights", "batch heads query key"), (-scores).softmax(-1))
     (one,) = shown(module)
     formula = next(stage.formula for stage in one.stages if stage.name == "masked_scores")
-    assert formula == "scores · -1 + mask"
+    assert formula == "scores · -1 + …"
 
 
 class Negative(Base):

@@ -90,6 +90,12 @@ def sorted_halves(x: Tensor, angle: Tensor) -> Tensor:
     return halves(x.unflatten(-1, (-1, 2)).mT.flatten(-2), angle)
 
 
+def halves_as_complex(x: Tensor, angle: Tensor) -> Tensor:
+    """Gemma: halves become the parts of complex numbers, and halves again."""
+    turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.polar(torch.ones(()), angle)
+    return torch.cat(torch.view_as_real(turned).chunk(2, -1), -2).flatten(-2)
+
+
 def matrices(angle: Tensor) -> Tensor:
     """Return a matrix for each position with a rotation of each pair of neighbours on its diagonal."""
     rotations = angle.new_zeros(len(angle), 2 * angle.shape[-1], 2 * angle.shape[-1])
@@ -183,6 +189,10 @@ def alibi(self: Attend, scores: Tensor) -> Tensor:
     return (scores - 2.0 ** -torch.arange(1, H + 1)[:, None, None] * DISTANCE).masked_fill(FUTURE, -torch.inf)
 
 
+def alibi_of_some_heads(self: Attend, scores: Tensor) -> Tensor:
+    return scores - torch.arange(H)[:, None, None] / H * DISTANCE.abs()
+
+
 def alibi_in_the_mask(self: Attend, scores: Tensor) -> Tensor:
     return scores + (2.0 ** -torch.arange(1, H + 1)[:, None, None] * PLACES + torch.full((T, T), -1e9).triu(1))
 
@@ -219,6 +229,7 @@ ROTATED = {
     "neighbours": (both(neighbours), rotary("interleaved")),
     "neighbours, each computed": (both(stacked, 3), rotary("interleaved", query=3, key=3)),
     "complex": (both(complexes, 1000), rotary("interleaved", query=1000, key=1000)),
+    "halves as complex numbers": (both(halves_as_complex), rotary("half")),
     "neighbours, brought into halves": (both(sorted_halves), rotary("interleaved")),
     "the first features": (first_dims, rotary("half", 4)),
     "from a table": (from_table, rotary("half", query=5, key=5)),
@@ -328,6 +339,7 @@ def test_norm_over_all_heads() -> None:
 
 SCORES = {
     "alibi": (alibi, "alibi", "mask(scores + bias)"),
+    "alibi of some heads": (alibi_of_some_heads, "alibi", "scores + bias"),
     "alibi in the mask": (alibi_in_the_mask, "alibi", "scores + bias + mask"),
     "T5": (
         lambda self, s: s + self.table(DISTANCE.clamp(-4, 4) + 4).permute(2, 0, 1),
@@ -360,16 +372,33 @@ def shifted(self: Attend, scores: Tensor) -> Tensor:
     return scores + (self.kept @ far.mT).gather(-1, (DISTANCE + T - 1).expand(B, H, T, T))
 
 
+def padded_and_cut(self: Attend, scores: Tensor) -> Tensor:
+    """Conformer: sinusoids that the module keeps as they are, shifted by a view."""
+    far = self.kept @ self.heads(self.q(self.sinusoids.expand(B, -1, -1))).mT
+    shifted = torch.cat((far.new_zeros(B, H, T, 1), far), -1).view(B, H, 2 * T, T)[:, :, 1:].reshape(far.shape)
+    return scores + shifted[..., :T]
+
+
 @pytest.mark.parametrize(
     "scores",
     [
+        padded_and_cut,
         lambda self, scores: scores + by_query(self, self.learned[DISTANCE.clamp(-2, 2) + 2]),  # BERT, relative keys
         shifted,
     ],
 )
 def test_relative_positions_that_queries_are_multiplied_with(scores: Any) -> None:
-    attention = found(with_method(positions=remembered, scores=scores))
+    module = with_method(positions=remembered, scores=scores)
+    angle = angles(start=1 - T, length=2 * T - 1, dims=E).flip(0)
+    module.sinusoids = torch.cat((angle.sin(), angle.cos()), -1)[None]
+    attention = found(module)
     assert (attention.bias, attention.position) == (True, Position("relative bias"))
+
+
+def test_what_is_made_of_the_scores_is_no_mask() -> None:
+    """Scores of a head are added to those of all others."""
+    attention = found(with_method(scores=lambda self, scores: scores + scores[:, :1].sigmoid().cumsum(-1)))
+    assert {stage.name: stage.formula for stage in attention.stages}["masked_scores"] == "scores + …"
 
 
 def test_a_bias_of_activations_is_no_position() -> None:
