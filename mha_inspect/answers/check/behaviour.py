@@ -73,7 +73,8 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
     yield from findings
     for place, changed in evidence.reach_of_others.items() if not findings else ():
         further = evidence.sources[place]
-        yield from _leaks(evidence, {further.length // 2: changed}, further)
+        same = further.rows == source.rows  # of a table of pairs, the first dimension is no batch
+        yield from _leaks(evidence, {further.length // 2: changed}, further) if same else ()
 
 
 def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> Iterator[Finding]:
@@ -91,8 +92,11 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
         shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
-        axes = [dims[source.batch or 0] for shape, dims in evidence.queries if shape == source.value.shape]
-        elsewhere = source.positions is None and not all(names[0].startswith("batch") for names in axes)
+        axes = [dims for shape, dims in evidence.queries if shape == source.value.shape]
+        named = [dims[source.batch or 0][0].startswith("batch") for dims in axes]
+        # Where only positions have no name, they are those of the batch too, as in a table of pairs.
+        pairs = any(known and dims[source.positions or 0][0].isdigit() for known, dims in zip(named, axes, strict=True))
+        elsewhere = pairs or (source.positions is None and not all(named))
         why = f"dimension {source.batch} is not the batch" if elsewhere else _groups(evidence, source, reach)
         why = "the items share a memory of extra keys" if shares else why
         sure, sentence = not why, "Changing one batch item changes the output of another."

@@ -60,7 +60,7 @@ def _of_scores(
     if len(turned) == 1:
         (rotated,), op = turned, turns[turned[0]]
         other = "key" if rotated == "query" else "query"
-        if op is not None:
+        if op is not None and rows[other].shape[1] > 1:  # a single row varies from no other
             yield _finding(
                 op,
                 f"The {rotated} is rotated and the {other} is not, so the scores depend on absolute positions.",
@@ -97,10 +97,8 @@ def _of_scores(
         )
         return
     cosine = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
-    norms = {
-        side: _one_token(factors[side], seed=1)[: factors[side].width].double().norm() for side in ("query", "key")
-    }
-    plain = all(bool(((rows[side].norm(dim=-1) - norm).abs() <= near * norm).all()) for side, norm in norms.items())
+    drawn = ((rows[side], _one_token(factors[side], seed=1)[: factors[side].width].double()) for side in SIDES[:2])
+    plain = all(bool(((row.norm(dim=-1) - one.norm()).abs() <= near * one.norm()).all()) for row, one in drawn)
     is_self = "query" in attention.stages and factors["query"].tokens == factors["key"].tokens
     if plain and is_self and float((cosine - 1).abs().max()) > near:
         yield _finding(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
+from ...naming.pattern import STAGES
 from ...naming.stage_facts import StageFacts
 from ...naming.visibility import visibility
 from ...record.arguments import tensors_in
@@ -327,7 +328,8 @@ def _unfinite(
     infinite = 0 if stage == "masked_scores" else int(value.isinf().sum())
     if not nan and not infinite:
         return None
-    known = visibility(evidence.run.graph, attention, names) if nan else None
+    masked = stage in STAGES[STAGES.index("scores") + 1 :]
+    known = visibility(evidence.run.graph, attention, names) if nan and masked else None
     if known is not None and known.blind:
         row, query = known.blind[0]
         if (

@@ -143,7 +143,8 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     if ["heads"] in apart or any("head_dim" in word for dim in apart for word in dim):
         raise LostError  # heads that are not merged yet, or features before positions, as in a convolution
     total = prod(factor.tokens)
-    if prod(attention.score_product.op.output.shape) < total * names.num_heads * names.lengths[1]:
+    tokens = max(total, prod(concat.shape[:-1]))
+    if prod(attention.score_product.op.output.shape) < tokens * names.num_heads * names.lengths[1]:
         raise LostError  # a row of the scores belongs to several tokens on purpose, e.g. to a column of a table
     comparable = factor.tokens == concat.shape[:-1] and len(set(factor.tokens)) == len(factor.tokens)
     for token in map(factor.token, sorted({0, 1, total // 2, total - 1} & set(range(total)))):
