@@ -171,7 +171,7 @@ def _collectives(run: Run) -> Iterator[Collective]:
     stages = {tensor.id: stage for stage, tensor in reversed(of_all)}
 
     def arranges(op: Op) -> bool:
-        return graph.moves(op) or op.does("joins") or op.base_name == "copy_" or graph.adds_bias(op)
+        return graph.moves(op) or op.does("joins", "passes_on") or op.base_name == "copy_" or graph.adds_bias(op)
 
     for op in run.recording.ops:
         tensors = sorted((*op.inputs, *op.outputs), key=lambda tensor: tensor.nbytes)

@@ -86,7 +86,7 @@ class Elements:
         """Return the simulated memory of a tensor, grown if necessary."""
         strides = list(zip(tensor.shape, tensor.stride, strict=True))
         if self._parameter is not None and self._parameter.storage == tensor.storage:
-            numbers = torch.tensor(float(tensor.offset - self._parameter.offset + 1))
+            numbers = torch.tensor(tensor.offset - self._parameter.offset + 1, dtype=torch.float64)
             for size, stride in strides:
                 numbers = numbers.unsqueeze(-1) + torch.arange(size, dtype=torch.float64) * stride
             return numbers

@@ -547,3 +547,13 @@ def test_a_users_plan_may_cut_weights_that_are_tied() -> None:
     assert sharded(subject(tied), Show(), 2, Plan(GOOD))[0].proof.agrees
     with pytest.raises(InputError, match="k has the weight of q"):
         sharded(subject(tied), Show(), 2)
+
+
+def test_the_columns_of_a_very_large_matrix_are_known_on_meta() -> None:
+    """Its elements have numbers above 2**24, which float32 does not have. The sum over ranks makes the output."""
+    with torch.device("meta"):
+        made = subject(Attention(6144, 256), torch.empty(2, 5, 6144))
+    trace, _ = sharded(made, Show(), 2)
+    assert trace.ranks is not None
+    assert [rank.rows["W_o"] for rank in trace.ranks] == [(0, 3072), (3072, 6144)]
+    assert [exchange.stage for exchange in trace.collectives or ()] == ["output"]
