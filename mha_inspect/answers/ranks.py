@@ -157,10 +157,11 @@ def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     has_one_shape = all(each["shapes"] == every[0]["shapes"] for each in every)
     for kind, (sentence, fix) in _UNLIKE.items():
         first, *others = (each[kind] for each in every)
-        names = [name for name in first if any(other.get(name, first[name]) != first[name] for other in others)]
+        differ = [{name for name in first if other.get(name, first[name]) != first[name]} for other in others]
+        names = [name for name in first if any(name in other for other in differ)]
         if not names or (kind == "inputs" and not has_one_input) or (kind == "operations" and not has_one_shape):
             continue
-        ranks = spans(n for n, other in enumerate(others, 1) if any(other.get(name) != first[name] for name in names))
+        ranks = spans(rank for rank, other in enumerate(differ, 1) if other)
         evidence = f"{names[0]} by rank: {first_few([str(each[kind].get(names[0])) for each in every], 4)}."
         said = sentence.format(first_few(names, 4), ranks)
         if kind == "code":

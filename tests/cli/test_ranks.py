@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from mha_inspect.answers.ranks import unlike
 from mha_inspect.cli import ranks
 from mha_inspect.errors import InputError
 
@@ -331,3 +332,17 @@ def test_only_rank_0_writes_the_file(
     file = tmp_path / "layers.txt"
     assert invoke("layers", "--export", str(file)).code == 0
     assert file.exists() == (rank == 0)
+
+
+def test_code_that_a_rank_did_not_load_is_not_other_code() -> None:
+    def rank(**code: str) -> dict[str, Any]:
+        return {
+            "heads": None,
+            "shapes": [],
+            "code": code,
+            **dict.fromkeys(("names", "weights", "plain", "inputs", "operations"), {}),
+        }
+
+    assert [*unlike([rank(model="1"), rank()])] == []
+    with pytest.raises(InputError, match="The code of model on rank 1 differs from rank 0"):
+        list(unlike([rank(model="1"), rank(model="2"), rank()]))
