@@ -129,11 +129,11 @@ def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
 def _digests_of_code(module: nn.Module) -> dict[str, str]:
     """Return a digest of each file of Python code of the module's classes, and of the user's code, by module."""
     classes = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
-    loaded = {name: getattr(each, "__file__", None) or "" for name, each in [*sys.modules.items()]}
+    loaded = {name: Path(getattr(each, "__file__", None) or "") for name, each in [*sys.modules.items()]}
     library = sysconfig.get_path("stdlib") + os.sep
-    own = (name for name, file in loaded.items() if not ("-packages" in file or file.startswith(library)))
-    files = {name: Path(loaded.get(name, "")) for name in sorted(classes.union(own))}
-    return {name: _digest_of(file.read_bytes()) for name, file in files.items() if file.is_file()}
+    installed = {name for name, file in loaded.items() if "-packages" in str(file) or str(file).startswith(library)}
+    compared = ((name, loaded[name]) for name in loaded if name in classes or name not in installed)
+    return {name: _digest_of(file.read_bytes()) for name, file in compared if file.is_file()}
 
 
 def _digest_of(content: Iterable[object]) -> str:

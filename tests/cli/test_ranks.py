@@ -340,7 +340,7 @@ def test_code_that_a_rank_did_not_load_is_not_other_code() -> None:
             "heads": None,
             "shapes": [],
             "code": code,
-            **dict.fromkeys(("names", "weights", "plain", "inputs", "operations"), {}),
+            **{kind: {} for kind in ("names", "weights", "plain", "inputs", "operations")},
         }
 
     assert [*unlike([rank(model="1"), rank()])] == []
