@@ -26,26 +26,26 @@ class SeenKeys:
 
     def __init__(
         self,
-        seen: Tensor,
-        line: str,
-        module: str,
-        *,
-        masked: bool,
-        heavy: Tensor,
-        shared: bool,
-        origins: frozenset[str],
-        first: int | None = None,
-        padded: Tensor | None = None,
+        run: Run,
+        attention: Attention,
+        weights: Tensor,
+        scores: Tensor | None,
+        first: int | None,
+        padded: Tensor | None,
     ) -> None:
-        self.seen, self.line, self.module = seen, line, module
+        """Read the weights and the scores before them: `batch heads query key`, from a run with its tensors."""
+        masks, stages, seen = attention.masks, attention.stages, torch.ones(weights[:, 0].shape, dtype=torch.bool)
+        self.seen = seen = sees(weights, scores).cpu() if masks or scores is not None else seen
         """`batch query key`: True if any head sees the key."""
-        self.masked = masked
+        self.line, self.module = (masks[-1] if masks else attention.softmax).source, attention.module
+        self.masked = bool(masks)
         """Whether the scores are masked."""
-        self.heavy = heavy
+        self.heavy = (weights[0] > _HEAVY).any(0).cpu() & (not attention.weights_changed)
         """`query key`: True if any head of the first batch item has a weight above `_HEAVY`."""
-        self.shared = shared
+        self.shared = "q_proj" in stages and stages["q_proj"] == stages.get("k_proj")
         """Whether queries and keys are one projection: a query then excludes its own key on purpose (Reformer)."""
-        self.origins = origins
+        of_keys = run.graph.inputs_of(stages["k_heads"]) if "k_heads" in stages else ()
+        self.origins = frozenset(named.name for named in run.recording.inputs if named.tensor.id in of_keys)
         """Names of the inputs that the keys depend on."""
         self.queries, self.keys = seen.shape[1:]
         # If nobody sees the last keys, they are empty slots.
@@ -190,28 +190,8 @@ def sights_of(
         weights, scores = (_content(run, attention, names, stage) for stage in ("weights", "masked_scores"))
         if weights is None or weights.dim() != 4 or _has_keys_of_other_ranks(run, attention):
             continue
-        if attention.masks or scores is not None:
-            seen = sees(weights, scores).cpu()
-        else:
-            seen = torch.ones(weights[:, 0].shape, dtype=torch.bool)
-        heavy = (weights[0] > _HEAVY).any(0).cpu() & (not attention.weights_changed)
-        line = (attention.masks[-1] if attention.masks else attention.softmax).source
-        first = first_key(attention, names) if seen.shape[1] < seen.shape[2] else None
-        q_proj, k_proj = (attention.stages.get(stage) for stage in ("q_proj", "k_proj"))
-        of_keys = run.graph.inputs_of(attention.stages["k_heads"]) if "k_heads" in attention.stages else ()
-        origins = frozenset(named.name for named in run.recording.inputs if named.tensor.id in of_keys)
-        sight = SeenKeys(
-            seen,
-            line,
-            attention.module,
-            masked=bool(attention.masks),
-            heavy=heavy,
-            shared=q_proj is not None and q_proj == k_proj,
-            origins=origins,
-            first=first,
-            padded=padded,
-        )
-        sights.append(sight)
+        first = first_key(attention, names) if weights.shape[-2] < weights.shape[-1] else None
+        sights.append(SeenKeys(run, attention, weights, scores, first, padded))
     return tuple(sights)
 
 
