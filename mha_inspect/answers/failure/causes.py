@@ -29,19 +29,25 @@ CAUSES = (
 """The name of each cause."""
 Shape = tuple[int, ...]
 
+_UNPACKED = r"values to unpack \(expected (?:at least )?(\d+)"
 _SAME_EXAMPLES = "Both must have the same batch size; use .expand on the batch dimension to share one item."
 _SAME_SEQUENCE = "Keys and values must come from the same sequence."
 
 
 def find_cause(facts: Facts) -> Cause | None:
     """Return the first cause that the facts show; None if there is none."""
-    judges = (_arguments, _unpacked, _tables, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
+    judges = (_arguments, _tables, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
     return next(chain.from_iterable(judge(facts) for judge in judges), None)
 
 
 def _arguments(facts: Facts) -> Iterator[Cause]:
-    """Judge an argument that is None, ids that an embedding does not have, and the rank of a convolution's input."""
-    x, weight = facts.given("input"), facts.given("weight")
+    """Judge an argument that is None, and the rank of one whose shape is unpacked, or of a convolution's input."""
+    x, weight, said = facts.given("input"), facts.given("weight"), re.findall(_UNPACKED, facts.message)
+    for o in facts.operands if said and facts.unpacks_shape and len(facts.operands) == 1 else ():
+        if (rank := int(said[0])) != len(o.shape):
+            what = f"{o.is_shape}, {text.plural(len(o.shape), 'dimension')}; this line expects {rank}."
+            add = f", e.g. {o.name}[None] for a batch of one" * (rank == len(o.shape) + 1)
+            yield Cause("wrong_rank", what, f"Give {o.name} {rank} dimensions{add}.")
     for name in facts.missing if facts.error in ("TypeError", "AttributeError") else ():
         yield Cause(
             "argument_is_none",
@@ -55,16 +61,6 @@ def _arguments(facts: Facts) -> Iterator[Cause]:
         layout = "batch channels " + ("length", "height width", "depth height width")[rank - 2]
         what = f"{x.is_shape}, {len(x.shape)} dimensions; {facts.base} expects {rank + 1}: {layout}."
         yield Cause("wrong_rank", what, f"Give {x.name} {rank + 1} dimensions, channels second.")
-
-
-def _unpacked(facts: Facts) -> Iterator[Cause]:
-    """Judge a shape that is unpacked into more or fewer names than it has dimensions."""
-    said = re.search(r"values to unpack \(expected (?:at least )?(\d+)", facts.message)
-    x = facts.operands[0] if len(facts.operands) == 1 else None
-    if said is not None and x is not None and int(said[1]) != len(x.shape) and facts.unpacks_shape:
-        what = f"{x.is_shape}, {text.plural(len(x.shape), 'dimension')}; this line expects {said[1]}."
-        add = f", e.g. {x.name}[None] for a batch of one" * (int(said[1]) == len(x.shape) + 1)
-        yield Cause("wrong_rank", what, f"Give {x.name} {said[1]} dimensions{add}.")
 
 
 def _tables(facts: Facts) -> Iterator[Cause]:
@@ -458,7 +454,8 @@ def _views(facts: Facts) -> Iterator[Cause]:
     width = x.shape[-1] if x.shape else 0
     if len(sizes) == len(x.shape) + 1 and sizes[:-2] == x.shape[:-1]:
         heads, head_dim = sizes[-2:]
-        if (whole := facts.cut.get(width)) is not None:
+        whole = facts.cut.get(width, 0)
+        if whole and (head_dim <= 0 or whole % head_dim == 0):
             way, inside = "Divide the number of heads by the number of ranks, or give -1.", ""
             if head_dim > 0 and width % head_dim:
                 way = f"Cut it at whole heads, over {whole // head_dim} ranks or fewer, or keep it whole on every rank."
