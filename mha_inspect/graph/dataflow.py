@@ -315,8 +315,10 @@ class Graph:
     def before_repeats(self, tensor: TensorRef) -> TensorRef:
         """Return the tensor before it was repeated along any dimension; the tensor itself if it was not repeated."""
         once = tensor
-        while (op := self.recording.producer(tensor)) is not None and self.moves(op):
+        while (op := self.recording.producer(tensor)) is not None and op.inputs:
             source = op.inputs[0]
+            if not (self.moves(op) or (op.pointwise and source.shape == tensor.shape)):  # e.g. scaled after the repeat
+                break
             if op.base_name == "expand" or tensor.numel > source.numel:
                 once = source
             tensor = source

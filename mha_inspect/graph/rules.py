@@ -182,13 +182,17 @@ def _counter_of(dim: Dim, count: int) -> Dim:
     return known if known and size_of(known) == count else fresh(count)
 
 
+def _are_alike(operands: Sequence[Dims]) -> bool:
+    return len({tuple(map(resolve, dims)) for dims in operands}) == 1
+
+
 def _join(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Concatenate or stack: equal pieces of the features come after the axis that counts them."""
     rank = len(op.output.shape)
     place = _place(op, 1, rank)
     if op.base_name == "stack":
         first = _broadcast(inputs, op.inputs[0].shape)
-        last = first[-1] if first and place == len(first) else ()
+        last = first[-1] if first and (place == len(first) or _are_alike(inputs)) else ()
         return [(*first[:place], _counter_of(last, op.output.shape[place]), *first[place:])]
     operands = [dims for dims, tensor in zip(inputs, op.inputs, strict=True) if len(dims) == rank and tensor.numel]
     parts = [dims[place] for dims in operands]
@@ -202,7 +206,7 @@ def _join(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
         for part in parts[1:]:
             unify(parts[0], part)
         joined = (*_counter_of(parts[0], len(parts)), *parts[0])
-    elif size_of(_counter(first[-1])) == len(parts) and len({tuple(map(resolve, dims)) for dims in operands}) == 1:
+    elif size_of(_counter(first[-1])) == len(parts) and _are_alike(operands):
         joined = (*_counter(first[-1]), *parts[0])  # equal pieces of the features in another dimension: heads first
     else:
         joined = join(parts)

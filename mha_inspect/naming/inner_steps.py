@@ -18,7 +18,7 @@ from .axes import AxisNames
 from .named_run import NamedRun
 from .operand_path import OperandPath, cache_of, norm_of
 from .positions import Added, Rotation, Turned, added_by, rotation_of
-from .visibility import masks_of, noted, visibility, window_of
+from .visibility import filled_slots, masks_of, noted, visibility, window_of
 
 _STAGES = {"query": "q_heads", "key": "k_heads", "value": "v_heads"}
 
@@ -113,7 +113,7 @@ class InnerStepsReader:
         if key not in self._windows or attention.branches:
             limited = names.num_windows == 1 and sight is not None and sight.pairs
             seen = self._seen(attention, names) if limited else None
-            self._windows[key] = sight, None if seen is None else window_of(seen)
+            self._windows[key] = sight, None if seen is None else window_of(filled_slots(self._graph, attention, seen))
         return self._windows[key][1]
 
 

@@ -134,7 +134,7 @@ class Roles:
             if tensor is not None and tensor.shape and (not sides or side in sides):
                 place = self._attention.feature_place(side, len(tensor.shape))
                 # A projection that gives the heads a dimension (einsum) may put them anywhere outside the queries.
-                anywhere = stage == "q_proj" and len(tensor.shape) > 3 and not sides
+                anywhere = len(tensor.shape) > 3 and (stage == "q_proj" or sides == ("output",))
                 features |= self._atoms(stage) if anywhere else {*self._dimensions.of(tensor)[place]}
         return features
 

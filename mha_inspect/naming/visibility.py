@@ -21,6 +21,7 @@ from ..record.sight import MASKED_BELOW, Sight, joined_sight
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
 from .named_run import NamedRun
+from .operand_path import OperandPath
 from .pattern import dims_of
 
 _FAR = 60
@@ -163,10 +164,20 @@ def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -
         return any(op.base_name.startswith(("tril", "triu")) for op in (*attention.masks, *makers))
     if names.num_windows > 1:
         return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
+    filled = filled_slots(graph, attention, known.seen)
     # Keys that the layer appends have no position, and sinks have none either.
     axes = dims_of(names.of_stage("key")) if "key" in attention.stages else []
     given = attention.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else keys
-    return any(map(is_causal, (known.seen, known.seen[:, :given], known.seen[:, -given:])))
+    return any(map(is_causal, (filled, known.seen[:, :given], known.seen[:, -given:])))
+
+
+def filled_slots(graph: Graph, attention: Attention, seen: Tensor) -> Tensor:
+    """Return the columns of `query key` up to the last seen key, if keys are written into memory of fixed size."""
+    if bool(seen[:, -1:].any()):
+        return seen
+    path = OperandPath(graph, attention.turns[0], "key", from_first="key" in attention.turns[0].earlier)
+    is_cache = any(op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached for op in path.ops)
+    return seen[:, : int(seen.any(0).nonzero().max()) + 1] if is_cache and bool(seen.any()) else seen
 
 
 def window_of(seen: Tensor) -> int | None:

@@ -163,9 +163,9 @@ def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int
     """Return the key that the token of the first query makes, behind those of a cache; None if it is unknown."""
     try:
         key, query = (Factor(evidence, attention, names, side) for side in ("key", "query"))
-        tokens = map(key.token, range(prod(key.tokens) if key.tokens == query.tokens else 0))
-        first = next((token for token in tokens if any(row == 0 for _, row in query.changed(token))), key.token(0))
-        rows = {row for _, row in key.changed(first)}
+        tokens = range(prod(key.tokens) if prod(key.tokens) == prod(query.tokens) else 1)
+        first = next((at for at in tokens if any(row == 0 for _, row in query.changed(query.token(at)))), 0)
+        rows = {row for _, row in key.changed(key.token(first))}
     except LostError:
         return None
     return rows.pop() if len(rows) == 1 else None

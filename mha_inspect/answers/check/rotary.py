@@ -30,6 +30,8 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     if not any(turns.values()):
         raise NotHereError
     rows = {side: _of_equal_tokens(factor, seed=1) for side, factor in factors.items()}
+    if names.lengths[0] == 1 < names.lengths[1]:
+        raise LostError  # a single query beside keys of a cache shows no rotation by position
     yield from _of_scores(attention, factors, rows, turns)
     end, context = attention.stages.get("output") or attention.stages.get("concat"), attention.value_product.op.output
     by_value, values = turns["value"], rows["value"]
