@@ -122,9 +122,12 @@ def _widest(path: OperandPath, tensor: TensorRef, width: int, *, backward: bool)
     Otherwise the last that is a view or copy of it.
     """
     best: TensorRef | None = None
+    dimensions = path.graph.dimensions
+    features = dimensions.along(tensor, -1)
     while True:
         known = (0, 0) if best is None else (_features(best), len(best.shape))
-        if width >= _features(tensor) and (_features(tensor), len(tensor.shape)) >= known:
+        is_last = not features or bool(features & dimensions.along(tensor, -1))  # and not the positions, if transposed
+        if is_last and width >= _features(tensor) and (_features(tensor), len(tensor.shape)) >= known:
             best = tensor
         recording = path.graph.recording
         made = (
@@ -382,11 +385,11 @@ def _is_linear(value: Tensor, finite: Tensor) -> bool:
     """Return whether numbers, `... query key`, change from key to key by a constant of each head, up to its sign."""
     if value.dim() < 2 or value.shape[-1] < 3 or not value.is_floating_point():
         return False
-    value = value.double()
+    value, eps = value.double(), torch.finfo(value.dtype).eps
     both = finite[..., 1:] & finite[..., :-1]
     steps = torch.where(both, (value[..., 1:] - value[..., :-1]).abs(), torch.nan)
     rows = steps.reshape(-1, steps.shape[-2] * steps.shape[-1])
     high, low = rows.nan_to_num(-torch.inf).amax(-1), rows.nan_to_num(torch.inf).amin(-1)
-    near = max(1e-3, 16 * torch.finfo(value.dtype).eps) * high
+    near = (1e-3 * high).clamp(min=2 * eps * float(value[finite].abs().max()))  # of the steps between rounded numbers
     # A head may be without a slope, and a row without two keys.
     return bool(both.any() and (high > 0).any()) and bool((high - low <= near).all())

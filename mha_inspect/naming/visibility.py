@@ -105,6 +105,9 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
         of_query = _by_position(seen, dims[query], "query", sizes)
         of_both = None if of_query is None else _by_position(of_query.T, dims[key], "key", sizes)
         seen = None if of_both is None else of_both.T
+    if seen is not None and seen.shape[1] > names.lengths[1]:  # sinks, which are no keys, come last or first
+        is_last = bool(seen[:, names.lengths[1] :].all())
+        seen = seen[:, : names.lengths[1]] if is_last else seen[:, -names.lengths[1] :]
     blind: Rows = ()
     if sight.blind is not None and sight.blind.shape[key] == 1:  # otherwise the softmax is over another axis
         whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
