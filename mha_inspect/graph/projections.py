@@ -105,10 +105,12 @@ def _projection(
 ) -> Projection | None:
     """Return the nearest projection behind a tensor of heads; of added or joined ones, the one with the input `like`.
 
-    A projection that gives `positions` reduces the number of keys: it is passed if another one gives the features. With
+    Of joined ones, it may have that input through low-rank projections, as the keys of a latent beside rotated ones. A
+    projection that gives `positions` reduces the number of keys: it is passed if another one gives the features. With
     `outside` the projection may be outside the module. None if there is no projection.
     """
     nearest: Projection | None = None
+    direct: Projection | None = None
     of_positions: Projection | None = None
 
     def through(op: Op) -> bool:
@@ -119,15 +121,19 @@ def _projection(
         if op is None or not graph.is_projection(op) or not (outside or inside(op.module, module)):
             continue
         end = Projection(op, step.path[::-1])
-        several = _adds_activations(graph, end.path) or any(passed.base_name == "cat" for passed in end.path)
-        is_like = like is None or not several or _origin(graph, op) == like
+        joined = any(passed.base_name == "cat" for passed in end.path)
+        several = joined or _adds_activations(graph, end.path)
+        earlier = _earlier(graph, op, module, like) if joined and like is not None else ()
+        is_like = like is None or not several or _origin(graph, (*earlier, op)[0]) == like
         if _gives(graph, op, positions):
             of_positions = of_positions or end
+        elif is_like and joined and like is not None and not earlier:
+            direct = direct or end
         elif is_like and (nearest is None or several):
             return end
         else:
             nearest = nearest or end
-    return nearest or of_positions
+    return direct or nearest or of_positions
 
 
 def _is_a_step(graph: Graph, end: Projection, positions: set[Axis]) -> bool:

@@ -278,6 +278,10 @@ def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
         op = graph.recording.producer(tensor)
         if op is None:
             continue
+        if op.base_name in ("add", "sub") and len(op.inputs) == 1:  # positions counted from a number
+            shifted = constants.value(tensor)
+            if shifted is not None and shifted.numel() and bool((shifted == shifted.round()).all()):
+                return int(shifted.flatten()[0])
         place = int(op.args[1]) if op.base_name in ("slice", "select") and len(op.args) > 2 else 0
         if op.base_name in ("slice", "select") and place % max(len(op.inputs[0].shape), 1) == 0 and op.args[2:]:
             shorter = op.base_name == "select" or op.output.shape[0] < op.inputs[0].shape[0]
