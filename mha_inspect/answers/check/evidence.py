@@ -128,9 +128,9 @@ class Evidence:
         seen = [sight.seen for sight in sights_of(self.run, partial(first_key, self))]
         seen = [each for each in seen if each.shape == (*shape, source.length)]
         for name, value in self.values.items() if seen else ():
-            if not isinstance(value, Tensor) or value.numel() != prod(shape) or name in source.names:
+            if not isinstance(value, Tensor) or value.numel() != prod(shape) or value.is_complex():
                 continue
-            marks = torch.unique(value)
+            marks = torch.unique(value) if name not in source.names else ()
             for mark in marks if len(marks) == 2 else ():
                 pads: Tensor = (value == mark).reshape(shape).cpu()
                 if all(_hides(each, pads) for each in seen):
@@ -291,6 +291,8 @@ class Evidence:
         if not real:
             raise NotPossibleError("the first batch item is padding throughout")
         places = {seen[len(seen) // 2], real[-1]}
+        if all(sight.queries != source.length for sight in self.sights):
+            places.add(seen[0])  # the others may be the last of a window
         outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
         return {place: self.differences(output, times=0) for place, output in outputs.items()}
 
