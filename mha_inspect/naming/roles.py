@@ -53,7 +53,9 @@ class Roles:
         if outside and not self.over_features:
             # With a single key head, the query heads are rows of one product, beside the queries.
             many_rows = len(wide(query)) > 1
-            features = self._features() if many_rows else self._features("query") & self._features("output")
+            step = "query" in attention.stages and not wide(*positions_of(attention, dimensions, "query")[1:])
+            of_queries, of_output = (self._features(side, by_head=step) for side in ("query", "output"))
+            features = self._features() if many_rows else of_queries & of_output
             head_rows = _without(_within(query, features), outside)
         self.mixes_positions = self._mixes_positions(outside, head_rows, query)
         """Whether a view without a transpose splits the heads, so that each head sees features of a few positions."""
@@ -126,15 +128,18 @@ class Roles:
         # Otherwise the single query has all keys.
         return apart if twice or not self._atoms("k_proj") & set(wide(self._source_key)) else ()
 
-    def _features(self, *sides: str) -> set[Axis]:
-        """Return the atoms of the dimensions in which projections of these sides put heads and their features."""
+    def _features(self, *sides: str, by_head: bool = False) -> set[Axis]:
+        """Return the atoms of the dimensions in which projections of these sides put heads and their features.
+
+        With `by_head` also outside the last, where a projection gives the heads a dimension.
+        """
         features: set[Axis] = set()
         for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
             tensor = self._attention.stages.get(stage)
             if tensor is not None and tensor.shape and (not sides or side in sides):
                 place = self._attention.feature_place(side, len(tensor.shape))
                 # A projection that gives the heads a dimension (einsum) may put them anywhere outside the queries.
-                anywhere = len(tensor.shape) > 3 and (stage == "q_proj" or sides == ("output",))
+                anywhere = len(tensor.shape) > 3 and (by_head or (stage == "q_proj" and not sides))
                 features |= self._atoms(stage) if anywhere else {*self._dimensions.of(tensor)[place]}
         return features
 

@@ -57,6 +57,10 @@ def content_of(evidence: Recorded, tensor: TensorRef) -> Tensor:
 def again(evidence: Recorded, source: TensorRef, value: Tensor, target: TensorRef) -> Tensor:
     """Return the value of `target` if `source` had this value. Raise `LostError` if it cannot be computed."""
     with torch.no_grad():
+        if value.stride() != source.stride and 0 not in source.stride:  # views go by the recorded layout
+            value = torch.empty_strided(source.shape, source.stride, dtype=value.dtype, device=value.device).copy_(
+                value
+            )
         return replayed(evidence, {source.id: value}, target)[target.id]
 
 

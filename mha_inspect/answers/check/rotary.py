@@ -32,7 +32,7 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     rows = {side: _of_equal_tokens(factor, seed=1) for side, factor in factors.items()}
     if names.lengths[0] == 1 < names.lengths[1]:
         raise LostError  # a single query beside keys of a cache shows no rotation by position
-    yield from _of_scores(attention, factors, rows, turns)
+    yield from _of_scores(attention, names, factors, rows, turns)
     end, context = attention.stages.get("output") or attention.stages.get("concat"), attention.value_product.op.output
     by_value, values = turns["value"], rows["value"]
     if by_value is None or not _vary(values) or _vary(values.norm(dim=-1, keepdim=True)):
@@ -53,7 +53,11 @@ def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
 
 
 def _of_scores(
-    attention: Attention, factors: dict[str, Factor], rows: dict[str, Tensor], turns: dict[str, Op | None]
+    attention: Attention,
+    names: AxisNames,
+    factors: dict[str, Factor],
+    rows: dict[str, Tensor],
+    turns: dict[str, Op | None],
 ) -> Iterator[Finding]:
     """Yield the first fault in the rotation of queries and keys."""
     q, k = rows["query"], rows["key"]
@@ -79,7 +83,7 @@ def _of_scores(
             "Equal tokens give equal queries at all positions, and rotated queries in other heads.",
             "Rotate along the position axis.",
         )
-    if not turned or q.shape[1:] != k.shape[1:]:
+    if not turned or q.shape[1:] != k.shape[1:] or names.lengths[0] != names.lengths[1]:
         return
     groups = min(len(q), len(k))
     q, k, other_key = q[:groups], k[:groups], _of_equal_tokens(factors["key"], seed=2)[:groups]

@@ -1,0 +1,297 @@
+"""Attention made of the choices that people make, at any sizes: what a trace says of it, and that `check` accuses none.
+
+The truth is the choices themselves; the weights are those that the module computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mha_inspect
+
+HEADS, PAST, SLOTS, WINDOW, SHIFT = 6, 6, 4, 3, 3
+
+
+@dataclass(frozen=True)
+class Style:
+    project: str
+    split: str
+    kv_heads: int
+    share: str
+    norm: str
+    position: str
+    shifted: bool
+    scale: str
+    mask: str
+    softmax: str
+    cache: str
+    merge: str
+    batch: int
+    length: int
+    embed: int
+    head_dim: int
+    single: bool
+
+    @property
+    def new(self) -> int:
+        """Number of queries: a step of a loop has one."""
+        return 1 if self.cache and self.single else self.length
+
+    @property
+    def offset(self) -> int:
+        return PAST if self.cache else SHIFT * self.shifted
+
+    @property
+    def rotated(self) -> int:
+        sizes = {"partial": self.head_dim // 4 * 2} | dict.fromkeys(("", "alibi", "relative"), 0)
+        return sizes.get(self.position, self.head_dim)
+
+
+@st.composite
+def styles(draw: st.DrawFn) -> Style:
+    def one_of(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    cache, project = one_of("", "", "joined", "in place"), one_of("three", "packed", "matrices", "by head")
+    norm, position = one_of("", "", "rms", "layer", "l2", "rms of all"), one_of("", *ROTATIONS, "alibi", "relative")
+    return Style(
+        project=project,
+        split=one_of(*SPLITS),
+        kv_heads=one_of(HEADS, 3, 2, 1),
+        share=one_of("repeat", "expand", "group"),
+        norm="rms" if norm == "rms of all" and project == "by head" else norm,
+        position=position,
+        shifted=draw(st.booleans()),
+        scale=one_of("query", "scores", "both", "kernel"),
+        mask=one_of("", "fill", "lowest", "add", "where", "window") if not cache else one_of("fill", "add", "window"),
+        softmax=one_of(*SOFTMAXES),
+        cache=cache,
+        merge=one_of("reshape", "einops", "by head"),
+        batch=one_of(1, 2, 3, 6),
+        length=one_of(3, 4, 5, 6, 8, 10),
+        embed=one_of(14, 35, 60),
+        head_dim=one_of(4, 8, 10, 12),
+        single=draw(st.booleans()),
+    )
+
+
+SPLITS: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "view": lambda x, heads: x.view(*x.shape[:2], heads, -1).transpose(1, 2),
+    "einops": lambda x, heads: rearrange(x, "b n (h d) -> b h n d", h=heads),
+    "stack": lambda x, heads: torch.stack(x.chunk(heads, -1), 1),
+    "movedim": lambda x, heads: x.unflatten(-1, (heads, -1)).movedim(2, 1),
+}
+
+
+def half(x: Tensor, angles: Tensor) -> Tensor:
+    a, b = x.chunk(2, -1)
+    return x * angles.repeat(1, 2).cos() + torch.cat([-b, a], -1) * angles.repeat(1, 2).sin()
+
+
+def partial(x: Tensor, angles: Tensor) -> Tensor:
+    size = 2 * angles.shape[-1]
+    return torch.cat([half(x[..., :size], angles), x[..., size:]], -1)
+
+
+def interleaved(x: Tensor, angles: Tensor) -> Tensor:
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1).flatten(-2)
+
+
+def complex_numbers(x: Tensor, angles: Tensor) -> Tensor:
+    pairs = torch.view_as_complex(x.reshape(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(3)
+
+
+ROTATIONS = {"half": half, "partial": partial, "interleaved": interleaved, "complex": complex_numbers}
+
+
+def by_hand(scores: Tensor) -> Tensor:
+    powers = (scores - scores.amax(-1, keepdim=True)).exp()
+    return powers / powers.sum(-1, keepdim=True)
+
+
+SOFTMAXES: dict[str, Callable[[Tensor], Tensor]] = {
+    "function": lambda scores: F.softmax(scores, dim=-1),
+    "float32": lambda scores: scores.float().softmax(-1).type_as(scores),
+    "by hand": by_hand,
+    "sink": lambda scores: torch.cat([scores, torch.full_like(scores[..., :1], 0.3)], -1).softmax(-1)[..., :-1],
+}
+
+
+class Composed(nn.Module):
+    """Attention in one style. `weights` are those of its last forward, unless a fused kernel computed them."""
+
+    def __init__(self, style: Style) -> None:
+        super().__init__()
+        self.style = style
+        embed, size = style.embed, style.head_dim
+        self.counts = (HEADS, style.kv_heads, style.kv_heads)
+        if style.project == "packed":
+            self.packed = nn.Linear(embed, sum(self.counts) * size)
+        elif style.project == "three":
+            self.a, self.b, self.c = (nn.Linear(embed, count * size) for count in self.counts)
+        else:
+            shapes = ((c, embed, size) if style.project == "by head" else (embed, c * size) for c in self.counts)
+            self.a, self.b, self.c = (nn.Parameter(torch.randn(shape) / embed**0.5) for shape in shapes)
+        self.out: Any = nn.Linear(HEADS * size, embed)
+        if style.merge == "by head":
+            self.out = nn.Parameter(torch.randn(HEADS, size, embed) / embed**0.5)
+        widths = (HEADS * size, style.kv_heads * size) if style.norm == "rms of all" else (size, size)
+        kind = {"rms": nn.RMSNorm, "rms of all": nn.RMSNorm, "layer": nn.LayerNorm}.get(style.norm)
+        self.norms = nn.ModuleList(nn.Identity() if kind is None else kind(width) for width in widths)
+        if style.position == "relative":
+            self.table = nn.Parameter(torch.randn(64, HEADS))
+        slots = PAST + (style.new + SLOTS if style.cache == "in place" else 0)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.zeros(style.batch, style.kv_heads, slots, size))
+            getattr(self, name)[:, :, :PAST] = torch.randn(style.batch, style.kv_heads, PAST, size)
+        rows = torch.arange(32.0)[:, None] * 10_000 ** (-torch.arange(0, style.rotated, 2) / max(style.rotated, 1))
+        self.register_buffer("angles", rows)
+        self.weights: Tensor | None = None
+
+    def projected(self, x: Tensor) -> list[Tensor]:
+        style = self.style
+        if style.project == "by head":
+            return [torch.einsum("bne,hed->bhnd", x, matrix) for matrix in (self.a, self.b, self.c)]
+        if style.project == "packed":
+            parts = self.packed(x).split([count * style.head_dim for count in self.counts], -1)
+        else:
+            parts = [make(x) if style.project == "three" else x @ make for make in (self.a, self.b, self.c)]
+        if style.norm == "rms of all":
+            parts = [self.norms[0](parts[0]), self.norms[1](parts[1]), parts[2]]
+        return [SPLITS[style.split](part, count) for part, count in zip(parts, self.counts, strict=True)]
+
+    def rotated(self, x: Tensor) -> Tensor:
+        turn, start = ROTATIONS.get(self.style.position), self.style.offset
+        return x if turn is None else turn(x, self.angles[start : start + x.shape[2]])
+
+    def cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        if self.style.cache == "joined":
+            return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
+        if self.style.cache:
+            self.keys[:, :, PAST : PAST + keys.shape[2]] = keys
+            self.values[:, :, PAST : PAST + keys.shape[2]] = values
+            return self.keys, self.values
+        return keys, values
+
+    def forward(self, x: Tensor) -> Tensor:
+        style = self.style
+        q, k, v = self.projected(x)
+        if style.norm == "l2":
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        elif style.norm != "rms of all":
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k = self.rotated(q), self.rotated(k)
+        k, v = self.cached(k, v)
+        shared = HEADS // style.kv_heads
+        if style.share == "repeat":
+            k, v = (each.repeat_interleave(shared, 1) for each in (k, v))
+        elif style.share == "expand":
+            k, v = (each[:, :, None].expand(-1, -1, shared, -1, -1).flatten(1, 2) for each in (k, v))
+        context = self.attended(q, k, v)
+        if style.merge == "by head":
+            return torch.einsum("bhnd,hde->bne", context, self.out)
+        merged = rearrange(context, "b h n d -> b n (h d)")
+        return self.out(merged if style.merge == "einops" else context.transpose(1, 2).reshape(merged.shape))
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        style, root = self.style, self.style.head_dim**-0.5
+        place = torch.arange(q.shape[2])[:, None] + (PAST if style.cache else 0) - torch.arange(k.shape[2])
+        seen = (place >= 0) & ((place < WINDOW) | (style.mask != "window")) | (style.mask == "")
+        bias = None
+        if style.position == "alibi":
+            bias = -place.abs() * 0.5 ** torch.arange(1.0, HEADS + 1)[:, None, None]
+        elif style.position == "relative":
+            bias = self.table[place.clamp(-31, 31) + 31].permute(2, 0, 1)
+        if style.scale == "kernel":
+            mask = seen if bias is None else bias.masked_fill(~seen, -torch.inf)
+            return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=style.share == "group")
+        if style.scale != "scores":
+            q = q * (root if style.scale == "query" else root**0.5)
+        k = k * root**0.5 if style.scale == "both" else k
+        grouped = style.share == "group" and style.kv_heads < HEADS
+        q = q.unflatten(1, (style.kv_heads, -1)) if grouped else q
+        scores = torch.einsum("bgrnd,bgmd->bgrnm", q, k).flatten(1, 2) if grouped else q @ k.mT
+        scores = scores * root if style.scale == "scores" else scores
+        scores = scores if bias is None else scores + bias
+        if style.mask == "add":
+            scores = scores + torch.zeros(seen.shape).masked_fill(~seen, -torch.inf)
+        elif style.mask == "where":
+            scores = torch.where(seen, scores, torch.tensor(-1e9))
+        elif style.mask:
+            lowest = torch.finfo(scores.dtype).min if style.mask == "lowest" else -torch.inf
+            scores = scores.masked_fill(~seen, lowest)
+        weights = SOFTMAXES[style.softmax](scores)
+        self.weights = weights.detach()
+        if grouped:
+            weights = weights.unflatten(1, (style.kv_heads, -1))
+            return torch.einsum("bgrnm,bgmd->bgrnd", weights, v).flatten(1, 2)
+        return weights @ v
+
+
+def truth(style: Style) -> dict[str, object]:
+    """What the choices say."""
+    many = style.new > 1
+    cache = {"joined": (PAST, style.new, 0, "concatenated"), "in place": (PAST, style.new, SLOTS, "in place")}
+    position: object = {"alibi": ("alibi", None, None, None, None)}.get(style.position)
+    if style.position == "relative":
+        position = "relative bias", None, None, None, None
+    elif style.rotated:
+        layout = "half" if style.position in ("half", "partial") else "interleaved"
+        position = "rotary", layout, style.rotated, style.offset, style.offset
+    norm = ("rms", "all") if style.norm == "rms of all" else (style.norm, "head") if style.norm else None
+    return {
+        "heads": (HEADS, style.kv_heads, style.head_dim),
+        "kind": {"self", *["causal"] * (many and style.mask != ""), *["grouped"] * (style.kv_heads < HEADS)},
+        "position": position,
+        "norm": norm,
+        "cache": cache.get(style.cache),
+        "window": WINDOW if style.mask == "window" and many and (style.cache or style.new > WINDOW) else None,
+        "bias": style.position in ("alibi", "relative"),
+        "scale": round(style.head_dim**-0.5, 5),
+    }
+
+
+def said(attention: Any) -> dict[str, object]:
+    """What a report says of the same."""
+    position, norm, cache = attention.position, attention.qk_norm, attention.cache
+    return {
+        "heads": (attention.num_heads, attention.num_kv_heads, attention.head_dim),
+        "kind": set(attention.kind),
+        "position": position
+        and (position.kind, position.layout, position.dims, position.query_offset, position.key_offset),
+        "norm": norm and (norm.kind, norm.over),
+        "cache": cache and (cache.past, cache.new, cache.empty, cache.way),
+        "window": attention.window,
+        "bias": attention.bias,
+        "scale": round(attention.scale, 5),
+    }
+
+
+def test_styles(try_all: Callable[..., None]) -> None:
+    def check(style: Style) -> None:
+        torch.manual_seed(0)
+        module, x = Composed(style).eval(), torch.randn(style.batch, style.new, style.embed)
+        trace = mha_inspect.trace(module, x, keep=True)
+        (attention,) = trace.attentions
+        assert said(attention) == truth(style)
+        formulas = " ".join(stage.formula for stage in attention.stages)
+        assert all(matrix in formulas for matrix in ("W_q", "W_k", "W_v", "W_o")), formulas
+        if module.weights is not None:
+            weights = attention.weights.tensor
+            assert torch.equal(weights[..., : module.weights.shape[-1]].reshape(module.weights.shape), module.weights)
+        assert all(parameter.role for parameter in mha_inspect.params(module, x).parameters)
+        causal = bool(style.mask) and style.new > 1
+        intent = mha_inspect.Intent(causal=causal, window=WINDOW if causal and style.mask == "window" else None)
+        assert mha_inspect.check(module, x, intent=intent).findings == ()
+
+    try_all(check, styles(), 80)
