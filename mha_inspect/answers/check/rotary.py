@@ -66,7 +66,7 @@ def _of_scores(
     if len(turned) == 1:
         (rotated,), op = turned, turns[turned[0]]
         other = "key" if rotated == "query" else "query"
-        if op is not None and rows[other].shape[1] > 1:  # a single row varies from no other
+        if op is not None:
             yield _finding(
                 op,
                 f"The {rotated} is rotated and the {other} is not, so the scores depend on absolute positions.",
