@@ -64,18 +64,24 @@ def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
             for x, y in pairs:
                 if x.repeats == y.repeats:
                     unify((x,), (y,))
-                out[-1].append(
-                    (y, there[1]) if x.repeats > y.repeats else (x, None if x.repeats == y.repeats else there[0])
-                )
+                alone = None if x.repeats == y.repeats else there[x.repeats]
+                out[-1].append((y if x.repeats > y.repeats else x, alone))
             continue
         for at in there[1:]:
-            unify(operands[there[0]][-back], operands[at][-back])
+            _meet(operands[there[0]], operands[at], back)
         alone = there[0] if len(there) == 1 and size > 1 else None
         out.append([(atom, alone) for atom in (operands[there[0]][-back] if there else fresh(size))])
     first = {leaf for dim in out for atom, alone in dim if alone == 0 for leaf in resolve((atom,))}
     return tuple(
         tuple(leaf for atom, alone in dim for leaf in (twin((atom,), first) if alone == 1 else (atom,))) for dim in out
     )
+
+
+def _meet(left: Dims, right: Dims, back: int) -> None:
+    """Make two dimensions one axis, unless a tensor would have it twice, as where a bias is made of pairs."""
+    others = [atom for dims in (left, right) for at, dim in enumerate(dims, back) for atom in dim if at != len(dims)]
+    if not {*resolve(tuple(others))} & {*wide(resolve(left[-back]), resolve(right[-back]))}:
+        unify(left[-back], right[-back])
 
 
 def _repeated_pairs(left: Dim, right: Dim) -> Sequence[tuple[Axis, Axis]]:

@@ -232,8 +232,7 @@ def _in_dims(shape: Sequence[int], outer: Sequence[int], axes: list[tuple[str, i
             size *= number
         if size != shape[dim]:
             return None
-    texts = {dim: in_words([names or ["1"]]) for dim, names in dims.items()}
-    return [texts.get(dim, str(shape[dim])) for dim in range(len(shape))]
+    return [in_words([dims[dim] or ["1"]]) if dim in dims else str(size) for dim, size in enumerate(shape)]
 
 
 def _dimension(parts: Sequence[Part]) -> int | None:

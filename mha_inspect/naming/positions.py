@@ -71,8 +71,7 @@ def rotation_of(
     ops = between(path.graph.recording, {before.id}, after)
     key = tuple((op.name, op.output.shape, *((t.storage, t.offset, t.stride) for t in path.others(op))) for op in ops)
     if key not in known:
-        rotation = _read(path, constants, ops, (before, after), [table for _, table in tables], single=single)
-        known[key] = rotation
+        known[key] = _read(path, constants, ops, (before, after), [table for _, table in tables], single=single)
     rotation = known[key]
     return None if rotation is None or not ops else (rotation, range(ops[0].index, ops[-1].index + 1))
 

@@ -376,8 +376,7 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: st
     for place, (kind, number) in enumerate(steps):
         inside = text if whole else f"({text})"
         if kind in _ADDED:
-            name = _ADDED[kind]
-            text, whole = text if last == kind else f"{text} + {name}", False
+            text, whole = text if last == kind else f"{text} + {_ADDED[kind]}", False
         elif kind in ("fill", "mixed"):
             name = "mask" if kind == "fill" else "mix"
             text, whole = text if last == kind == "fill" else f"{name}({text})", True

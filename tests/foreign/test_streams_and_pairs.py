@@ -16,11 +16,11 @@ E = H * D
 
 
 def split(x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, D)).transpose(1, 2)
+    return x.unflatten(-1, (-1, D)).transpose(-3, -2)
 
 
 def merged(x: Tensor) -> Tensor:
-    return x.transpose(1, 2).flatten(2)
+    return x.transpose(-3, -2).flatten(-2)
 
 
 class Streams(nn.Module):
@@ -84,8 +84,17 @@ class Pairs(nn.Module):
 
     def forward(self, pairs: Tensor) -> Tensor:
         q, k, v = map(split, self.qkv(pairs).chunk(3, -1))
-        scores = q @ k.mT / math.sqrt(D) + self.bias(pairs).permute(2, 0, 1)
+        scores = q @ k.mT / math.sqrt(D) + self.bias(pairs).movedim(-1, -3).unsqueeze(-4)
         return self.o(merged(scores.softmax(-1) @ v))
+
+
+@pytest.mark.parametrize("batch", [(), (2,)])
+def test_rows_of_a_table_are_no_queries(batch: tuple[int, ...]) -> None:
+    (attention,) = trace(Pairs(), torch.randn(*batch, 6, 6, E)).attentions
+    first = "batch_1 batch_2" if batch else "batch"
+    axes = {stage.name: stage.axes for stage in attention.stages}
+    assert (axes["query"], axes["v_heads"]) == (f"{first} query embed", f"{first} heads key head_dim")
+    assert (axes["weights"], axes["output"]) == (f"{first} heads query key", f"{first} query embed")
 
 
 class BesidePairs(Pairs):

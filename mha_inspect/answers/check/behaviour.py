@@ -92,11 +92,10 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
         shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
-        axes = [dims for shape, dims in evidence.queries if shape == source.value.shape]
-        named = [dims[source.batch or 0][0].startswith("batch") for dims in axes]
-        # Where only positions have no name, they are those of the batch too, as in a table of pairs.
-        pairs = any(known and dims[source.positions or 0][0].isdigit() for known, dims in zip(named, axes, strict=True))
-        elsewhere = pairs or (source.positions is None and not all(named))
+        axes = [dims[source.batch or 0] for shape, dims in evidence.queries if shape == source.value.shape]
+        added = any(not op.does("fills") for attention, _ in evidence.run.attentions for op in attention.masks)
+        pairs = added and source.rows == source.length  # a table with a bias that is made of it
+        elsewhere = pairs or (source.positions is None and not all(names[0].startswith("batch") for names in axes))
         why = f"dimension {source.batch} is not the batch" if elsewhere else _groups(evidence, source, reach)
         why = "the items share a memory of extra keys" if shares else why
         sure, sentence = not why, "Changing one batch item changes the output of another."

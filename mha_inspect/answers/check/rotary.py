@@ -95,8 +95,8 @@ def _of_scores(
     if _spread(products) > near * float(size.max()) and _spread(angle) > near:
         yield _finding(
             by_query,
-            "Queries and keys are not rotated in the same way, so scores depend on absolute positions. Typical causes: "
-            "one rotates halves and the other pairs, or a sign is flipped.",
+            "Scores depend on absolute positions: queries and keys are rotated differently, or a pair's features are "
+            "scaled differently. Typical causes: one rotates halves and the other pairs, or a sign is flipped.",
             "With the same query and key at all positions, the score of a position with itself varies by "
             f"{_spread(products):.3g}; the largest possible score is {float(size.max()):.3g}.",
             "Rotate both with the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
