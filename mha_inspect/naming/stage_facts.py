@@ -280,8 +280,7 @@ class StageFacts:
         ]
         more = keys[-1] - keys[0]
         if more > 0:
-            what = "value" if stage == "v_heads" else "key"
-            return f", plus {more} appended {what}{'s' if more > 1 else ''}"
+            return f", plus {more} appended {'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
         return _repeated(stages[source].numel, stages[stage].numel, brief=brief)
 
     def _overlaps(self, stage: str) -> bool:

@@ -173,6 +173,26 @@ def test_windows_that_overlap_repeat_no_head() -> None:
     assert formulas["v_heads"] == "v_proj in heads"
 
 
+class Prefixed(Pairs):
+    """A prefix that every token sees is joined before the projection; the mask is aligned bottom right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.causal = True
+
+    def forward(self, x: Tensor, prefix: Tensor) -> Tensor:
+        q, (k, v) = self.qkv(x)[..., :E], self.qkv(torch.cat((prefix, x), 1))[..., E:].chunk(2, -1)
+        future = torch.ones(q.shape[1], k.shape[1]).triu(1 + prefix.shape[1]).bool()
+        scores = (split(q) @ split(k).mT / math.sqrt(D)).masked_fill(future, -torch.inf)
+        return self.o(merged(scores.softmax(-1) @ split(v)))
+
+
+def test_a_prefix_before_the_projection_is_no_future() -> None:
+    torch.manual_seed(0)
+    report = check(Prefixed(), torch.randn(2, 7, E), torch.randn(2, 3, E))
+    assert not [finding for finding in report.findings if finding.check == "causal"]
+
+
 class Slots(nn.Module):
     """A step of Gemma: keys and values are written into slots that the caller has filled before."""
 

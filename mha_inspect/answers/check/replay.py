@@ -167,8 +167,9 @@ def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int
     """Return the key that the token of the first query makes, behind those of a cache; None if it is unknown."""
     try:
         key, query = (Factor(evidence, attention, names, side) for side in ("key", "query"))
-        tokens = range(prod(key.tokens) if prod(key.tokens) == prod(query.tokens) else 1)
-        first = next((at for at in tokens if any(row == 0 for _, row in query.changed(query.token(at)))), 0)
+        if (number := prod(key.tokens)) != prod(query.tokens):
+            return None  # e.g. a prefix is joined before the projection
+        first = next((at for at in range(number) if any(row == 0 for _, row in query.changed(query.token(at)))), 0)
         rows = {row for _, row in key.changed(key.token(first))}
     except LostError:
         return None
