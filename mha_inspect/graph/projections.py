@@ -123,7 +123,7 @@ def _projection(
         end = Projection(op, step.path[::-1])
         joined = any(passed.base_name == "cat" for passed in end.path)
         several = joined or _adds_activations(graph, end.path)
-        earlier = _earlier(graph, op, module, like) if joined and like is not None else ()
+        earlier = _earlier(graph, op, module, like) if joined and like is not None and op.does("product") else ()
         is_like = like is None or not several or _origin(graph, (*earlier, op)[0]) == like
         if _gives(graph, op, positions):
             of_positions = of_positions or end

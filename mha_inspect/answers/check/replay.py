@@ -123,11 +123,18 @@ def factors_of(attention: Attention) -> dict[str, TensorRef]:
 class Factor:
     """The query, key or value of an attention, from its projection to the product: maps tokens to rows."""
 
-    def __init__(self, evidence: Recorded, attention: Attention, names: AxisNames, side: str) -> None:
-        """Take one side. Raise `LostError` without a projection of tokens or a matrix product."""
+    def __init__(
+        self, evidence: Recorded, attention: Attention, names: AxisNames, side: str, *, from_first: bool = False
+    ) -> None:
+        """Take one side, with `from_first` from the first of several successive projections.
+
+        Raise `LostError` without a projection of tokens or a matrix product.
+        """
         product = attention.value_product if side == "value" else attention.score_product
         source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
         projection = attention.projections.get(side)
+        if from_first and attention.earlier.get(side):
+            source = evidence.run.graph.after_projection(attention.earlier[side][0])
         convolved = projection is not None and projection.base_name == "convolution"
         if source is None or not product.multiply.does("product") or len(source.shape) < 2 or convolved:
             raise LostError

@@ -15,7 +15,7 @@ from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
-from .replay import SIDES, Factor, LostError, NotHereError, again, content_of
+from .replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
 from .tokens import of_each_kind
 
 _NEAR = 1e-3
@@ -25,14 +25,20 @@ _NEAR = 1e-3
 @partial(of_each_kind, "no rotary embedding was found")
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if queries and keys of one position are rotated differently, or values are rotated."""
-    factors = {side: Factor(evidence, attention, names, side) for side in SIDES}
+    factors = {side: Factor(evidence, attention, names, side, from_first=True) for side in SIDES}
     turns = {side: _turning(evidence, factor) for side, factor in factors.items()}
     if not any(turns.values()):
         raise NotHereError
     rows = {side: _of_equal_tokens(factor, seed=1) for side, factor in factors.items()}
-    if names.lengths[0] == 1 < names.lengths[1]:
-        raise LostError  # a single query beside keys of a cache shows no rotation by position
-    yield from _of_scores(attention, names, factors, rows, turns)
+    own, length = slice(None), names.lengths[0]
+    if length < names.lengths[1]:  # there may be keys of a cache beside its own
+        first = first_key(evidence, attention, names)
+        if first is None or length == 1:
+            raise LostError  # a single query shows no rotation by position
+        own = slice(first, first + length)
+    rows = {"query": _once(rows["query"], length), "key": rows["key"][:, own], "value": rows["value"][:, own]}
+    other_key = _of_equal_tokens(factors["key"], seed=2)[:, own]
+    yield from _of_scores(attention, factors, rows, turns, other_key)
     end, context = attention.stages.get("output") or attention.stages.get("concat"), attention.value_product.op.output
     by_value, values = turns["value"], rows["value"]
     if by_value is None or not _vary(values) or _vary(values.norm(dim=-1, keepdim=True)):
@@ -52,14 +58,25 @@ def _finding(op: Op, sentence: str, evidence: str, fix: str) -> Finding:
     return Finding("rotary", sentence, evidence, source=op.source, fix=fix)
 
 
+def _once(rows: Tensor, length: int) -> Tensor:
+    """Return the rows of each position once, where those of heads that share a key are beside each other, and equal."""
+    for shape, place in (((-1, length), 1), ((length, -1), 2)):
+        heads = rows[None]
+        if rows.shape[1] % length == 0:
+            heads = rows.reshape(len(rows), *shape, rows.shape[-1]).movedim(place, 0)
+        if bool(((heads - heads[0]).abs() <= _NEAR * heads.abs().max()).all()):
+            return heads[0]
+    return rows
+
+
 def _of_scores(
     attention: Attention,
-    names: AxisNames,
     factors: dict[str, Factor],
     rows: dict[str, Tensor],
     turns: dict[str, Op | None],
+    other_key: Tensor,
 ) -> Iterator[Finding]:
-    """Yield the first fault in the rotation of queries and keys."""
+    """Yield the first fault in the rotation of queries and keys; `other_key` is the rows of another token."""
     q, k = rows["query"], rows["key"]
     by_query, by_key = turns["query"], turns["key"]
     turned = [side for side in ("query", "key") if _vary(rows[side])]
@@ -83,10 +100,10 @@ def _of_scores(
             "Equal tokens give equal queries at all positions, and rotated queries in other heads.",
             "Rotate along the position axis.",
         )
-    if not turned or q.shape[1:] != k.shape[1:] or names.lengths[0] != names.lengths[1]:
+    if not turned or q.shape[1:] != k.shape[1:]:
         return
     groups = min(len(q), len(k))
-    q, k, other_key = q[:groups], k[:groups], _of_equal_tokens(factors["key"], seed=2)[:groups]
+    q, k, other_key = q[:groups], k[:groups], other_key[:groups]
     query = factors["query"]  # an opened kernel computes in float32 what was rotated in another dtype
     near = max(_NEAR, *(8 * torch.finfo(getattr(torch, end.dtype)).eps for end in (query.source, query.target)))
     products, size = (q * other_key).sum(-1), q.norm(dim=-1) * other_key.norm(dim=-1)
