@@ -295,3 +295,40 @@ def test_styles(try_all: Callable[..., None]) -> None:
         assert mha_inspect.check(module, x, intent=intent).findings == ()
 
     try_all(check, styles(), 80)
+
+
+class Misturned(Composed):
+    """Rotates only the query, the key in another layout, or the values too."""
+
+    fault = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turned = 0
+        return super().forward(x)
+
+    def rotated(self, x: Tensor) -> Tensor:
+        self.turned += 1
+        if self.turned == 1 or self.fault == "values":
+            return super().rotated(x)
+        if self.fault == "key left alone":
+            return x
+        start, other = self.style.offset, interleaved if self.style.position == "half" else half
+        return other(x, self.angles[start : start + x.shape[2]])
+
+    def cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return super().cached(keys, super().rotated(values) if self.fault == "values" else values)
+
+
+def test_a_wrong_rotation_is_the_one_finding(try_all: Callable[..., None]) -> None:
+    def check(case: tuple[Style, str]) -> None:
+        style, fault = case
+        torch.manual_seed(0)
+        module, x = Misturned(style).eval(), torch.randn(style.batch, style.new, style.embed)
+        module.fault = fault
+        causal = bool(style.mask)
+        intent = mha_inspect.Intent(causal=causal, window=WINDOW if style.mask == "window" else None)
+        findings = mha_inspect.check(module, x, intent=intent).findings
+        assert [(finding.check, finding.sure) for finding in findings] == [("rotary", True)]
+
+    turning = styles().filter(lambda style: style.position in ("half", "interleaved") and style.new > 1)
+    try_all(check, st.tuples(turning, st.sampled_from(("key left alone", "other layout", "values"))), 40)
