@@ -174,9 +174,12 @@ def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int
     """Return the key that the token of the first query makes, behind those of a cache; None if it is unknown."""
     try:
         key, query = (Factor(evidence, attention, names, side) for side in ("key", "query"))
-        if (number := prod(key.tokens)) != prod(query.tokens):
+        # Projections by head have more tokens of queries than of keys that are shared.
+        ends = [attention.stages[side].shape[:-1] for side in ("query", "key") if side in attention.stages]
+        tokens = range(prod(key.tokens) if prod(key.tokens) == prod(query.tokens) else 1)
+        if len(tokens) == 1 < len({*ends}):
             return None  # e.g. a prefix is joined before the projection
-        first = next((at for at in range(number) if any(row == 0 for _, row in query.changed(query.token(at)))), 0)
+        first = next((at for at in tokens if any(row == 0 for _, row in query.changed(query.token(at)))), 0)
         rows = {row for _, row in key.changed(key.token(first))}
     except LostError:
         return None
