@@ -235,8 +235,11 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
         is_named = is_named and type(part) not in causal  # else it is causal where it is meant to be
         reasons = [*([called] if is_named else []), *arguments, *flags]
         finding = sight.against_causal(evidence.intent.window or sight.width) if reasons else None
-        if finding is not None:
-            yield replace(finding, evidence=f"{finding.evidence} It should be causal: {reasons[0]}.")
+        later = evidence.reach.items() if finding is not None and evidence.follows else ()
+        if finding is None or (later and not any(bool((changed[0, :place] > 0).any()) for place, changed in later)):
+            continue  # e.g. keys that are no tokens, made of earlier tokens
+        sure = bool(arguments) or is_named  # an attribute may be for another kernel
+        yield replace(finding, evidence=f"{finding.evidence} It should be causal: {reasons[0]}.", sure=sure)
 
 
 def _almost_causal(evidence: Evidence) -> Iterator[Finding]:

@@ -55,6 +55,27 @@ def test_rotations_in_bfloat16_before_a_fused_kernel_are_not_accused() -> None:
     assert (report.findings, [passed.check for passed in report.held]) == ((), ["rotary"])
 
 
+@pytest.mark.parametrize("leaks", [True, False])
+def test_an_attribute_alone_is_no_proof_that_attention_is_causal(leaks: bool) -> None:
+    class Summarized(Right):
+        """Queries see the tokens before them, and after these a key that is made of the first token alone."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.is_causal = True
+
+        def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            k, v = (torch.cat([t, t[:, :, -1:] if leaks else t[:, :, :1]], 2) for t in (k, v))
+            seen = torch.ones(N, N + 1, dtype=torch.bool).tril()
+            seen[1:, -1] = True
+            scores = (q @ k.mT / math.sqrt(D)).masked_fill(~seen, -torch.inf)
+            return scores.softmax(-1) @ v
+
+    torch.manual_seed(0)
+    findings = mha_inspect.check(Summarized(), torch.randn(B, N, E)).findings
+    assert [(found.check, found.sure) for found in findings] == ([("causal", False)] if leaks else [])
+
+
 @pytest.mark.parametrize("hides_memory", [True, False])
 def test_a_padding_mask_belongs_to_the_sequence_whose_keys_it_masks_out(hides_memory: bool) -> None:
     class Translator(nn.Module):
