@@ -165,14 +165,14 @@ def _earlier(graph: Graph, op: Op, module: str, like: Origin | None) -> tuple[Op
     Where latents of an earlier call are joined with new ones, it is the projection with the input `like`.
     """
     earlier: list[Op] = []
-    while True:
-        latent = graph.projected(op)
-        narrower = latent.shape[-1:] < op.output.shape[-1:]
-        before = _projection(graph, latent, module, set(), like, outside=False) if narrower else None
-        if before is None or latent.shape[-1] >= graph.projected(before.op).shape[-1]:
-            return tuple(earlier)
-        op = before.op
+    while (read := graph.projected(op)).shape[-1:] < op.output.shape[-1:]:
+        end = _projection(graph, read, module, set(), like, outside=False)
+        # A residual adds the output of another attention: its W_o is no step of this projection.
+        if end is None or _adds_activations(graph, end.path) or read.shape[-1] >= graph.projected(end.op).shape[-1]:
+            break
+        op = end.op
         earlier.insert(0, op)
+    return tuple(earlier)
 
 
 def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> TensorRef:

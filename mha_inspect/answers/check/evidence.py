@@ -124,9 +124,8 @@ class Evidence:
         source = next(iter(self.sources), None)
         if source is None:
             return None
-        shape = (source.rows, source.length)
-        seen = [sight.seen for sight in sights_of(self.run, partial(first_key, self))]
-        seen = [each for each in seen if each.shape == (*shape, source.length)]
+        sights, shape = sights_of(self.run, partial(first_key, self)), (source.rows, source.length)
+        seen = [sight.seen for sight in sights if sight.seen.shape == (*shape, source.length)]
         for name, value in self.values.items() if seen else ():
             if not isinstance(value, Tensor) or value.numel() != prod(shape) or value.is_complex():
                 continue

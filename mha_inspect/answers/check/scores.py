@@ -51,7 +51,8 @@ def scale(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _other_scale(attention: Attention, names: AxisNames, unless: str, more: str, *, sure: bool = True) -> Finding:
-    scaled = "not scaled" if _is_one(attention.scale or 0.0) else f"scaled by {scale_words(attention, names)}"
+    is_one = math.isclose(attention.scale or 0.0, 1, rel_tol=1e-3)
+    scaled = "not scaled" if is_one else f"scaled by {scale_words(attention, names)}"
     return Finding(
         "scale",
         f"The scores are {scaled}; expected 1/√{names.head_dim} = {max(names.head_dim, 1) ** -0.5:.4g}{unless}.",
@@ -81,7 +82,7 @@ def scale_words(attention: Attention, names: AxisNames) -> str:
         return "not needed: the scores are additive"
     if attention.scale is None:
         return "not a single number"
-    if _is_one(attention.scale):
+    if math.isclose(attention.scale, 1, rel_tol=1e-3):
         return "not scaled"
     otherwise = f", {attention.scale * max(names.head_dim, 1) ** 0.5:.4g} times 1/√head_dim"
     known = _known_scales(attention, names).items()
@@ -103,10 +104,6 @@ def _known_scales(attention: Attention, names: AxisNames) -> dict[str, float]:
     }
 
 
-def _is_one(scale: float) -> bool:
-    return math.isclose(scale, 1, rel_tol=1e-3)
-
-
 def softmax(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if the weights of a query do not sum to one over its keys."""
     yield from lone_softmaxes(evidence)
@@ -116,9 +113,8 @@ def softmax(evidence: Evidence) -> Iterator[Finding]:
 @partial(of_each_kind, "the weights are not a plain softmax times the values (e.g. sinks, mixed heads, dropout)")
 def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     product = attention.value_product
-    drops = StageFacts(evidence.run.graph, attention, {}).drops()
     others = attention.weighing or attention.sinks or attention.divided or attention.mixed_weights
-    if drops or others or not product.multiply.does("product"):
+    if others or StageFacts(evidence.run.graph, attention, {}).drops() or not product.multiply.does("product"):
         raise NotHereError
     by_right = attention.value_first
     weights, over = content_of(evidence, product.right if by_right else product.left), -2 if by_right else -1

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import text
 from ...graph.attention import Attention
+from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...naming.visibility import sees
@@ -44,7 +45,7 @@ class SeenKeys:
         """`query key`: True if any head of the first batch item has a weight above `_HEAVY`."""
         self.shared = "q_proj" in stages and stages["q_proj"] == stages.get("k_proj")
         """Whether queries and keys are one projection: a query then excludes its own key on purpose (Reformer)."""
-        of_keys = run.graph.inputs_of(stages["k_heads"]) if "k_heads" in stages else ()
+        of_keys = run.graph.inputs_of(stages["k_heads"]) if "k_heads" in stages else set()
         self.origins = frozenset(named.name for named in run.recording.inputs if named.tensor.id in of_keys)
         """Names of the inputs that the keys depend on."""
         self.queries, self.keys = seen.shape[1:]
@@ -60,8 +61,13 @@ class SeenKeys:
         """`1 key`: True if any query sees the key; a key masked out for every query is padding."""
         self.distance = torch.arange(self.queries)[:, None] + self.first - torch.arange(self.keys)[None]
         """`query key`: query position minus key position, negative for future keys."""
+        behind = slice(self.first + self.queries, None)
+        steps = between(run.recording, of_keys, stages["k_heads"]) if "k_heads" in stages else []
+        if steps and bool(self.any_row[:, behind].all()) and all(op.kind != "write" for op in steps):
+            self.distance[:, behind] = 0  # keys of no position that are joined, e.g. `add_bias_kv` of torch
         self.open = bool(seen.all())
         """Whether every query sees every key."""
+        self.alike = torch.equal(self.any_row, self.known.expand_as(self.any_row))
         self.alone = self.queries == self.keys and not bool((self.any_row & (self.distance != 0)).any())
         """Whether no query sees another position."""
         self.sees_future = bool((self.any_row & (self.distance < 0)).any())
@@ -77,10 +83,10 @@ class SeenKeys:
     @property
     def almost_causal(self) -> str:
         """How the mask differs from a causal one: `one diagonal late` or `early`, or `reversed`; else empty."""
-        masks = {"one diagonal late": -self.distance < 2, "one diagonal early": self.distance > 0}
+        masks = {"one diagonal late": self.distance > -2, "one diagonal early": self.distance > 0}
         masks["reversed"] = self.distance < 1
         like = (name for name, seen in masks.items() if torch.equal(self.any_row, seen & self.known))
-        return next(like, "") if int(self.known.sum()) > 2 and not self.open and not self.alone else ""
+        return next(like, "") if int(self.known.sum()) > 2 and not self.alike and not self.alone else ""
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -107,7 +113,7 @@ class SeenKeys:
         mirrored = int(self.distance[self.any_row].abs().max())
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"each query sees {mirrored} positions to each side"
-        if torch.equal(self.any_row, self.known.expand_as(self.any_row)):
+        if self.alike:
             numbers = self.seen.any(1).sum(-1)  # of each batch item
             spread = " to ".join(map(str, sorted({int(numbers.min()), int(numbers.max())})))
             return f"every query sees {spread} of {self.keys} keys"
