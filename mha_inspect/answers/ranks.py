@@ -23,11 +23,11 @@ from ..naming.named_run import NamedRun
 from ..naming.parameters import Part, coordinates, parts_of
 from ..naming.pattern import dims_of
 from ..record.arguments import argument_names, tensors_in
-from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of, wait, wraps
+from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of, wraps
 from ..record.site import Site, place_of_site
 from ..reports.check import Finding
 from ..reports.trace import Rank, Stage, Trace
-from ..running.subject import Run, Subject, run_and_record
+from ..running.subject import Run, Subject, run_and_record, wait_for_result
 from ..text import first_few, spans
 
 _SEED = "Seed it alike on every rank, or broadcast it from rank 0."
@@ -268,7 +268,7 @@ def stands_at(frame: FrameType | None) -> tuple[Site, str, bool] | tuple[Site]:
     while frame is not None:
         site += [frame.f_code, frame.f_lasti]
         frame = frame.f_back
-    if run_and_record.__code__ not in site[::2] and wait.__code__ in site[::2]:  # for the result of a collective
+    if wait_for_result.__code__ in site[::2]:
         return site, "", True
     waits = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
     return (site, place_of_site(site)[0], waits) if waits or run_and_record.__code__ in site[::2] else (site,)

@@ -91,6 +91,7 @@ class Member:
                 said = [os.pread(file.fileno(), _LONGEST, 0).decode(errors="replace") for file in self._said]
                 self._store.compare_set("failed", "", json.dumps([self.rank, code, *said]))
             else:
+                self._has_left.set()  # the failure of another rank is not printed too
                 time.sleep(_LOOK)  # its connections break before it ends
                 self._say_who_ended()
             while self.rank or not (code or self._store.check(self._done)):
