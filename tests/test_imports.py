@@ -112,7 +112,7 @@ BELOW = {
     "record": ("reports", "errors", "text"),
     "graph": ("record",),
     "naming": ("graph", "record", "layers", "reports"),
-    "running": ("naming", "graph", "record", "layers", "reports"),
+    "running": ("naming", "graph", "record", "layers", "reports", "errors", "text"),
     "measure": ("running", "naming", "record", "layers", "reports"),
     "files": ("record", "layers", "reports", "errors", "text"),
     "build": ("files", "running", "naming", "record", "layers", "reports", "errors", "text"),

@@ -92,6 +92,8 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
     if not (mixes and alone and evidence.follows):
         shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
+        named = zip(kinds_of(evidence.run), evidence.run.attentions, strict=True)  # e.g. pairs of videos and texts
+        shares |= any("cross" in kind and source.rows in names.lengths for kind, (_, names) in named)
         axes = [dims[source.batch or 0] for shape, dims in evidence.queries if shape == source.value.shape]
         added = any(not op.does("fills") for attention, _ in evidence.run.attentions for op in attention.masks)
         pairs = added and source.rows == source.length  # a table with a bias that is made of it
@@ -155,6 +157,8 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
         cross = all("cross" in kind for kind in kinds_of(evidence.run))
         if cross or any(bool((changed[0] > 0).any()) for changed in others):
             return  # the keys come from another source
+        if _is_muted(evidence):
+            raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
         tried = [place for place in reach if place in evidence.seen_by_others] or list(reach)
         yield Finding(
             "mixing",
@@ -182,6 +186,17 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
             source=evidence.scores_line,
             fix="Split heads with view(batch, positions, heads, head_dim), then transpose(1, 2).",
         )
+
+
+def _is_muted(evidence: Evidence) -> bool:
+    """Return whether the result of attention is multiplied by a parameter or gate of zeros on the way to the output."""
+    recording = evidence.run.recording
+    contexts = {attention.value_product.op.output.id for attention, _ in evidence.run.attentions}
+    path = [op for named in recording.outputs for op in between(recording, contexts, named.tensor)]
+    made = contexts.union(output.id for op in path for output in op.outputs)
+    factors = (tensor for op in path if op.does("product") or op.does("scales") for tensor in op.inputs)
+    values = (evidence.content(tensor) for tensor in factors if tensor.id not in made and tensor.numel > 1)
+    return any(value is not None and not bool(value.any()) for value in values)
 
 
 def causal(evidence: Evidence) -> Iterator[Finding]:

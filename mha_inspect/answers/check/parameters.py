@@ -6,7 +6,7 @@ Also the effect of removing each head.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -239,7 +239,8 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
                 continue
             gradient = gradients[name]
             if gradient is None:
-                part = "gets no gradient" if _weight_of(evidence, op, whole=True) else ""
+                is_cut = bool(_weight_of(evidence, op, whole=True)) and not _is_coded(evidence, op)
+                part = "gets no gradient" if is_cut else ""
             elif side in SIDES and not constant and gradient.dim() == 2 and gradient.dtype in _EXACT:
                 # A square matrix is read as nn.Linear stores it: out_features first.
                 out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
@@ -258,6 +259,13 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
                     module=attention.module,
                     fix="Remove detach(), no_grad() or .data.",
                 )
+
+
+def _is_coded(evidence: Evidence, op: Op) -> bool:
+    """Return whether whole numbers, which have no gradient, are made of a projection on the way to the output."""
+    recording = evidence.run.recording
+    ways = (between(recording, {op.output.id}, named.tensor) for named in recording.outputs)
+    return any(output.dtype.startswith("int") for way in ways for step in way for output in step.outputs)
 
 
 def gradients_of(evidence: Evidence) -> Gradients:
@@ -287,7 +295,21 @@ def gradients_of(evidence: Evidence) -> Gradients:
         raise NotPossibleError(f"no gradient can be computed: {type(error).__name__}") from error
     if not gradients:
         raise NotPossibleError("the output depends on no projection that requires a gradient")
-    return dict(zip(wanted, gradients, strict=True))
+    found = dict(zip(wanted, gradients, strict=True))
+    if any(gradient is None for gradient in gradients) and _has_own_backward(outputs):
+        return {name: gradient for name, gradient in found.items() if gradient is not None}  # it may give the others
+    return found
+
+
+def _has_own_backward(outputs: Sequence[Tensor]) -> bool:
+    """Return whether a function with a backward in Python is behind one of these tensors."""
+    nodes = {output.grad_fn: None for output in outputs}
+    queue = [*nodes]
+    for node in queue:  # which grows meanwhile
+        following = [after for after, _ in getattr(node, "next_functions", ()) if after not in nodes]
+        nodes |= dict.fromkeys(following)
+        queue += following
+    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
 
 
 def _mixed(output: Tensor) -> Tensor:

@@ -202,6 +202,68 @@ class HidesAndDiscards(Hides):
         return super().join(x) * 0
 
 
+class NewGate(Right):
+    """A gate of the tokens multiplies the result; a new one is zero, as in diffusion transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(E, E)
+        nn.init.zeros_(self.gate.weight)
+        nn.init.zeros_(self.gate.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate(x) * super().forward(x)
+
+
+def test_a_result_that_new_parameters_multiply_by_zero_is_not_called_unused() -> None:
+    torch.manual_seed(0)
+    report = mha_inspect.check(NewGate(), torch.randn(B, N, E))
+    assert [finding.check for finding in report.findings] == []
+    assert "zeros" in next(each.reason for each in report.left_out if each.check == "mixing")
+
+
+class Codes(Right):
+    """Each token is replaced by the nearest row of a table, as in a codec: no gradient passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        coded: Tensor = self.table(torch.cdist(super().forward(x), self.table.weight).argmin(-1))
+        return coded + x
+
+
+class Doubled(torch.autograd.Function):
+    """Runs a module without autograd, and computes its gradients in a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, module: nn.Module) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.module = module
+        return x + Right.forward(module, x)  # type: ignore[arg-type, no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            given = x.detach().requires_grad_()
+            (given + Right.forward(ctx.module, given)).backward(*gradients)
+        assert given.grad is not None
+        return given.grad, None
+
+
+class Reversible(Right):
+    def forward(self, x: Tensor) -> Tensor:
+        return Doubled.apply(x + 0 * self.o.bias, self)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", [Codes, Reversible])
+def test_a_projection_without_gradient_on_purpose_is_not_accused(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    assert mha_inspect.check(kind(), torch.randn(B, N, E), only=["parameters"]).findings == ()
+
+
 @pytest.mark.parametrize("keys", [(N // 2, N - 1), tuple(range(1, N)), tuple(range(N - 1))])
 def test_a_token_that_a_mask_hides_is_no_proof_that_tokens_do_not_mix(keys: tuple[int, ...]) -> None:
     torch.manual_seed(0)
