@@ -114,9 +114,8 @@ class SeenKeys:
         if torch.equal(self.any_row, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
             return f"each query sees {mirrored} positions to each side"
         if self.alike:
-            numbers = self.seen.any(1).sum(-1)  # of each batch item
-            spread = " to ".join(map(str, sorted({int(numbers.min()), int(numbers.max())})))
-            return f"every query sees {spread} of {self.keys} keys"
+            numbers = sorted({*map(int, self.seen.any(1).sum(-1).aminmax())})  # of the batch items
+            return f"every query sees {' to '.join(map(str, numbers))} of {self.keys} keys"
         return f"causal, {self.almost_causal}" if self.almost_causal else "a custom pattern"
 
     def finding(self, check: str, sentence: str, evidence: str, fix: str = "") -> Finding:
