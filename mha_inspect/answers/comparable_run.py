@@ -21,7 +21,7 @@ from ..measure.weights import Weights, weights_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import content_of, returned_content
 from ..naming.pattern import CANONICAL_AXES, STAGES
-from ..naming.visibility import Rows, visibility
+from ..naming.visibility import Rows, filled_slots, visibility
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, distances, judge, rounding_error
 from ..reports.common import Difference, MeasuredAgainst, Verdict
@@ -106,12 +106,23 @@ class ComparableRun:
         return weights_of(self.run, self.subject.module)
 
     def content(self, place: int, stage: str) -> Tensor | None:
-        """Return a stage of an attention in canonical axes; None if it is absent, or an axis has no name."""
+        """Return a stage of an attention in canonical axes; None if it is absent, or an axis has no name.
+
+        Heads are without their scale: an implementation may scale queries, keys or scores.
+        """
         if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
             return None
         if (place, stage) not in self._contents:
-            self._contents[place, stage] = content_of(self.run, *self.attentions[place], stage)
+            content = content_of(self.run, *self.attentions[place], stage)
+            scale = self.attentions[place][0].early_scales.get(stage) or 1
+            self._contents[place, stage] = content if content is None or scale == 1 else content / scale
         return self._contents[place, stage]
+
+    def filled(self, place: int) -> int:
+        """Return the number of keys of an attention without empty slots at the end of a cache."""
+        attention, names = self.attentions[place]
+        seen = getattr(visibility(self.run.graph, attention, names), "seen", None)
+        return names.lengths[1] if seen is None else filled_slots(self.run.graph, attention, seen).shape[1]
 
     def masked_queries(self, place: int) -> Rows:
         """Return the queries of an attention with every key masked out in at least one head."""
@@ -254,8 +265,8 @@ class Comparison:
 
     left: ComparableRun
     right: ComparableRun
-    measured: ComparableRun | None = None
-    """The run whose rounding error is the noise floor; None means the larger error of both runs."""
+    measured: tuple[ComparableRun, ...] = ()
+    """The runs whose rounding error is the noise floor; empty for both, of which the larger error counts."""
 
     @cached_property
     def masked(self) -> list[Rows]:
@@ -263,10 +274,6 @@ class Comparison:
         sides = (self.left, self.right)
         every = range(max(len(side.attentions) for side in sides))
         return [tuple(sorted({row for side in sides for row in side.masked_queries(place)})) for place in every]
-
-    @property
-    def _measured(self) -> tuple[ComparableRun, ...]:
-        return (self.left, self.right) if self.measured is None else (self.measured,)
 
     def rows(self, *, measured: bool = True) -> Iterator[ComparedStage]:
         """Yield the stages of each pair of attentions, in order; without a difference unless `measured`."""
@@ -280,44 +287,51 @@ class Comparison:
         if left is None or right is None or not measured:
             return ComparedStage(place, stage, left, right, None)
         ours, theirs, note = left, right, ""
-        if stage in ("k_proj", "v_proj") and left.shape != right.shape:
+        if stage in ("k_proj", "v_proj", "k_heads", "v_heads") and left.numel() != right.numel():
             names = [run.attentions[place][1] for run in (self.left, self.right)]
             ours, theirs = _for_each_head(left, names[0]), _for_each_head(right, names[1])
-            shared = [(side, of) for side, of in zip(("left", "right"), names, strict=True) if of.num_kv_heads]
             note = " and ".join(
                 f"each of the {of.num_kv_heads} key/value heads on the {side} is repeated "
                 f"{of.num_heads // of.num_kv_heads} times"
-                for side, of in shared
-                if of.num_heads > of.num_kv_heads
+                for side, of in zip(("left", "right"), names, strict=True)
+                if of.num_heads > of.num_kv_heads > 0
             )
+        if left.shape != right.shape and "key" in CANONICAL_AXES[stage].split():
+            at, keys = (
+                CANONICAL_AXES[stage].split().index("key"),
+                max(self.left.filled(place), self.right.filled(place)),
+            )
+            ours, theirs = (each.narrow(at, 0, min(keys, each.shape[at])) for each in (ours, theirs))
         # Up to its scores, the first attention is defined for every query, whatever the mask.
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
-
-        def floor() -> float:
-            likes = ((self.left, theirs), (self.right, ours))
-            return max(run.floor(place, stage, like, rows) for run, like in likes if run in self._measured)
-
-        difference = compare_stage(stage, ours, theirs, floor)
+        likes = ((self.left, theirs), (self.right, ours))
+        floors = (
+            run.floor(place, stage, like, rows)
+            for run, like in likes
+            if run in (self.measured or (self.left, self.right))
+        )
+        difference = compare_stage(stage, ours, theirs, lambda: max(floors))
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"
         return ComparedStage(place, stage, left, right, replace(difference, note=difference.note or note))
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""
-
-        def floor() -> float:
-            return max(run.output_floor(rows) for run in self._measured)
-
-        return compare_stage("output", self.left.output, self.right.output, floor)
+        floors = (run.output_floor(rows) for run in (self.measured or (self.left, self.right)))
+        return compare_stage("output", self.left.output, self.right.output, lambda: max(floors))
 
 
 def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:
-    """Return `batch key (heads head_dim)` with a key or value for every query head."""
-    count = names.num_kv_heads
-    if not count or names.num_heads % count or content.shape[-1] != count * names.head_dim:
+    """Return `batch key (heads head_dim)` or `batch heads key head_dim` with a key or value for every query head."""
+    count, axes, heads = names.num_kv_heads, "batch key ({} head_dim)", content.shape[-1] / names.head_dim
+    if content.dim() == 4:
+        axes, heads = "batch ({}) key head_dim", content.shape[1]
+    if not count or names.num_heads % count or heads != count:
         return content
-    pattern = "batch key (kv_heads head_dim) -> batch key (kv_heads group head_dim)"
-    return repeat(content, pattern, kv_heads=count, group=names.num_heads // count)
+    order = " ".join(names.head_order[1:])
+    return repeat(
+        content, f"{axes.format('kv_heads')} -> {axes.format(order)}", kv_heads=count, group=names.num_heads // count
+    )
 
 
 def difference_of(left: Tensor, right: Tensor, noise_floor: float) -> Difference:

@@ -204,7 +204,7 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
     If the outputs differ, the walk ends at that stage; otherwise it finds the stage from which both are the same again.
     """
     walk, places = StageWalk(), min(len(baseline.attentions), len(run.attentions))
-    for place, rows in groupby(Comparison(baseline, run, baseline).rows(), key=lambda row: row.place):
+    for place, rows in groupby(Comparison(baseline, run, (baseline,)).rows(), key=lambda row: row.place):
         if place >= places:
             break
         walk = StageWalk()
@@ -224,12 +224,8 @@ def _walk(baseline: HeadRun, run: HeadRun, verdict: Verdict) -> StageWalk:
         if walk.first is not None:
             return walk
     both = [(side, place) for side in (baseline, run) for place in range(len(side.attentions))]
-    unnamed = {
-        stage
-        for side, place in both
-        for stage in side.attentions[place][0].stages
-        if side.content(place, stage) is None
-    }
+    stages = ((side, place, stage) for side, place in both for stage in side.attentions[place][0].stages)
+    unnamed = {stage for side, place, stage in stages if side.content(place, stage) is None}
     return walk._replace(unnamed=tuple(stage for stage in STAGES if stage in unnamed))
 
 

@@ -40,8 +40,9 @@ class Attention:
     projections: dict[str, Op] = field(default_factory=dict)
     """`query`, `key`, `value` or `output` to its product with the weight matrix; absent without a projection."""
     scores_scale: float | None = None
-    """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`; the heads may include the rest. None if
-    unknown."""
+    """The part of `scale` between `q_heads · k_headsᵀ` and the stage `scores`. None if unknown."""
+    early_scales: dict[str, float | None] = field(default_factory=dict)
+    """`q_heads` or `k_heads` to the part of `scale` that these heads include; None if unknown."""
     over_queries: bool = False
     """Whether the softmax runs over the queries, which then compete for each key, instead of over the keys."""
     value_first: bool = False

@@ -95,14 +95,15 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
         stages["weights"] = _without_sinks(softmax.op.output, softmax.dim, values.path)
     stages["context"] = graph.after_call(averaged.op) if softmax.divided is None else softmax.divided.output
     scores_scale = multiply([q_scale, k_scale, scoring.scale]) if product.is_dot else None
-    early = [_early_scale(graph, ends[name]) for name in ("query", "key") if name in ends]
+    early = {f"{name[0]}_heads": _early_scale(graph, ends[name]) for name in ("query", "key") if name in ends}
     return Attention(
         softmax=softmax.op,
         score_product=product,
         value_product=averaged,
         stages=stages,
-        scale=multiply([*early, scores_scale, scoring.late_scale]),
+        scale=multiply([*early.values(), scores_scale, scoring.late_scale]),
         scores_scale=scores_scale,
+        early_scales=early,
         softmax_dim=softmax.dim,
         key_first=key_first,
         over_queries=over_queries,

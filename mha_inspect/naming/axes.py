@@ -250,6 +250,10 @@ class AxisNames:
 
     def _name_outside(self, dims: Tokens, stage: str, expected: Sequence[str]) -> None:
         """Name open axes of a stage outside the heads: its width, and positions that are no queries or keys."""
+        for name in PLACES:  # of keys behind cached ones this stage may have the second part alone
+            parts = [dim for dim in dims if any(isinstance(part, str) and part.startswith(f"{name}_") for part in dim)]
+            if len(parts) == 1 == len(parts[0]):
+                parts[0][:] = [name]
         if stage in _INPUTS:
             place = given_features(self._attention, self._dimensions, stage)
         else:

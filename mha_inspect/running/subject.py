@@ -308,7 +308,10 @@ class Subject:
     def apart(self) -> Iterator[Subject]:
         """Yield it with copies of everything that a run may change, as it is now, so that runs leave no trace."""
         subject = self.fresh()
-        with subject.replaying(subject.state()):
+        with ExitStack() as stack:
+            state = subject.state()
+            # A kept tensor may be a view of a copy's buffer, so that buffer stays as the run leaves it.
+            stack.callback((state if subject.module is self.module else replace(state, contents=[])).restore)
             yield subject
 
     def state(self) -> State:
