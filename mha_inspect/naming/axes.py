@@ -250,7 +250,7 @@ class AxisNames:
 
     def _name_outside(self, dims: Tokens, stage: str, expected: Sequence[str]) -> None:
         """Name open axes of a stage outside the heads: its width, and positions that are no queries or keys."""
-        for name in PLACES:  # of keys behind cached ones this stage may have the second part alone
+        for name in PLACES if stage in _INPUTS else ():  # new keys may be the second part, behind cached ones
             parts = [dim for dim in dims if any(isinstance(part, str) and part.startswith(f"{name}_") for part in dim)]
             if len(parts) == 1 == len(parts[0]):
                 parts[0][:] = [name]
