@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..graph.attention import Attention
 from ..naming.named_run import NamedRun
-from ..naming.parameters import Part, coordinates, parts_of
+from ..naming.parameters import parts_of
 from ..naming.pattern import dims_of
+from ..naming.projection import Part, coordinates
 from ..record.arguments import argument_names, tensors_in
 from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of, wraps
 from ..record.site import Site, place_of_site

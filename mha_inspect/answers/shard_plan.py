@@ -14,7 +14,8 @@ from torch import nn
 
 from ..build.importing import load_object
 from ..errors import InputError
-from ..naming.parameters import Part, coordinates, parts_of
+from ..naming.parameters import parts_of
+from ..naming.projection import Part, coordinates
 from ..reports.trace import AttentionReport
 from ..running.subject import Run
 from ..text import did_you_mean, first_few, first_line, listed, plural, shown

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..naming.parameters import Projection, projections
+from ..naming.parameters import projections
+from ..naming.projection import Projection
 from ..record.rounding import same_bits
 from ..running.subject import Run
 

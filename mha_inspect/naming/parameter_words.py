@@ -19,8 +19,9 @@ from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
-from .parameters import SIDES, Part, Serves, coordinates, num_heads, parameters_behind, parts_of
+from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_of
 from .pattern import in_words
+from .projection import Part, coordinates
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {

@@ -24,6 +24,7 @@ from .canonical import sizes_in
 from .elements import Elements, places_of_weight, weight_of
 from .named_run import NamedRun
 from .pattern import axis_sizes, dims_of
+from .projection import Part, Projection, have_in_common, is_elsewhere, merged, of_no_head
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """The letter of a part, and its projection."""
@@ -31,103 +32,6 @@ _LONGEST = 600
 """Operations after which a walk gives up: projections need fewer."""
 _OF_HEADS = re.compile(r"(heads|kv_heads|group)(_\d+)?")
 _OF_FEATURES = re.compile(r"(maps|head_dim|v_head_dim)(_\d+)?")
-
-Content = Callable[[str], Tensor]
-"""A function from the name of a parameter to its tensor."""
-
-
-@dataclass(frozen=True, eq=False)
-class Part:
-    """One parameter's part of a matrix, bias, or other numbers of one side of an attention."""
-
-    kind: str
-    """`W` and `b` for the projection, `before` and `beside` for another projection, `absorbed` for that of shared keys
-    or values by head, `norm` and `scale before` for a factor after or before the projection, `appended` for an appended
-    key or value, `learned` for anything else."""
-    letter: str
-    """`q`, `k`, `v` or `o`."""
-    parameter: Named
-    heads: dict[int, Tensor]
-    """Head to the place of each of its features in the memory of the parameter; -1 for a feature outside it."""
-    is_shared: bool = False
-    """Whether heads have elements in common: then the elements belong to no single head."""
-    inner: tuple[int, int] | None = None
-    """Count of each feature's numbers in a matrix (its inputs; for W_o its outputs), and the step from one to the next;
-    None for a single number per feature, or if it could not be determined."""
-    reads: dict[int, int] | None = None
-    """Head to the first input feature that it reads; None if every head reads all of them."""
-    width: int = 0
-    """Number of input features, including those that a head does not read."""
-    moved: bool = True
-    """Whether the numbers are used unchanged: at most viewed, copied or cast."""
-
-    @property
-    def name(self) -> str:
-        """`W_q`, `b_q`, or `bias_k` of a learned key; empty for other kinds."""
-        kind = {"appended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
-        return f"{kind}_{self.letter}" if kind else ""
-
-    @property
-    def is_vector(self) -> bool:
-        """Whether this is a matrix with a single dimension, which projects to one number."""
-        return self.kind == "W" and len(self.parameter.tensor.shape) == 1
-
-
-@dataclass(frozen=True, eq=False)
-class Projection:
-    """A matrix or bias of an attention, and its place in the parameters."""
-
-    part: str
-    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q` to `b_o`; `bias_k` and `bias_v` for a learned key and value."""
-    shape: tuple[int, ...]
-    """`heads head_dim embed` of a matrix, also of W_o; `heads head_dim` of a bias, `embed` of b_o."""
-    is_whole: bool
-    """Whether the place of every feature is known and its numbers are used unchanged; false for weights that the
-    forward computes from several parameters."""
-    serves: tuple[tuple[int, ...], ...]
-    """For each key/value head the query heads that use it; empty without shared heads."""
-    parts: tuple[Part, ...]
-    """The part of each parameter."""
-
-    @property
-    def parameters(self) -> tuple[str, ...]:
-        """The names of its parameters: several if e.g. each head has its own."""
-        return tuple(part.parameter.name for part in self.parts)
-
-    def read(self, content_of: Content) -> Tensor:
-        """Return a copy of the numbers by head, with zeros for the features that a head does not read.
-
-        The parameters may be those of another module with the same layout.
-        """
-        numbers = content_of(self.parameters[0]).detach().new_zeros(self.shape)
-        for part, by_head, features, where in self._pieces(numbers):
-            by_head[features] = content_of(part.parameter.name).detach()[where]
-        return numbers
-
-    def write(self, content_of: Content, numbers: Tensor) -> None:
-        """Copy numbers by head into the parameters; features that a head does not read are skipped."""
-        for part, by_head, features, where in self._pieces(numbers):
-            parameter = content_of(part.parameter.name).detach()
-            parameter[where] = by_head[features].to(parameter)
-
-    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Part, Tensor, Tensor, tuple[Tensor, ...]]]:
-        """Yield for each head a view of its numbers, the features that a parameter has, and their places in it."""
-        for part in self.parts:
-            for head, row in part.heads.items():
-                by_head = numbers if len(self.shape) == 1 else numbers[head]
-                features = (row >= 0).nonzero().flatten()
-                places = row[features]
-                if part.inner is not None:
-                    start = 0 if part.reads is None else part.reads.get(head, 0)
-                    by_head = by_head[:, start : start + part.inner[0]]
-                    places = places[:, None] + part.inner[1] * torch.arange(part.inner[0])
-                yield part, by_head, features, coordinates(places, part.parameter.tensor)
-
-
-def coordinates(places: Tensor, tensor: TensorRef) -> tuple[Tensor, ...]:
-    """Return the indices along each dimension of a parameter for these places in its memory."""
-    strides = zip(tensor.shape, tensor.stride, strict=True)
-    return tuple(places.floor_divide(max(stride, 1)) % max(size, 1) for size, stride in strides)
 
 
 def projections(run: NamedRun) -> list[list[Projection]]:
@@ -233,7 +137,7 @@ class _PartsOfAttention:
             self._serve([head % shared if inner else head * shared // heads for head in range(heads)])
         parts = [*self._side("q"), *self._side("k"), *self._side("v"), *self._output()]
         # A bias that is joined from several has elements of one side in each.
-        return [part for part in parts if part.heads or not _is_elsewhere(part, parts)], self._serves
+        return [part for part in parts if part.heads or not is_elsewhere(part, parts)], self._serves
 
     def _serve(self, users: list[int]) -> None:
         counted = range(self._names.num_kv_heads)
@@ -257,7 +161,7 @@ class _PartsOfAttention:
                 of_meeting = self._parts(letter, placed, way, turn.stages[stage], codes, number)
                 is_matrix = placed.kind == "W" and op is not None
                 parts += [self._with_reads(part, op, turn) for part in of_meeting] if is_matrix and op else of_meeting
-        return self._numbered(letter, _merged(parts))
+        return self._numbered(letter, merged(parts))
 
     def _made_at(self, tensor: TensorRef) -> int:
         return self._run.recording.producers.get(tensor.id, -1)
@@ -370,7 +274,7 @@ class _PartsOfAttention:
         self._serve([apart.index(sign) for sign in signs])
         chosen = {signs.index(sign): number for number, sign in enumerate(apart)}
         parts = [replace(p, heads={chosen[h]: row for h, row in p.heads.items() if h in chosen}) for p in parts]
-        return [replace(p, is_shared=_have_in_common(p.heads)) if p.heads else p for p in parts]
+        return [replace(p, is_shared=have_in_common(p.heads)) if p.heads else p for p in parts]
 
     # -- the output ---------------------------------------------------------------------------------------------------
 
@@ -399,8 +303,8 @@ class _PartsOfAttention:
         for meeting in self._way(output, set(), {op.index for op in ops}, min(op.index for op in ops) - 1)[1]:
             if meeting.op not in ops or meeting.kind == "b":
                 added = self._parts("o", self._placed(meeting, ops[0], "output"), [], output, None)
-                parts += [_of_no_head(part) for part in added if part.parameter.name not in known]
-        return _merged(parts)
+                parts += [of_no_head(part) for part in added if part.parameter.name not in known]
+        return merged(parts)
 
     def _codes_at(
         self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[_Codes | None]
@@ -445,7 +349,7 @@ class _PartsOfAttention:
                 if kind not in ("W", "b", "appended"):
                     heads = {head: torch.unique(row[row >= 0]) for head, row in heads.items()}
             mixed = self._names.mixes_positions and self._names.num_heads > 1
-            is_shared = mixed or (_have_in_common(heads) if heads else kind not in ("W", "b"))
+            is_shared = mixed or (have_in_common(heads) if heads else kind not in ("W", "b"))
             part = Part(kind, letter, parameter, heads, is_shared, moved=moved)
             projects = op is not None and self._graph.is_projection(op)
             if op is not None and projects and meeting.weight.id == weight_of(self._graph, op).id:
@@ -506,35 +410,3 @@ def _rows(low: Tensor, high: Tensor, codes: _Codes, steps: Iterable[int]) -> Ten
         elif count:
             row[:] = -1
     return rows
-
-
-def _have_in_common(heads: dict[int, Tensor]) -> bool:
-    """Return whether heads have elements in common."""
-    first, *others = heads.values() or [torch.zeros(0)]
-    return any(bool(torch.isin(other[other >= 0], first).any()) for other in others[:1])
-
-
-def _is_elsewhere(part: Part, parts: Iterable[Part]) -> bool:
-    """Return whether every element of a bias is known to be in the heads of other sides."""
-    same = [other for other in parts if other.parameter.name == part.parameter.name and other.kind == part.kind == "b"]
-    rows = [row[row >= 0] for other in same for row in other.heads.values()]
-    return bool(rows) and len(torch.unique(torch.cat(rows))) == part.parameter.tensor.numel
-
-
-def _of_no_head(part: Part) -> Part:
-    """Return a part of the output as belonging to no head."""
-    every = {0: torch.arange(part.parameter.tensor.numel)} if part.kind == "b" else {}
-    return replace(part, heads=every, is_shared=part.kind != "b")
-
-
-def _merged(parts: Iterable[Part]) -> list[Part]:
-    """Return one part per parameter and kind of use, with the heads of all turns."""
-    merged: dict[tuple[str, str], Part] = {}
-    for part in parts:
-        known = merged.setdefault((part.parameter.name, part.kind), part)
-        if known is not part:
-            heads = dict(sorted({**part.heads, **known.heads}.items()))
-            reads = {**(part.reads or {}), **(known.reads or {})} or None
-            is_shared = part.is_shared or known.is_shared or _have_in_common(heads)
-            merged[part.parameter.name, part.kind] = replace(known, heads=heads, reads=reads, is_shared=is_shared)
-    return [*merged.values()]

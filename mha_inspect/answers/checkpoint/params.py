@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...layers.spec import Show
-    from ...naming.parameters import Projection
+    from ...naming.projection import Projection
     from ...running.subject import Subject
 
 _SHOWN = ("model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")

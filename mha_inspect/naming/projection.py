@@ -1,0 +1,140 @@
+"""The matrices and biases of an attention, and the place of each head's part in the parameters of its module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ..record.ops import Named, TensorRef
+
+Content = Callable[[str], Tensor]
+"""A function from the name of a parameter to its tensor."""
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """One parameter's part of a matrix, bias, or other numbers of one side of an attention."""
+
+    kind: str
+    """`W` and `b` for the projection, `before` and `beside` for another projection, `absorbed` for that of shared keys
+    or values by head, `norm` and `scale before` for a factor after or before the projection, `appended` for an appended
+    key or value, `learned` for anything else."""
+    letter: str
+    """`q`, `k`, `v` or `o`."""
+    parameter: Named
+    heads: dict[int, Tensor]
+    """Head to the place of each of its features in the memory of the parameter; -1 for a feature outside it."""
+    is_shared: bool = False
+    """Whether heads have elements in common: then the elements belong to no single head."""
+    inner: tuple[int, int] | None = None
+    """Count of each feature's numbers in a matrix (its inputs; for W_o its outputs), and the step from one to the next;
+    None for a single number per feature, or if it could not be determined."""
+    reads: dict[int, int] | None = None
+    """Head to the first input feature that it reads; None if every head reads all of them."""
+    width: int = 0
+    """Number of input features, including those that a head does not read."""
+    moved: bool = True
+    """Whether the numbers are used unchanged: at most viewed, copied or cast."""
+
+    @property
+    def name(self) -> str:
+        """`W_q`, `b_q`, or `bias_k` of a learned key; empty for other kinds."""
+        kind = {"appended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
+        return f"{kind}_{self.letter}" if kind else ""
+
+    @property
+    def is_vector(self) -> bool:
+        """Whether this is a matrix with a single dimension, which projects to one number."""
+        return self.kind == "W" and len(self.parameter.tensor.shape) == 1
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """A matrix or bias of an attention, and its place in the parameters."""
+
+    part: str
+    """`W_q`, `W_k`, `W_v`, `W_o`, `b_q` to `b_o`; `bias_k` and `bias_v` for a learned key and value."""
+    shape: tuple[int, ...]
+    """`heads head_dim embed` of a matrix, also of W_o; `heads head_dim` of a bias, `embed` of b_o."""
+    is_whole: bool
+    """Whether the place of every feature is known and its numbers are used unchanged; false for weights that the
+    forward computes from several parameters."""
+    serves: tuple[tuple[int, ...], ...]
+    """For each key/value head the query heads that use it; empty without shared heads."""
+    parts: tuple[Part, ...]
+    """The part of each parameter."""
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of its parameters: several if e.g. each head has its own."""
+        return tuple(part.parameter.name for part in self.parts)
+
+    def read(self, content_of: Content) -> Tensor:
+        """Return a copy of the numbers by head, with zeros for the features that a head does not read.
+
+        The parameters may be those of another module with the same layout.
+        """
+        numbers = content_of(self.parameters[0]).detach().new_zeros(self.shape)
+        for part, by_head, features, where in self._pieces(numbers):
+            by_head[features] = content_of(part.parameter.name).detach()[where]
+        return numbers
+
+    def write(self, content_of: Content, numbers: Tensor) -> None:
+        """Copy numbers by head into the parameters; features that a head does not read are skipped."""
+        for part, by_head, features, where in self._pieces(numbers):
+            parameter = content_of(part.parameter.name).detach()
+            parameter[where] = by_head[features].to(parameter)
+
+    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Part, Tensor, Tensor, tuple[Tensor, ...]]]:
+        """Yield for each head a view of its numbers, the features that a parameter has, and their places in it."""
+        for part in self.parts:
+            for head, row in part.heads.items():
+                by_head = numbers if len(self.shape) == 1 else numbers[head]
+                features = (row >= 0).nonzero().flatten()
+                places = row[features]
+                if part.inner is not None:
+                    start = 0 if part.reads is None else part.reads.get(head, 0)
+                    by_head = by_head[:, start : start + part.inner[0]]
+                    places = places[:, None] + part.inner[1] * torch.arange(part.inner[0])
+                yield part, by_head, features, coordinates(places, part.parameter.tensor)
+
+
+def coordinates(places: Tensor, tensor: TensorRef) -> tuple[Tensor, ...]:
+    """Return the indices along each dimension of a parameter for these places in its memory."""
+    strides = zip(tensor.shape, tensor.stride, strict=True)
+    return tuple(places.floor_divide(max(stride, 1)) % max(size, 1) for size, stride in strides)
+
+
+def have_in_common(heads: dict[int, Tensor]) -> bool:
+    """Return whether heads have elements in common."""
+    first, *others = heads.values() or [torch.zeros(0)]
+    return any(bool(torch.isin(other[other >= 0], first).any()) for other in others[:1])
+
+
+def is_elsewhere(part: Part, parts: Iterable[Part]) -> bool:
+    """Return whether every element of a bias is known to be in the heads of other sides."""
+    same = [other for other in parts if other.parameter.name == part.parameter.name and other.kind == part.kind == "b"]
+    rows = [row[row >= 0] for other in same for row in other.heads.values()]
+    return bool(rows) and len(torch.unique(torch.cat(rows))) == part.parameter.tensor.numel
+
+
+def of_no_head(part: Part) -> Part:
+    """Return a part of the output as belonging to no head."""
+    every = {0: torch.arange(part.parameter.tensor.numel)} if part.kind == "b" else {}
+    return replace(part, heads=every, is_shared=part.kind != "b")
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """Return one part per parameter and kind of use, with the heads of all turns."""
+    merged: dict[tuple[str, str], Part] = {}
+    for part in parts:
+        known = merged.setdefault((part.parameter.name, part.kind), part)
+        if known is not part:
+            heads = dict(sorted({**part.heads, **known.heads}.items()))
+            reads = {**(part.reads or {}), **(known.reads or {})} or None
+            is_shared = part.is_shared or known.is_shared or have_in_common(heads)
+            merged[part.parameter.name, part.kind] = replace(known, heads=heads, reads=reads, is_shared=is_shared)
+    return [*merged.values()]
