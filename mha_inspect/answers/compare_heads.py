@@ -18,7 +18,8 @@ from ..errors import SpecError
 from ..measure.weights import copy_by_head
 from ..naming.canonical import is_by_turn
 from ..naming.pattern import STAGES
-from ..naming.stage_facts import StageFacts, unlike_dot
+from ..naming.score_formulas import unlike_dot
+from ..naming.stage_facts import StageFacts
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
 from ..running.subject import Run, Subject

@@ -12,7 +12,7 @@ import torch
 
 from ..measure.content import StageDifference
 from ..naming.pattern import CANONICAL_AXES
-from ..naming.stage_facts import unlike_dot
+from ..naming.score_formulas import unlike_dot
 from ..naming.visibility import Rows
 from ..reports.common import Difference
 from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide

@@ -18,7 +18,7 @@ from ..layers.catalog import evaluate, find_layer
 from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.content import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, roles_of
-from ..naming.stage_facts import unlike_dot
+from ..naming.score_formulas import unlike_dot
 from ..record.ranks import Piece, local, parameters_of, piece_of
 from ..record.rounding import same_bits
 from ..reports.params import HeadCountColumn, HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport

@@ -17,7 +17,8 @@ from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
 from ..naming.inner_steps import InnerStepsReader
 from ..naming.pattern import STAGES, dims_of
-from ..naming.stage_facts import StageFacts, weighs_by_others, without_dot
+from ..naming.score_formulas import weighs_by_others, without_dot
+from ..naming.stage_facts import StageFacts
 from ..naming.visibility import Rows
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef

@@ -23,7 +23,7 @@ from ..errors import is_out_of_memory
 from ..text import first_line
 from .arguments import tensors_in
 from .catalog import MULTI_HEAD, About, Fused, about, adds_scores, fused
-from .kernels import OPERANDS, AttentionCall, KernelCall, NotOpenedError, PartCall, bound, described, read_kernel
+from .kernels import OPERANDS, AttentionCall, KernelCall, NotOpenedError, PartCall, bound, read_kernel
 from .kernels import run as compute
 from .ops import RESULT, Kernel, Kind, Op, Recording
 from .recorder import Entry, Recorder
@@ -31,6 +31,7 @@ from .rounding import STEP, Rounding, max_difference, rounding_error
 from .sight import Sight, sight_of, sight_of_kernel
 from .site import put_on, take_off
 from .tensors import Tensors
+from .without_numbers import described
 
 _Key = torch._C.DispatchKey
 LINK = About(None, None, RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import mha_inspect
-from mha_inspect.naming.stage_facts import masked_text
+from mha_inspect.naming.score_formulas import masked_text
 
 BIAS = torch.randn(3, 5, 5, generator=torch.Generator().manual_seed(0))
 BARRED = torch.ones(5, 5).triu(1).bool()

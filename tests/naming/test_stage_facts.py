@@ -14,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mha_inspect
 from mha_inspect.naming.canonical import canonical
-from mha_inspect.naming.stage_facts import StageFacts, scale_text
+from mha_inspect.naming.score_formulas import scale_text
+from mha_inspect.naming.stage_facts import StageFacts
 
 from ..built import trace_module
 from ..drawn import LOOPS, Case, Setting, settings_of, sizes_of

@@ -13,7 +13,7 @@ from torch import nn
 from ...errors import InputError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
-from ...naming.stage_facts import unlike_dot
+from ...naming.score_formulas import unlike_dot
 from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
 from ...running.subject import Subject
