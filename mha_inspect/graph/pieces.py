@@ -82,7 +82,22 @@ def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
         return None
     q, k, v = known[:3]
     batch = set(turns[0].score_product.axes(graph.dimensions).batch)
-    return _joined(graph, turns, q=q, k=k, v=v) if set(q.part) <= batch else None
+    if not set(q.part) <= batch:
+        return None
+    if not wide(q.part):
+        _make_cut_axes_one(graph, turns[0], (q, k, v))
+    return _joined(graph, turns, q=q, k=k, v=v)
+
+
+def _make_cut_axes_one(graph: Graph, turn: Attention, cuts: Sequence[Cut]) -> None:
+    """Make the axes one that were cut to pieces of size one, which leave nothing for a product or a write to do so."""
+    size, context = size_of(cuts[0].axis), turn.stages["context"].id
+    writes = [op for op in graph.recording.ops if op.kind == "write" and op.inputs[-1].id == context]
+    results = [each for op in writes for each in _cuts(graph, op.inputs[:1]).values()]
+    shapes = [(zip(source.shape, part.shape, strict=False), graph.dimensions.of(source)) for source, part in results]
+    axes = [dim for pairs, dims in shapes for pair, dim in zip(pairs, dims, strict=False) if pair == (size, 1)]
+    for axis in (*(cut.axis for cut in cuts[1:]), *axes):
+        graph.dimensions.same(cuts[0].axis, axis)
 
 
 def _masks(graph: Graph, attention: Attention) -> list[TensorRef]:

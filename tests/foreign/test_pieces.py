@@ -83,6 +83,16 @@ def halves(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return result
 
 
+def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """One head of one item at a time, of heads that are folded into the batch, as attention slicing does."""
+    q, k, v = (side.flatten(0, 1) for side in (q, k, v))
+    result = torch.zeros(q.shape, dtype=q.dtype)
+    for at in range(len(q)):
+        one = slice(at, at + 1)
+        result[one] = attend(q[one], k[one], v[one])
+    return result.unflatten(0, (-1, HEADS))
+
+
 WAYS = {joined: "query", causal: "query", in_place: "query", one_by_one: "query", halves: "batch"}
 
 
@@ -115,6 +125,27 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
         assert all(map(torch.equal, (cut(weight, piece) for piece in rows[f"{letter}.weight"]), weight.split(HEAD_DIM)))
     columns = (cut(module.o.weight, piece) for piece in rows["o.weight"])
     assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
+
+
+def test_pieces_of_one_head_each_are_one_attention() -> None:
+    module, x = Heads(folded).eval(), torch.randn(B, N, WIDTH)
+    report, run = traced(Subject(module, (x,), {}), Show(), keep=True)
+    (one,), ((attention, names),) = report.attentions, run.attentions
+    assert (one.kind, one.num_heads, one.num_kv_heads) == (("self",), HEADS, HEADS)
+    axes = {stage.name: stage.axes for stage in one.stages}
+    assert axes["k_heads"] == axes["v_heads"] == "(batch heads) key head_dim"
+    assert (axes["concat"], axes["output"]) == ("batch query (heads head_dim)", "batch query embed")
+    for side in "qkv":
+        torch.testing.assert_close(
+            content_of(run, attention, names, f"{side}_heads"), module.split(getattr(module, side)(x))
+        )
+    rows = {row.name: row.heads for row in params(module, x, per_head=True).parameters}
+    for side in "qkv":
+        weight = getattr(module, side).weight
+        assert all(map(torch.equal, (cut(weight, piece) for piece in rows[f"{side}.weight"]), weight.split(HEAD_DIM)))
+    columns = (cut(module.o.weight, piece) for piece in rows["o.weight"])
+    assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
+    assert not check(module, x).findings
 
 
 def in_blocks(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
