@@ -38,6 +38,11 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
         own = slice(first, first + length)
     rows = {"query": _once(rows["query"], length), "key": rows["key"][:, own], "value": rows["value"][:, own]}
     other_key = _of_equal_tokens(factors["key"], seed=2)[:, own]
+    if len({side.shape[1] for side in rows.values()}) == 1:  # rows of zeros pad a sequence to whole windows
+        real = torch.stack([side.abs().amax((0, -1)) > 0 for side in rows.values()]).all(0)
+        rows, other_key = {side: row[:, real] for side, row in rows.items()}, other_key[:, real]
+        if real.sum() < 2:
+            raise LostError
     yield from _of_scores(attention, factors, rows, turns, other_key)
     end, context = attention.stages.get("output") or attention.stages.get("concat"), attention.value_product.op.output
     by_value, values = turns["value"], rows["value"]

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect import Intent
@@ -155,3 +156,35 @@ def test_a_declared_check_that_cannot_run_is_an_error() -> None:
 
     with pytest.raises(InputError, match=r"padding was declared and could not run.*no mask is taken"):
         checked(NoMask(), Intent(padding="attention_mask"))
+
+
+class PaddedWindows(nn.Module):
+    """Rotary attention in windows with the window before, of a sequence that is padded to whole windows."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__()
+        self.window = window
+        self.qkv, self.o = nn.Linear(24, 72, bias=False), nn.Linear(24, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(x).unflatten(-1, (3, 2, 12)).permute(2, 0, 3, 1, 4)
+        q, k, v = F.pad(heads, (0, 0, 0, -x.shape[1] % self.window)).unflatten(-2, (-1, self.window))
+        k, v = (torch.cat((F.pad(side, (0, 0, 0, 0, 1, 0))[..., :-1, :, :], side), -2) for side in (k, v))
+        angles = torch.arange(2 * self.window)[:, None] * 100.0 ** (-torch.arange(6) / 6).repeat(2)
+        q, k = (
+            side * turn.cos() + torch.cat((-side[..., 6:], side[..., :6]), -1) * turn.sin()
+            for side, turn in ((q, angles[self.window :]), (k, angles))
+        )
+        i, j = torch.arange(self.window)[:, None] + self.window, torch.arange(2 * self.window)
+        outside = (j > i).expand(q.shape[2], -1, -1).clone()
+        outside[0, :, : self.window] = True  # the first window has none before it
+        context = (q @ k.mT / 12**0.5).masked_fill(outside, -torch.inf).softmax(-1) @ v
+        return self.o(context.flatten(2, 3)[:, :, : x.shape[1]].transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("length", "window"), [(8, 64), (8, 4), (7, 4), (13, 64)])
+def test_rows_that_pad_a_sequence_to_whole_windows_are_not_rotated_tokens(length: int, window: int) -> None:
+    torch.manual_seed(0)
+    assert not [
+        f for f in mha_inspect.check(PaddedWindows(window).eval(), torch.randn(2, length, 24)).findings if f.sure
+    ]
