@@ -297,7 +297,8 @@ class _PartsOfAttention:
             weighing = self._way(weight, set(), set(), 0)[0]
             parts += self._parts("o", _Meeting(op, weight, "W"), weighing, taken, codes)
             for meeting in meetings:
-                meeting = replace(meeting, kind="norm" if meeting.kind == "b" else meeting.kind)
+                if meeting.kind == "b" and not (meeting.op and self._graph.is_projection(meeting.op)):
+                    meeting = replace(meeting, kind="norm")  # a bias of its own; a gate's is part of its projection
                 parts += self._parts("o", self._placed(meeting, op, "output"), way, taken, codes)
         known = {part.parameter.name for part in parts}
         for meeting in self._way(output, set(), {op.index for op in ops}, min(op.index for op in ops) - 1)[1]:

@@ -201,6 +201,24 @@ def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes:
     assert said in row.role
 
 
+class GatedOutput(nn.Module):
+    """Gates the heads' outputs by a projection of the input with a bias, before W_o."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.gate, self.out = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        context = ((q @ k.mT) / 2).softmax(-1) @ v
+        return self.out(context.transpose(1, 2).flatten(2) * self.gate(x).sigmoid())
+
+
+def test_the_bias_of_a_gate_has_the_role_of_its_matrix() -> None:
+    found = read_off(GatedOutput(), torch.randn(2, 5, 12))
+    assert found["gate.weight"].role == found["gate.bias"].role == "another projection used for the output"
+
+
 def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
     layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
     found = read_off(layer, torch.randn(3, 5, 14))
