@@ -90,10 +90,10 @@ def _fill(config: dict[str, Any]) -> Iterator[str]:
     if hidden and heads and not config.get("head_dim") and (hidden % heads or hidden // heads % _EVEN):
         name = next(name for name in _HEADS if config.get(name) == heads)
         even = [count for count in divisors(hidden) if hidden // count % _EVEN == 0] or divisors(hidden)
-        as_many = [each for each in ("num_key_value_heads", name) if config.get(each) == heads]
+        as_many = [each for each in (name, "num_key_value_heads") if config.get(each) == heads]
         heads = min(even, key=lambda count: abs(count - (heads or 0)))
         config |= dict.fromkeys(as_many, heads)
-        yield name
+        yield from as_many
     values: dict[str, Any] = {
         "head_dim": hidden // heads if hidden and heads else None,
         "num_key_value_heads": heads,

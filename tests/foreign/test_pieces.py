@@ -96,6 +96,16 @@ def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 WAYS = {joined: "query", causal: "query", in_place: "query", one_by_one: "query", halves: "batch"}
 
 
+def assert_heads_are_rows(module: Heads, x: Tensor) -> None:
+    """Each head has its rows of W_q, W_k and W_v, and its columns of W_o."""
+    rows = {row.name: row.heads for row in params(module, x, per_head=True).parameters}
+    for letter in "qkv":
+        weight = getattr(module, letter).weight
+        assert all(map(torch.equal, (cut(weight, piece) for piece in rows[f"{letter}.weight"]), weight.split(HEAD_DIM)))
+    columns = (cut(module.o.weight, piece) for piece in rows["o.weight"])
+    assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
+
+
 @pytest.mark.parametrize("way", [*WAYS, None])
 def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     torch.manual_seed(0)
@@ -119,12 +129,7 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     plain = Heads(lambda *heads: attend(*heads, masked)).double().eval()
     assert diff(module, plain, x, same_weights=True).verdict == "same"
     assert not check(module, x).findings
-    rows = {row.name: row.heads for row in params(module, x, per_head=True).parameters}
-    for letter in "qkv":
-        weight = getattr(module, letter).weight
-        assert all(map(torch.equal, (cut(weight, piece) for piece in rows[f"{letter}.weight"]), weight.split(HEAD_DIM)))
-    columns = (cut(module.o.weight, piece) for piece in rows["o.weight"])
-    assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
+    assert_heads_are_rows(module, x)
 
 
 def test_pieces_of_one_head_each_are_one_attention() -> None:
@@ -139,12 +144,7 @@ def test_pieces_of_one_head_each_are_one_attention() -> None:
         torch.testing.assert_close(
             content_of(run, attention, names, f"{side}_heads"), module.split(getattr(module, side)(x))
         )
-    rows = {row.name: row.heads for row in params(module, x, per_head=True).parameters}
-    for side in "qkv":
-        weight = getattr(module, side).weight
-        assert all(map(torch.equal, (cut(weight, piece) for piece in rows[f"{side}.weight"]), weight.split(HEAD_DIM)))
-    columns = (cut(module.o.weight, piece) for piece in rows["o.weight"])
-    assert all(map(torch.equal, columns, module.o.weight.split(HEAD_DIM, 1)))
+    assert_heads_are_rows(module, x)
     assert not check(module, x).findings
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mha_inspect
 
-from .test_styles import PAST, SPLITS, Composed, Style, styles
+from .test_styles import PAST, SPLITS, Composed, Planted, Style, styles
 
 FAULTS = {"values moved": "v_heads", "key left alone": "k_heads", "scaled twice": "scores"}
 MASKS = ("fill", "lowest", "add", "where")
@@ -44,18 +44,8 @@ def pairs(draw: st.DrawFn) -> tuple[Style, Style]:
     )
 
 
-class Faulty(Composed):
+class Faulty(Planted):
     """Moves the values by one position, rotates only the query, or scales the queries once more."""
-
-    fault = ""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.turned = 0
-        return super().forward(x)
-
-    def rotated(self, x: Tensor) -> Tensor:
-        self.turned += 1
-        return x if self.fault == "key left alone" and self.turned == 2 else super().rotated(x)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = q * 0.25 if self.fault == "scaled twice" else q

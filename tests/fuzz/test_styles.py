@@ -297,8 +297,8 @@ def test_styles(try_all: Callable[..., None]) -> None:
     try_all(check, styles(), 80)
 
 
-class Misturned(Composed):
-    """Rotates only the query, the key in another layout, or the values too."""
+class Planted(Composed):
+    """Counts what it rotates, first the query, and may leave the key alone."""
 
     fault = ""
 
@@ -308,10 +308,15 @@ class Misturned(Composed):
 
     def rotated(self, x: Tensor) -> Tensor:
         self.turned += 1
-        if self.turned == 1 or self.fault == "values":
+        return x if self.fault == "key left alone" and self.turned == 2 else super().rotated(x)
+
+
+class Misturned(Planted):
+    """Rotates only the query, the key in another layout, or the values too."""
+
+    def rotated(self, x: Tensor) -> Tensor:
+        if self.fault != "other layout" or not self.turned:
             return super().rotated(x)
-        if self.fault == "key left alone":
-            return x
         start, other = self.style.offset, interleaved if self.style.position == "half" else half
         return other(x, self.angles[start : start + x.shape[2]])
 
