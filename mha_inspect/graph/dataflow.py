@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
 from .dimensions import Axis, Dimensions, wide
+from .part import parts_behind, whole
 from .products import Product, product_of
 from .softmax import Softmax, softmax_of
 
@@ -114,6 +115,15 @@ class Graph:
                 if writer is not None and all(output.id != tensor.id for output in writer.outputs):
                     tensors.setdefault(writer.index, {})[tensor.id] = tensor
         return {index: list(by_id.values()) for index, by_id in tensors.items()}
+
+    @cached_property
+    def _cut_apart(self) -> set[int]:
+        """Ids of tensors that depend on joined tensors, or on written memory, of which a part is cut off."""
+        ops = self.recording.ops
+        views = (op for op in ops if op.kind == "view" and op.outputs and op.output.numel < op.inputs[0].numel)
+        cut = {op.output.storage for op in views}
+        made = (op for op in ops if op.outputs and (op.does("joins") or op.kind == "write"))
+        return made_of((tensor.id for op in made if op.output.storage in cut for tensor in self.results(op)), ops)
 
     # -- what a tensor is ---------------------------------------------------------------------------------------------
 
@@ -267,17 +277,20 @@ class Graph:
 
     def back(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[Step]:
         """Yield the tensors that `start` was computed from, nearest first, through operations accepted by `through`."""
-        queue, visited = deque([Step(start)]), {start.id}
+        part = whole(start) if start.id in self._cut_apart else None
+        queue, visited = deque([(Step(start), part)]), {start.id: {part}}
         while queue:
-            step = queue.popleft()
+            step, part = queue.popleft()
             yield step
             op = self.recording.producer(step.tensor)
             if op is None or len(step.path) >= _FAR or not through(op):
                 continue
-            for tensor in op.inputs:
-                if tensor.id not in visited and tensor.dtype != "bool":
-                    visited.add(tensor.id)
-                    queue.append(Step(tensor, (*step.path, op)))
+            read = ((tensor, None) for tensor in op.inputs) if part is None else parts_behind(op, step.tensor, part)
+            for tensor, behind in read:
+                known = visited.setdefault(tensor.id, set())
+                if behind not in known and tensor.dtype != "bool":
+                    known.add(behind)
+                    queue.append((Step(tensor, (*step.path, op)), behind))
 
     def forward(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
         """Yield the operations that read results of `start`, nearest first, with the step to the tensor they read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from ..record.ops import Op, TensorRef
 from .axis import Axis, setting, wide
@@ -180,18 +181,17 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> Tenso
 
     E.g. one of the three chunks in `q, k, v = linear(x).chunk(3, -1)`.
     """
-    path = ends[name].path
-    whole = graph.after_projection(ends[name].op)
-    others = [other.path for side, other in ends.items() if side != name and other.op is ends[name].op]
+    end = ends[name]
+    whole = graph.after_projection(end.op)
+    others = [other.path for side, other in ends.items() if side != name and end.op in (other.op, *other.earlier)]
     shared = {op.index for other in others for op in other}
-    last = max((place for place, op in enumerate(path) if op.index in shared), default=-1)
-    if not others or last + 1 == len(path):
+    last = next((place for place, op in enumerate(end.path) if op.index not in shared), len(end.path)) - 1
+    if not others or last + 1 == len(end.path):
         return whole
-    after = path[last + 1]
     # A split gives each side a piece, and is shared: the next operation reads the piece. Slices are not shared.
-    if last >= 0 and len(path[last].outputs) > 1:
-        part = next((tensor for tensor in after.inputs if tensor in path[last].outputs), whole)
-    else:
-        part = after.output if graph.moves(after) else whole
+    pieces = end.path[last].outputs if last >= 0 and len(end.path[last].outputs) > 1 else ()
+    parts = [tensor for tensor in end.path[last + 1].inputs if tensor in pieces]
+    parts += [op.output for op in takewhile(graph.moves, end.path[last + 1 :])]
+    part = next((tensor for tensor in parts if tensor.numel < whole.numel), whole)
     # If heads are already split from their features, it is no longer the projection.
     return part if len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1] else whole

@@ -33,21 +33,22 @@ class OperandPath:
         self.ops: list[Op] = []
         self.reached: set[int] = set()
         """Ids of the tensors on the way."""
+        self.read: set[int] = set()
+        """Ids of these, and of the tensors that their operations read for the product."""
         if self.projection is None:
             return
         source = self.projection.output
         ops = graph.recording.ops[self.projection.index + 1 : product.multiply.index]
         dependent = made_of({source.id}, ops)
-        queue, path = [self.target], dict[int, Op]()
-        while queue:
-            tensor = queue.pop()
-            if tensor.id not in dependent or tensor.id in self.reached:
-                continue
-            self.reached.add(tensor.id)
-            op = graph.recording.producer(tensor)
-            if op is not None and op.index > self.projection.index:
-                path[op.index] = op
-                queue += op.inputs
+        path: dict[int, Op] = {}
+        start = self.projection.index
+        for step in graph.back(self.target, lambda op: op.index > start and any(t.id in dependent for t in op.inputs)):
+            op = graph.recording.producer(step.tensor)
+            self.read.add(step.tensor.id)
+            if step.tensor.id in dependent:
+                self.reached.add(step.tensor.id)
+                if op is not None and op.index > start:
+                    path[op.index] = op
         self.ops = [path[index] for index in sorted(path)]
 
     def others(self, op: Op) -> list[TensorRef]:
@@ -135,10 +136,10 @@ def cache_of(
     written: Op | None = None
     for op in path.ops:
         if op.base_name == "cat" and written is None:
-            earlier = [tensor for tensor in path.others(op) if tensor.numel]
+            earlier = [tensor for tensor in path.others(op) if tensor.numel and tensor.id in path.read]
             place = setting(op, 1, "dim", 0)
             new = sum(t.shape[place] for t in op.inputs if t.id in path.reached)
-            past = op.output.shape[place] - new
+            past = sum(t.shape[place] for t in earlier)
             if past and new and past + new >= keys > new and all(_is_earlier(path, tensor) for tensor in earlier):
                 return Cache(keys - new, new, 0, "concatenated"), {op.index}
         elif op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached:
@@ -166,7 +167,7 @@ def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:
     graph, projection = path.graph, path.projection
     assert projection is not None
     weights = {read.storage for read in projection.inputs if graph.is_weight(read)}
-    outside = False
+    outside = projected = False
     for step in graph.back(tensor, lambda op: not graph.is_projection(op)):
         op = graph.recording.producer(step.tensor)
         if op is None:
@@ -174,8 +175,10 @@ def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:
             if step.tensor.id in graph.recording.parameter_names and len(step.tensor.shape) > 1:
                 return False
         elif graph.is_projection(op):
-            return bool(weights & {read.storage for read in op.inputs})
-    return outside
+            if weights & {read.storage for read in op.inputs}:
+                return True
+            projected = True  # keys and values may be in one tensor
+    return outside and not projected
 
 
 def _is_paged(path: OperandPath, op: Op, keys: int) -> bool:
