@@ -89,8 +89,7 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
             break
     if outcome is None or proof is None:
         why = " ".join(plan.doubts) or f"{'; with DTensors '.join(dict.fromkeys(errors))}."
-        way = "View to (…, -1, head_dim), so that a rank computes its own heads." if is_ours else ""
-        raise InputError(f"over {ranks} ranks {why} {way}".rstrip())
+        raise InputError(f"over {ranks} ranks {why}")
     if proof.agrees is False:
         proof = replace(proof, note=_first_difference(subject, whole, outcome, ranks))
     styles = dict(plan.styles)
@@ -258,7 +257,10 @@ def _failed(spread: Subject, run: Run, show: Show, ranks: int | None) -> Excepti
         note = f"This is rank 0 of {ranks}. The whole module runs."
         return ForwardError(str(failed), replace(trace, notes=(*trace.notes, note)))
     place = f" in {trace.failure.module}" if trace is not None and trace.failure and trace.failure.module else ""
-    return _RankError(f"the forward raises{place}: {first_line(run.error).rstrip('.')}")
+    cause = trace.failure.cause if trace is not None and trace.failure else None
+    is_cut = cause is not None and cause.name == "cut_over_ranks"
+    way = f". {cause.explanation} {cause.fix}" if cause is not None and is_cut else ""
+    return _RankError(f"the forward raises{place}: {first_line(run.error).rstrip('.')}{way.rstrip('.')}")
 
 
 class _JoinedWithoutEmpty(TorchFunctionMode):

@@ -230,6 +230,29 @@ def test_what_cannot_be_cut_is_said_with_the_reason(module: nn.Module, ranks: in
     assert reason in str(refused.value)
 
 
+class OwnScalesOfHeads(Attention):
+    """Four heads, one after the other, which DTensors cannot be; a rank without DTensors has fewer."""
+
+    splits = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        sizes = (4, 6) if self.splits else (-1, 6)
+        q, k, v = (p(x).view(*x.shape[:2], *sizes).transpose(1, 2) for p in (self.q, self.k, self.v))
+        context = (q @ k.mT / 6**0.5).softmax(-1) @ v
+        return self.o(torch.cat([*(context * torch.arange(1, 5)[:, None, None]).unbind(1)], -1))
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_a_view_is_the_way_out_only_where_one_raises(splits: bool) -> None:
+    module = OwnScalesOfHeads()
+    module.splits = splits
+    with pytest.raises(InputError, match="the forward raises: ") as refused:
+        sharded(subject(module), Show(), 2)
+    assert ("has 12 of 24 features: its layer is cut over ranks" in str(refused.value)) == splits
+    assert ("or give -1" in str(refused.value)) == splits
+    assert ("The size of tensor a (2) must match the size of tensor b (4)" in str(refused.value)) != splits
+
+
 def test_rows_packed_head_by_head_can_be_cut() -> None:
     trace, _ = sharded(subject(PackedByHead()), Show(), 2)
     assert trace.plan == {"qkv": "colwise", "o": "rowwise"}
