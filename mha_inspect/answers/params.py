@@ -22,6 +22,7 @@ from ..naming.score_formulas import unlike_dot
 from ..record.ranks import Piece, local, parameters_of, piece_of
 from ..record.rounding import same_bits
 from ..reports.params import HeadCountColumn, HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport
+from ..reports.trace import Rank
 from ..running.subject import Run, Subject
 from ..text import first_few, listed, span, spans
 from .run_report import environment_of, layer_of
@@ -49,13 +50,15 @@ def params(
     beside: Sequence[Subject] = (),
     called: bool = True,
     cut: Mapping[str, Tensor] | None = None,
+    ranks: tuple[Rank, ...] | None = None,
     of_all_ranks: Callable[..., ParamsReport] | None = None,
 ) -> ParamsReport:
     """Report every parameter of a module, and with `beside` the same module under other head counts.
 
     The module is run once and recorded, which shows the role of each parameter, and the rows and columns of each head.
     The run restores the module's state. If not `called`, roles come from the kinds of modules alone. `cut` replaces
-    parameters by the part that one rank has. `of_all_ranks` adds the ranks to a report, from the trace of its run.
+    parameters by the part that one rank has, and `ranks` is what each has. `of_all_ranks` adds the ranks of a process
+    group to a report, from the trace of its run.
 
     Raises `InputError` if the module has lazy parameters, which have no shape before the first call, or if `beside` is
     given and the module has no attention.
@@ -88,6 +91,7 @@ def params(
         changes=changes,
         notes=(*notes, *show.without_numbers(environment.device)),
         head_norms=_head_norms(module, roles) if norms else None,
+        ranks=ranks,
     )
     return of_all_ranks(report, of_block(run, None, [module]), run, subject) if of_all_ranks and run else report
 

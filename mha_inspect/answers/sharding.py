@@ -109,18 +109,17 @@ def sharded(subject: Subject, show: Show, ranks: int, plan: Plan | None = None) 
 
 
 @contextmanager
-def cut_parameters(subject: Subject, ranks: int | None) -> Iterator[dict[str, Tensor]]:
-    """Yield the parameters that rank 0 has of a subject whose heads are cut over `ranks`, by name; none without ranks.
+def cut_parameters(subject: Subject, ranks: int | None) -> Iterator[tuple[dict[str, Tensor], tuple[Rank, ...] | None]]:
+    """Yield the parameters of rank 0 by name and what each rank has, if heads are cut over `ranks`; else none.
 
     Raises `InputError` as `sharded` does.
     """
     if ranks is None:
-        yield {}
+        yield {}, None
         return
-    trace, run = traced(subject, Show(), keep=True)
-    plan = plan_of(run, subject.module, trace.attentions, ranks)
+    trace, _ = sharded(subject, Show(), ranks)
     with process_group(ranks, "cpu") as mesh:
-        yield parameters_of(cut(subject.fresh().module, mesh, plan))
+        yield parameters_of(cut(subject.fresh().module, mesh, Plan(trace.plan or {}))), trace.ranks
 
 
 def _without_equal_elements(subject: Subject) -> tuple[Subject, list[str]]:

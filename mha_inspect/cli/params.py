@@ -140,8 +140,8 @@ def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any], r
 
         specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
         first, *others = [load_layer(spec, INPUTS, run, options.layer) for spec in specs]
-        with cut_parameters(first, ranks) as cut:
-            return params(first, beside=others, cut=cut, **asked)
+        with cut_parameters(first, ranks) as (cut, every):
+            return params(first, beside=others, cut=cut, ranks=every, **asked)
 
 
 def _of_target(
@@ -166,8 +166,9 @@ def _of_target(
         try:
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             subjects = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            with cut_parameters(subjects[0], ranks) as cut:
-                report = params(subjects[0], beside=subjects[1:], cut=cut, of_all_ranks=processes.of_all_ranks, **asked)
+            with cut_parameters(subjects[0], ranks) as (cut, every):
+                asked |= {"of_all_ranks": processes.of_all_ranks, "ranks": every}
+                report = params(subjects[0], beside=subjects[1:], cut=cut, **asked)
         except MhaInspectError as error:
             fails_alone = processes.member is not None and isinstance(
                 error, TargetFailedError

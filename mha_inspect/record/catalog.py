@@ -51,7 +51,7 @@ _TABLE = (
     "constant_pad_nd | pad | joins passes_on copies",
     "topk | - | picks",
     "scatter | index_write | picks",
-    "split split_with_sizes | split | cuts",
+    "split split_with_sizes chunk | split | cuts",
     "unsafe_split | split |",
     "narrow | - | cuts",
     "cat | join | joins passes_on copies",

@@ -164,6 +164,8 @@ def test_grouped_keys_are_cut_or_copied() -> None:
     assert [rank.rows["W_k"] for rank in alone.ranks] == [(0, 3), (0, 3), (3, 6), (3, 6)]
     assert {(rank.heads, rank.kv_heads, rank.kv_copied) for rank in alone.ranks} == {(2, 1, True)}
     assert "Every rank computes all heads." not in alone.notes
+    axes = {stage.name: stage.axes for stage in alone.attentions[0].stages}
+    assert axes["k_heads"] == "heads head_dim key"  # of a piece of the copied heads, which the simulation takes
 
 
 class OneKey(Attention):
@@ -492,8 +494,10 @@ def test_paths_are_folded_only_where_all_are_alike() -> None:
 
 def test_parameters_show_the_part_of_rank_0() -> None:
     made = subject(Attention())
-    with cut_parameters(made, 4) as cut:
-        rows = {row.name: row for row in params(made, cut=cut).parameters}
+    with cut_parameters(made, 4) as (cut, ranks):
+        report = params(made, cut=cut, ranks=ranks)
+    rows = {row.name: row for row in report.parameters}
+    assert report.ranks == sharded(made, Show(), 4)[0].ranks
     assert (rows["q.weight"].shape, rows["q.weight"].whole) == ((6, 24), (24, 24))
     assert rows["q.weight"].role.endswith("rows 0–5 of 24: heads 0–1")
     assert rows["o.weight"].role.endswith("columns 0–5 of 24: heads 0–1")

@@ -69,6 +69,7 @@ def test_parameters_of_rank_0(invoke, mine):
     out = invoke("params", f"{mine}:Attention", *SMALL, "--ranks", "2").out
     assert "q.weight  [12, 24] of [24, 24]" in out
     assert "rows 0–11 of 24: heads 0–1" in out
+    assert "0–11, 12–23" in out.partition("2 ranks\n")[2]
     layer = invoke("params", "--layer", "grouped-query", *SMALL, "--ranks", "2")
     assert layer.code == 0
     assert "a bug" not in layer.out
