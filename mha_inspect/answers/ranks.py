@@ -260,16 +260,18 @@ def _shard(part: Part, parameter: Tensor) -> Shard | None:
     return Shard((start + int(places.min()), start + int(places.max()) + 1), size, whole)
 
 
-def stands_at(frame: FrameType | None) -> tuple[Site, str, bool] | tuple[Site]:
-    """Return the instructions of a frame and its callers, the user's line, and whether that waits for other ranks.
+def stands_at(frame: FrameType | None, sleep: str) -> tuple[object, tuple[str, bool] | tuple[()]]:
+    """Return where a frame and its callers are, and the user's line with whether that waits for other ranks.
 
-    Only the instructions outside torch.distributed and a recorded forward. The line is empty after the forward.
+    No line outside torch.distributed and a recorded forward, unless there is a `sleep`. It is empty after the forward.
     """
     site: Site = []
     while frame is not None:
         site += [frame.f_code, frame.f_lasti]
         frame = frame.f_back
     if wait_for_result.__code__ in site[::2]:
-        return site, "", True
+        return site, ("", True)
     waits = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
-    return (site, place_of_site(site)[0], waits) if waits or run_and_record.__code__ in site[::2] else (site,)
+    if waits or run_and_record.__code__ in site[::2]:
+        return site, (place_of_site(site)[0], waits)
+    return (site, sleep), (place_of_site(site)[0], False) if sleep else ()

@@ -145,11 +145,11 @@ class Member:
         with suppress(RuntimeError):  # the store has ended, and with it the launcher or rank 0
             while not (self._has_left.wait(_LOOK) or (self.rank and self._store.check(["end"]))):
                 busy = time.process_time() - time.thread_time()
-                at, *place = stands_at(sys._current_frames().get(main_thread().ident or 0))
+                at, place = stands_at(sys._current_frames().get(main_thread().ident or 0), _sleep())
                 looks += 1
                 if at != before or busy - computed > _IDLE:
                     before, looks, computed = at, 0, busy
-                if said != (said := json.dumps(place if looks > _STALLED else [])):
+                if said != (said := json.dumps(place if looks > _STALLED else ())):
                     self._store.set(f"stuck/{self.rank}", said)
                 if self.rank == 0:
                     has_failed = self._store.check(["failed"])
@@ -185,6 +185,15 @@ class Member:
         self._say_who_ended()
         self._store.set("end", "")
         os._exit(code)
+
+
+def _sleep() -> str:
+    """Return what is another for each sleep of the main thread, where the system knows of it; empty if it is awake."""
+    with suppress(OSError):
+        thread = Path("/proc/self/task", str(os.getpid()))
+        if (thread / "wchan").read_text() == "hrtimer_nanosleep":
+            return (thread / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2]
+    return ""
 
 
 def _has_ended(process: int) -> bool:

@@ -37,6 +37,14 @@ def sharded() -> Made:
     return parallelize_module(Attention(fused=False), mesh, PLAN), (X,)
 
 
+def asleep_in_its_target() -> Made:
+    made = sharded()
+    if dist.get_rank() == 1:
+        time.sleep(60)  # rank 1 sleeps in its target
+    dist.barrier()  # rank 0 waits in its target
+    return made
+
+
 def asleep() -> Made:
     module, given = sharded()
     if dist.get_rank() == 1:

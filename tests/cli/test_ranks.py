@@ -36,6 +36,7 @@ COMMANDS = {
     "params": ["params", f"{TARGETS}:sharded", "--format", "json", "--export", "FOLDER/params.json"],
     **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in BREAKS},
     "asleep": ["trace", f"{TARGETS}:asleep"],
+    "asleep in its target": ["trace", f"{TARGETS}:asleep_in_its_target"],
     "killed": ["trace", f"{TARGETS}:killed"],
     "unknown": ["trace", f"{TARGETS}:unknown"],
     "no backend": ["trace", f"{TARGETS}:without_backend"],
@@ -196,6 +197,7 @@ def test_a_rank_that_raises_is_reported_by_rank_0(ran: dict[str, Any]) -> None:
         ("skips", "at {rank 0 waits here}", "has finished"),
         ("sleeps", "at {rank 0 waits here}", "stands still at {rank 1 sleeps in its forward}"),
         ("receives", "at {rank 0 waits here}", "waits at {rank 1 receives here}"),
+        ("asleep in its target", "at {rank 0 waits in its target}", "stands still at {rank 1 sleeps in its target}"),
         ("asleep", "for the result of its forward", "stands still at {rank 1 sleeps in a hook}"),
     ],
 )
