@@ -228,10 +228,17 @@ def join() -> None:
 def with_group(build: Callable[[], T]) -> T:
     """Build a target among several ranks; where it makes no process group, make one, for its forward too.
 
-    A target that needs the group is built again.
+    A target that needs the group is built again. Raises `InputError` with a way out if there is no group for it.
     """
-    if member is None:
-        return build()
+    try:
+        return build() if member is None else _with_group(build)
+    except InputError as error:
+        if way := _way_out(_calls_of(error)):
+            raise InputError(f"{error}. {way}") from error
+        raise
+
+
+def _with_group(build: Callable[[], T]) -> T:
     from torch import distributed
 
     if distributed.is_initialized():  # built again, or beside another target: the group that it makes is there
@@ -240,12 +247,7 @@ def with_group(build: Callable[[], T]) -> T:
     try:
         built = build()
     except InputError as error:
-        cause: BaseException | None = error
-        while cause is not None:
-            if any(frame.f_code.co_name == "init_process_group" for frame, _ in walk_tb(cause.__traceback__)):
-                raise
-            cause = cause.__context__
-        if distributed.is_initialized():
+        if "init_process_group" in _calls_of(error) or distributed.is_initialized():
             raise
         with suppress(Exception):  # the target's own error says more
             distributed.init_process_group()
@@ -255,6 +257,25 @@ def with_group(build: Callable[[], T]) -> T:
     if not distributed.is_initialized():
         distributed.init_process_group()
     return built
+
+
+def _calls_of(error: BaseException | None) -> dict[str, dict[str, Any]]:
+    """Return the functions that were running when an error and its causes were raised, with their variables."""
+    calls: dict[str, dict[str, Any]] = {}
+    while error is not None:
+        calls |= {frame.f_code.co_name: frame.f_locals for frame, _ in walk_tb(error.__traceback__)}
+        error = error.__context__
+    return calls
+
+
+def _way_out(calls: dict[str, dict[str, Any]]) -> str:
+    """Return the way out, as a further sentence, of a call that needs other ranks or a device that is missing."""
+    if member is None and calls.keys() & {"_env_rendezvous_handler", "_get_default_group"}:
+        return "This is one process: start the command with torchrun --nproc-per-node 2 -m mha_inspect."
+    device = calls.get("init_device_mesh", {}).get("device_type")
+    if device is not None and not getattr(getattr(sys.modules["torch"], device, None), "is_available", bool)():
+        return f"This machine has no {device}. Give init_device_mesh another device, e.g. cpu."
+    return ""
 
 
 def of_all_ranks(report: Any, trace: Trace, run: Run, subject: Subject) -> Any:

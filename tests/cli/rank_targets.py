@@ -74,6 +74,12 @@ def without_backend() -> Made:
     return sharded()
 
 
+def without_device() -> Made:
+    os.environ["LOCAL_RANK"] = os.environ["RANK"]  # as torchrun does
+    init_device_mesh("cuda", (2,))
+    return sharded()
+
+
 def late_without_backend() -> Made:
     """Fail on both ranks, on rank 0 seconds after rank 1."""
     end = time.monotonic() + 3 * (dist_rank() == 0)

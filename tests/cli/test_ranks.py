@@ -40,6 +40,7 @@ COMMANDS = {
     "killed": ["trace", f"{TARGETS}:killed"],
     "unknown": ["trace", f"{TARGETS}:unknown"],
     "no backend": ["trace", f"{TARGETS}:without_backend"],
+    "no device": ["trace", f"{TARGETS}:without_device"],
     "no backend, late": ["trace", f"{TARGETS}:late_without_backend"],
     "not built": ["trace", f"{TARGETS}:fails_beside_a_barrier"],
     "other class": ["check", f"{TARGETS}:other_class", "--format", "json"],
@@ -264,6 +265,7 @@ def test_another_class_on_a_rank_may_be_meant(ran: dict[str, Any]) -> None:
             "no backend",
             "without_backend() cannot be built: RuntimeError: Distributed package doesn't have NCCL built in",
         ),
+        ("no device", "This machine has no cuda. Give init_device_mesh another device, e.g. cpu."),
         (
             "no backend, late",
             "late_without_backend() cannot be built: RuntimeError: Distributed package doesn't have NCCL built in",
@@ -277,12 +279,23 @@ def test_another_class_on_a_rank_may_be_meant(ran: dict[str, Any]) -> None:
 )
 def test_bad_input_is_two_lines_on_rank_0_alone(ran: dict[str, Any], name: str, said: str) -> None:
     first, _ = ran[name]
-    if "no backend" in name and torch.distributed.is_nccl_available():
+    if name.startswith("no ") and torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL")
     assert (first.code, first.out) == (2, "")
     lines = [line for line in first.err.splitlines() if line.startswith("mha-inspect: ")]
     assert len(lines) == 1
     assert said in lines[0]
+
+
+@pytest.mark.parametrize("name", ["in_its_own_group", "in_a_given_group"])
+def test_a_target_that_needs_ranks_says_how_to_start_them(
+    invoke: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    for variable in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    answer = invoke("trace", f"{TARGETS}:{name}")
+    assert (answer.code, answer.out) == (2, "")
+    assert "This is one process: start the command with torchrun" in answer.err
 
 
 def test_every_command_ends_within_seconds_of_its_failure(ran: dict[str, Any]) -> None:
