@@ -60,6 +60,8 @@ class Shard:
     """Number of rows of the parameter on this rank, also those of other matrices in it."""
     whole: int
     """The same over all ranks."""
+    dim: int
+    """0 for rows of the parameter, 1 for columns: those of W_o, and of a transposed W_q."""
 
 
 def rank_of(rank: int, trace: Trace, run: Run, module: nn.Module) -> Rank:
@@ -240,12 +242,13 @@ def shards_of(run: NamedRun, parameters: Mapping[str, Tensor]) -> list[dict[str,
     for parts, _ in parts_of(run):
         matrices = [part for part in parts if part.kind == "W" and part.heads and part.parameter.name in parameters]
         names = [part.name for part in matrices]
-        shards = {part.name: _shard(part, parameters[part.parameter.name]) for part in matrices}
+        shards = {part.name: shard_of(part, parameters[part.parameter.name]) for part in matrices}
         every.append({name: shard for name, shard in shards.items() if shard is not None and names.count(name) == 1})
     return every
 
 
-def _shard(part: Part, parameter: Tensor) -> Shard | None:
+def shard_of(part: Part, parameter: Tensor) -> Shard | None:
+    """Return the part of a matrix that a rank has; None if it is no block of rows or columns."""
     used, piece = part.parameter.tensor, piece_of(parameter)
     if len(used.shape) != 2 or part.inner is None:
         return None
@@ -257,7 +260,7 @@ def _shard(part: Part, parameter: Tensor) -> Shard | None:
         start, whole = piece.start[dim], piece.whole[dim]
         if local(parameter).shape[dim] < size:  # FSDP gathered the part of this rank's heads from several ranks
             start -= start % size
-    return Shard((start + int(places.min()), start + int(places.max()) + 1), size, whole)
+    return Shard((start + int(places.min()), start + int(places.max()) + 1), size, whole, dim)
 
 
 def stands_at(frame: FrameType | None, sleep: str) -> tuple[object, tuple[str, bool] | tuple[()]]:

@@ -18,7 +18,8 @@ from ..naming.parameters import parts_of
 from ..naming.projection import Part, coordinates
 from ..reports.trace import AttentionReport
 from ..running.subject import Run
-from ..text import did_you_mean, first_few, first_line, listed, plural, shown
+from ..text import did_you_mean, first_few, first_line, listed, plural, shown, span
+from .ranks import shard_of
 
 Style = Literal["colwise", "rowwise", "replicate"]
 STYLES: dict[Style, str] = {"colwise": "ColwiseParallel", "rowwise": "RowwiseParallel", "replicate": ""}
@@ -120,9 +121,12 @@ def _require_own_linear(part: Part, module: nn.Module) -> None:
     name = part.parameter.name
     owner, _, attribute = name.rpartition(".")
     if not isinstance(module.get_submodule(owner), nn.Linear):
-        kind = type(module.get_submodule(owner)).__name__
+        kind, shard = type(module.get_submodule(owner)).__name__, shard_of(part, module.get_parameter(name))
+        is_packed = shard is not None and shard.rows != (0, shard.size)
+        place = f"{('rows', 'columns')[shard.dim]} {span(shard.rows)} of " if shard and is_packed else ""
         raise InputError(
-            f"{part.name} is {name} of {kind}, and parallelize_module cuts nn.Linear. Give each projection a nn.Linear."
+            f"{part.name} is {place}{name} of {kind}, and parallelize_module cuts nn.Linear. Give each projection a "
+            "nn.Linear, or cut its heads in a function of module and mesh, and prove it with --plan FILE.py:NAME."
         )
     weight = module.get_submodule(owner)._parameters[attribute]
     for path, other in module.named_modules():

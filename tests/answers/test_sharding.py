@@ -70,6 +70,19 @@ class PackedByHead(Packed):
         return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
 
 
+class Transposed(Attention):
+    """W_q and W_k in nn.Linear, and W_v in the last columns of a parameter, as in Conv1D of GPT-2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Parameter(torch.randn(24, 72) / 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        v = (x @ self.qkv).split(24, -1)[2]
+        q, k, v = (t.unflatten(-1, (-1, 3)).transpose(1, 2) for t in (self.q(x), self.k(x), v))
+        return self.o(((q @ k.mT / 3**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
 class NormedOverHeads(Attention):
     def forward(self, x: Tensor) -> Tensor:
         q, k = (nn.functional.rms_norm(p(x), (p.out_features,)) for p in (self.q, self.k))
@@ -213,9 +226,10 @@ def test_the_printed_code_runs_as_it_is() -> None:
         (Attention(), 3, "8 heads do not divide among 3 ranks. Use --ranks 2, 4 and 8."),
         (Packed(), 2, "qkv has W_q, W_k and W_v in its 72 rows"),
         (NormedOverHeads(), 2, "normed over all heads"),
-        (nn.MultiheadAttention(24, 8, batch_first=True), 2, "W_q is in_proj_weight of MultiheadAttention"),
+        (nn.MultiheadAttention(24, 8, batch_first=True), 2, "W_q is rows 0–23 of in_proj_weight of MultiheadAttention"),
+        (Transposed(), 2, "W_v is columns 48–71 of qkv of Transposed, and parallelize_module cuts nn.Linear."),
         (PerHeadAttention(24, 8), 2, "W_q is 8 matrices (W_q.0.weight, W_q.1.weight and 6 more)"),
-        (nn.MultiheadAttention(24, 8, batch_first=True), 3, "W_q is in_proj_weight of MultiheadAttention"),
+        (nn.MultiheadAttention(24, 8, batch_first=True), 3, "W_q is rows 0–23 of in_proj_weight of MultiheadAttention"),
         (with_one_weight("q", "o"), 2, "o has the weight of q"),
         (with_one_weight("q", "k"), 2, "k has the weight of q"),
         (computed(parametrizations.weight_norm), 2, "q computes its weight in each forward"),
