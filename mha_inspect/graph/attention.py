@@ -77,8 +77,7 @@ class Attention:
 
     def feature_place(self, side: str, rank: int) -> int:
         """Return the dimension of the features, among `rank` dimensions, in the input and output of a projection."""
-        op = self.projections.get(side)
-        return 1 if op is not None and op.base_name == "convolution" and rank > 2 else -1
+        return features_place(self.projections.get(side), rank)
 
     def first_projection(self, side: str) -> Op | None:
         """Return the first of the successive projections of a side; None if there is no projection."""
@@ -101,6 +100,11 @@ class Attention:
             op.does("picks") or (op.kind == "compute" and op.pointwise and op.base_name != "_to_copy")
             for op in self.weights_path
         )
+
+
+def features_place(projection: Op | None, rank: int) -> int:
+    """Return the dimension of the features, among `rank` dimensions, in the input and output of a projection."""
+    return 1 if projection is not None and projection.base_name == "convolution" and rank > 2 else -1
 
 
 def positions_of(attention: Attention, dimensions: Dimensions, side: str) -> list[Dim]:

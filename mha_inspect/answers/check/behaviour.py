@@ -203,6 +203,8 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if a causal module attends to the future, or not to all of its past."""
     if evidence.intent.causal is False:
         return
+    if any(sight.queries < sight.keys for sight in evidence.sights):
+        evidence.require_passed("heads")  # a token of the projections shows which key is a query's own
     judged = (sight.against_causal(evidence.intent.window) for sight in evidence.sights)
     if evidence.intent.causal is None:
         findings = chain(_not_as_called(evidence), _almost_causal(evidence))

@@ -215,7 +215,12 @@ class Evidence:
     @cached_property
     def sources(self) -> tuple[Source, ...]:
         """The arguments with tokens; the one that the output follows comes first."""
-        return sources_of(self.subject, self.values, self.intent, self._is_one_sequence)
+        sources = sources_of(self.subject, self.values, self.intent, self._is_one_sequence)
+        last = {shape for shape, dims in self.queries if dims[1:] == [["embed"], ["query"]]}
+        return tuple(
+            Source(each.names, each.value, 0, 2) if each.value.shape in last else each  # channels come first
+            for each in sources
+        )
 
     @cached_property
     def queries(self) -> list[tuple[tuple[int, ...], list[list[str]]]]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...graph.attention import Attention
+from ...graph.attention import Attention, features_place
 from ...graph.rerun import between, run_again
 from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
@@ -134,10 +134,14 @@ class Factor:
         source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
         projection = attention.projections.get(side)
         if from_first and attention.earlier.get(side):
-            source = evidence.run.graph.after_projection(attention.earlier[side][0])
-        convolved = projection is not None and projection.base_name == "convolution"
-        if source is None or not product.multiply.does("product") or len(source.shape) < 2 or convolved:
+            projection = attention.earlier[side][0]
+            source = evidence.run.graph.after_projection(projection)
+        if source is None or not product.multiply.does("product") or len(source.shape) < 2:
             raise LostError
+        self.features = features_place(projection, len(source.shape))
+        """The feature dimension of the source."""
+        if projection is not None and self.features == 1 and source.shape[1] != projection.output.shape[1]:
+            raise LostError  # a view has split the features
         left = {"query": not attention.key_first, "key": attention.key_first, "value": attention.value_first}[side]
         self.evidence, self.source, self.target = evidence, source, product.left if left else product.right
         # The contracted dimension is the last of the left factor; in the value product it counts positions.
@@ -145,7 +149,9 @@ class Factor:
         """The position dimension of the target."""
         self.width = max(names.head_dim, 1)
         """The number of features per head."""
-        self.tokens = source.shape[:-1]
+        self.tokens = tuple(
+            size for place, size in enumerate(source.shape) if place != self.features % len(source.shape)
+        )
 
     def token(self, number: int) -> tuple[int, ...]:
         """Return the index of a token from its flat number."""
@@ -154,7 +160,7 @@ class Factor:
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
         """Return the rows that change when features of a token change."""
         marks = torch.zeros(self.source.shape, dtype=torch.bool)
-        marks[token][start:stop] = True
+        marks.movedim(self.features, -1)[token][start:stop] = True
         marks = marks.to(content_of(self.evidence, self.source).device)
         by_row = changed_by(self.evidence, self.source, marks, self.target).any(dim=-1 if self.rows == -2 else -2)
         return {(group, row) for group, row in by_row.reshape(-1, by_row.shape[-1]).nonzero().tolist()}
@@ -164,9 +170,16 @@ class Factor:
 
         A slice is as wide as a head; a packed projection gives the slices of query, key and value.
         """
-        features = self.source.shape[-1]
-        starts = range(0, features, self.width) if features <= _MOST * self.width else ()
-        reached = {start: self.changed(token, start, start + self.width) for start in starts}
+        features = self.source.shape[self.features]
+        starts = range(0, features, self.width) if features <= _MOST * self.width else range(0)
+        return self._reached(token, starts)
+
+    def in_piece(self, token: tuple[int, ...], start: int) -> dict[int, set[Row]]:
+        """Return each feature of a slice that begins at `start`, with the rows that contain it."""
+        return self._reached(token, range(start, start + min(self.width, _MOST)))
+
+    def _reached(self, token: tuple[int, ...], starts: range) -> dict[int, set[Row]]:
+        reached = {start: self.changed(token, start, start + starts.step) for start in starts}
         return {start: rows for start, rows in reached.items() if rows}
 
 

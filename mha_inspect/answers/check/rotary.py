@@ -149,7 +149,7 @@ def _vary(rows: Tensor) -> bool:
 
 def _one_token(factor: Factor, *, seed: int) -> Tensor:
     """Return random features of one token, repeated for each head if the heads are side by side."""
-    features, drawn = factor.source.shape[-1], torch.Generator().manual_seed(seed)
+    features, drawn = factor.source.shape[factor.features], torch.Generator().manual_seed(seed)
     width = features if features % factor.width else factor.width
     return torch.randn(width, generator=drawn).repeat(features // width)
 
@@ -157,7 +157,8 @@ def _one_token(factor: Factor, *, seed: int) -> Tensor:
 def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
     """Return the rows of a factor when all of its tokens are equal: `group row feature`, in float64."""
     value = content_of(factor.evidence, factor.source)
-    tokens = _one_token(factor, seed=seed).to(value).expand(value.shape).clone()
+    tokens = value.clone()
+    tokens.movedim(factor.features, -1)[:] = _one_token(factor, seed=seed).to(value)
     rows = again(factor.evidence, factor.source, tokens, factor.target).double()
     rows = rows if factor.rows == -2 else rows.transpose(-1, -2)
     return rows.reshape(-1, *rows.shape[-2:])

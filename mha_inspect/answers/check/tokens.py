@@ -70,7 +70,7 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
 @partial(of_each_kind, "no heads were found")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if splitting or merging heads mixes tokens."""
-    split: dict[str, dict[str, str]] = defaultdict(dict)
+    split: dict[tuple[str, bool], dict[str, str]] = defaultdict(dict)
     shared: dict[str, int] = {}
     for side in ("key", "value", "query"):
         try:
@@ -80,16 +80,19 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
         except LostError:
             continue
         shared[side] = len(pieces)
-        apart = _apart(pieces)
+        width, apart = factor.width, _apart(pieces)
+        for start in [start for start, rows in pieces.items() if len({row for _, row in rows}) > 1][:1]:
+            width, apart = 1, _features_apart(factor, token, start)
         if apart is None or (side == "query" and factor.target.shape[factor.rows] > names.lengths[0]):
             continue  # query heads that share a key head are rows of one product
         start, other, group, row, other_row = apart
-        end = factor.width - 1
-        split[_splitting(evidence, factor) or attention.score_product.op.source][side] = (
-            f"{side[0]}_proj features {start}–{start + end} of token {list(token)} end up at position {row} of head "
-            f"{group}, features {other}–{other + end} at position {other_row}."
+        here, there = (f"features {at}–{at + width - 1}" if width > 1 else f"feature {at}" for at in (start, other))
+        line = _splitting(evidence, factor) or attention.score_product.op.source
+        split[line, factor.features == 1][side] = (
+            f"{side[0]}_proj {here} of token {list(token)} end{'s' * (width == 1)} up at position {row} of head "
+            f"{group}, {there} at position {other_row}."
         )
-    for source, proofs in split.items():
+    for (source, convolved), proofs in split.items():
         sides = [side for side in SIDES if side in proofs]
         yield Finding(
             "heads",
@@ -97,7 +100,9 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
             "different positions of a head, so each head sees only a few tokens.",
             proofs[sides[0]],
             source=source,
-            fix="Use view(batch, positions, heads, head_dim), then transpose(1, 2).",
+            fix="Use view(batch, heads, head_dim, positions), then transpose(2, 3)."
+            if convolved
+            else "Use view(batch, positions, heads, head_dim), then transpose(1, 2).",
         )
     if not split:
         try:
@@ -108,16 +113,27 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
 
 
 def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None:
-    """Return two slices of one token that are different rows of one group; None if there are none."""
+    """Return two slices of one token that are different rows of one group; None if there are none, or a slice is."""
     first: dict[int, tuple[int, int]] = {}
     for start, rows in pieces.items():
         if len({row for _, row in rows}) > 1:
-            return None  # neighbours are mixed on purpose, e.g. by a convolution
+            return None
         for group, row in rows:
             begin, known = first.setdefault(group, (start, row))
             if known != row:
                 return begin, start, group, known, row
     return None
+
+
+def _features_apart(factor: Factor, token: tuple[int, ...], start: int) -> tuple[int, int, int, int, int] | None:
+    """Return two features of a slice of one token that are different rows of one group.
+
+    None where neighbours are mixed on purpose, e.g. by a convolution, or where features are the rows: of every token.
+    """
+    last = factor.token(prod(factor.tokens) - 1)
+    mine, others = (factor.in_piece(at, start) for at in (token, last))
+    rows = [{feature: {row for _, row in each[feature]} for feature in each} for each in (mine, others)]
+    return _apart(mine) if rows[0] != rows[1] else None
 
 
 def _splitting(evidence: Evidence, factor: Factor) -> str:
@@ -139,14 +155,16 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     concat = attention.stages.get("concat")
     if concat is None or attention.branches:
         raise LostError
-    apart = dims_of(names.of_stage("concat"))[:-1]
+    place = attention.feature_place("output", len(concat.shape)) % len(concat.shape)
+    apart, shape = dims_of(names.of_stage("concat")), list(concat.shape)
+    del apart[place : place + 1], shape[place]
     if ["heads"] in apart or any("head_dim" in word for dim in apart for word in dim):
         raise LostError  # heads that are not merged yet, or features before positions, as in a convolution
     total = prod(factor.tokens)
-    tokens = max(total, prod(concat.shape[:-1]))
+    tokens = max(total, prod(shape))
     if prod(attention.score_product.op.output.shape) < tokens * names.num_heads * names.lengths[1]:
         raise LostError  # a row of the scores belongs to several tokens on purpose, e.g. to a column of a table
-    comparable = factor.tokens == concat.shape[:-1] and len(set(factor.tokens)) == len(factor.tokens)
+    comparable = factor.tokens == tuple(shape) and len(set(factor.tokens)) == len(factor.tokens)
     for token in map(factor.token, sorted({0, 1, total // 2, total - 1} & set(range(total)))):
         rows = factor.changed(token)
         if len(rows) > names.num_heads:
@@ -184,7 +202,8 @@ def _tokens_of_concat(
     changed = changed.any(-2 if attention.value_first else -1, keepdim=True)
     if int(changed.sum()) > names.num_heads:
         raise LostError  # a query is in several rows of the context on purpose, e.g. in overlapping chunks
-    return changed_by(evidence, context, changed, attention.stages["concat"]).any(-1).nonzero().tolist()
+    place = attention.feature_place("output", len(attention.stages["concat"].shape))
+    return changed_by(evidence, context, changed, attention.stages["concat"]).any(place).nonzero().tolist()
 
 
 @partial(of_each_kind, "no shared key heads were found")

@@ -1,4 +1,4 @@
-"""Attention as people write it, in eighteen ways that are right, and mistakes of one line in each."""
+"""Attention as people write it, in many ways that are right, and mistakes of one line in each."""
 
 # ruff: noqa: E501, Q
 # fmt: off
@@ -516,6 +516,26 @@ class M(nn.Module):
         return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
 ''')
 
+IDIOMS["convolved"] = ({"causal": True}, "dict(x=torch.randn(2, 16, 3), start=5)", '''
+class M(nn.Module):
+    def __init__(self, dim=16, heads=4, slots=12):
+        super().__init__()
+        self.h, self.slots = heads, slots
+        self.q, self.k, self.v, self.o = (nn.Conv1d(dim, dim, 1) for _ in range(4))
+        self.register_buffer("kv", torch.zeros(2, 2, heads, slots, dim // heads))
+    def forward(self, x, start=0):
+        b, c, n = x.shape
+        q, k, v = (p(x).view(b, self.h, c // self.h, n).transpose(2, 3) for p in (self.q, self.k, self.v))
+        at = torch.arange(start, start + n)
+        for cache, new in zip(self.kv, (k, v)):
+            cache[:b, :, start : start + n] = new
+        k, v = self.kv[:, :b]
+        s = q @ k.mT / (c // self.h) ** 0.5
+        s = s.masked_fill(torch.arange(self.slots) > at[:, None], float("-inf"))
+        y = (s.softmax(-1) @ v).transpose(2, 3).reshape(b, c, n)
+        return self.o(y)
+''')
+
 MUTANTS: list[tuple[str, str, str, str]] = [
     ("nanogpt", "mask_inverted", "== 0, float", "== 1, float"),
     ("nanogpt", "mask_triu", "torch.tril(torch.ones(block, block))", "torch.triu(torch.ones(block, block))"),
@@ -684,6 +704,9 @@ MUTANTS: list[tuple[str, str, str, str]] = [
     ("lazy", "restarts", "torch.arange(start_pos, start_pos + n)", "torch.arange(n)"),
     ("lazy", "aligned", "> at[:, None]", "> torch.arange(n)[:, None]"),
     ("lazy", "late", "> at[:, None]", "> 1 + at[:, None]"),
+    ("convolved", "split_by_view", "view(b, self.h, c // self.h, n).transpose(2, 3)", "view(b, self.h, n, c // self.h)"),
+    ("convolved", "merged_by_view", ".transpose(2, 3).reshape(b, c, n)", ".reshape(b, c, n)"),
+    ("convolved", "mask_late", "> at[:, None]", "> 1 + at[:, None]"),
     ("paddings_add", "drop", "p_attn = dropout(p_attn)", "p_attn = F.dropout(p_attn, 0.1, training=True)"),
 ]
 """An idiom, a name, and the line that goes wrong: what stands there, and what somebody wrote.
