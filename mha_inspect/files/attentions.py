@@ -29,15 +29,15 @@ _LATENT = "kv_a_proj_with_mqa"
 """The projection to latent keys and values, with one position key that all heads share."""
 _NO_HEAD = "; not split by head"
 _NORMS = {
-    **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "scales the queries after their projection"),
-    **dict.fromkeys(("k_norm", "k_layernorm", "k_ln", "key_norm"), "scales the keys after their projection"),
+    **dict.fromkeys(("q_norm", "q_layernorm", "q_ln", "query_norm"), "{does} the queries after their projection"),
+    **dict.fromkeys(("k_norm", "k_layernorm", "k_ln", "key_norm"), "{does} the keys after their projection"),
 }
 _OTHER_ROLES = {
     **_NORMS,
     "q_a_proj": f"projects the input down, before the queries{_NO_HEAD}",
-    "q_a_layernorm": f"scales the input of the projection to the queries{_NO_HEAD}",
+    "q_a_layernorm": f"{{does}} the input of the projection to the queries{_NO_HEAD}",
     _LATENT: f"projects the input down, before the keys and values{_NO_HEAD}",
-    "kv_a_layernorm": f"scales the input of the projection to the keys and values{_NO_HEAD}",
+    "kv_a_layernorm": f"{{does}} the input of the projection to the keys and values{_NO_HEAD}",
 }
 """Tensor name to its purpose, for tensors other than the projections."""
 _HEADS = (
@@ -137,7 +137,7 @@ def _add(owner: _Owner, tensor: _Tensor, kind: str) -> None:
     """Add a tensor to its owner, if its name is known."""
     word = tensor.word.casefold()
     if word in _OTHER_ROLES:
-        owner.other_roles[tensor.name] = _OTHER_ROLES[word]
+        owner.other_roles[tensor.name] = _OTHER_ROLES[word].format(does="scales" if kind == "W" else "added to")
         if word in _NORMS and len(tensor.shape) == 1:
             owner.head_dim = tensor.shape[0]
         if word == _LATENT and kind == "W":

@@ -26,10 +26,12 @@ from .projection import Part, coordinates
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
 _SAID = {
     "norm": "scales the {made} after their projection",
+    "shift": "added to the {made} after their projection",
     "before": "projects the input down, before the {made}",
     "beside": "another projection used for the {made}",
     "absorbed": "{others} by head, absorbed into the {made}",
     "scale before": "scales the input of the projection to the {made}",
+    "shift before": "added to the input of the projection to the {made}",
     "learned": "the {made} themselves: learned, the same for every input",
     "appended": "learned, and appended to the {made}",
     "scores": "added to the scores",
@@ -38,6 +40,8 @@ _SAID = {
     "sinks": "attention sinks: scores without a value",
 }
 """Kind of use to its text, for parameters other than the matrices and biases of projections."""
+_SHORT = {"scale before": "norm", "shift before": "shift"}
+"""Kind of use to its name in the slices of heads, where that is shorter."""
 _BESIDE = ("scores", "in scores", "in weights", "sinks", "learned")
 """Kinds of use outside the queries, keys, values and output of the heads."""
 _PACKED = ("qkv", "kv", "qk")
@@ -179,7 +183,7 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     for part in parts:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
-        name = part.name or f"{'norm' if kind == 'scale before' else kind}_{part.letter}"
+        name = part.name or f"{_SHORT.get(kind, kind)}_{part.letter}"
         indices = _indices(part)
         for head, row in part.heads.items():
             number = len(torch.unique(row[row >= 0])) * (1 if part.inner is None else part.inner[0])
@@ -290,9 +294,9 @@ class _Words:
             return ["embed"]
         axes: list[str] | None
         if any(part.is_shared for part in parts):
-            if kind == "norm" and shape == (names.head_dim,):
+            if kind in ("norm", "shift") and shape == (names.head_dim,):
                 return ["head_dim"]
-            axes = ["latent" if kind in ("before", "scale before") and size > 1 else str(size) for size in shape]
+            axes = ["latent" if kind in ("before", *_SHORT) and size > 1 else str(size) for size in shape]
         else:
             single = len(parts[0].heads) == 1 < num_heads(names, letter)
             axes = _axes(parts, words, words[single : 1 + (names.head_dim == 1)])
@@ -327,7 +331,7 @@ class _Words:
 
     def _text(self, use: _Use, letters: list[str], parts: list[Part], axes: list[str]) -> str:
         first, is_shared = parts[0], any(part.is_shared for part in parts)
-        if use.kind in ("norm", "before", "scale before") and is_shared:
+        if use.kind in ("norm", "shift", "before", *_SHORT) and is_shared:
             return f"{_plain(use)}; not split by head"
         if use.kind not in ("W", "b"):
             return _plain(use)

@@ -156,8 +156,11 @@ class _PartsOfAttention:
             ends = {op.index} if op is not None and not self._attention.earlier.get(side) else set()
             codes = self._codes(turn, stage)
             way, meetings = self._way(turn.stages[stage], stops, ends, min(since, default=-1))
-            for meeting in meetings:
-                placed = self._placed(meeting, op, side)
+            placed_meetings = [self._placed(meeting, op, side) for meeting in meetings]
+            gains = [placed.op.index for placed in placed_meetings if placed.op and placed.kind == "norm"]
+            for placed in placed_meetings:
+                if placed.kind == "b" and placed.op and gains and placed.op.index > min(gains):
+                    placed = replace(placed, kind="shift")  # the bias of a norm, not of the projection
                 of_meeting = self._parts(letter, placed, way, turn.stages[stage], codes, number)
                 is_matrix = placed.kind == "W" and op is not None
                 parts += [self._with_reads(part, op, turn) for part in of_meeting] if is_matrix and op else of_meeting
@@ -171,8 +174,8 @@ class _PartsOfAttention:
         op, kind = meeting.op, meeting.kind
         if projection is None or op is None:
             return meeting
-        if kind == "norm":
-            kind = kind if op.index > projection.index else "scale before"
+        if kind in ("norm", "shift", "b") and op.index < projection.index and not self._graph.is_projection(op):
+            kind = "scale before" if kind == "norm" else "shift before"
         elif op is projection:
             kind = "W" if kind == "before" else kind
         elif self._graph.is_projection(op) and (kind == "before" or op.index < projection.index):
@@ -237,7 +240,7 @@ class _PartsOfAttention:
                     queue.append(read)
                     if not weight and graph.is_weight(read) and op.base_name not in ("zero_", "fill_"):
                         further = read is factor or tensor.id in beyond
-                        kind = _kind(op) if not projects else "before" if further else "b"
+                        kind = _kind(op, read) if not projects else "before" if further else "b"
                         meetings.append(_Meeting(op, read, kind))
         return [ops[index] for index in sorted(ops)], meetings
 
@@ -297,8 +300,6 @@ class _PartsOfAttention:
             weighing = self._way(weight, set(), set(), 0)[0]
             parts += self._parts("o", _Meeting(op, weight, "W"), weighing, taken, codes)
             for meeting in meetings:
-                if meeting.kind == "b" and not (meeting.op and self._graph.is_projection(meeting.op)):
-                    meeting = replace(meeting, kind="norm")  # a bias of its own; a gate's is part of its projection
                 parts += self._parts("o", self._placed(meeting, op, "output"), way, taken, codes)
         known = {part.parameter.name for part in parts}
         for meeting in self._way(output, set(), {op.index for op in ops}, min(op.index for op in ops) - 1)[1]:
@@ -381,11 +382,16 @@ class _PartsOfAttention:
         return replace(part, inner=(number, step), width=number)
 
 
-def _kind(op: Op) -> str:
+def _kind(op: Op, parameter: TensorRef) -> str:
     """Return the kind of use of a parameter by an operation other than a projection."""
     if op.does("joins"):
         return "appended"
-    name = "mul" if op.does("norms") else op.base_name.rstrip("_")
+    if op.does("norms"):
+        gain_and_bias = [arg for arg in op.args[1:] if not isinstance(arg, tuple)]  # a layer norm has a shape first
+        return "shift" if parameter in gain_and_bias[1:2] else "norm"
+    name = op.base_name.rstrip("_")
+    if name == "addcmul":
+        return "b" if parameter is op.inputs[0] else "norm"
     return {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
 
 

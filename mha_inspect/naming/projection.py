@@ -20,8 +20,8 @@ class Part:
 
     kind: str
     """`W` and `b` for the projection, `before` and `beside` for another projection, `absorbed` for that of shared keys
-    or values by head, `norm` and `scale before` for a factor after or before the projection, `appended` for an appended
-    key or value, `learned` for anything else."""
+    or values by head, `norm` and `scale before` for a factor after or before the projection, `shift` and `shift before`
+    for what is added there, `appended` for an appended key or value, `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`."""
     parameter: Named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -199,6 +200,47 @@ def test_what_people_do_with_parameters_is_told(name: str, parameter: str, axes:
     row = read_off(style(name), torch.randn(7, 12, E))[parameter]
     assert row.axes == axes
     assert said in row.role
+
+
+class ByHand(nn.LayerNorm):
+    """A layer norm step by step."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x - x.mean(-1, keepdim=True)) / x.std(-1, correction=0, keepdim=True) * self.weight + self.bias
+
+
+class BatchNorm(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+class Biased(nn.Module):
+    """Norms the projected queries, before or after they are split into heads, and the input of W_o."""
+
+    def __init__(self, kind: Callable[[int], nn.Module], by_head: bool) -> None:
+        super().__init__()
+        self.by_head, self.qkv, self.out = by_head, nn.Linear(12, 36), nn.Linear(12, 12)
+        self.norm, self.last = kind(4 if by_head else 12), kind(12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q = q if self.by_head else self.norm(q)
+        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in (q, k, v))
+        context = ((self.norm(q) if self.by_head else q) @ k.mT / 2).softmax(-1) @ v
+        return self.out(self.last(context.transpose(1, 2).flatten(2)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "by_head"),
+    [(nn.LayerNorm, True), (nn.LayerNorm, False), (ByHand, True), (ByHand, False), (BatchNorm, False)],
+)
+def test_the_bias_of_a_norm_is_added(kind: Callable[[int], nn.Module], by_head: bool) -> None:
+    found = read_off(Biased(kind, by_head).eval(), torch.randn(2, 5, 12))
+    axes, end = ("head_dim", "; not split by head") if by_head else ("(heads head_dim)", "")
+    for name, said in (("weight", "scales"), ("bias", "added to")):
+        norm, last = found[f"norm.{name}"], found[f"last.{name}"]
+        assert (norm.axes, norm.role) == (axes, f"{said} the queries after their projection{end}")
+        assert (last.axes, last.role) == ("(heads head_dim)", f"{said} the input of the projection to the output")
 
 
 class GatedOutput(nn.Module):

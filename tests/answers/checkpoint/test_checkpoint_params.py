@@ -152,6 +152,15 @@ def test_head_counts_that_the_shapes_allow(tmp_path):
         params_of_checkpoint(file(), num_heads=4)
 
 
+def test_the_bias_of_a_norm_is_added(tmp_path):
+    shapes = dict.fromkeys(("q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight"), (12, 12))
+    named = shapes | {"q_norm.weight": (4,), "q_norm.bias": (4,)}
+    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", {n: torch.zeros(s) for n, s in named.items()}))
+    roles = {parameter.name: parameter.role for parameter in report.parameters}
+    assert roles["q_norm.weight"] == "scales the queries after their projection"
+    assert roles["q_norm.bias"] == "added to the queries after their projection"
+
+
 def test_what_a_training_script_saves(tmp_path):
     model = nn.Sequential(nn.MultiheadAttention(14, 2))
     wrapped = {f"module.{name}": own for name, own in model.state_dict().items()}
