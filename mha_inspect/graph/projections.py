@@ -50,7 +50,7 @@ def projections_behind(
     ends = {name: end for name, end in nearest.items() if end and not _is_a_step(graph, end, positions[name])}
     first: Origin | None = None
     for name, end in ends.items():
-        ends[name] = replace(end, earlier=_earlier(graph, end.op, module, first))
+        ends[name] = replace(end, earlier=earlier_projections(graph, end.op, module, first))
         first = _origin(graph, (*ends[name].earlier, end.op)[0]) if name == "query" else first
     return ends
 
@@ -124,7 +124,9 @@ def _projection(
         end = Projection(op, step.path[::-1])
         joined = any(passed.base_name == "cat" for passed in end.path)
         several = joined or _adds_activations(graph, end.path)
-        earlier = _earlier(graph, op, module, like) if joined and like is not None and op.does("product") else ()
+        earlier = (
+            earlier_projections(graph, op, module, like) if joined and like is not None and op.does("product") else ()
+        )
         is_like = like is None or not several or _origin(graph, (*earlier, op)[0]) == like
         if _gives(graph, op, positions):
             of_positions = of_positions or end
@@ -160,7 +162,7 @@ def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
     return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in added)
 
 
-def _earlier(graph: Graph, op: Op, module: str, like: Origin | None) -> tuple[Op, ...]:
+def earlier_projections(graph: Graph, op: Op, module: str, like: Origin | None = None) -> tuple[Op, ...]:
     """Return the low-rank projections before a projection, in the same module, in order.
 
     Where latents of an earlier call are joined with new ones, it is the projection with the input `like`.

@@ -19,7 +19,7 @@ from ..naming.projection import Projection
 from ..record.rounding import same_bits
 from ..running.subject import Run
 
-PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v")
+PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v", "W_g", "b_g")
 """Parts in the order of their random draws."""
 _OF_KEYS = ("W_k", "W_v", "b_k", "b_v", "bias_k", "bias_v")
 _BIASES = ("b_q", "b_k", "b_v", "b_o")

@@ -23,12 +23,13 @@ from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_of
 from .pattern import in_words
 from .projection import Part, coordinates
 
-_MADE_INTO = {"q": "queries", "k": "keys", "v": "values"}
+_MADE_INTO = {"q": "queries", "k": "keys", "v": "values", "g": "gates"}
 _SAID = {
     "norm": "scales the {made} after their projection",
     "shift": "added to the {made} after their projection",
     "before": "projects the input down, before the {made}",
     "beside": "another projection used for the {made}",
+    "gate": "gates the {made}",
     "absorbed": "{others} by head, absorbed into the {made}",
     "scale before": "scales the input of the projection to the {made}",
     "shift before": "added to the input of the projection to the {made}",
@@ -282,6 +283,7 @@ class _Words:
         axes = self._axes_of(use.kind, apart)
         letters = [part.letter for part in parts]
         text = self._text(use, letters, apart, axes)
+        text += "; W_g gates the context before W_o" if use.kind == "W" and "g" in letters else ""
         return ParameterRole(" ".join(axes), text, _slices(use.kind, parts), is_part=True)
 
     def _axes_of(self, kind: str, parts: list[Part]) -> list[str]:
@@ -294,7 +296,7 @@ class _Words:
             return ["embed"]
         axes: list[str] | None
         if any(part.is_shared for part in parts):
-            if kind in ("norm", "shift") and shape == (names.head_dim,):
+            if (kind in ("norm", "shift") or (letter == "o" and kind in _SHORT)) and shape == (names.head_dim,):
                 return ["head_dim"]
             axes = ["latent" if kind in ("before", *_SHORT) and size > 1 else str(size) for size in shape]
         else:
@@ -307,7 +309,7 @@ class _Words:
     def _inside(self, kind: str, parts: list[Part]) -> str:
         """Return the name of the dimension of a matrix outside heads and their features; empty if it has none."""
         part, stages = parts[0], self.attention.stages
-        side, inner = SIDES[part.letter], part.inner
+        side, inner = SIDES.get(part.letter, "query"), part.inner
         if kind not in ("W", "before") or inner is None:
             return ""
         if kind == "W" and self.attention.earlier.get(side):
@@ -316,7 +318,8 @@ class _Words:
             width = stages[side].shape[-1]
             if width != stages["query"].shape[-1] and width == inner[0]:
                 return "kdim" if part.letter == "k" else "vdim"
-        return str(inner[0]) if part.reads else "embed"
+        elsewhere = part.letter == "g" and "query" in stages and stages["query"].shape[-1:] != inner[:1]
+        return str(inner[0]) if part.reads or elsewhere else "embed"
 
     def _by_blocks(self, parts: list[Part], heads: str) -> list[str]:
         """Return the name of each dimension, where parts with different numbers or widths are `packed`."""
@@ -364,7 +367,7 @@ class _Words:
         indices = _indices(part)[dim]
         used = torch.unique(torch.cat([*indices.values()]))
         if axis in ("heads", "kv_heads") and kind == "W":
-            return ": one matrix per head"
+            return f": one {'matrix' if len(part.parameter.tensor.shape) > 2 else 'row'} per head"
         if len(used) < part.parameter.tensor.shape[dim]:
             runs = _runs(used)
             where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")

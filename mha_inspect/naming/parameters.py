@@ -18,6 +18,8 @@ from einops import EinopsError, repeat
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.gates import Gate, gates_of
+from ..graph.projections import earlier_projections
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .canonical import sizes_in
@@ -158,8 +160,12 @@ class _PartsOfAttention:
             way, meetings = self._way(turn.stages[stage], stops, ends, min(since, default=-1))
             placed_meetings = [self._placed(meeting, op, side) for meeting in meetings]
             gains = [placed.op.index for placed in placed_meetings if placed.op and placed.kind == "norm"]
+            gates = [] if op is None else gates_of(self._graph, [op.output], way)
+            beside = {step.index for gate in gates for step in self._gate_way(gate)[0]}
             for placed in placed_meetings:
-                if placed.kind == "b" and placed.op and gains and placed.op.index > min(gains):
+                if placed.op and placed.op.index in beside:
+                    placed = replace(placed, kind="gate")
+                elif placed.kind == "b" and placed.op and gains and placed.op.index > min(gains):
                     placed = replace(placed, kind="shift")  # the bias of a norm, not of the projection
                 of_meeting = self._parts(letter, placed, way, turn.stages[stage], codes, number)
                 is_matrix = placed.kind == "W" and op is not None
@@ -299,7 +305,14 @@ class _PartsOfAttention:
             codes = self._codes_at(taken, way, contexts, of_turns)
             weighing = self._way(weight, set(), set(), 0)[0]
             parts += self._parts("o", _Meeting(op, weight, "W"), weighing, taken, codes)
-            for meeting in meetings:
+            beside: set[int] = set()
+            for gate in gates_of(self._graph, contexts, way):
+                gate_way, of_gate = self._gate_way(gate)
+                beside |= {step.index for step in gate_way}
+                gated = gate.op.output, self._codes_at(gate.op.output, way, contexts, of_turns)
+                for meeting in of_gate:
+                    parts += self._parts("g", meeting, [*gate_way, gate.op], *gated)
+            for meeting in (meeting for meeting in meetings if meeting.op is None or meeting.op.index not in beside):
                 parts += self._parts("o", self._placed(meeting, op, "output"), way, taken, codes)
         known = {part.parameter.name for part in parts}
         for meeting in self._way(output, set(), {op.index for op in ops}, min(op.index for op in ops) - 1)[1]:
@@ -307,6 +320,15 @@ class _PartsOfAttention:
                 added = self._parts("o", self._placed(meeting, ops[0], "output"), [], output, None)
                 parts += [of_no_head(part) for part in added if part.parameter.name not in known]
         return merged(parts)
+
+    def _gate_way(self, gate: Gate) -> tuple[list[Op], list[_Meeting]]:
+        """Return the operations from a gate's input to its factor, in order, and the parameters that they apply."""
+        earlier = (earlier_projections(self._graph, op, self._attention.module) for op in gate.projections)
+        ends = {(*before, op)[0].index for before, op in zip(earlier, gate.projections, strict=True)}
+        way, meetings = self._way(gate.factor, set(), ends, -1)
+        last = [op.index for op in gate.projections]
+        is_last = (each.kind == "before" and each.op is not None and each.op.index in last for each in meetings)
+        return way, [replace(each, kind="W") if own else each for each, own in zip(meetings, is_last, strict=True)]
 
     def _codes_at(
         self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[_Codes | None]
@@ -348,10 +370,12 @@ class _PartsOfAttention:
                 low, high = (each.entering(op) if entering and op else each.of(target) for each in numbered)
                 rows = enumerate(_rows(low, high, codes, parameter.tensor.stride), start=turn * codes.heads)
                 heads = {head: row for head, row in rows if bool((row >= 0).any())}
-                if kind not in ("W", "b", "appended"):
+                once = letter == "g" and all(bool((row == row[0]).all()) for row in heads.values())
+                if kind not in ("W", "b", "appended") or once:
                     heads = {head: torch.unique(row[row >= 0]) for head, row in heads.items()}
             mixed = self._names.mixes_positions and self._names.num_heads > 1
             is_shared = mixed or (have_in_common(heads) if heads else kind not in ("W", "b"))
+            heads = {} if is_shared and letter == "g" else heads
             part = Part(kind, letter, parameter, heads, is_shared, moved=moved)
             projects = op is not None and self._graph.is_projection(op)
             if op is not None and projects and meeting.weight.id == weight_of(self._graph, op).id:

@@ -20,10 +20,11 @@ class Part:
 
     kind: str
     """`W` and `b` for the projection, `before` and `beside` for another projection, `absorbed` for that of shared keys
-    or values by head, `norm` and `scale before` for a factor after or before the projection, `shift` and `shift before`
-    for what is added there, `appended` for an appended key or value, `learned` for anything else."""
+    or values by head, `gate` for what queries, keys or values are multiplied by, `norm` and `scale before` for a factor
+    after or before the projection, `shift` and `shift before` for what is added there, `appended` for an appended key
+    or value, `learned` for anything else."""
     letter: str
-    """`q`, `k`, `v` or `o`."""
+    """`q`, `k`, `v` or `o`; `g` for a gate of the contexts."""
     parameter: Named
     heads: dict[int, Tensor]
     """Head to the place of each of its features in the memory of the parameter; -1 for a feature outside it."""

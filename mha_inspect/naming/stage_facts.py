@@ -5,6 +5,7 @@ from __future__ import annotations
 from ..graph.attention import Attention
 from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
+from ..graph.gates import gates_of
 from ..graph.products import Joint
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, Memory
@@ -225,6 +226,8 @@ class StageFacts:
         steps = self._inner.operands.get(stage, OperandSteps())
         computing = [op for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
         ordered = {op.index: op.base_name for op in computing if not _moves_in_place(op)} | dict(steps.names)
+        gated = [turn.stages[source] for turn in turns]
+        ordered |= {gate.op.index: gate.name for gate in gates_of(self._graph, gated, made)}
         computed = [*filter(None, dict.fromkeys(ordered[index] for index in sorted(ordered)))]
         if steps != OperandSteps():
             return self._in_heads(stage, source, steps, computed, brief=brief)

@@ -243,22 +243,64 @@ def test_the_bias_of_a_norm_is_added(kind: Callable[[int], nn.Module], by_head: 
         assert (last.axes, last.role) == ("(heads head_dim)", f"{said} the input of the projection to the output")
 
 
-class GatedOutput(nn.Module):
-    """Gates the heads' outputs by a projection of the input with a bias, before W_o."""
+class Gated(nn.Module):
+    """Gates the context, or the values, by a projection of the input, which may be packed with others."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str, heads: int = 3) -> None:
         super().__init__()
-        self.qkv, self.gate, self.out = nn.Linear(12, 36), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.kind, self.heads = kind, heads
+        self.qkv, self.out = nn.Linear(12, 48 if kind in ("packed", "with q") else 36), nn.Linear(12, 12)
+        if kind in ("by feature", "by head", "values"):
+            self.gate = nn.Linear(12, heads if kind == "by head" else 12)
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (t.unflatten(-1, (3, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        made = self.qkv(x)
+        if self.kind == "with q":  # head by head
+            q, gate = self.split(made[..., :24]).chunk(2, -1)
+            k, v = map(self.split, made[..., 24:].chunk(2, -1))
+        else:
+            q, k, v, *rest = map(self.split, made.split(12, -1))
+            gate = rest[0] if rest else self.split(self.gate(x))
+        v = v * gate.sigmoid() if self.kind == "values" else v
         context = ((q @ k.mT) / 2).softmax(-1) @ v
-        return self.out(context.transpose(1, 2).flatten(2) * self.gate(x).sigmoid())
+        context = context if self.kind == "values" else context * gate.sigmoid()
+        return self.out(context.transpose(1, 2).flatten(2))
 
 
-def test_the_bias_of_a_gate_has_the_role_of_its_matrix() -> None:
-    found = read_off(GatedOutput(), torch.randn(2, 5, 12))
-    assert found["gate.weight"].role == found["gate.bias"].role == "another projection used for the output"
+GATES = "; W_g gates the context before W_o"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "axes", "roles"),
+    [
+        ("by feature", "gate", "(heads head_dim)", (f"W_g: rows are the heads stacked, 4 each{GATES}", "b_g")),
+        ("by head", "gate", "heads", (f"W_g: one row per head{GATES}", "b_g")),
+        ("values", "gate", "(heads head_dim)", ("gates the values", "gates the values")),
+        (
+            *("packed", "qkv", "(packed heads head_dim)"),
+            (
+                f"W_q, W_k, W_v, W_g stacked: rows 0–11, 12–23, 24–35, 36–47{GATES}",
+                "b_q, b_k, b_v, b_g concatenated: elements 0–11, 12–23, 24–35, 36–47",
+            ),
+        ),
+    ],
+)
+def test_a_gate_is_told_by_head(kind: str, name: str, axes: str, roles: tuple[str, str]) -> None:
+    module, x = Gated(kind), torch.randn(2, 5, 12)
+    found = read_off(module, x)
+    assert (found[f"{name}.weight"].role, found[f"{name}.bias"].role) == roles
+    assert found[f"{name}.bias"].axes == axes
+    formulas = {stage.name: stage.formula for stage in mha_inspect.trace(module, x).attentions[0].stages}
+    assert formulas["v_heads" if kind == "values" else "concat"].endswith(" in heads, then gate (sigmoid)")
+
+
+@pytest.mark.parametrize("left", ["packed", "with q"])
+def test_gates_are_copied_by_head_between_modules_that_pack_them_in_other_ways(left: str) -> None:
+    report = mha_inspect.diff(Gated(left), Gated("by feature"), torch.randn(2, 5, 12), same_weights=True)
+    assert report.ok, report
 
 
 def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
