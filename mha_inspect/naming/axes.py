@@ -38,6 +38,7 @@ _INPUTS = ("query", "key", "value")
 _MADE_BY = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "concat": "output", "output": "output"}
 """Stage to the projection that decides the place of its features."""
 _WIDTHS = {"head_dim", "v_head_dim"}
+_HEADS = ("heads", "kv_heads")
 _OWN_WIDTH = {"key": "kdim", "value": "vdim"}
 """Names of a key's or value's width that differs from the query's."""
 _SIDES = {
@@ -131,6 +132,7 @@ class AxisNames:
         dims = self._named(tensor, side, expected, stage)
         if stage not in WITHIN and dims and not (roles.windows and stage == "context"):
             self._name_outside(dims, stage, expected)
+        self._name_single_head(dims, stage)
         return " ".join(map(write_dimension, dims))
 
     def _width(self, stage: str) -> int:
@@ -282,6 +284,19 @@ class AxisNames:
         for number, (dim, run) in enumerate(left, start=1):
             dim[slice(*run)] = [POSITIONS if len(left) == 1 else f"{POSITIONS}_{number}"]
 
+    def _name_single_head(self, dims: Tokens, stage: str) -> None:
+        """Name the dimension of a single head of queries, or of keys and values, and its place in their projection."""
+        shared = _SIDES.get(stage, stage[0]) in "kv" and self.num_kv_heads < self.num_heads
+        if (self.num_kv_heads if shared else self.num_heads) > 1 or any(_has(dims, name) for name in _HEADS):
+            return
+        if stage.endswith("_heads") and self._roles.heads:
+            ones = [dim for dim in dims if len(_atoms_in(dim)) == len(dim) and size_of(_atoms_in(dim)) == 1]
+            if len(ones) == 1:
+                ones[0][:] = [_HEADS[shared]]
+        if stage.endswith("_proj") or stage == "concat":
+            for dim in dims:
+                dim[:] = [word for token in dim for word in ((_HEADS[shared], token) if token in _WIDTHS else (token,))]
+
     def _counts_pieces(self, tokens: Sequence[str | Axis]) -> bool:
         """Return whether these axes count the pieces of the queries or of the keys."""
         pieces = [atoms[0] for atoms in map(resolve, (self._roles.query, self._roles.key)) if atoms]
@@ -290,7 +305,7 @@ class AxisNames:
 
 def _assign(dim: list[str | Axis], groups: list[Group], run: tuple[int, int], name: str) -> None:
     """Name a run of a dimension's axes, and add the name to the groups."""
-    atoms = tuple(token for token in dim[slice(*run)] if isinstance(token, Axis))
+    atoms = _atoms_in(dim[slice(*run)])
     dim[slice(*run)] = [name]
     if size_of(atoms) > 1:
         groups.append((name, atoms))
@@ -384,6 +399,10 @@ def write_dimension(dim: list[str | Axis]) -> str:
         if token:
             words.append(token)
     return words[0] if len(words) == 1 else f"({' '.join(words)})"
+
+
+def _atoms_in(dim: Sequence[str | Axis]) -> Dim:
+    return tuple(token for token in dim if isinstance(token, Axis))
 
 
 def _size_of_run(dim: Sequence[str | Axis], run: tuple[int, int]) -> int:

@@ -41,7 +41,8 @@ POSITIONS = "positions"
 
 _GROUPED = {"heads": ("kv_heads", "group")}
 """An axis, and its two parts if keys and values are shared."""
-_PACKED = ("qkv", "kv", "qk", "packed")
+_COUNTS = {"qkv": 3, "kv": 2, "qk": 2}
+_PACKED = (*_COUNTS, "packed")
 """Axes that count the projections in one matrix."""
 _NUMBERED = re.compile(r"(\w+)_\d+")
 """Axes with several dimensions, e.g. the height and width of an image: `query_1 query_2`."""
@@ -74,10 +75,10 @@ def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[in
     """
     before, after = dims_of(left), dims_of(right)
     _spell_alike(before, after)
-    first, second = axis_sizes(before, shapes[0], {}), axis_sizes(after, shapes[1], {})
+    first, second = axis_sizes(before, shapes[0], _COUNTS), axis_sizes(after, shapes[1], _COUNTS)
     first, second = (
-        axis_sizes(before, shapes[0], {**second, **first}),
-        axis_sizes(after, shapes[1], {**first, **second}),
+        axis_sizes(before, shapes[0], {**_COUNTS, **second, **first}),
+        axis_sizes(after, shapes[1], {**_COUNTS, **first, **second}),
     )
     for dims, other, sizes in ((before, after, first), (after, before, second)):
         there = _names(other)

@@ -237,7 +237,8 @@ class StageFacts:
         pattern = rearrangement(left, right, (stages[source].shape, stages[stage].shape))
         if brief and pattern:
             pattern = "merge" if stage == "concat" else "split"
-        moved = source if left == right else pattern or f"{source} in heads"
+        same = left == right or stages[source].id == stages[stage].id
+        moved = source if same else pattern or f"{source} in heads"
         return moved + self._grown(source, stage, brief=brief)
 
     def _in_heads(self, stage: str, source: str, steps: OperandSteps, computed: list[str], *, brief: bool) -> str:

@@ -303,6 +303,44 @@ def test_gates_are_copied_by_head_between_modules_that_pack_them_in_other_ways(l
     assert report.ok, report
 
 
+class OneHead(nn.Module):
+    """Has one head of queries, or several that share one head of keys and values."""
+
+    def __init__(self, heads: int, has_dimension: bool, packed: bool) -> None:
+        super().__init__()
+        self.heads, self.has_dimension, self.size = heads, has_dimension, 12 // heads
+        widths = (12, self.size, self.size)
+        self.qkv = nn.ModuleList([nn.Linear(12, sum(widths))] if packed else [nn.Linear(12, width) for width in widths])
+        self.widths, self.out = widths, nn.Linear(12, 12)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = [project(x) for project in self.qkv]
+        q, k, v = made if len(made) > 1 else made[0].split(self.widths, -1)
+        if self.has_dimension:
+            q, k, v = (t.unflatten(-1, (-1, self.size)).transpose(1, 2) for t in (q, k, v))
+        context = ((q @ k.mT) * self.size**-0.5).softmax(-1) @ v
+        return self.out(context.transpose(1, 2).flatten(2) if self.has_dimension else context)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("heads", "has_dimension"), [(1, False), (1, True), (3, True)])
+def test_a_single_head_has_one_name_in_a_trace_and_in_its_parameters(
+    heads: int, has_dimension: bool, packed: bool
+) -> None:
+    module, x = OneHead(heads, has_dimension, packed), torch.randn(2, 5, 12)
+    axes = {stage.name: stage.axes for stage in mha_inspect.trace(module, x).attentions[0].stages}
+    found, of_keys = read_off(module, x), "heads" if heads == 1 else "kv_heads"
+    if not packed:
+        assert axes["q_proj"] == "batch query (heads head_dim)"
+        assert axes["k_proj"] == axes["v_proj"] == f"batch key ({of_keys} head_dim)"
+        assert [found[f"qkv.{n}.weight"].axes for n in range(3)] == [
+            *("(heads head_dim) embed", f"({of_keys} head_dim) embed", f"({of_keys} head_dim) embed")
+        ]
+    assert axes["concat"] == "batch query (heads head_dim)"
+    assert found["out.weight"].axes == "embed (heads head_dim)"
+    assert axes["k_heads"] == (f"batch {of_keys} key head_dim" if has_dimension else "batch key head_dim")
+
+
 def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
     layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
     found = read_off(layer, torch.randn(3, 5, 14))

@@ -269,7 +269,7 @@ def test_heads_that_ask_with_one_query_are_no_queries() -> None:
     assert (stages["q_heads"].axes, stages["weights"].axes) == ("batch heads head_dim", "batch heads key")
     assert (stages["concat"].axes, stages["concat"].formula) == (
         "batch query (heads head_dim)",
-        "context in heads, then mul",
+        "context in heads, then gate (sigmoid)",
     )
 
 
