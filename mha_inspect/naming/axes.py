@@ -101,14 +101,14 @@ class AxisNames:
         other._stages = {**self._stages, **stages}
         return other
 
-    def of(self, tensor: TensorRef) -> str:
-        """Return the axes of any other tensor of this attention, e.g. of the returned weights."""
+    def of(self, tensor: TensorRef, side: str = "") -> str:
+        """Return the axes of any other tensor of this attention, e.g. of the returned weights, or of a `k` or `v`."""
         output = self._attention.stages.get("output")
         if self.mixes_positions and output is not None and output.id == tensor.id:
             return self._stages["output"]
         # A loop over heads concatenates them along a new axis, which is in no product.
         joined = ("heads",) if self._attention.branches else ()
-        groups = [*self._sides["s"], *self._sides["o"], *self._sides["q"]]
+        groups = [group for letter in (*side, "s", "o", "q") for group in self._sides[letter]]
         return " ".join(map(write_dimension, self._named(tensor, groups, joined)))
 
     def _of_stage(self, stage: str) -> str:

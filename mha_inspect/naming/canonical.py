@@ -27,14 +27,32 @@ class NamedAxes:
 def own_axes(run: NamedRun) -> NamedAxes:
     """Return the names of a run's axes, in its own layout; a wider run beside it helps to name axes of size one."""
     stages = tuple({stage: names.of_stage(stage) for stage in attention.stages} for attention, names in run.attentions)
-    returned = tuple(
-        run.attentions[-1][1].of(named.tensor) if run.attentions else " ".join(map(str, named.tensor.shape))
-        for named in run.recording.outputs
-    )
+    returned = _returned(run)
     if run.wider is not None and _ranks(run) == _ranks(run.wider):
         runs = zip(own_axes(run.wider).returned, run.recording.outputs, run.wider.recording.outputs, strict=True)
         returned = tuple(at_size(pattern, named.tensor.shape, wide.tensor.shape) for pattern, named, wide in runs)
     return NamedAxes(stages, returned)
+
+
+def _returned(run: NamedRun) -> tuple[str, ...]:
+    """Return the axes of each returned tensor; keys and values that are returned have those of their own attention."""
+    graph, sides = run.graph, dict[int, tuple[AxisNames, str]]()
+    for attention, names in run.attentions if len(run.recording.outputs) > 1 else ():
+        reached = {
+            side: {step.tensor.id for step in graph.back(tensor, lambda op: not graph.is_projection(op))}
+            for side in "qkv"
+            if (tensor := attention.stages.get(f"{side}_heads")) is not None
+        }
+        for side in reached.keys() - "q":
+            sides |= dict.fromkeys(reached[side] - reached["q"], (names, side))
+    patterns = []
+    for named in run.recording.outputs:
+        steps = graph.back(named.tensor, lambda op: op.kind != "compute")
+        last = (run.attentions[-1][1], "") if run.attentions else None
+        of_side = next((sides[step.tensor.id] for step in steps if step.tensor.id in sides), last)
+        of_size = " ".join(map(str, named.tensor.shape))
+        patterns.append(of_size if of_side is None else of_side[0].of(named.tensor, of_side[1]))
+    return tuple(patterns)
 
 
 def _ranks(run: NamedRun) -> list[tuple[str, int]]:

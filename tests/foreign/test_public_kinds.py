@@ -199,6 +199,28 @@ def test_a_check_is_absent_where_there_is_nothing_to_check(kind: type[Packed], b
     assert (briefs["grouped"], briefs.get("rotary")) == ("none here", brief)
 
 
+class ReturnsCache(Packed):
+    """Wenet: keys and values come back side by side, in heads, and before they are split; the queries too."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.qkv(x).chunk(3, -1)
+        heads = [side.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in (k, v)]
+        scores = q.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) @ heads[0].mT / HEAD_DIM**0.5
+        out = self.o((scores.softmax(-1) @ heads[1]).transpose(1, 2).flatten(2))
+        return out, torch.cat(heads, -1), heads[0], v, q
+
+
+def test_keys_and_values_that_come_back_are_named_as_keys() -> None:
+    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), ReturnsCache())
+    assert [returned.axes for returned in trace(module, X).returns] == [
+        "batch query embed",
+        "batch heads key (2 head_dim)",
+        "batch heads key head_dim",
+        "batch key (heads head_dim)",
+        "batch query (heads head_dim)",
+    ]
+
+
 class NonCausalAttention(Packed):
     """Bark: the name of the class says what the attention is not."""
 
