@@ -211,8 +211,11 @@ class AxisNames:
         name, count = _PACKED.get(tuple(sides), "packed"), len(sides)
         dim = dims[1 if convolved and made.shape == tensor.shape else -1]
         self._name_turns(dim, stage)
-        runs = _unnamed(dim)
         width = size_of(self._roles.value_dim if stage == "v_proj" else self._roles.head_dim)
+        for start in range(1, len(dim)) if not _WIDTHS & set(dim) else ():  # features that were moved beyond following
+            if len(_atoms_in(dim[start:])) == len(dim) - start and size_of(_atoms_in(dim[start:])) == width > 1:
+                dim[start:] = ["v_head_dim" if stage == "v_proj" and self._roles.own_value_width else "head_dim"]
+        runs = _unnamed(dim)
         if (
             len(runs) == 1
             and _size_of_run(dim, runs[0]) > 1
@@ -240,13 +243,16 @@ class AxisNames:
         ]
         if not left:
             return
-        missing = [name for name in expected if not _has(dims, name)]
+        there = _WIDTHS if _has(dims, "packed") else ()  # the features of a head are a part of what is packed
+        missing = [name for name in expected if not _has(dims, name) and name not in there]
         if only_ones:
             left = [(dim, run) for dim, run in left if len(dim) == 1 == _size_of_run(dim, run)]
         elif len(missing) > 1 or len(left) > 1:
             # Axes of size one are no evidence beside others.
             left = [(dim, run) for dim, run in left if _size_of_run(dim, run) > 1]
         sizes = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
+        if there and left and _size_of_run(*left[0]) > size_of(self._roles.key):
+            return  # positions that are pooled or cut are no keys; of fewer, the others are cached
         if len(missing) == 1 == len(left) and sizes.get(missing[0]) in (None, _size_of_run(*left[0])):
             _assign(left[0][0], groups, left[0][1], missing[0])
 
@@ -294,7 +300,7 @@ class AxisNames:
             if len(ones) == 1:
                 ones[0][:] = [_HEADS[shared]]
         if stage.endswith("_proj") or stage == "concat":
-            for dim in dims:
+            for dim in (dim for dim in dims if "packed" not in dim):
                 dim[:] = [word for token in dim for word in ((_HEADS[shared], token) if token in _WIDTHS else (token,))]
 
     def _counts_pieces(self, tokens: Sequence[str | Axis]) -> bool:

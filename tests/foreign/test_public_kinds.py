@@ -221,6 +221,58 @@ def test_keys_and_values_that_come_back_are_named_as_keys() -> None:
     ]
 
 
+class Written(Packed):
+    """Gemma: heads are split while packed, rotated as complex halves, and written into slots of a buffer."""
+
+    start = MEMORY
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.randn(B, MEMORY + N + 2, HEADS, HEAD_DIM))
+
+    def halves(self, heads: Tensor) -> Tensor:
+        angles = torch.arange(self.start, self.start + N)[:, None, None] * torch.tensor([1.0, 0.3])
+        pairs = torch.view_as_complex(torch.stack(heads.chunk(2, -1), -1))
+        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles))
+        return torch.cat(turned.chunk(2, -1), -2).flatten(-2)
+
+    def stored(self, x: Tensor) -> tuple[Tensor, ...]:
+        q, k, v = self.qkv(x).unflatten(-1, (3 * HEADS, HEAD_DIM)).split(HEADS, 2)
+        slots = torch.arange(self.start, self.start + N)
+        return self.halves(q), self.keys.index_copy_(1, slots, self.halves(k)), self.values.index_copy_(1, slots, v)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend(*(side.flatten(2) for side in self.stored(x)))
+
+
+class WrittenLatents(Written):
+    """DeepSeek: keys and values of one matrix, keys beside a rotated part, in slots that are assigned as a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, LATENT + 2)
+        self.up = nn.Linear(LATENT, HEADS * (HEAD_DIM - 2 + HEAD_DIM))
+
+    def stored(self, x: Tensor) -> tuple[Tensor, ...]:
+        latent, shared = self.down(x).split([LATENT, 2], -1)
+        k, v = self.up(latent).unflatten(-1, (HEADS, -1)).split([HEAD_DIM - 2, HEAD_DIM], -1)
+        end = self.start + N
+        self.keys[:, self.start : end] = torch.cat([k, shared[:, :, None].expand(-1, -1, HEADS, -1)], -1)
+        self.values[:, self.start : end] = v
+        return self.q(x).unflatten(-1, (HEADS, -1)), self.keys[:, :end], self.values[:, :end]
+
+
+@pytest.mark.parametrize("start", [0, MEMORY])
+@pytest.mark.parametrize(("kind", "features"), [(Written, "(qkv heads head_dim)"), (WrittenLatents, "(heads packed)")])
+def test_keys_that_are_written_into_a_cache_are_named_whole(kind: type[Written], features: str, start: int) -> None:
+    module = kind()
+    module.start = start
+    axes = {stage.name: stage.axes for stage in trace(module, X).attentions[0].stages}
+    assert axes["k_proj"] == axes["v_proj"] == f"batch key {features}"
+    assert axes["k_heads"] == axes["v_heads"] == "batch heads key head_dim"
+
+
 class NonCausalAttention(Packed):
     """Bark: the name of the class says what the attention is not."""
 
