@@ -172,14 +172,22 @@ class Evidence:
 
     # -- other runs ---------------------------------------------------------------------------------------------------
 
-    def returned(self, changes: Mapping[str, Any] | None = None, *, go_on: bool = False, more_seed: int = 0) -> Any:
+    def returned(
+        self,
+        changes: Mapping[str, Any] | None = None,
+        *,
+        go_on: bool = False,
+        more_seed: int = 0,
+        instead: Mapping[int, Tensor] | None = None,
+    ) -> Any:
         """Run with changed arguments and return the result; `go_on` and `more_seed` are those of `Runner.prepared`.
 
-        Raises `RaisedError` if the forward raises.
+        `instead` has replacements of parameters, by their ids. Raises `RaisedError` if the forward raises.
         """
         with _errors_of_forward():
             arguments = self.arguments.of_call(changes or {})
-            return self.runner.prepared(arguments, go_on=go_on, more_seed=more_seed).plain()
+            subject = self.runner.prepared(arguments, go_on=go_on, more_seed=more_seed)
+            return replace(subject, instead=instead or {}).plain()
 
     def output_with(self, changes: Mapping[str, Any]) -> Tensor:
         """Return the output of a run with changed arguments. Raise `RaisedError` if the forward raises."""

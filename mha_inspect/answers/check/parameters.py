@@ -228,37 +228,52 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
 
 def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
     """Yield projections that the output depends on without a gradient, for the whole weight or for some heads."""
-    gradients = gradients_of(evidence)
+    gradients, weights = gradients_of(evidence), dict(evidence.subject.module.named_parameters())
     # With few tokens, or distant ones in an image, a softmax may have zero gradient although nothing cuts it.
     saturated = not evidence.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in evidence.sights)
     for attention, names, _ in kinds(evidence.run):
         constant = saturated or names.lengths[1] < 2  # a single key has weight 1
         for side, op in attention.projections.items():
-            name, part = _weight_of(evidence, op), ""
+            name = _weight_of(evidence, op)
             if name in readers.mentioned or name not in gradients:
                 continue
-            gradient = gradients[name]
+            gradient, weight = gradients[name], weights[name]
+            features, dead = "", torch.ones((), dtype=torch.bool)
             if gradient is None:
-                is_cut = bool(_weight_of(evidence, op, whole=True)) and not _is_coded(evidence, op)
-                part = "gets no gradient" if is_cut else ""
-            elif side in SIDES and not constant and gradient.dim() == 2 and gradient.dtype in _EXACT:
+                lacks = bool(_weight_of(evidence, op, whole=True)) and not _is_coded(evidence, op)
+            elif lacks := side in SIDES and not constant and gradient.dim() == 2 and gradient.dtype in _EXACT:
                 # A square matrix is read as nn.Linear stores it: out_features first.
                 out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
                 dead = (gradient == 0).all(1 - out)
                 dead[sorted(readers.unread_features(op))] = False
-                number = int(dead.sum())
-                if attention.stages[f"{side[0]}_heads"].shape[-1] <= number < dead.numel():
-                    part = f"gets no gradient for {number} of its {dead.numel()} features"
-            if part:
-                readers.mentioned.add(name)
-                yield Finding(
-                    "parameters",
-                    f"{name} projects the {side} and {part}: the autograd graph is cut after it.",
-                    "The gradients are of a random weighted sum of the output.",
-                    source=op.source,
-                    module=attention.module,
-                    fix="Remove detach(), no_grad() or .data.",
-                )
+                number, total = int(dead.sum()), dead.numel()
+                features, dead = f"{number} of its {total} features", dead.unsqueeze(1 - out)
+                lacks = attention.stages[f"{side[0]}_heads"].shape[-1] <= number < total
+            if not lacks:
+                continue
+            readers.mentioned.add(name)
+            is_cut = _moves_the_output(evidence, weight, dead.to(weight.device))
+            gets = f"gets no gradient{f' for {features}' * bool(features)}: the autograd graph is cut after it"
+            parts = f"{features or 'all of its features'} have no part in the output"
+            yield Finding(
+                "parameters",
+                f"{name} projects the {side} and {gets}." if is_cut else f"{name} projects the {side}, and {parts}.",
+                "The gradients are of a random weighted sum of the output."
+                if is_cut
+                else "With other numbers in the weight, the output is the same bit for bit.",
+                sure=is_cut,
+                source=op.source,
+                module=attention.module,
+                fix="Remove detach(), no_grad() or .data." if is_cut else "",
+            )
+
+
+def _moves_the_output(evidence: Evidence, weight: Tensor, marks: Tensor) -> bool:
+    """Return whether the output changes, bit for bit, when the marked elements of a weight do."""
+    draw, value = torch.Generator().manual_seed(1729), weight.detach()
+    other = value + 2 * (float(value.std()) or 1.0) * torch.randn(value.shape, generator=draw).to(value)
+    returned = evidence.returned(instead={id(weight): torch.where(marks, other, value)})
+    return bool(evidence.apart(evidence.output_of(returned), times=0))
 
 
 def _is_coded(evidence: Evidence, op: Op) -> bool:

@@ -264,6 +264,25 @@ def test_a_projection_without_gradient_on_purpose_is_not_accused(kind: type[nn.M
     assert mha_inspect.check(kind(), torch.randn(B, N, E), only=["parameters"]).findings == ()
 
 
+def first_head(change: Callable[[Tensor], Tensor]) -> Right:
+    return Right(join=lambda m, x: Right.join(m, torch.cat([change(x[:, :1]), x[:, 1:]], 1)))
+
+
+@pytest.mark.parametrize(
+    ("module", "says"),
+    [
+        (first_head(torch.detach), "the autograd graph is cut"),
+        (first_head(torch.zeros_like), "no part in the output"),
+        (MADE["CausalAlongHeads"](True), "no part in the output"),  # the first head sees one key
+    ],
+)
+def test_features_without_an_effect_are_not_called_detached(module: nn.Module, says: str) -> None:
+    torch.manual_seed(0)
+    findings = mha_inspect.check(module, torch.randn(B, N, E), only=["parameters"]).findings
+    assert findings
+    assert {(says in finding.sentence, finding.sure) for finding in findings} == {(True, "cut" in says)}
+
+
 @pytest.mark.parametrize("keys", [(N // 2, N - 1), tuple(range(1, N)), tuple(range(N - 1))])
 def test_a_token_that_a_mask_hides_is_no_proof_that_tokens_do_not_mix(keys: tuple[int, ...]) -> None:
     torch.manual_seed(0)
