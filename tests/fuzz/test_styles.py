@@ -6,7 +6,7 @@ The truth is the choices themselves; the weights are those that the module compu
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -203,10 +203,14 @@ class Composed(nn.Module):
         merged = rearrange(context, "b h n d -> b n (h d)")
         return self.out(merged if style.merge == "einops" else context.transpose(1, 2).reshape(merged.shape))
 
+    def visible(self, place: Tensor) -> Tensor:
+        """Which keys are seen, where `place` is how far each lies before its query."""
+        return (place >= 0) & ((place < WINDOW) | (self.style.mask != "window")) | (self.style.mask == "")
+
     def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         style, root = self.style, self.style.head_dim**-0.5
         place = torch.arange(q.shape[2])[:, None] + (PAST if style.cache else 0) - torch.arange(k.shape[2])
-        seen = (place >= 0) & ((place < WINDOW) | (style.mask != "window")) | (style.mask == "")
+        seen = self.visible(place)
         bias = None
         if style.position == "alibi":
             bias = -place.abs() * 0.5 ** torch.arange(1.0, HEADS + 1)[:, None, None]
@@ -337,3 +341,59 @@ def test_a_wrong_rotation_is_the_one_finding(try_all: Callable[..., None]) -> No
 
     turning = styles().filter(lambda style: style.position in ("half", "interleaved") and style.new > 1)
     try_all(check, st.tuples(turning, st.sampled_from(("key left alone", "other layout", "values"))), 40)
+
+
+class Mismasked(Planted):
+    """Sees other keys than it should, and takes a mask of `batch key`, True where there is a token."""
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> Tensor:
+        self.keep = torch.ones(x.shape[:2], dtype=torch.bool) if keep is None else keep
+        return super().forward(x)
+
+    def visible(self, place: Tensor) -> Tensor:
+        shifted = {"early": place - 1, "reversed": -place}.get(self.fault, place)
+        seen, keep = super().visible(shifted), self.keep[:, None, None]
+        if self.fault == "late":
+            seen |= place == -1
+        elif self.fault == "inverted":
+            seen = ~seen
+        elif self.fault == "over the heads":
+            seen = seen[:HEADS, None]
+        elif self.fault == "over the batch":
+            seen = seen[: len(keep), None, None]
+        elif self.fault == "padding of the queries":
+            keep = keep.mT
+        elif self.fault == "padding of the next item":
+            keep = keep.roll(1, 0)
+        elif self.fault == "padding one late":
+            keep = keep.roll(1, -1)
+        elif self.fault == "no padding":
+            keep = torch.ones_like(keep)
+        seen = seen & keep
+        return seen | (place == 0) & ~seen.any(-1, keepdim=True)  # each query keeps a key
+
+
+OF_THE_MASK = ("", "late", "early", "reversed", "inverted", "over the heads", "over the batch")
+OF_PADDING = (*("padding of the queries", "padding of the next item", "padding one late", "no padding"),)
+
+
+def test_a_wrong_mask_is_the_one_finding(try_all: Callable[..., None]) -> None:
+    def check(case: tuple[Style, str, bool]) -> None:
+        style, fault, padded = case
+        torch.manual_seed(0)
+        module, x = Mismasked(style).eval(), torch.randn(style.batch, style.new, style.embed)
+        module.fault = fault
+        given = {"keep": torch.ones(x.shape[:2], dtype=torch.bool)} if padded else {}
+        intent = mha_inspect.Intent(causal=True, window=WINDOW if style.mask == "window" else None)
+        intent = replace(intent, padding="keep", padding_true="keep") if padded else intent
+        findings = mha_inspect.check(module, x, intent=intent, **given).findings
+        expected = [] if not fault else ["padding" if fault in OF_PADDING else "causal"]
+        assert [finding.check for finding in findings if finding.sure] == expected
+        findings = mha_inspect.check(module, x, **given).findings
+        assert [finding.check for finding in findings if finding.check != "parameters"] == expected * (
+            fault != "no padding"
+        )
+
+    masked = styles().filter(lambda style: style.mask and not style.cache and style.length > HEADS >= style.batch > 1)
+    alone = st.tuples(masked, st.sampled_from(OF_THE_MASK), st.booleans())
+    try_all(check, alone | st.tuples(masked, st.sampled_from(OF_PADDING), st.just(True)), 60)

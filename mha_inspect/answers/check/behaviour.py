@@ -260,11 +260,15 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
-    """Yield attention that would be causal with its mask moved by one diagonal, or reversed."""
+    """Yield attention that would be causal with its mask moved by one diagonal, reversed, inverted or on its axis."""
     for sight in evidence.sights:
-        finding = sight.against_causal(None) if sight.almost_causal else None
-        if finding is not None:
-            yield replace(finding, sentence=f"The mask looks causal, {sight.almost_causal}.", sure=False)
+        given = (value for name, value in tensors_in(evidence.values) if name in sight.lengths and value.dim())
+        is_over = sight.over == "heads" or (sight.over and not any(bool((value != value[:1]).any()) for value in given))
+        finding = sight.against_causal(sight.width) if sight.almost_causal or is_over else None
+        if finding is not None and not sight.over:
+            window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
+            finding = replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
+        yield from [finding] if finding else []
 
 
 def window(evidence: Evidence) -> Iterator[Finding]:

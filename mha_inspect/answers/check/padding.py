@@ -203,12 +203,12 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
             yield _of_other_items(run)
             return
         if run.hides and bool(changed.any()) and not bool(real.any()):
-            if bool(after.seen[0, keys[0]].any()):
+            if bool((after.seen & (after.distance != 0))[0, keys[0]].any()):
                 continue
             sentence = (
                 "The mask is applied to queries instead of keys: the other queries still attend to the masked tokens."
             )
-            proof += ", these queries see no key, and the other queries see the same keys as before."
+            proof += ", these queries see no other key, and the other queries see the same keys as before."
             fix = _KEYS_FIX
         elif bool((by_key & ~keys).any()):
             sentence = f"The mask masks out the wrong keys; expected the keys where {run.name} is {_word(ignored)}."
@@ -245,7 +245,8 @@ def _of_other_items(run: Masked) -> Finding:
 def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     """Yield a fault if a declared mask has no effect, or means the opposite of the declaration."""
     name, means, (kept, ignored) = run.name, evidence.intent.padding_true, run.meaning
-    if not run.hides and not run.opens and torch.equal(run.output, evidence.output):
+    were_seen = not run.pairs or any(bool((before.seen & run.keys[:, None]).any()) for before, _ in run.pairs)
+    if were_seen and not run.hides and not run.opens and torch.equal(run.output, evidence.output):
         sentence = f"{name} has no effect on any score or output."
         proof = f"With {_word(run.other)} at {run.places}, the output is the same bit for bit."
         yield Finding(

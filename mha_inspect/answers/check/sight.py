@@ -12,7 +12,7 @@ from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
-from ...naming.visibility import sees
+from ...naming.visibility import masks_of, sees
 from ...reports.check import Finding
 from ...running.subject import Run
 
@@ -70,6 +70,12 @@ class SeenKeys:
         self.alike = torch.equal(self.any_row, self.known.expand_as(self.any_row))
         self.alone = self.queries == self.keys and not bool((self.any_row & (self.distance != 0)).any())
         """Whether no query sees another position."""
+        self.over = _laid_over(weights, scores) if masks and bool((seen == seen[:, :1]).all()) else ""
+        """`heads` or `batch items` if a triangular mask is laid over these instead of the queries; else empty."""
+        read = (mask for op in masks for mask in masks_of(run.graph, attention, op)) if self.over else ()
+        of_masks = {number for mask in read for number in run.graph.inputs_of(mask)}
+        self.lengths = [named.name for named in run.recording.inputs if named.tensor.id in of_masks]
+        """Names of the inputs that such a mask depends on: they may say the lengths of the batch items."""
         self.sees_future = bool((self.any_row & (self.distance < 0)).any())
         self.is_causal = self.queries > 1 and not self.open and not self.alone and not self.sees_future
         past = self.distance[self.any_row & (self.distance >= 0)]
@@ -82,11 +88,24 @@ class SeenKeys:
 
     @property
     def almost_causal(self) -> str:
-        """How the mask differs from a causal one: `one diagonal late` or `early`, or `reversed`; else empty."""
-        masks = {"one diagonal late": self.distance > -2, "one diagonal early": self.distance > 0}
-        masks["reversed"] = self.distance < 1
-        like = (name for name, seen in masks.items() if torch.equal(self.any_row, seen & self.known))
-        return next(like, "") if int(self.known.sum()) > 2 and not self.alike and not self.alone else ""
+        """How the mask differs from a causal one, or from that of a causal window, e.g. `inverted`; else empty."""
+        if int(self.known.sum()) < 3 or self.alike or self.alone:
+            return ""
+        places, width = self.distance, self.width or self.keys + 1
+        ahead, hidden = 1 - int(places[self.any_row].min()), places[self.known & ~self.any_row]
+        near = int(hidden.max()) if hidden.numel() else 0  # 0: a query sees all but itself, which is no mistake
+        masks = {
+            "one diagonal late": (places > -2) & (places < width) & (width != 2),  # -1 to 1 is a window to both sides
+            "one diagonal early": (places > 0) & (places < width),
+            "reversed": (places < 1) & (places > -ahead),
+            "inverted": ((places < 0) | (places > near)) & (near > 0),
+        }
+        return next((name for name, mask in masks.items() if self._is_like(mask & self.known)), "")
+
+    def _is_like(self, seen: Tensor) -> bool:
+        """Return whether most queries see a key by this mask, and they see the same keys."""
+        rows = seen.any(1)  # scores that are masked throughout show nothing
+        return 2 * int(rows.sum()) > self.queries and torch.equal(self.any_row[rows], seen[rows])
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -127,10 +146,17 @@ class SeenKeys:
         if self.queries < 2 or self.queries > self.keys:
             return None
         unseen = self.known & ~self.any_row
+        if self.over:
+            return self.finding(
+                "causal",
+                f"The causal mask is laid over the {self.over} instead of the queries.",
+                f"All queries see the same keys, and each of the {self.over} sees other keys.",
+                "Give it the axes of the scores: mask[None, None, :, :] for batch heads query key.",
+            )
         if self.sees_future:
             future = self.any_row & (self.distance < 0)
             late = bool((self.distance[future] == -1).all())
-            inverted = not bool((self.any_row & (self.distance > 0)).any())
+            inverted = not bool((self.any_row & (self.distance > 0)).any()) or self.almost_causal == "inverted"
             return self.finding(
                 "causal",
                 "Each position can see one future token: the causal mask starts one diagonal too late."
@@ -198,6 +224,21 @@ def sights_of(
         first = first_key(attention, names) if weights.shape[-2] < weights.shape[-1] else None
         sights.append(SeenKeys(run, attention, weights, scores, first, padded))
     return tuple(sights)
+
+
+def _laid_over(weights: Tensor, scores: Tensor | None) -> str:
+    """Return `heads` or `batch items` if these see keys as queries do under a causal mask; else empty."""
+    by_head = sees(weights.transpose(1, 2), None if scores is None else scores.transpose(1, 2)).cpu()
+    axes = {"heads": by_head, "batch items": by_head.transpose(0, 1)}
+    return next((name for name, each in axes.items() if all(map(_is_causal, each))), "")
+
+
+def _is_causal(seen: Tensor) -> bool:
+    """Return whether each row n of a bool `row key` has the keys up to n, or the last few of them."""
+    rows, keys = seen.shape
+    place = torch.arange(rows)[:, None] - torch.arange(keys)
+    far = int(place[seen].max()) if bool(seen.any()) else 0
+    return rows > 1 and keys > 2 and far > 0 and torch.equal(seen, (place >= 0) & (place <= far))
 
 
 def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:
