@@ -374,7 +374,7 @@ class Mismasked(Planted):
 
 
 OF_THE_MASK = ("", "late", "early", "reversed", "inverted", "over the heads", "over the batch")
-OF_PADDING = (*("padding of the queries", "padding of the next item", "padding one late", "no padding"),)
+OF_PADDING = ("padding of the queries", "padding of the next item", "padding one late", "no padding")
 
 
 def test_a_wrong_mask_is_the_one_finding(try_all: Callable[..., None]) -> None:
@@ -390,9 +390,8 @@ def test_a_wrong_mask_is_the_one_finding(try_all: Callable[..., None]) -> None:
         expected = [] if not fault else ["padding" if fault in OF_PADDING else "causal"]
         assert [finding.check for finding in findings if finding.sure] == expected
         findings = mha_inspect.check(module, x, **given).findings
-        assert [finding.check for finding in findings if finding.check != "parameters"] == expected * (
-            fault != "no padding"
-        )
+        expected = expected if fault != "no padding" else []
+        assert [finding.check for finding in findings if finding.check != "parameters"] == expected
 
     masked = styles().filter(lambda style: style.mask and not style.cache and style.length > HEADS >= style.batch > 1)
     alone = st.tuples(masked, st.sampled_from(OF_THE_MASK), st.booleans())

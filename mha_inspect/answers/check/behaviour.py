@@ -260,7 +260,7 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
-    """Yield attention that would be causal with its mask moved by one diagonal, reversed, inverted or on its axis."""
+    """Yield attention that would be causal if its mask were moved by one diagonal, turned, or on another axis."""
     for sight in evidence.sights:
         given = (value for name, value in tensors_in(evidence.values) if name in sight.lengths and value.dim())
         is_over = sight.over == "heads" or (sight.over and not any(bool((value != value[:1]).any()) for value in given))

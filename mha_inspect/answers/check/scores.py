@@ -29,6 +29,8 @@ from .tokens import of_each_kind
 
 _WEAK = 1.0
 """A mask that fills in a constant of at most this size has no effect."""
+_STRONG = 1e5
+"""A mask that adds a constant of at least this size decides which keys have all of the weight."""
 _SMALLER_SCORES = "Scale the queries before the product, or compute the scores in float32."
 
 
@@ -254,6 +256,8 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
         number = _filled(op, values)
         masked = next((v for v in values if v is not None and v.dtype == torch.bool), None)
         masked = ~masked if masked is not None and name == "where" and op.inputs[-1].numel == 1 else masked
+        if number is not None and number > _STRONG and _weighs(weights, masked):
+            return _opposite(f"fills in {number:.3g}")
         if number is None or abs(number) > _WEAK or not _weighs(weights, masked):
             return None
         return (
@@ -273,12 +277,23 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
     for value in values if name in ("add", "sub", "baddbmm") else ():
         known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 3 else []
         number = sum(known) if len(known) == 2 and 0.0 in known else 0.0
+        bonus = -number if name == "sub" else number
+        if value is not None and _STRONG < bonus < math.inf and _weighs(weights, value != 0):
+            return _opposite(f"adds {bonus:.3g}")
         if 0 < abs(number) < 1e-3 or number == 1:
             sentence = f"The mask adds {number:.3g}, which has no effect on the weights."
             if number == 1:
                 sentence = "The mask is added as zeros and ones: it masks out no key, and keys with 1 gain weight."
             return sentence, "The mask is added before the softmax.", ""
     return None
+
+
+def _opposite(what: str) -> tuple[str, str, str]:
+    return (
+        f"The mask {what}: the masked keys get all of the weight.",
+        "The sign is that of a bonus. A mask needs -inf or -1e9.",
+        "Use masked_fill(mask, float('-inf')).",
+    )
 
 
 def _weighs(weights: Tensor | None, masked: Tensor | None) -> bool:

@@ -380,6 +380,13 @@ CASES = [
         {"mask": lambda m, s: torch.where(future(s), torch.tensor(-1e-9), s)},
         {"mask": lambda m, s: torch.where(future(s), torch.tensor(-1e9), s)},
     ),
+    Case("MaskOfTheOtherSign", "masking", masked(future, 1e9), masked(future, -1e9)),
+    Case(
+        "AddedMaskOfTheOtherSign",
+        "masking",
+        {"mask": lambda m, s: s - future(s) * -1e9},
+        {"mask": lambda m, s: s - future(s) * 1e9},
+    ),
     # a boolean mask is added as numbers
     Case(
         "MaskOfOnesAdded",
