@@ -47,6 +47,8 @@ class Masked:
     """Whether the change masks out a key anywhere."""
     opens: bool
     """Whether the change unmasks a key anywhere."""
+    base: Tensor
+    """The output with the original mask."""
     output: Tensor
     faults: list[Finding]
     """Faults of the weights in this run."""
@@ -111,15 +113,19 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     changed = given.clone()
     changed[slice(0, 1) if by_row else slice(None), ..., keys[0]] = other
     try:
+        whole = evidence if evidence.values.get(name) is given else evidence.with_arguments({name: given})
         masked = evidence.with_arguments({name: changed})
-        output, faults = masked.output, [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
+        outputs, faults = (
+            (whole.output, masked.output),
+            [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked)),
+        )
     except NotPossibleError as error:
         return Fact("mask", f"{name}: the forward rejects another value ({error})")
     with suppress(NotPossibleError):
         faults += softmax(masked)
     pairs = tuple(
         (before, after)
-        for before, after in zip(evidence.sights, masked.sights, strict=False)
+        for before, after in zip(whole.sights, masked.sights, strict=False)
         if before.seen.shape == after.seen.shape and before.seen.shape[::2] == keys.shape
     )
     origins = [after.origins for before, after in pairs if not torch.equal(before.seen, after.seen)]
@@ -128,7 +134,7 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
     meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
     places = f"keys {_places(keys[0])} of batch item 0"
-    return Masked(name, given, value, other, keys, source, pairs, hides, opens, output, faults, meaning, places, line)
+    return Masked(name, given, value, other, keys, source, pairs, hides, opens, *outputs, faults, meaning, places, line)
 
 
 def _padded_sources(evidence: Evidence, name: str) -> list[Source]:
@@ -226,8 +232,7 @@ def _joined(evidence: Evidence, run: Masked) -> list[Finding]:
     fails = evidence.failed.intersection(OF_OUTPUTS)
     if fails or not evidence.follows or run.source is not evidence.source or not bool(others.any()):
         return []
-    base = evidence.output_with({run.name: run.given})
-    moved = bool(evidence.differences(run.output, base, times=OTHER_SIZES)[others].any())
+    moved = bool(evidence.differences(run.output, run.base, times=OTHER_SIZES)[others].any())
     return [_of_other_items(run)] if moved else []
 
 
@@ -245,8 +250,8 @@ def _of_other_items(run: Masked) -> Finding:
 def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     """Yield a fault if a declared mask has no effect, or means the opposite of the declaration."""
     name, means, (kept, ignored) = run.name, evidence.intent.padding_true, run.meaning
-    were_seen = not run.pairs or any(bool((before.seen & run.keys[:, None]).any()) for before, _ in run.pairs)
-    if were_seen and not run.hides and not run.opens and torch.equal(run.output, evidence.output):
+    were_seen = not run.pairs or any(not before.masks_out(run.keys) for before, _ in run.pairs)
+    if were_seen and not run.hides and not run.opens and torch.equal(run.output, run.base):
         sentence = f"{name} has no effect on any score or output."
         proof = f"With {_word(run.other)} at {run.places}, the output is the same bit for bit."
         yield Finding(
@@ -265,7 +270,7 @@ def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
 def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     """Yield a fault if a mask leaves a query without keys, so that its output is NaN."""
     nan = run.output.isnan()
-    if not evidence.follows or bool(evidence.output.isnan().any()) or not bool(nan.any()):
+    if not evidence.follows or bool(run.base.isnan().any()) or not bool(nan.any()):
         return
     marked = run.keys if run.source is evidence.source and run.hides else torch.zeros_like(run.keys)
     rows = evidence.differences(nan.float(), torch.zeros_like(evidence.output), times=0) > 0
@@ -300,10 +305,13 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
     padded = evidence.output_with({**mask, **source.others(pads, by=6.0)})
     leaks = float(evidence.differences(padded, base)[0, places].max())
     if leaks:
-        sentence = "The content of padding changes real outputs"
+        more, fix = "" if means else ", whichever value of the mask means ignore", _KEYS_FIX
+        runs = (run for run in masked_runs(evidence) if isinstance(run, Masked) and run.name == name)
+        if any(after.masks_out(run.keys) for run in runs for _, after in run.pairs if run.hides):
+            more += ", although it has no attention weight: another operation mixes positions"
+            fix = "Check norms, convolutions and means over the positions, and the split of the heads."
         proof = f"With {ends} ({name}: True or 1 means {means or 'keep'}), changing them changes a real output by "
-        more = "." if means else ", whichever value of the mask means ignore."
-        yield Finding("padding", sentence + more, f"{proof}{leaks:.3g}.", fix=_KEYS_FIX)
+        yield Finding("padding", f"The content of padding changes real outputs{more}.", f"{proof}{leaks:.3g}.", fix=fix)
         return
     try:
         short = evidence.output_with(_first_row_without(evidence, mask, source, real))

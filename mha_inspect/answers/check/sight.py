@@ -137,6 +137,10 @@ class SeenKeys:
             return f"every query sees {' to '.join(map(str, numbers))} of {self.keys} keys"
         return f"causal, {self.almost_causal}" if self.almost_causal else "a custom pattern"
 
+    def masks_out(self, keys: Tensor) -> bool:
+        """Return whether no query of a batch item sees any of these keys, `batch key`."""
+        return not bool((self.seen & keys[:, None]).any())
+
     def finding(self, check: str, sentence: str, evidence: str, fix: str = "") -> Finding:
         """Return a finding at the mask of this attention."""
         return Finding(check, sentence, evidence, source=self.line, module=self.module, fix=fix)

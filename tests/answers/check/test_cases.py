@@ -33,3 +33,11 @@ def test_a_twin_is_not_accused(case: Case) -> None:
     report = report_of(case, wrong=False)
     assert [finding for finding in report.findings if finding.sure] == []
     assert not any(item.check == case.check for item in report.left_out)
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("PaddingForTorchsLayer", "The mask is inverted"), ("MeanOfPadding", "another operation")]
+)
+def test_the_cause_is_told(name: str, says: str) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    assert [says in finding.sentence for finding in report_of(case, wrong=True).findings] == [True]
