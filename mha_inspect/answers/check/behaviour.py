@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
 from operator import floordiv, mod
@@ -207,7 +208,7 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
         evidence.require_passed("heads")  # a token of the projections shows which key is a query's own
     judged = (sight.against_causal(evidence.intent.window) for sight in evidence.sights)
     if evidence.intent.causal is None:
-        findings = chain(_not_as_called(evidence), _almost_causal(evidence))
+        findings = chain(_not_as_called(evidence), _almost_causal(evidence), _beside_attention(evidence))
         finding = next(findings, None)
         if finding is None:
             raise UndeclaredError("--causal")
@@ -269,6 +270,15 @@ def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
             window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
             finding = replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
         yield from [finding] if finding else []
+
+
+def _beside_attention(evidence: Evidence) -> Iterator[Finding]:
+    """Yield an output that depends on a future token although every attention is causal."""
+    if len(evidence.sights) < len(evidence.run.attentions) or not all(each.is_causal for each in evidence.sights):
+        return
+    with suppress(NotPossibleError):
+        finding = _by_outputs(evidence)
+        yield from [replace(finding, sure=False)] if finding else []
 
 
 def window(evidence: Evidence) -> Iterator[Finding]:

@@ -76,6 +76,13 @@ def test_an_attribute_alone_is_no_proof_that_attention_is_causal(leaks: bool) ->
     assert [(found.check, found.sure) for found in findings] == ([("causal", False)] if leaks else [])
 
 
+@pytest.mark.parametrize("leaks", [True, False])
+def test_an_output_that_sees_its_future_beside_causal_attention_may_be_a_fault(leaks: bool) -> None:
+    torch.manual_seed(0)
+    findings = mha_inspect.check(MADE["NormOverPositions"](leaks), torch.randn(B, N, E)).findings
+    assert [(found.check, found.sure) for found in findings] == [("causal", False)] * leaks
+
+
 @pytest.mark.parametrize("hides_memory", [True, False])
 def test_a_padding_mask_belongs_to_the_sequence_whose_keys_it_masks_out(hides_memory: bool) -> None:
     class Translator(nn.Module):
