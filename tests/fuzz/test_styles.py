@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -396,3 +397,31 @@ def test_a_wrong_mask_is_the_one_finding(try_all: Callable[..., None]) -> None:
     masked = styles().filter(lambda style: style.mask and not style.cache and style.length > HEADS >= style.batch > 1)
     alone = st.tuples(masked, st.sampled_from(OF_THE_MASK), st.booleans())
     try_all(check, alone | st.tuples(masked, st.sampled_from(OF_PADDING), st.just(True)), 60)
+
+
+class Detached(Planted):
+    """Detaches its keys or its values."""
+
+    def cached(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        keys, values = super().cached(keys, values)
+        return (keys.detach(), values) if self.fault == "key" else (keys, values.detach())
+
+
+def test_what_is_detached_is_the_one_finding(try_all: Callable[..., None]) -> None:
+    def check(case: tuple[Style, str]) -> None:
+        style, fault = case
+        torch.manual_seed(0)
+        module, x = Detached(style).eval(), torch.randn(style.batch, style.new, style.embed)
+        module.fault = fault
+        name = "b" if fault == "key" else "c"
+        says = f"{name}{'.weight' * (style.project == 'three')} projects the {fault} and gets no gradient"
+        if style.project == "packed":
+            start, *_, end = accumulate(count * style.head_dim for count in module.counts)
+            first, last = (start, (start + end) // 2 - 1) if fault == "key" else ((start + end) // 2, end - 1)
+            says = f"packed.weight projects the query, key and value and gets no gradient for features {first}–{last}"
+        (finding,) = mha_inspect.check(module, x, only=["parameters"]).findings
+        assert finding.sure
+        assert finding.sentence.startswith(says)
+
+    fresh = styles().filter(lambda style: not style.cache)
+    try_all(check, st.tuples(fresh, st.sampled_from(("key", "value"))), 30)

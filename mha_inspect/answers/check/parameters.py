@@ -25,7 +25,7 @@ from ...naming.pattern import dims_of
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
-from ...text import shortened, spans
+from ...text import listed, shortened, spans
 from .evidence import Evidence, NotPossibleError
 from .replay import SIDES, LostError, again, content_of, replayed
 from .scores import masks_everything
@@ -153,8 +153,9 @@ def _weight_of(evidence: Evidence, op: Op | None, *, whole: bool = False) -> str
     """Return the name of the weight of a projection, whole or a slice; empty if it is not a parameter."""
     graph, storages = evidence.run.graph, evidence.run.recording.parameter_storages
     for tensor in reversed(op.inputs if op else ()):
-        if tensor.storage in storages and len(tensor.shape) > 1 and graph.is_weight(tensor):
-            named = storages[tensor.storage]
+        storage = graph.before_moves(tensor).storage  # einsum copies a weight by head
+        if storage in storages and len(tensor.shape) > 1 and graph.is_weight(tensor):
+            named = storages[storage]
             return named.name if not whole or tensor.numel == named.tensor.numel else ""
     return ""
 
@@ -237,27 +238,31 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
             name = _weight_of(evidence, op)
             if name in readers.mentioned or name not in gradients:
                 continue
-            gradient, weight = gradients[name], weights[name]
+            gradient, weight, whole = gradients[name], weights[name], _weight_of(evidence, op, whole=True)
             features, dead = "", torch.ones((), dtype=torch.bool)
             if gradient is None:
-                lacks = bool(_weight_of(evidence, op, whole=True)) and not _is_coded(evidence, op)
-            elif lacks := side in SIDES and not constant and gradient.dim() == 2 and gradient.dtype in _EXACT:
-                # A square matrix is read as nn.Linear stores it: out_features first.
-                out = 0 if gradient.shape[0] == op.output.shape[-1] else 1
-                dead = (gradient == 0).all(1 - out)
-                dead[sorted(readers.unread_features(op))] = False
-                number, total = int(dead.sum()), dead.numel()
-                features, dead = f"{number} of its {total} features", dead.unsqueeze(1 - out)
-                lacks = attention.stages[f"{side[0]}_heads"].shape[-1] <= number < total
+                lacks = bool(whole) and not _is_coded(evidence, op)
+            else:
+                made = op.output.shape[-1] if whole else 0
+                inner = [dim for dim, size in enumerate(gradient.shape) if size * made == gradient.numel()]
+                if side not in SIDES or constant or gradient.dtype not in _EXACT or not inner:
+                    continue
+                dead = (gradient == 0).all(inner[-1], keepdim=True)  # a square matrix has out_features first
+                dead.view(-1)[sorted(readers.unread_features(op))] = False
+                features = f"features {shortened(spans(dead.flatten().nonzero().flatten().tolist()), 60)} of {made}"
+                lacks = attention.stages[f"{side[0]}_heads"].shape[-1] <= int(dead.sum()) < made
             if not lacks:
                 continue
             readers.mentioned.add(name)
             is_cut = _moves_the_output(evidence, weight, dead.to(weight.device))
+            sides = listed(
+                [each for each, other in attention.projections.items() if _weight_of(evidence, other) == name]
+            )
             gets = f"gets no gradient{f' for {features}' * bool(features)}: the autograd graph is cut after it"
-            parts = f"{features or 'all of its features'} have no part in the output"
+            parts = f"{features or 'its features'} have no part in the output"
             yield Finding(
                 "parameters",
-                f"{name} projects the {side} and {gets}." if is_cut else f"{name} projects the {side}, and {parts}.",
+                f"{name} projects the {sides} and {gets}." if is_cut else f"{name} projects the {sides}, and {parts}.",
                 "The gradients are of a random weighted sum of the output."
                 if is_cut
                 else "With other numbers in the weight, the output is the same bit for bit.",
