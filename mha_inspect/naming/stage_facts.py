@@ -262,7 +262,7 @@ class StageFacts:
             past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
             text = f"{past}{f'({text})' if ', ' in text else text} ({cache.new}){empty if cache.empty else ''}"
             before = before * (cache.past + cache.new + cache.empty) // max(cache.new, 1)
-        return text + ("" if self._overlaps(stage) else _repeated(before, after, brief=brief))
+        return text + self._repeated(source, stage, (before, after), brief=brief)
 
     def _grown(self, source: str, stage: str, *, brief: bool) -> str:
         """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
@@ -279,7 +279,14 @@ class StageFacts:
         more = keys[-1] - keys[0]
         if more > 0:
             return f", plus {more} appended {'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
-        return _repeated(stages[source].numel, stages[stage].numel, brief=brief)
+        return self._repeated(source, stage, (stages[source].numel, stages[stage].numel), brief=brief)
+
+    def _repeated(self, source: str, stage: str, sizes: tuple[int, int], *, brief: bool) -> str:
+        """Return how often each head is repeated; empty if they are as many, e.g. where the sequence was padded."""
+        (before, after), fewer = sizes, any("kv_heads" in dim for dim in dims_of(self._axes[source]))
+        if not fewer or self._overlaps(stage) or not after > before > 0 or after % before:
+            return ""
+        return f", ×{after // before}" if brief else f", each head repeated {after // before} times"
 
     def _overlaps(self, stage: str) -> bool:
         """Return whether a stage has a key several times, as overlapping windows do, or keys of another projection."""
@@ -292,13 +299,6 @@ def _moves_in_place(op: Op) -> bool:
     """Return whether an operation only copies into memory, or makes memory to copy into."""
     made = op.base_name.removeprefix("new_").removesuffix("_like")
     return made in ("copy_", "index_copy_", "index_put_", "empty", "zeros")
-
-
-def _repeated(before: int, after: int, *, brief: bool = False) -> str:
-    """Return how often each head is repeated; empty if it is not."""
-    if not after > before > 0 or after % before:
-        return ""
-    return f", ×{after // before}" if brief else f", each head repeated {after // before} times"
 
 
 def _product_flops(op: Op) -> int:

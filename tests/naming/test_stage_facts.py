@@ -219,6 +219,36 @@ def test_a_product_that_stages_share_whole_is_counted_once(for_the_query_too: bo
     assert sum(count or 0 for count in flops.values()) == counter.get_total_flops()
 
 
+class PaddedToWindows(nn.Module):
+    """Norms heads, pads them to a window, and shares keys and values if there are fewer heads of these."""
+
+    def __init__(self, kv_heads: int) -> None:
+        super().__init__()
+        self.kv_heads, self.q, self.kv = kv_heads, nn.Linear(12, 12), nn.Linear(12, 8 * kv_heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.q(x), *self.kv(x).chunk(2, -1)
+        q, k, v = (side.unflatten(-1, (-1, 4)).transpose(1, 2) for side in (q, k, v))
+        q, k = (nn.functional.normalize(side, dim=-1) for side in (q, k))
+        q, k, v = (nn.functional.pad(side, (0, 0, 0, -x.shape[1] % 8)) for side in (q, k, v))
+        k, v = (side.repeat_interleave(3 // self.kv_heads, 1) for side in (k, v))
+        return ((q @ k.mT).softmax(-1) @ v)[:, :, : x.shape[1]]
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "length", "formula"),
+    [
+        (3, 4, "l2_norm(k_proj in heads)"),
+        (3, 1, "l2_norm(k_proj in heads)"),
+        (3, 5, "l2_norm(k_proj in heads)"),
+        (1, 8, "l2_norm(k_proj in heads), each head repeated 3 times"),
+    ],
+)
+def test_a_sequence_that_is_padded_repeats_no_heads(kv_heads: int, length: int, formula: str) -> None:
+    (attention,) = mha_inspect.trace(PaddedToWindows(kv_heads), torch.randn(2, length, 12)).attentions
+    assert {stage.name: stage.formula for stage in attention.stages}["k_heads"] == formula
+
+
 @pytest.mark.parametrize(
     ("scale", "text"),
     [
