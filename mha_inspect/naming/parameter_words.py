@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.reductions import reduction_of
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
@@ -30,6 +31,7 @@ _SAID = {
     "before": "projects the input down, before the {made}",
     "beside": "another projection used for the {made}",
     "gate": "gates the {made}",
+    "reduction": "used before the projection to the {made}",
     "absorbed": "{others} by head, absorbed into the {made}",
     "scale before": "scales the input of the projection to the {made}",
     "shift before": "added to the input of the projection to the {made}",
@@ -43,7 +45,7 @@ _SAID = {
 """Kind of use to its text, for parameters other than the matrices and biases of projections."""
 _SHORT = {"scale before": "norm", "shift before": "shift"}
 """Kind of use to its name in the slices of heads, where that is shorter."""
-_BESIDE = ("scores", "in scores", "in weights", "sinks", "learned")
+_BESIDE = ("reduction", "scores", "in scores", "in weights", "sinks", "learned")
 """Kinds of use outside the queries, keys, values and output of the heads."""
 _PACKED = ("qkv", "kv", "qk")
 """Names of the axis that counts the parts in one parameter."""
@@ -120,11 +122,14 @@ def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[st
         add(part.kind, part.letter, part.parameter.name, part)
     stages, product = attention.stages, attention.value_product
     given = {letter: stages[side] for letter, side in SIDES.items() if letter != "o" and side in stages}
+    reduced = {letter: reduction_of(graph, attention, side)[1] for letter, side in SIDES.items() if letter != "o"}
+    weights_of = {letter: [t for op in ops for t in op.inputs if graph.is_weight(t)] for letter, ops in reduced.items()}
     added = [t for op in attention.masks for t in op.inputs if not graph.comes_from_inputs(t)]
     sinks = [t for t in (attention.sinks.inputs if attention.sinks is not None else ()) if graph.is_weight(t)]
     heads, weights = (stages["q_heads"], stages["k_heads"]), product.right if attention.value_first else product.left
     for kind, letter, tensors, passes in (
         *(("learned", letter, [tensor], ()) for letter, tensor in given.items() if graph.is_weight(tensor)),
+        *(("reduction", letter, tensors, ()) for letter, tensors in weights_of.items()),
         ("scores", "", added, ()),
         ("sinks", "", sinks, ()),
         ("in scores", "", [attention.softmax.inputs[0]], (_made_since(run, heads),)),
@@ -154,7 +159,7 @@ def _inner_dims(part: Part) -> list[int]:
     """Return the dimensions of a matrix outside heads and their features."""
     number, step = part.inner or (1, 1)
     ends = coordinates(torch.tensor([0, (number - 1) * step]), part.parameter.tensor)
-    return [dim for dim, at in enumerate(ends) if int(at[0]) != int(at[1])]
+    return [dim for dim, at in enumerate(ends) if int(at[0]) != int(at[1]) or dim >= len(ends) - part.taps]
 
 
 def _indices(part: Part) -> list[dict[int, Tensor]]:
@@ -176,8 +181,8 @@ def _runs(indices: Tensor) -> list[tuple[int, int]]:
 
 def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     """Return the rows and columns of each head; empty if they do not cover exactly its elements."""
-    shape = parts[0].parameter.tensor.shape
-    large = [dim for dim, size in enumerate(shape) if size > 1] or [0]
+    shape, taps = parts[0].parameter.tensor.shape, parts[0].taps
+    large = [dim for dim, size in enumerate(shape[: len(shape) - taps]) if size > 1] or [0]
     if kind == "W" and len(shape) == 2:
         large = [0, 1]
     slices = []
@@ -188,6 +193,7 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
         indices = _indices(part)
         for head, row in part.heads.items():
             number = len(torch.unique(row[row >= 0])) * (1 if part.inner is None else part.inner[0])
+            number *= prod(shape[len(shape) - taps :])
             if len(large) > 2 or prod(len(of_dim[head]) for of_dim in indices) != number:
                 return ()
             columns = _runs(indices[large[1]][head]) if len(large) > 1 else [None]
@@ -303,8 +309,8 @@ class _Words:
             single = len(parts[0].heads) == 1 < num_heads(names, letter)
             axes = _axes(parts, words, words[single : 1 + (names.head_dim == 1)])
             axes = axes or self._by_blocks(parts, words[0])
-        inside, inner = self._inside(kind, parts), _inner_dims(parts[0])
-        return [inside if dim in inner and inside else word for dim, word in enumerate(axes)]
+        inside, inner, channels = self._inside(kind, parts), _inner_dims(parts[0]), len(shape) - parts[0].taps
+        return [inside if dim in inner and dim < channels and inside else word for dim, word in enumerate(axes)]
 
     def _inside(self, kind: str, parts: list[Part]) -> str:
         """Return the name of the dimension of a matrix outside heads and their features; empty if it has none."""

@@ -37,6 +37,8 @@ class Part:
     """Head to the first input feature that it reads; None if every head reads all of them."""
     width: int = 0
     """Number of input features, including those that a head does not read."""
+    taps: int = 0
+    """Number of its last dimensions that count the taps of a convolution."""
     moved: bool = True
     """Whether the numbers are used unchanged: at most viewed, copied or cast."""
 

@@ -7,6 +7,7 @@ from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
 from ..graph.gates import gates_of
 from ..graph.products import Joint
+from ..graph.reductions import reduction_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, Memory
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
@@ -51,7 +52,10 @@ class StageFacts:
         scores = "masked_scores" if "masked_scores" in stages else "scores"
         if stage in _INPUTS:
             before = (name for name in _INPUTS[: _INPUTS.index(stage)] if name in stages)
-            return next((f"the {name}" for name in before if stages[name].id == stages[stage].id), "given")
+            same = next((f"the {name}" for name in before if stages[name].id == stages[stage].id), "")
+            source, ops = ("", ()) if same else reduction_of(self._graph, attention, stage)
+            names = ", ".join(dict.fromkeys(op.base_name for op in ops))
+            return same or (f"{source}, then {names}" if names else "given")
         if stage in _PROJECTED:
             return self._projection(stage)
         if stage in ("scores", "masked_scores"):
