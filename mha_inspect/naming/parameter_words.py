@@ -95,8 +95,10 @@ def _readers(run: NamedRun) -> dict[str, str]:
     """Return for each parameter the first operation that computes with it; views, copies and casts do not count."""
     recording, readers, moved = run.recording, dict[str, str](), dict[int, set[str]]()
     for op in recording.ops:
-        names = set().union(*(moved.get(tensor.id, ()) for tensor in op.inputs))
-        parameters = (recording.parameter_storages.get(tensor.storage) for tensor in op.inputs)
+        written = op.kwargs.get("out", op.inputs[:1] if op.kind == "write" else ())  # FSDP gathers into its parameters
+        read = [tensor for tensor in op.inputs if tensor not in (written if isinstance(written, tuple) else (written,))]
+        names = set().union(*(moved.get(tensor.id, ()) for tensor in read))
+        parameters = (recording.parameter_storages.get(tensor.storage) for tensor in read)
         names |= {named.name for named in parameters if named is not None}
         if names and run.graph.moves(op):
             moved.update((tensor.id, names) for tensor in op.outputs)

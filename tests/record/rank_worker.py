@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -191,6 +192,45 @@ def other_ways(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
+def models() -> dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]]:
+    """Return models of Hugging Face, which every rank gets whole from its seed, with their inputs."""
+    ids = torch.arange(12).view(2, 6)
+    sizes: Any = {"num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 64, "hidden_size": WIDTH}
+    llama = transformers.LlamaConfig(vocab_size=32, num_key_value_heads=2, **sizes)
+    t5 = transformers.T5Config(vocab_size=32, d_model=WIDTH, d_kv=8, d_ff=64, num_layers=2, num_heads=HEADS)
+    gpt2 = transformers.GPT2Config(vocab_size=32, n_embd=WIDTH, n_layer=2, n_head=HEADS)
+    return {
+        "llama": (lambda: transformers.LlamaModel(llama), {"input_ids": ids}),
+        "bert": (lambda: transformers.BertModel(transformers.BertConfig(vocab_size=32, **sizes)), {"input_ids": ids}),
+        "gpt2": (lambda: transformers.GPT2Model(gpt2), {"input_ids": ids}),
+        "t5": (lambda: transformers.T5Model(t5), {"input_ids": ids, "decoder_input_ids": ids[:, :4]}),
+    }
+
+
+def models_under_fsdp() -> dict[str, Any]:
+    """Return for each model what differs where its layers are sharded by FSDP2: stages, and words of parameters."""
+    found: dict[str, Any] = {}
+    for name, (make, given) in models().items():
+        whole, spread = (seeded(make).eval() for _ in range(2))
+        for layers in [part for part in spread.modules() if isinstance(part, nn.ModuleList)][::-1]:  # innermost first
+            for layer in layers:
+                fully_shard(layer)
+        fully_shard(spread)
+        pairs = zip(*(mha_inspect.trace(each, keep=True, **given).attentions for each in (whole, spread)), strict=True)
+        differ = []
+        for number, (expected, got) in enumerate(pairs):
+            stages = {stage.name: stage for stage in got.stages}
+            differ += [f"stages of {number}"] * ([*stages] != [stage.name for stage in expected.stages])
+            for one in expected.stages:
+                other = stages.get(one.name, one)
+                alike = torch.equal(one.tensor, other.tensor) and (one.axes, one.formula) == (other.axes, other.formula)
+                differ += [] if alike else [f"{one.name} of {number}"]
+        roles = [{p.name: p.role for p in mha_inspect.params(each, **given).parameters} for each in (whole, spread)]
+        differ += [path for path, role in roles[0].items() if not roles[1][path].startswith(role)]
+        found[name] = {"attentions": number + 1, "differ": differ}
+    return found
+
+
 def own(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
@@ -278,6 +318,7 @@ def answer(folder: Path, rank: int, world: int) -> None:
         found["raising"], found["with nan"] = raising(x), with_nan(x)
         found["in parts"] = {str(cut): output_in_parts(x[:, :4], is_cut=cut) for cut in (False, True)}
         found["other ways"] = other_ways(rank, world)
+        found["models"] = models_under_fsdp() if world == 2 else {}
         in_parts = seeded(InParts)
         with torch.no_grad():
             found["unsharded in parts"] = in_parts.dense(in_parts.heads(x[:, :4])).tolist()

@@ -105,6 +105,19 @@ def test_every_stage_is_the_slice_of_the_unsharded_run(ranks: list[Answers]) -> 
             torch.testing.assert_close(got, expected, msg=f"{stage} of {name} on rank {rank}")
 
 
+def test_models_under_fsdp_have_the_stages_and_the_parameters_of_the_unsharded_run(
+    every_rank: dict[int, list[Answers]],
+) -> None:
+    for found in every_rank[2]:
+        assert {name: each["attentions"] for name, each in found["models"].items()} == {
+            "llama": 2,
+            "bert": 2,
+            "gpt2": 2,
+            "t5": 6,
+        }
+        assert [each["differ"] for each in found["models"].values()] == [[]] * 4
+
+
 def test_collectives_have_their_bytes_and_the_stage_that_they_make(ranks: list[Answers]) -> None:
     for rank in ranks:
         whole = ["all_reduce", "output", 4 * 2 * 5 * 32]
