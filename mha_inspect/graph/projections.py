@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from ..record.ops import Op, TensorRef
 from .axis import Axis, setting, wide
-from .dataflow import Graph, inside
+from .dataflow import Graph, inside, made_of
 from .scores import mixing_of
 
 Origin = tuple[int, int, int]
@@ -197,3 +197,26 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> Tenso
     part = next((tensor for tensor in parts if tensor.numel < whole.numel), whole)
     # If heads are already split from their features, it is no longer the projection.
     return part if len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1] else whole
+
+
+def joined_projections(graph: Graph, own: Op, ops: Sequence[Op]) -> dict[int, set[int]]:
+    """Return the projections that give heads of further tokens, joined with those of `own` along their positions.
+
+    Each comes with the ids of the tensors that these operations make of it.
+    """
+    projections = [op for op in ops if op is not own and graph.is_projection(op) and not graph.is_weight(op.output)]
+    made, own_ids = {op.index: made_of({op.output.id}, ops) for op in projections}, made_of({own.output.id}, ops)
+    joined: dict[int, set[int]] = {}
+    for op in projections:
+        both = (each for each in ops if {t.id for t in each.inputs} & made[op.index] - own_ids)
+        join = next((each for each in both if {t.id for t in each.inputs} & own_ids - made[op.index]), None)
+        if join is not None and join.base_name == "cat" and own.output.id not in made[op.index]:
+            rank = len(join.output.shape)
+            if setting(join, 1, "dim", 0) % rank < rank - 1:
+                joined[op.index] = made[op.index]
+    outputs = {op.index: op.output.id for op in projections}
+    return {
+        index: ids
+        for index, ids in joined.items()
+        if not any(outputs[other] in ids for other in joined if other != index)  # a step before another
+    }

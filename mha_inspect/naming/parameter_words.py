@@ -43,8 +43,10 @@ _SAID = {
     "sinks": "attention sinks: scores without a value",
 }
 """Kind of use to its text, for parameters other than the matrices and biases of projections."""
-_SHORT = {"scale before": "norm", "shift before": "shift"}
-"""Kind of use to its name in the slices of heads, where that is shorter."""
+_JOINED = {"joined W": "W", "joined b": "b"}
+"""Kinds of use for tokens that have projections of their own, beside those of the query."""
+_EARLY = {"scale before": "norm", "shift before": "shift"}
+"""Kinds of use before the projection to their names in the slices of heads."""
 _BESIDE = ("reduction", "scores", "in scores", "in weights", "sinks", "learned")
 """Kinds of use outside the queries, keys, values and output of the heads."""
 _PACKED = ("qkv", "kv", "qk")
@@ -191,7 +193,7 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     for part in parts:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
-        name = part.name or f"{_SHORT.get(kind, kind)}_{part.letter}"
+        name = part.name or f"{_EARLY.get(kind, kind)}_{part.letter}"
         indices = _indices(part)
         for head, row in part.heads.items():
             number = len(torch.unique(row[row >= 0])) * (1 if part.inner is None else part.inner[0])
@@ -281,6 +283,10 @@ class _Words:
 
     def role(self, use: _Use) -> ParameterRole:
         """Return the role of a parameter."""
+        if use.kind in _JOINED:
+            role = self.role(replace(use, kind=_JOINED[use.kind]))
+            others = "other tokens than those in output" if "o" in use.letters else "the tokens of another input"
+            return replace(role, text=f"{role.text}; for {others}")
         known = use.parts if all(part.heads or part.is_shared for part in use.parts) else []
         parts = sorted(known, key=lambda part: min((int(row.min()) for row in part.heads.values()), default=0))
         if use.kind in _BESIDE or not parts or parts[0].is_vector:
@@ -304,9 +310,9 @@ class _Words:
             return ["embed"]
         axes: list[str] | None
         if any(part.is_shared for part in parts):
-            if (kind in ("norm", "shift") or (letter == "o" and kind in _SHORT)) and shape == (names.head_dim,):
+            if (kind in ("norm", "shift") or (letter == "o" and kind in _EARLY)) and shape == (names.head_dim,):
                 return ["head_dim"]
-            axes = ["latent" if kind in ("before", *_SHORT) and size > 1 else str(size) for size in shape]
+            axes = ["latent" if kind in ("before", *_EARLY) and size > 1 else str(size) for size in shape]
         else:
             single = len(parts[0].heads) == 1 < num_heads(names, letter)
             axes = _axes(parts, words, words[single : 1 + (names.head_dim == 1)])
@@ -342,7 +348,7 @@ class _Words:
 
     def _text(self, use: _Use, letters: list[str], parts: list[Part], axes: list[str]) -> str:
         first, is_shared = parts[0], any(part.is_shared for part in parts)
-        if use.kind in ("norm", "shift", "before", *_SHORT) and is_shared:
+        if use.kind in ("norm", "shift", "before", *_EARLY) and is_shared:
             return f"{_plain(use)}; not split by head"
         if use.kind not in ("W", "b"):
             return _plain(use)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -18,8 +18,9 @@ from einops import EinopsError, repeat
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.dataflow import made_of
 from ..graph.gates import Gate, gates_of
-from ..graph.projections import earlier_projections
+from ..graph.projections import earlier_projections, joined_projections
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .canonical import sizes_in
@@ -30,6 +31,7 @@ from .projection import Part, Projection, have_in_common, is_elsewhere, merged, 
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """The letter of a part, and its projection."""
+_MATRICES, _BIASES = ("W", "joined W"), ("b", "joined b")
 _LONGEST = 600
 """Operations after which a walk gives up: projections need fewer."""
 _OF_HEADS = re.compile(r"(heads|kv_heads|group)(_\d+)?")
@@ -129,6 +131,7 @@ class _PartsOfAttention:
         self._run, self._graph, self._attention, self._names = run, run.graph, attention, names
         self._turns = attention.branches or (attention,)
         self._serves: Serves = ()
+        self._has_joined = False
 
     def all(self) -> tuple[list[Part], Serves]:
         """Return all parts of the heads and the output, and the query heads that use each key head."""
@@ -158,14 +161,17 @@ class _PartsOfAttention:
             ends = {op.index} if op is not None and not self._attention.earlier.get(side) else set()
             codes = self._codes(turn, stage)
             way, meetings = self._way(turn.stages[stage], stops, ends, min(since, default=-1))
-            placed_meetings = [self._placed(meeting, op, side) for meeting in meetings]
-            gains = [placed.op.index for placed in placed_meetings if placed.op and placed.kind == "norm"]
+            joined = {} if op is None else joined_projections(self._graph, op, way)
+            self._has_joined |= bool(joined)
+            placed_meetings = [self._placed(meeting, op, side, joined) for meeting in meetings]
+            gains = [placed.op.output.id for placed in placed_meetings if placed.op and placed.kind == "norm"]
             gates = [] if op is None else gates_of(self._graph, [op.output], way)
             beside = {step.index for gate in gates for step in self._gate_way(gate)[0]}
+            normed = made_of(gains, way)
             for placed in placed_meetings:
                 if placed.op and placed.op.index in beside:
                     placed = replace(placed, kind="gate")
-                elif placed.kind == "b" and placed.op and gains and placed.op.index > min(gains):
+                elif placed.kind in ("b", "joined b") and placed.op and any(t.id in normed for t in placed.op.inputs):
                     placed = replace(placed, kind="shift")  # the bias of a norm, not of the projection
                 of_meeting = self._parts(letter, placed, way, turn.stages[stage], codes, number)
                 is_matrix = placed.kind == "W" and op is not None
@@ -175,16 +181,24 @@ class _PartsOfAttention:
     def _made_at(self, tensor: TensorRef) -> int:
         return self._run.recording.producers.get(tensor.id, -1)
 
-    def _placed(self, meeting: _Meeting, projection: Op | None, side: str) -> _Meeting:
-        """Return a meeting with its kind, decided by its place before or after the projection."""
+    def _placed(
+        self, meeting: _Meeting, projection: Op | None, side: str, joined: Mapping[int, set[int]] | None = None
+    ) -> _Meeting:
+        """Return a meeting with its kind, decided by its place before or after the projection or a joined one."""
         op, kind = meeting.op, meeting.kind
         if projection is None or op is None:
             return meeting
-        if kind in ("norm", "shift", "b") and op.index < projection.index and not self._graph.is_projection(op):
+        reads, projects = {tensor.id for tensor in op.inputs}, self._graph.is_projection(op)
+        after_joined = any(reads & ids for ids in (joined or {}).values())
+        if kind in ("norm", "shift", "b") and op.index < projection.index and not (projects or after_joined):
             kind = "scale before" if kind == "norm" else "shift before"
         elif op is projection:
             kind = "W" if kind == "before" else kind
-        elif self._graph.is_projection(op) and (kind == "before" or op.index < projection.index):
+        elif op.index in (joined or {}):
+            kind = "joined W" if kind == "before" else "joined b"
+        elif kind == "b" and after_joined and not projects:
+            kind = "joined b"
+        elif projects and (kind == "before" or op.index < projection.index):
             shared = self._names.num_kv_heads < self._names.num_heads and side in ("query", "output")
             beside = "absorbed" if shared and self._graph.is_by_head(op) else "beside"
             kind = "before" if op in self._attention.earlier.get(side, ()) else beside
@@ -314,12 +328,30 @@ class _PartsOfAttention:
                     parts += self._parts("g", meeting, [*gate_way, gate.op], *gated)
             for meeting in (meeting for meeting in meetings if meeting.op is None or meeting.op.index not in beside):
                 parts += self._parts("o", self._placed(meeting, op, "output"), way, taken, codes)
+        for op in self._joined_outputs(contexts, ops):
+            taken, weight = self._graph.projected(op), weight_of(self._graph, op)
+            way = self._way(taken, {context.id for context in contexts}, set(), min(map(self._made_at, contexts)))[0]
+            codes, weighing = self._codes_at(taken, way, contexts, of_turns), self._way(weight, set(), set(), 0)[0]
+            parts += self._parts("o", _Meeting(op, weight, "joined W"), weighing, taken, codes)
+            made = self._graph.after_projection(op)
+            for meeting in self._way(made, set(), {op.index}, op.index - 1)[1]:
+                if meeting.kind == "b":
+                    added = self._parts("o", replace(meeting, kind="joined b"), [], made, None)
+                    parts += map(of_no_head, added)
         known = {part.parameter.name for part in parts}
         for meeting in self._way(output, set(), {op.index for op in ops}, min(op.index for op in ops) - 1)[1]:
             if meeting.op not in ops or meeting.kind == "b":
                 added = self._parts("o", self._placed(meeting, ops[0], "output"), [], output, None)
                 parts += [of_no_head(part) for part in added if part.parameter.name not in known]
         return merged(parts)
+
+    def _joined_outputs(self, contexts: list[TensorRef], ops: list[Op]) -> list[Op]:
+        """Return the output projections of further tokens, if such tokens have queries of their own."""
+        found: dict[int, Op] = {}
+        for op, _ in (each for context in contexts for each in self._graph.forward(context, self._graph.moves)):
+            if self._has_joined and op not in ops and self._graph.is_projection(op):
+                found[op.index] = op
+        return [*found.values()]
 
     def _gate_way(self, gate: Gate) -> tuple[list[Op], list[_Meeting]]:
         """Return the operations from a gate's input to its factor, in order, and the parameters that they apply."""
@@ -366,17 +398,17 @@ class _PartsOfAttention:
             numbered = self._followed(parameter.tensor, way)
             heads: dict[int, Tensor] = {}
             if codes is not None:
-                entering = letter == "o" and kind == "W" and op is not None
+                entering = letter == "o" and kind in _MATRICES and op is not None
                 low, high = (each.entering(op) if entering and op else each.of(target) for each in numbered)
                 rows = enumerate(_rows(low, high, codes, parameter.tensor.stride), start=turn * codes.heads)
                 heads = {head: row for head, row in rows if bool((row >= 0).any())}
                 once = letter == "g" and all(bool((row == row[0]).all()) for row in heads.values())
-                if kind not in ("W", "b", "appended") or once:
+                if kind not in (*_MATRICES, *_BIASES, "appended") or once:
                     heads = {head: torch.unique(row[row >= 0]) for head, row in heads.items()}
             mixed = self._names.mixes_positions and self._names.num_heads > 1
-            is_shared = mixed or (have_in_common(heads) if heads else kind not in ("W", "b"))
+            is_shared = mixed or (have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES))
             heads = {} if is_shared and letter == "g" else heads
-            of_taps = len(taps) if kind == "W" and len(parameter.tensor.shape) == len(meeting.weight.shape) else 0
+            of_taps = len(taps) if kind in _MATRICES and len(parameter.tensor.shape) == len(meeting.weight.shape) else 0
             part = Part(kind, letter, parameter, heads, is_shared, taps=of_taps, moved=moved)
             projects = op is not None and self._graph.is_projection(op)
             if op is not None and projects and meeting.weight.id == weight_of(self._graph, op).id:
@@ -395,7 +427,7 @@ class _PartsOfAttention:
     def _with_inner(self, part: Part, op: Op, elements: Elements) -> Part:
         """Return a part of a matrix with the count of each feature's numbers, and the step between them."""
         weight = weight_of(self._graph, op)
-        place = places_of_weight(self._graph, op)[part.letter == "o" and part.kind == "W"]
+        place = places_of_weight(self._graph, op)[part.letter == "o" and part.kind in _MATRICES]
         number = weight.shape[place]
         ends = torch.stack(
             [elements.at(weight, place, index).flatten() for index in (0, min(1, number - 1), number - 1)]

@@ -19,10 +19,10 @@ class Part:
     """One parameter's part of a matrix, bias, or other numbers of one side of an attention."""
 
     kind: str
-    """`W` and `b` for the projection, `before` and `beside` for another projection, `absorbed` for that of shared keys
-    or values by head, `gate` for what queries, keys or values are multiplied by, `norm` and `scale before` for a factor
-    after or before the projection, `shift` and `shift before` for what is added there, `appended` for an appended key
-    or value, `learned` for anything else."""
+    """`W` and `b` for the projection, `joined W` and `joined b` for that of further tokens, `before` and `beside` for
+    another projection, `absorbed` for that of shared keys or values by head, `gate` for what queries, keys or values
+    are multiplied by, `norm` and `scale before` for a factor after or before the projection, `shift` and `shift before`
+    for what is added there, `appended` for an appended key or value, `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`; `g` for a gate of the contexts."""
     parameter: Named
@@ -126,8 +126,8 @@ def is_elsewhere(part: Part, parts: Iterable[Part]) -> bool:
 
 def of_no_head(part: Part) -> Part:
     """Return a part of the output as belonging to no head."""
-    every = {0: torch.arange(part.parameter.tensor.numel)} if part.kind == "b" else {}
-    return replace(part, heads=every, is_shared=part.kind != "b")
+    every = {0: torch.arange(part.parameter.tensor.numel)} if part.kind in ("b", "joined b") else {}
+    return replace(part, heads=every, is_shared=part.kind not in ("b", "joined b"))
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:

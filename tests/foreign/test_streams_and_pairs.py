@@ -52,8 +52,55 @@ def test_streams_are_named_whatever_their_lengths(text: int, image: int) -> None
     assert stages["q_heads"].formula == "rms_norm(q_proj in heads), joined with those of another projection"
     roles = {row.name: row.role for row in params(Streams(), *args).parameters}
     assert roles["image.bias"].startswith("b_q, b_k, b_v")
+    assert roles["image.weight"] == "W_q, W_k, W_v stacked: rows 0–31, 32–63, 64–95; for the tokens of another input"
     assert roles["of_condition.bias"] == roles["of_condition.weight"]
     assert roles["of_condition.bias"].startswith("another projection used for the queries")
+
+
+class NormedStreams(nn.Module):
+    """Flux: each stream has its own projections and norms, and its own output."""
+
+    def __init__(self, text_first: bool) -> None:
+        super().__init__()
+        self.text_first = text_first
+        for stream in ("text", "image"):
+            for letter in "qkvo":
+                self.add_module(f"{stream}_{letter}", nn.Linear(E, E))
+            for letter in "qk":
+                self.add_module(f"{stream}_norm_{letter}", nn.LayerNorm(D))
+
+    def sides(self, x: Tensor, stream: str) -> list[Tensor]:
+        of = dict(self.named_children())
+        q, k, v = (split(of[f"{stream}_{letter}"](x)) for letter in "qkv")
+        return [of[f"{stream}_norm_q"](q), of[f"{stream}_norm_k"](k), v]
+
+    def forward(self, text: Tensor, image: Tensor) -> tuple[Tensor, Tensor]:
+        streams = [self.sides(text, "text"), self.sides(image, "image")]
+        pairs = zip(*(streams if self.text_first else streams[::-1]), strict=True)
+        context = merged(F.scaled_dot_product_attention(*(torch.cat(pair, 2) for pair in pairs)))
+        first, second = context.split([x.shape[1] for x in ((text, image) if self.text_first else (image, text))], 1)
+        of_text, of_image = (first, second) if self.text_first else (second, first)
+        return self.text_o(of_text), self.image_o(of_image)
+
+
+@pytest.mark.parametrize("text_first", [True, False])
+def test_each_stream_has_its_projections_and_norms(text_first: bool) -> None:
+    report = params(NormedStreams(text_first), torch.randn(2, 3, E), torch.randn(2, 6, E), per_head=True)
+    found = {row.name: row for row in report.parameters}
+    rows = [(8 * head, 8 * head + 8) for head in range(H)]
+    for stream in ("text", "image"):
+        for letter, made in (("q", "queries"), ("k", "keys"), ("v", "values")):
+            matrix = found[f"{stream}_{letter}.weight"]
+            assert matrix.axes == "(heads head_dim) embed"
+            assert matrix.role.startswith(f"W_{letter}: rows are the heads stacked, 8 each")
+            assert [piece.rows for piece in matrix.heads or ()] == rows
+            assert found[f"{stream}_{letter}.bias"].role.startswith(f"b_{letter}")
+            for name, verb in (("weight", "scales"), ("bias", "added to")) if letter != "v" else ():
+                role = f"{verb} the {made} after their projection; not split by head"
+                assert found[f"{stream}_norm_{letter}.{name}"].role == role
+        output = found[f"{stream}_o.weight"]
+        assert (output.axes, [piece.columns for piece in output.heads or ()]) == ("embed (heads head_dim)", rows)
+        assert found[f"{stream}_o.bias"].role.startswith("b_o: added once")
 
 
 class Graph(nn.Module):
