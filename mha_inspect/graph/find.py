@@ -17,7 +17,7 @@ from .dataflow import Graph, inside
 from .pieces import with_keys_joined, with_pieces_joined
 from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
-from .scores import mixing_of, moved_for, multiply, read_scoring, score_product
+from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
 from .softmax import Softmax
 from .values import find_pieces, find_weighings, softmaxed_side, value_product
 
@@ -63,7 +63,7 @@ def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]
 
 def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, values: ProductPath) -> Attention | None:
     """Return the attention around a softmax or around other weights; None if this is no attention."""
-    product, averaged = scores.product, values.product
+    product, averaged = with_keys_of(graph, scores.product, values.values), values.product
     side = softmaxed_side(graph, product, values, softmax.masked, softmax.dim)
     if side is None or any(
         step.tensor.id == softmax.op.output.id for step in graph.back(values.values, graph.passes_on)

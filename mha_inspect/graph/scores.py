@@ -9,13 +9,14 @@ weight.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
 from .axis import Axis, setting, wide
-from .dataflow import Graph
+from .dataflow import Graph, made_of
 from .products import Joint, Product, ProductPath, sides_of
 from .rerun import between
 from .rules import reduced_places
@@ -131,6 +132,37 @@ def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> Prod
     )
     joint = Joint(path[count - 1] if count else op, op, left, right, path[:count])
     return ProductPath(joint, path[count:], joint.op.output)
+
+
+def further_term(graph: Graph, scored: Joint, op: Op) -> TensorRef | None:
+    """Return what an operation adds to joined queries and keys that depends on the inputs too; None if nothing."""
+    made = made_of({scored.multiply.output.id}, scored.between)
+    others = [tensor for tensor in op.inputs if tensor.id not in made and graph.comes_from_inputs(tensor)]
+    return others[0] if op.base_name.rstrip("_") == "add" and len(others) == 1 < len(op.inputs) else None
+
+
+def with_keys_of(graph: Graph, scored: Product, values: TensorRef) -> Product:
+    """Return scores whose keys are the term that is made of what the values are made of, if several terms are added."""
+    made_of_values = _origins(graph, values)
+    if not isinstance(scored, Joint):
+        return scored
+    for term in (further_term(graph, scored, op) for op in scored.between):
+        if term is not None and _origins(graph, term) & made_of_values:
+            is_other = [
+                factor.shape == term.shape and not _origins(graph, factor) & made_of_values
+                for factor in (scored.left, scored.right)
+            ]
+            if any(is_other):
+                return replace(scored, left=term) if is_other[0] else replace(scored, right=term)
+    return scored
+
+
+def _origins(graph: Graph, tensor: TensorRef) -> set[int]:
+    """Return the ids of a tensor before it was moved, and of what its projection reads."""
+    origin = graph.before_moves(tensor)
+    op = graph.recording.producer(origin)
+    projected = {graph.before_moves(graph.projected(op)).id} if op is not None and graph.is_projection(op) else set()
+    return {origin.id, *projected}
 
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:

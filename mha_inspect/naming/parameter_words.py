@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.products import Joint
 from ..graph.reductions import reduction_of
+from ..graph.scores import further_term
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
@@ -131,12 +133,21 @@ def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[st
     added = [t for op in attention.masks for t in op.inputs if not graph.comes_from_inputs(t)]
     sinks = [t for t in (attention.sinks.inputs if attention.sinks is not None else ()) if graph.is_weight(t)]
     heads, weights = (stages["q_heads"], stages["k_heads"]), product.right if attention.value_first else product.left
+    scored = attention.score_product
+    terms = [further_term(graph, scored, op) for op in scored.between] if isinstance(scored, Joint) else []
+    projecting = [
+        op
+        for term in terms
+        for step in (graph.back(term, lambda op: not graph.is_projection(op)) if term is not None else ())
+        if (op := run.recording.producer(step.tensor)) is not None and graph.is_projection(op)
+    ]
     for kind, letter, tensors, passes in (
         *(("learned", letter, [tensor], ()) for letter, tensor in given.items() if graph.is_weight(tensor)),
         *(("reduction", letter, tensors, ()) for letter, tensors in weights_of.items()),
         ("scores", "", added, ()),
         ("sinks", "", sinks, ()),
         ("in scores", "", [attention.softmax.inputs[0]], (_made_since(run, heads),)),
+        ("in scores", "", [t for op in projecting for t in op.inputs if graph.is_weight(t)], ()),
         ("in weights", "", [weights], (_made_since(run, (attention.softmax.output,)),)),
     ):
         for named in parameters_behind(run, tensors, *passes):
@@ -312,7 +323,8 @@ class _Words:
         if any(part.is_shared for part in parts):
             if (kind in ("norm", "shift") or (letter == "o" and kind in _EARLY)) and shape == (names.head_dim,):
                 return ["head_dim"]
-            axes = ["latent" if kind in ("before", *_EARLY) and size > 1 else str(size) for size in shape]
+            features = shape[: len(shape) - parts[0].taps] if kind in ("before", *_EARLY) else ()
+            axes = ["latent" if dim < len(features) and size > 1 else str(size) for dim, size in enumerate(shape)]
         else:
             single = len(parts[0].heads) == 1 < num_heads(names, letter)
             axes = _axes(parts, words, words[single : 1 + (names.head_dim == 1)])

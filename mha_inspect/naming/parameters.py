@@ -408,7 +408,11 @@ class _PartsOfAttention:
             mixed = self._names.mixes_positions and self._names.num_heads > 1
             is_shared = mixed or (have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES))
             heads = {} if is_shared and letter == "g" else heads
-            of_taps = len(taps) if kind in _MATRICES and len(parameter.tensor.shape) == len(meeting.weight.shape) else 0
+            of_taps = (
+                len(taps)
+                if kind in (*_MATRICES, "before") and len(parameter.tensor.shape) == len(meeting.weight.shape)
+                else 0
+            )
             part = Part(kind, letter, parameter, heads, is_shared, taps=of_taps, moved=moved)
             projects = op is not None and self._graph.is_projection(op)
             if op is not None and projects and meeting.weight.id == weight_of(self._graph, op).id:

@@ -8,6 +8,7 @@ from math import isclose
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..graph.products import Joint
+from ..graph.scores import further_term
 from ..record.ops import Op
 from .named_run import NamedRun
 
@@ -31,6 +32,8 @@ def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
             text, whole = f"{name}{inside if inside.startswith('(') else f'({inside})'}", True
         elif any(map(graph.is_weight, op.inputs)):
             text = f"W ∘ {inside}" if op.does("scales") else f"{inside} + b"
+        elif further_term(graph, scored, op) is not None:
+            text, whole = f"{text} + another term", False
     return text
 
 

@@ -202,7 +202,8 @@ class StageFacts:
 
     def _changes(self, op: Op) -> bool:
         """Return whether an operation changes the weights after the softmax, other than by dropout or mixing."""
-        computes = op.kind == "compute" and (op.pointwise or op.does("picks")) and op.base_name != "_to_copy"
+        changes = op.kind == "compute" and (op.pointwise or op.does("picks")) and op.base_name != "_to_copy"
+        computes = changes or (op.does("gathers") and op.inputs[-1].dtype.startswith("int"))
         mixes = any(mixing.op is op for mixing in self._attention.mixed_weights)
         return computes and not mixes and not self._drops(op)
 

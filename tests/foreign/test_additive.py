@@ -143,6 +143,40 @@ def test_additive_attention_is_one_with_its_stages(style: type[Additive], two: b
     assert f"{SAID} {MEETING.get(style, 'a sum')}" in told.notes[0]
 
 
+class Located(nn.Module):
+    """Tacotron 2: a term of the keys' locations, from earlier weights, is added before or after the keys."""
+
+    def __init__(self, location_first: bool) -> None:
+        super().__init__()
+        self.location_first, self.q, self.k, self.score = (
+            location_first,
+            nn.Linear(E, A),
+            nn.Linear(V, A),
+            nn.Linear(A, 1),
+        )
+        self.locate, self.location = nn.Conv1d(2, 6, 5, padding=2, bias=False), nn.Linear(6, A, bias=False)
+
+    def forward(self, step: Tensor, memory: Tensor, weights: Tensor) -> Tensor:
+        k, location = self.k(memory), self.location(self.locate(weights).mT)
+        terms = (location, k) if self.location_first else (k, location)
+        scores = self.score((self.q(step)[:, None] + terms[0] + terms[1]).tanh()).squeeze(-1)
+        return (scores.softmax(-1)[:, None] @ memory).squeeze(1)
+
+
+@pytest.mark.parametrize("location_first", [True, False])
+def test_keys_are_the_term_that_the_values_are_made_of(location_first: bool) -> None:
+    torch.manual_seed(0)
+    module, memory = Located(location_first), torch.randn(B, M, V)
+    given = torch.randn(B, E), memory, torch.rand(B, 2, M)
+    (attention,) = attentions(module, *given)
+    assert_close(attention.canonical("k_heads", "batch key head_dim"), projected(module.k, memory))
+    (told,) = mha_inspect.trace(module, *given).attentions
+    assert told.scores.formula == "W · tanh(q_heads + k_heads + another term)"
+    roles = {row.name: row.role for row in mha_inspect.params(module, *given).parameters}
+    assert roles["k.weight"].startswith("W_k")
+    assert {roles["locate.weight"], roles["location.weight"]} == {"used in the scores"}
+
+
 def by_heads(attention: Shown) -> tuple[Tensor, Tensor]:
     return tuple(
         attention.canonical(stage, f"batch heads query {last}")

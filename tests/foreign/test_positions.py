@@ -244,6 +244,7 @@ def test_a_masked_query_that_does_not_go_on_has_no_row_in_what_does() -> None:
         told = mha_inspect.trace(FewerAsked().eval(), torch.randn(B, N, E), keep=True)
     (attention,) = told.attentions
     assert {stage.name: stage.axes for stage in attention.stages}["context"] == "batch heads positions head_dim"
+    assert attention.context.formula == "(weights, then gather) · v_heads"
     assert any(f"{B} queries have every key masked out" in note for note in told.notes)
 
 
