@@ -223,7 +223,7 @@ class AxisNames:
         ):
             dim[slice(*runs[0])] = [name if _size_of_run(dim, runs[0]) == count > 1 else "packed"]
         apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == count > 1]
-        if len(apart) == 1 and _has(dims, "head_dim") and not _has(dims, name):
+        if len(apart) == 1 and _has(dims, "head_dim") and not (_has(dims, name) or _has(dims, "packed")):
             apart[0][:] = [name]
 
     def _name_turns(self, dim: list[str | Axis], stage: str) -> None:

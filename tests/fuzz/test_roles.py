@@ -1,0 +1,198 @@
+"""Attention made of projections, gates, norms and caches in the layouts that people choose: the role of each parameter.
+
+The truth is the choices themselves: which rows of which matrix are whose head, and what is scaled, added or gated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import mha_inspect
+
+EMBED, PAST, SLOTS = 14, 4, 16
+
+
+@dataclass(frozen=True)
+class Choices:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    packed: str
+    bias: bool
+    norm: str
+    norm_of: str
+    gate: str
+    function: str
+    cache: str
+    past: int
+    length: int
+    batch: int
+    flat: bool
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Heads of each side; a gate by head has one number for each."""
+        sides = {"q": self.heads, "k": self.kv_heads, "v": self.kv_heads}
+        return sides | ({"g": self.heads} if self.gate else {})
+
+    def width(self, side: str) -> int:
+        return self.counts[side] * (1 if side == "g" and self.gate == "by head" else self.head_dim)
+
+
+@st.composite
+def choices(draw: st.DrawFn) -> Choices:
+    def one_of(*values: Any) -> Any:
+        return draw(st.sampled_from(values))
+
+    heads = one_of(1, 2, 3, 6)
+    kv_heads = one_of(*(count for count in (1, 2, 3, 6) if heads % count == 0))
+    return Choices(
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=one_of(3, 4, 5),
+        packed=one_of("", "", "stacked", "by head") if heads == kv_heads else one_of("", "stacked"),
+        bias=draw(st.booleans()),
+        norm=one_of("", "layer", "by hand", "batch", "rms"),
+        norm_of=one_of("heads", "all", "output"),
+        gate=one_of("", "by feature", "by head"),
+        function=one_of("sigmoid", "silu", "tanh", ""),
+        cache=one_of("", "slice", "index", "joined"),
+        past=one_of(0, PAST),
+        length=one_of(3, 7, 8),
+        batch=one_of(2, 3),
+        flat=heads == 1 and draw(st.booleans()),
+    )
+
+
+class ByHand(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred * (centred.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight + self.bias
+
+
+class OverBatch(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(0, -2)).view_as(x)
+
+
+NORMS: dict[str, Callable[[int], nn.Module]] = {
+    **{"": lambda width: nn.Identity(), "layer": nn.LayerNorm, "by hand": ByHand, "batch": OverBatch},
+    "rms": nn.RMSNorm,
+}
+
+
+class Made(nn.Module):
+    """Attention of these choices."""
+
+    def __init__(self, of: Choices) -> None:
+        super().__init__()
+        self.of, inner = of, of.heads * of.head_dim
+        if of.packed:
+            self.packed = nn.Linear(EMBED, sum(map(of.width, of.counts)), bias=of.bias)
+        else:
+            self.sides = nn.ModuleDict({side: nn.Linear(EMBED, of.width(side), bias=of.bias) for side in of.counts})
+        self.out = nn.Linear(inner, EMBED)
+        self.norm = NORMS[of.norm](of.head_dim if of.norm_of == "heads" else inner)
+        for name in ("keys", "values"):
+            self.register_buffer(name, torch.randn(of.batch, SLOTS, of.kv_heads, of.head_dim))
+
+    def projected(self, x: Tensor) -> dict[str, Tensor]:
+        of, widths = self.of, {side: self.of.width(side) for side in self.of.counts}
+        if of.packed == "by head":
+            parts = self.packed(x).unflatten(-1, (of.heads, -1)).split([w // of.heads for w in widths.values()], -1)
+            return dict(zip(widths, (part.flatten(2) for part in parts), strict=True))
+        if of.packed:
+            return dict(zip(widths, self.packed(x).split([*widths.values()], -1), strict=True))
+        return {side: project(x) for side, project in self.sides.items()}
+
+    def cached(self, new: Tensor, name: str) -> Tensor:
+        """Return `batch position head feature` with what is in a buffer from an earlier call."""
+        slots, start, end = getattr(self, name), self.of.past, self.of.past + new.shape[1]
+        if self.of.cache == "joined":
+            return torch.cat([slots[:, :start], new], 1)
+        if self.of.cache == "slice":
+            slots[:, start:end] = new
+        elif self.of.cache:
+            slots.index_copy_(1, torch.arange(start, end), new)
+        return slots[:, :end] if self.of.cache else new
+
+    def forward(self, x: Tensor) -> Tensor:
+        of, parts = self.of, self.projected(x)
+        if of.norm_of == "all":
+            parts["q"] = self.norm(parts["q"])
+        q, k, v = (parts[side].unflatten(-1, (of.counts[side], -1)) for side in "qkv")
+        q = self.norm(q) if of.norm_of == "heads" else q
+        k, v = self.cached(k, "keys"), self.cached(v, "values")
+        if of.flat:
+            q, k, v = (side.squeeze(2) for side in (q, k, v))
+        else:
+            k, v = (side.repeat_interleave(of.heads // of.kv_heads, 2) for side in (k, v))
+            q, k, v = (side.transpose(1, 2) for side in (q, k, v))
+        seen = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).tril(k.shape[-2] - q.shape[-2])
+        scores = (q @ k.mT / of.head_dim**0.5).masked_fill(~seen, -torch.inf)
+        context = scores.softmax(-1) @ v
+        if of.gate:
+            gate = getattr(F, of.function)(parts["g"]) if of.function else parts["g"]
+            gate = gate.unflatten(-1, (of.heads, -1))
+            context = context * (gate.squeeze(2) if of.flat else gate.transpose(1, 2))
+        merged = context if of.flat else context.transpose(1, 2).flatten(2)
+        return self.out(self.norm(merged) if of.norm_of == "output" else merged)
+
+
+def rows(of: Choices, side: str) -> dict[int, tuple[int, int]]:
+    """The rows of each head in the matrix of its side."""
+    size = of.width(side) // of.counts[side]
+    if of.packed == "by head":
+        widths = [of.width(other) // of.heads for other in of.counts]
+        before = sum(widths[: [*of.counts].index(side)])
+        return {head: (head * sum(widths) + before, head * sum(widths) + before + size) for head in range(of.heads)}
+    start = sum(of.width(other) for other in [*of.counts][: [*of.counts].index(side)]) if of.packed else 0
+    return {head: (start + head * size, start + head * size + size) for head in range(of.counts[side])}
+
+
+def test_roles(try_all: Callable[..., None]) -> None:
+    def check(of: Choices) -> None:
+        torch.manual_seed(0)
+        module, x = Made(of).eval(), torch.randn(of.batch, of.length, EMBED)
+        found = {row.name: row for row in mha_inspect.params(module, x, per_head=True).parameters}
+        pieces = [(name, piece) for name, row in found.items() for piece in row.heads or ()]
+        for side in of.counts:
+            name = "packed" if of.packed else f"sides.{side}"
+            kinds = {"W": "weight", "b": "bias"} if of.bias else {"W": "weight"}
+            for kind, suffix in kinds.items():
+                told = {p.head: p.rows for n, p in pieces if p.part == f"{kind}_{side}" and n == f"{name}.{suffix}"}
+                assert told == rows(of, side), (side, kind, found[f"{name}.{suffix}"].role)
+        made = {"heads": "after", "all": "after", "output": "before"}[of.norm_of]
+        end = {"after": "the queries after their projection", "before": "the input of the projection to the output"}
+        for suffix, verb in (("weight", "scales"), ("bias", "added to")):
+            if of.norm and not (of.norm == "rms" and suffix == "bias"):
+                assert found[f"norm.{suffix}"].role.startswith(f"{verb} {end[made]}"), found[f"norm.{suffix}"].role
+                shape = "head_dim" if of.norm_of == "heads" and of.heads > 1 else "(heads head_dim)"
+                assert found[f"norm.{suffix}"].axes == shape
+        assert found["out.weight"].axes == "embed (heads head_dim)"
+
+        trace = mha_inspect.trace(module, x)
+        (attention,) = trace.attentions
+        stages = {stage.name: stage for stage in attention.stages}
+        assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (of.heads, of.kv_heads, of.head_dim)
+        of_keys = "heads" if of.kv_heads == of.heads else "kv_heads"
+        if not of.packed:
+            assert stages["q_proj"].axes == "batch query (heads head_dim)"
+            assert stages["k_proj"].axes == stages["v_proj"].axes == f"batch key ({of_keys} head_dim)"
+        assert stages["q_proj"].axes.startswith("batch query ")
+        assert stages["k_proj"].axes.startswith("batch key "), stages["k_proj"].axes
+        assert stages["concat"].axes == "batch query (heads head_dim)"
+        word = f"gate ({of.function})" if of.function else "gate"
+        assert (word in stages["concat"].formula) == bool(of.gate), stages["concat"].formula
+        cache = attention.cache
+        assert (cache and (cache.past, cache.new)) == ((of.past, of.length) if of.cache and of.past else None)
+        assert mha_inspect.check(module, x, intent=mha_inspect.Intent(causal=True)).findings == ()
+
+    try_all(check, choices(), 80)
