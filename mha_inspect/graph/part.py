@@ -27,7 +27,8 @@ def whole(tensor: TensorRef) -> Part:
 def parts_behind(op: Op, result: TensorRef, part: Part) -> Iterator[tuple[TensorRef, Part]]:
     """Yield the inputs that a part of a result is made of, each with its own part, which may be too large."""
     if op.kind in ("view", "write") and op.inputs and op.inputs[0].storage == part.tensor.storage:
-        yield op.inputs[0], part
+        # Complex numbers have other places than their parts.
+        yield op.inputs[0], part if part.tensor.dtype == op.inputs[0].dtype else whole(op.inputs[0])
         written = _box_in(part.tensor, whole(op.inputs[0]))
         if op.kind == "view" or all(map(_overlap, written, part.box)):
             yield from ((tensor, whole(tensor)) for tensor in op.inputs[1:])

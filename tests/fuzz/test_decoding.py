@@ -152,6 +152,10 @@ class Layer(nn.Module):
             return self.keys[:, :, :stop], self.values[:, :, :stop], None, torch.arange(stop)
         return self.keys, self.values, None, torch.arange(SLOTS)
 
+    def seen(self, apart: Tensor) -> Tensor:
+        """Return which query sees which key, from the distance between them."""
+        return (apart >= 0) & (apart < (self.loop.window or SLOTS))
+
     def forward(self, x: Tensor, past: Any, places: Tensor) -> tuple[Tensor, Any]:
         loop = self.loop
         b, n, _ = x.shape
@@ -163,8 +167,7 @@ class Layer(nn.Module):
         k, v, past, slots = self.stored(k, v, past, places)
         k = self.turned(k, slots) if loop.late else k
         k, v = (each.repeat_interleave(HEADS // loop.kv_heads, 1) for each in (k, v))
-        apart = places[:, None] - slots
-        seen = (apart >= 0) & (apart < (loop.window or SLOTS))
+        seen = self.seen(places[:, None] - slots)
         if loop.mask == "kernel":
             context = nn.functional.scaled_dot_product_attention(q, k, v, seen)
         else:
@@ -178,9 +181,9 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, kind: type[Layer] = Layer) -> None:
         super().__init__()
-        self.loop, self.layers = loop, nn.ModuleList(Layer(loop) for _ in range(loop.layers))
+        self.loop, self.layers = loop, nn.ModuleList(kind(loop) for _ in range(loop.layers))
 
     def run(self, x: Tensor, pasts: Any, places: Tensor) -> tuple[Tensor, Any]:
         kept = []
@@ -222,26 +225,31 @@ class Placed(Decoder):
         return self.run(x, None, input_pos)[0]
 
 
-def decoder_of(loop: Loop) -> tuple[Decoder, dict[str, Any]]:
+def decoder_of(loop: Loop, kind: type[Layer] = Layer) -> tuple[Decoder, dict[str, Any]]:
     """Return a decoder, and further arguments of a forward over all tokens."""
     if loop.store in HELD:
-        return (Placed(loop), {"input_pos": torch.arange(LENGTH)}) if loop.start == "tensor" else (Holding(loop), {})
-    return (Numbered if loop.start == "number" else Returning)(loop), {}
+        tensor = loop.start == "tensor"
+        return (Placed(loop, kind), {"input_pos": torch.arange(LENGTH)}) if tensor else (Holding(loop, kind), {})
+    return (Numbered if loop.start == "number" else Returning)(loop, kind), {}
 
 
-def called(module: Decoder, x: Tensor) -> None:
-    """Run the loop by hand."""
+def arguments(module: Decoder, start: int, stop: int, past: Any) -> dict[str, Any]:
+    """Return what a call takes beside its tokens."""
+    given: dict[str, Any] = {"past": past} if module.loop.store in RETURNED else {}
+    if isinstance(module, Placed):
+        given["input_pos"] = torch.arange(start, stop)
+    elif not isinstance(module, Returning):
+        given["start_pos"] = start
+    return given
+
+
+def called(module: Decoder, x: Tensor, length: int = LENGTH) -> Any:
+    """Run the loop by hand up to a token, and return the cache."""
     past = None
-    for start, stop in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, LENGTH))]:
-        given: dict[str, Any] = {}
-        if isinstance(module, Placed):
-            given["input_pos"] = torch.arange(start, stop)
-        elif not isinstance(module, Returning):
-            given["start_pos"] = start
-        if module.loop.store in RETURNED:
-            given["past"] = past
-        result = module(x[:, start:stop], **given)
+    for start, stop in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, length))]:
+        result = module(x[:, start:stop], **arguments(module, start, stop, past))
         past = result[1] if isinstance(result, tuple) else None
+    return past
 
 
 def truth(loop: Loop) -> dict[str, object]:
@@ -296,3 +304,43 @@ def test_decode_loops(try_all: Callable[..., None]) -> None:
         assert [(row.queries, row.past) for row in steps] == [(row.queries, row.past) for row in trace.steps]
 
     try_all(check, loops(), 40)
+
+
+class Faulty(Layer):
+    """Goes wrong behind a cache."""
+
+    fault = ""
+
+    def stored(self, k: Tensor, v: Tensor, past: Any, places: Tensor) -> tuple[Tensor, Tensor, Any, Tensor]:
+        k, v, past, slots = super().stored(k, v, past, places)
+        return k, v.roll(1, 2) if self.fault == "values late" else v, past, slots
+
+    def seen(self, apart: Tensor) -> Tensor:
+        if self.fault == "own key hidden":
+            return super().seen(apart) & (apart != 0)
+        return super().seen(apart) | (self.fault == "slots open")
+
+
+EXPECTED = {"": [], "values late": ["cache"], "own key hidden": ["causal"], "slots open": ["cache"]}
+"""A fault to the checks that find it."""
+
+
+def test_a_fault_behind_a_cache_is_the_one_finding(try_all: Callable[..., None]) -> None:
+    def check(case: tuple[Loop, str]) -> None:
+        loop, fault = case
+        torch.manual_seed(0)
+        module, _ = decoder_of(loop, Faulty)
+        x = torch.randn(loop.batch, LENGTH, EMBED)
+        with torch.no_grad():
+            past = called(module.eval(), x, LENGTH - 1)
+        for layer in module.layers:
+            layer.fault = fault  # type: ignore[assignment]
+        given = arguments(module, LENGTH - 1, LENGTH, past)
+        report = mha_inspect.check(module, x[:, LENGTH - 1 :], intent=mha_inspect.Intent(causal=True), **given)
+        empty = truth(loop)["cache"][2]  # type: ignore[index]
+        expected = [] if fault == "slots open" and not empty else EXPECTED[fault]
+        # A value in a slot that is masked out has no gradient.
+        found = [finding.check for finding in report.findings if finding.check != "parameters" or not expected]
+        assert found == expected
+
+    try_all(check, st.tuples(loops(), st.sampled_from([*EXPECTED])), 80)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ...naming.named_run import NamedRun
 from ...naming.pattern import dims_of
 from ...record.arguments import dense, tensors_in
-from ...record.ops import Op, TensorRef
+from ...record.ops import Op, Recording, TensorRef
 from ...record.ranks import needs_ranks
 from ...running.subject import Run, Subject
 from ...text import message_of
@@ -354,6 +354,7 @@ def evidence_of(
     meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
     prepared = runner.prepared(arguments.of_call({}))
     run = prepared.recorded(keep=not meta)
+    _copy_written(run.recording)
     once = once or needs_ranks(prepared.module, run.recording)
     run = run.beside(wider or subject.wider_run(run))
     again = None
@@ -361,6 +362,16 @@ def evidence_of(
         if not once and not meta and run.attentions:
             again = runner.prepared(arguments.of_call({}), go_on=True, more_seed=1).plain()
     return Evidence(runner, subject, intent, arguments, run, (prepared.args, prepared.kwargs), meta, once, again)
+
+
+def _copy_written(recording: Recording) -> None:
+    """Copy the kept tensors in memory that the module keeps and a run writes, e.g. a cache: other runs write it too."""
+    read = [tensor for op in recording.ops for tensor in op.inputs]
+    outside = {tensor.storage for tensor in read if recording.producer(tensor) is None}
+    written = outside & {op.output.storage for op in recording.ops if op.kind == "write" and op.outputs}
+    tensors = (tensor for op in recording.ops for tensor in (*op.inputs, *op.outputs) if tensor.storage in written)
+    kept = {tensor.id for tensor in tensors} & recording.values.keys()
+    recording.values.update({number: recording.values[number].clone() for number in kept})
 
 
 @contextmanager

@@ -159,11 +159,17 @@ class Factor:
 
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
         """Return the rows that change when features of a token change."""
+        by_row = self._changed(token, self.target, start, stop).any(dim=-1 if self.rows == -2 else -2)
+        return {(group, row) for group, row in by_row.reshape(-1, by_row.shape[-1]).nonzero().tolist()}
+
+    def changes(self, token: tuple[int, ...], target: TensorRef) -> bool:
+        """Return whether a tensor changes with a token."""
+        return bool(self._changed(token, target).any())
+
+    def _changed(self, token: tuple[int, ...], target: TensorRef, start: int = 0, stop: int | None = None) -> Tensor:
         marks = torch.zeros(self.source.shape, dtype=torch.bool)
         marks.movedim(self.features, -1)[token][start:stop] = True
-        marks = marks.to(content_of(self.evidence, self.source).device)
-        by_row = changed_by(self.evidence, self.source, marks, self.target).any(dim=-1 if self.rows == -2 else -2)
-        return {(group, row) for group, row in by_row.reshape(-1, by_row.shape[-1]).nonzero().tolist()}
+        return changed_by(self.evidence, self.source, marks.to(content_of(self.evidence, self.source).device), target)
 
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
         """Return the first feature of each slice of a token that reaches the target, with the rows that contain it.

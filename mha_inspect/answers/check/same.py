@@ -22,6 +22,7 @@ from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
 from .replay import factors_of
+from .slots import slots
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
@@ -113,7 +114,12 @@ class _Cache(NamedTuple):
 
 
 def cache(evidence: Evidence) -> Iterator[Finding]:
-    """Yield a fault if calls that continue from a cache give other outputs than one call."""
+    """Yield a fault if slots of a cache are wrong, or calls that continue from it give other outputs than one call."""
+    with suppress(NotPossibleError):  # without a cache in this call
+        findings = list(slots(evidence))
+        yield from findings
+        if findings:
+            return
     declared = evidence.intent.cache
     memory = _cache_of(evidence)
     evidence.arguments.require(memory.name)

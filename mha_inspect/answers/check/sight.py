@@ -35,6 +35,8 @@ class SeenKeys:
         padded: Tensor | None,
     ) -> None:
         """Read the weights and the scores before them: `batch heads query key`, from a run with its tensors."""
+        self.attention = attention
+        """The attention that these are the keys of."""
         masks, stages, seen = attention.masks, attention.stages, torch.ones(weights[:, 0].shape, dtype=torch.bool)
         self.seen = seen = sees(weights, scores).cpu() if masks or scores is not None else seen
         """`batch query key`: True if any head sees the key."""
@@ -53,6 +55,9 @@ class SeenKeys:
         last = self.keys - self.queries if bool(seen[..., self.queries :].any()) else 0
         self.first = last if first is None else first
         """The key at the position of the first query: cached keys come before it, empty slots of a cache after."""
+        given = [stages[side].shape for side in ("query", "key") if side in stages]
+        self.knows_own = self.queries == self.keys or (first is not None and given[:1] == given[1:])
+        """Whether the key of each query's own token is known."""
         pads = None if padded is None else padded[:, self.first : self.first + self.queries]
         real = seen if pads is None or pads.shape != seen.shape[:2] else seen & ~pads[:, :, None]
         self.any_row = real.any(0)
@@ -89,6 +94,8 @@ class SeenKeys:
     @property
     def almost_causal(self) -> str:
         """How the mask differs from a causal one, or from that of a causal window, e.g. `inverted`; else empty."""
+        if self.queries == 1:
+            return "one diagonal early" * bool(self.any_row.any() and self._hides_itself.any())
         if int(self.known.sum()) < 3 or self.alike or self.alone:
             return ""
         places, width = self.distance, self.width or self.keys + 1
@@ -106,6 +113,13 @@ class SeenKeys:
         """Return whether most queries see a key by this mask, and they see the same keys."""
         rows = seen.any(1)  # scores that are masked throughout show nothing
         return 2 * int(rows.sum()) > self.queries and torch.equal(self.any_row[rows], seen[rows])
+
+    @property
+    def _hides_itself(self) -> Tensor:
+        """`query key`: True at the key of a query's own token if the query does not see it, and it is no padding."""
+        known = self.known if self.queries > 1 else torch.ones_like(self.known)
+        judged = self.knows_own and not self.shared
+        return known & ~self.any_row & (self.distance == 0) & judged
 
     @property
     def picture(self) -> tuple[str, ...]:
@@ -147,7 +161,7 @@ class SeenKeys:
 
     def against_causal(self, window: int | None) -> Finding | None:
         """Return a finding if the attention is not causal, within a window if one is given; else None."""
-        if self.queries < 2 or self.queries > self.keys:
+        if self.queries > self.keys or not bool(self.any_row.any()):
             return None
         unseen = self.known & ~self.any_row
         if self.over:
@@ -157,7 +171,7 @@ class SeenKeys:
                 f"All queries see the same keys, and each of the {self.over} sees other keys.",
                 "Give it the axes of the scores: mask[None, None, :, :] for batch heads query key.",
             )
-        if self.sees_future:
+        if self.sees_future and self.queries > 1:  # after the slot of one token, a ring has older ones
             future = self.any_row & (self.distance < 0)
             late = bool((self.distance[future] == -1).all())
             inverted = not bool((self.any_row & (self.distance > 0)).any()) or self.almost_causal == "inverted"
@@ -169,20 +183,21 @@ class SeenKeys:
                 f"{self._first(future, 'weight')}; {int(future.sum())} of {int((self.distance < 0).sum())} such pairs.",
                 "Mask out triu(diagonal=1).",
             )
-        itself = unseen & (self.distance == 0)
-        if bool(itself.any()) and self.queries == self.keys and not self.shared:
+        itself = self._hides_itself
+        if bool(itself.any()):
+            past = " + past" * (self.queries < self.keys)
             return self.finding(
                 "causal",
                 "A position cannot see itself: the mask includes the diagonal.",
                 f"{int(itself.sum())} of {self.queries} queries give no weight to their own key; the first is query "
                 f"{int(itself.nonzero()[0][0])}.",
-                "Mask out triu(diagonal=1) instead of diagonal=0.",
+                f"Mask out triu(diagonal=1{past}) instead of diagonal=0{past}.",
             )
-        past = unseen & (self.distance > 0)
+        missed = unseen & (self.distance > 0)
         # A sliding window is causal too; with --window its width is checked.
-        if window is None and bool(past.any()) and (self.alone or not self.is_regular):
-            query, key = past.nonzero()[0].tolist()
-            evidence = f"Query {query} gives no weight to key {key}; {int(past.sum())} past pairs have no weight."
+        if window is None and bool(missed.any()) and (self.alone or not self.is_regular):
+            query, key = missed.nonzero()[0].tolist()
+            evidence = f"Query {query} gives no weight to key {key}; {int(missed.sum())} past pairs have no weight."
             fix = f"If the window is meant, add --window {self.width}." if self.width else ""
             return self.finding("causal", "A position cannot see all of its past.", evidence, fix)
         return None
