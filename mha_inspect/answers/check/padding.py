@@ -295,7 +295,8 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
     real, pads = slice(start, stop), slice(stop, None) if side == "right" else slice(0, start)
     mask = {name: _padding_mask(evidence, name, source, pads)}
     ends = f"the {'last' if side == 'right' else 'first'} {count} tokens of batch item 0 padded"
-    base = evidence.output_with(mask)
+    run = evidence.with_arguments(mask)
+    base = run.output
     # Padding in another source makes no output padding.
     places = real if source is evidence.source else slice(None)
     row = evidence.source.at(slice(0, 1), places)[: base.dim()]
@@ -306,8 +307,15 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
     leaks = float(evidence.differences(padded, base)[0, places].max())
     if leaks:
         more, fix = "" if means else ", whichever value of the mask means ignore", _KEYS_FIX
-        runs = (run for run in masked_runs(evidence) if isinstance(run, Masked) and run.name == name)
-        if any(after.masks_out(run.keys) for run in runs for _, after in run.pairs if run.hides):
+        seen = [
+            each.seen[0, places]
+            for each in run.sights
+            if each.seen.shape[1:] == (evidence.source.length, source.length)
+        ]
+        if any(not bool(each.any(-1).all()) for each in seen):
+            more += ", since a query with every key masked out has uniform weights"
+            fix = "Leave each query a key, or set the weights of fully masked queries to zero."
+        elif seen and not any(bool(each[:, pads].any()) for each in seen):
             more += ", although it has no attention weight: another operation mixes positions"
             fix = "Check norms, convolutions and means over the positions, and the split of the heads."
         proof = f"With {ends} ({name}: True or 1 means {means or 'keep'}), changing them changes a real output by "

@@ -83,6 +83,19 @@ def test_an_output_that_sees_its_future_beside_causal_attention_may_be_a_fault(l
     assert [(found.check, found.sure) for found in findings] == [("causal", False)] * leaks
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_that_leaks_through_a_query_without_keys_is_told_as_that(side: Any) -> None:
+    class Early(Padded):
+        def mask(self, scores: Tensor) -> Tensor:
+            return super().mask(scores).masked_fill(torch.ones(N, N, dtype=torch.bool).triu(), -1e9)
+
+    torch.manual_seed(0)
+    intent = Intent(padding="mask", padding_true="keep", padding_side=side)
+    padding, causal = mha_inspect.check(Early(), torch.randn(B, N, E), intent=intent).findings
+    assert (padding.check, causal.check, causal.sure) == ("padding", "causal", False)
+    assert "a query with every key masked out" in padding.sentence
+
+
 @pytest.mark.parametrize("hides_memory", [True, False])
 def test_a_padding_mask_belongs_to_the_sequence_whose_keys_it_masks_out(hides_memory: bool) -> None:
     class Translator(nn.Module):
