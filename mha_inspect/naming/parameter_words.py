@@ -198,7 +198,7 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     """Return the rows and columns of each head; empty if they do not cover exactly its elements."""
     shape, taps = parts[0].parameter.tensor.shape, parts[0].taps
     large = [dim for dim, size in enumerate(shape[: len(shape) - taps]) if size > 1] or [0]
-    if kind == "W" and len(shape) == 2:
+    if kind == "W" and len(shape) - taps == 2:
         large = [0, 1]
     slices = []
     for part in parts:

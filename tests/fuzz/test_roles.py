@@ -5,6 +5,7 @@ The truth is the choices themselves: which rows of which matrix are whose head, 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,8 @@ class Choices:
     length: int
     batch: int
     flat: bool
+    way: str
+    first: str
 
     @property
     def counts(self) -> dict[str, int]:
@@ -68,6 +71,8 @@ def choices(draw: st.DrawFn) -> Choices:
         length=one_of(3, 7, 8),
         batch=one_of(2, 3),
         flat=heads == 1 and draw(st.booleans()),
+        way=one_of("linear", "linear", "convolution", "apart"),
+        first=one_of("batch", "batch", "position"),
     )
 
 
@@ -82,6 +87,25 @@ class OverBatch(nn.BatchNorm1d):
         return super().forward(x.flatten(0, -2)).view_as(x)
 
 
+class Apart(nn.Linear):
+    """Adds the bias in an operation of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x @ self.weight.T
+        return made if self.bias is None else made + self.bias
+
+
+class Convolution(nn.Conv1d):
+    """Projects each position, with the features before the positions."""
+
+    def __init__(self, width: int, features: int, bias: bool) -> None:
+        super().__init__(width, features, 1, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mT).mT
+
+
+WAYS: dict[str, Any] = {"linear": nn.Linear, "convolution": Convolution, "apart": Apart}
 NORMS: dict[str, Callable[[int], nn.Module]] = {
     **{"": lambda width: nn.Identity(), "layer": nn.LayerNorm, "by hand": ByHand, "batch": OverBatch},
     "rms": nn.RMSNorm,
@@ -95,9 +119,9 @@ class Made(nn.Module):
         super().__init__()
         self.of, inner = of, of.heads * of.head_dim
         if of.packed:
-            self.packed = nn.Linear(EMBED, sum(map(of.width, of.counts)), bias=of.bias)
+            self.packed = WAYS[of.way](EMBED, sum(map(of.width, of.counts)), bias=of.bias)
         else:
-            self.sides = nn.ModuleDict({side: nn.Linear(EMBED, of.width(side), bias=of.bias) for side in of.counts})
+            self.sides = nn.ModuleDict({side: WAYS[of.way](EMBED, of.width(side), bias=of.bias) for side in of.counts})
         self.out = nn.Linear(inner, EMBED)
         self.norm = NORMS[of.norm](of.head_dim if of.norm_of == "heads" else inner)
         for name in ("keys", "values"):
@@ -124,6 +148,11 @@ class Made(nn.Module):
         return slots[:, :end] if self.of.cache else new
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.of.first == "position":
+            return self.attended(x.transpose(0, 1)).transpose(0, 1)
+        return self.attended(x)
+
+    def attended(self, x: Tensor) -> Tensor:
         of, parts = self.of, self.projected(x)
         if of.norm_of == "all":
             parts["q"] = self.norm(parts["q"])
@@ -146,6 +175,11 @@ class Made(nn.Module):
         return self.out(self.norm(merged) if of.norm_of == "output" else merged)
 
 
+def dims(stage: Any) -> set[str]:
+    """The dimensions of a stage in any order, as a convolution has the features before the positions."""
+    return set(re.findall(r"\([^)]*\)|\S+", stage.axes))
+
+
 def rows(of: Choices, side: str) -> dict[int, tuple[int, int]]:
     """The rows of each head in the matrix of its side."""
     size = of.width(side) // of.counts[side]
@@ -161,6 +195,7 @@ def test_roles(try_all: Callable[..., None]) -> None:
     def check(of: Choices) -> None:
         torch.manual_seed(0)
         module, x = Made(of).eval(), torch.randn(of.batch, of.length, EMBED)
+        x = x.transpose(0, 1) if of.first == "position" else x
         found = {row.name: row for row in mha_inspect.params(module, x, per_head=True).parameters}
         pieces = [(name, piece) for name, row in found.items() for piece in row.heads or ()]
         for side in of.counts:
@@ -184,15 +219,16 @@ def test_roles(try_all: Callable[..., None]) -> None:
         assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (of.heads, of.kv_heads, of.head_dim)
         of_keys = "heads" if of.kv_heads == of.heads else "kv_heads"
         if not of.packed:
-            assert stages["q_proj"].axes == "batch query (heads head_dim)"
-            assert stages["k_proj"].axes == stages["v_proj"].axes == f"batch key ({of_keys} head_dim)"
-        assert stages["q_proj"].axes.startswith("batch query ")
-        assert stages["k_proj"].axes.startswith("batch key "), stages["k_proj"].axes
-        assert stages["concat"].axes == "batch query (heads head_dim)"
+            assert dims(stages["q_proj"]) == {"batch", "query", "(heads head_dim)"}
+            assert dims(stages["k_proj"]) == dims(stages["v_proj"]) == {"batch", "key", f"({of_keys} head_dim)"}
+        assert dims(stages["q_proj"]) > {"batch", "query"}
+        assert dims(stages["k_proj"]) > {"batch", "key"}, stages["k_proj"].axes
+        assert dims(stages["concat"]) == {"batch", "query", "(heads head_dim)"}
         word = f"gate ({of.function})" if of.function else "gate"
         assert (word in stages["concat"].formula) == bool(of.gate), stages["concat"].formula
         cache = attention.cache
         assert (cache and (cache.past, cache.new)) == ((of.past, of.length) if of.cache and of.past else None)
-        assert mha_inspect.check(module, x, intent=mha_inspect.Intent(causal=True)).findings == ()
+        intent = mha_inspect.Intent(causal=True, batch_axis=int(of.first == "position"))
+        assert mha_inspect.check(module, x, intent=intent).findings == ()
 
     try_all(check, choices(), 80)
