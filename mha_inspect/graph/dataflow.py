@@ -364,13 +364,15 @@ class Graph:
         """Return the result of a projection with its bias, added up over ranks, before its features are split."""
 
         def passes(reader: Op) -> bool:
-            return reader.module == op.module and (self.adds_bias(reader) or _keeps_features(reader))
+            return reader.module in modules and (self.adds_bias(reader) or _keeps_features(reader))
 
-        made = self.after_call(op)
+        made, modules = self.after_call(op), {op.module}
         if self._adds_ranks:
             moved = self.forward(made, lambda reader: reader.kind in ("view", "copy"))
             added = next((reader for reader, _ in moved if reader.does("adds_ranks") and reader.outputs), None)
-            if added is not None:  # torch waits, copies gloo's result, and cuts off the padding of uneven parts
+            if added is not None:
+                modules.add(added.module)  # a bias is added once, after the sum
+                # torch waits, copies gloo's result, and cuts off the padding of uneven parts
                 made = self.after(
                     added.output,
                     lambda reader: reader.module == added.module,

@@ -309,6 +309,33 @@ def test_a_plan_written_as_code_is_proved() -> None:
     assert trace.proof.agrees
 
 
+class SumsInItsForward(Attention):
+    """Adds up the parts of W_o and the bias outside the projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o, self.bias = nn.Linear(24, 24, bias=False), nn.Parameter(torch.randn(24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        if torch.distributed.is_initialized():
+            torch.distributed.all_reduce(out)
+        return out + self.bias
+
+
+def test_a_bias_after_a_sum_by_hand_is_told_as_one() -> None:
+    def cut(module: Attention, mesh: Any) -> None:
+        from torch.distributed.tensor import Partial
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        styles: Any = {name: ColwiseParallel() for name in "qkv"} | {"o": RowwiseParallel(output_layouts=Partial())}
+        parallelize_module(module, mesh, styles, src_data_rank=None)
+
+    trace, _ = sharded(subject(SumsInItsForward()), Show(), 2, Plan(code=cut))
+    assert trace.proof.agrees
+    assert trace.attentions[0].stages[-1].formula == "concat · W_oᵀ + b_o"
+
+
 @pytest.mark.parametrize(("reduces", "bias_everywhere"), [(False, False), (True, True), (False, True)])
 def test_a_wrong_output_is_found_with_its_stage(reduces: bool, bias_everywhere: bool) -> None:
     plan = Plan(code=by_hand(reduces, bias_everywhere))
