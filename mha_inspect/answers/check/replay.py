@@ -159,7 +159,21 @@ class Factor:
 
     def changed(self, token: tuple[int, ...], start: int = 0, stop: int | None = None) -> set[Row]:
         """Return the rows that change when features of a token change."""
-        by_row = self._changed(token, self.target, start, stop).any(dim=-1 if self.rows == -2 else -2)
+        return self._rows_of(self._changed(token, self.target, start, stop))
+
+    def _moved(self, token: tuple[int, ...], start: int, stop: int) -> set[Row]:
+        """Return the rows that change when features of a token change places: a norm over all heads stays the same."""
+        value = content_of(self.evidence, self.source)
+        drawn = torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+        other = drawn.clone()
+        features = other.movedim(self.features, -1)[token][start:stop]
+        features.copy_(features.roll(1))
+        base, moved = (again(self.evidence, self.source, each, self.target).double() for each in (drawn, other))
+        near = max(1e-3, 16 * torch.finfo(value.dtype).eps) * float(base.abs().max())
+        return self._rows_of((base - moved).abs() > near)
+
+    def _rows_of(self, marks: Tensor) -> set[Row]:
+        by_row = marks.any(dim=-1 if self.rows == -2 else -2)
         return {(group, row) for group, row in by_row.reshape(-1, by_row.shape[-1]).nonzero().tolist()}
 
     def changes(self, token: tuple[int, ...], target: TensorRef) -> bool:
@@ -186,7 +200,10 @@ class Factor:
 
     def _reached(self, token: tuple[int, ...], starts: range) -> dict[int, set[Row]]:
         reached = {start: self.changed(token, start, start + starts.step) for start in starts}
-        return {start: rows for start, rows in reached.items() if rows}
+        reached = {start: rows for start, rows in reached.items() if rows}
+        if starts.step > 1 and len(reached) > 1 and len({*map(frozenset, reached.values())}) == 1:
+            reached = {start: self._moved(token, start, start + starts.step) for start in reached}
+        return reached
 
 
 def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int | None:

@@ -83,7 +83,8 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
         width, apart = factor.width, _apart(pieces)
         for start in [start for start, rows in pieces.items() if len({row for _, row in rows}) > 1][:1]:
             width, apart = 1, _features_apart(factor, token, start)
-        if apart is None or (side == "query" and factor.target.shape[factor.rows] > names.lengths[0]):
+        shares = side == "query" and shared.get("key", 0) < shared["query"]
+        if apart is None or (shares and factor.target.shape[factor.rows] > names.lengths[0]):
             continue  # query heads that share a key head are rows of one product
         start, other, group, row, other_row = apart
         here, there = (f"features {at}–{at + width - 1}" if width > 1 else f"feature {at}" for at in (start, other))
@@ -159,7 +160,11 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     apart, shape = dims_of(names.of_stage("concat")), list(concat.shape)
     del apart[place : place + 1], shape[place]
     if ["heads"] in apart or any("head_dim" in word for dim in apart for word in dim):
-        raise LostError  # heads that are not merged yet, or features before positions, as in a convolution
+        # Heads that are not merged yet, or features before positions, as in a convolution; or as many tokens as heads.
+        if factor.tokens != tuple(shape) or evidence.once:
+            raise LostError
+        yield from _merged(*_with_fewer_tokens(evidence, attention))
+        return
     total = prod(factor.tokens)
     tokens = max(total, prod(shape))
     if prod(attention.score_product.op.output.shape) < tokens * names.num_heads * names.lengths[1]:
@@ -186,6 +191,18 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
         fix = "Merge the heads in the order in which they were split, e.g. transpose(1, 2) before flatten(2)."
         yield Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
         return
+
+
+def _with_fewer_tokens(evidence: Evidence, attention: Attention) -> tuple[Evidence, Attention, AxisNames]:
+    """Return an attention of another run, with all tokens but the last. Raise `LostError` if there is none."""
+    try:
+        fewer = evidence.with_arguments(evidence.arguments.piece(evidence.source, 0, evidence.source.length - 1))
+    except NotPossibleError as error:
+        raise LostError from error
+    place = next(at for at, (known, _) in enumerate(evidence.run.attentions) if known is attention)
+    if len(fewer.run.attentions) != len(evidence.run.attentions):
+        raise LostError
+    return fewer, *fewer.run.attentions[place]
 
 
 def _tokens_of_concat(

@@ -231,6 +231,11 @@ def _norm(x: Tensor, *dims: int) -> Tensor:
     return (x - x.mean(dims, keepdim=True)) / x.std(dims, keepdim=True)
 
 
+def _normed(m: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Heads behind a norm over the features of all of them."""
+    return m.split(_norm(m.q(x), -1)), m.split(_norm(m.k(x), -1)), m.split(m.v(x))
+
+
 def _mean(m: Any, x: Tensor) -> Tensor:
     return (x * m.padding[..., None]).sum(1, True) / m.padding.sum(1)[:, None, None]
 
@@ -312,6 +317,16 @@ CASES = [
     Case("SplitByView", "heads", {"split": lambda m, x: _by_view(x), "join": lambda m, x: x.reshape(len(x), -1, E)}),
     Case("KeysSplitByView", "heads", {"heads": lambda m, x: (m.split(m.q(x)), _by_view(m.k(x)), m.split(m.v(x)))}),
     Case("ValuesSplitByView", "heads", {"heads": lambda m, x: (m.split(m.q(x)), m.split(m.k(x)), _by_view(m.v(x)))}),
+    # the view and its opposite, of a multiple of as many tokens as heads
+    Case(
+        "QueriesSplitAndMergedByView",
+        "heads",
+        {
+            "heads": lambda m, x: (_by_view(m.q(x)), m.split(m.k(x)), m.split(m.v(x))),
+            "join": lambda m, x: x.reshape(len(x), -1, E),
+        },
+        inputs=lambda: {"x": torch.randn(B, 2 * H, E)},
+    ),
     # 649453932/Chinese-Text-Classification-Pytorch#53: view(batch * heads, -1, head_dim)
     Case(
         "SplitIntoBatch",
@@ -321,6 +336,12 @@ CASES = [
     ),
     # jsbaan/transformer-from-scratch#6
     Case("MergedByReshape", "heads", {"join": lambda m, x: x.reshape(len(x), x.shape[2], E)}),
+    Case(
+        "AsManyTokensAsHeads",
+        "heads",
+        {"join": lambda m, x: x.reshape(len(x), x.shape[2], E)},
+        inputs=lambda: {"x": torch.randn(B, H, E)},
+    ),
     Case("MergedFused", "heads", {**fused(), "join": lambda m, x: x.contiguous().view(len(x), -1, E)}, fused()),
     # hackiey/QAnet-pytorch#2: the heads are the first dimension
     Case(
@@ -537,6 +558,8 @@ CASES = [
     _scale("ScaleUpsideDown", wrong=scaled(lambda q, k: q @ k.mT / D**-0.5)),
     # onnx/onnx#7274: tiled where torch repeats each
     Case("Tiled", "grouped", repeated(_tiled), repeated(_each)),
+    # the norm of all key heads together moves each of them
+    Case("TiledBehindNorm", "grouped", {**repeated(_tiled), "heads": _normed}, {**repeated(_each), "heads": _normed}),
     Case("ExpandedInFront", "grouped", repeated(lambda t: _expanded(t, 1)), repeated(lambda t: _expanded(t, 2))),
     Case("ValuesTiled", "grouped", repeated(_each, _tiled), repeated(_each)),
     Case("GroupsBeforeKeyHeads", "grouped", _by_group("rg"), _by_group("gr")),
