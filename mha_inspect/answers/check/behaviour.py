@@ -263,7 +263,8 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
 def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
     """Yield attention that would be causal if its mask were moved by one diagonal, turned, or on another axis."""
     for sight in evidence.sights:
-        given = (value for name, value in tensors_in(evidence.values) if name in sight.lengths and value.dim())
+        given = (value for name, value in tensors_in(evidence.values) if name in sight.lengths)
+        given = (value for value in given if value.dim() and len(value) == len(sight.seen))
         is_over = sight.over == "heads" or (sight.over and not any(bool((value != value[:1]).any()) for value in given))
         finding = sight.against_causal(sight.width) if sight.almost_causal or is_over else None
         if finding is not None and not sight.over:

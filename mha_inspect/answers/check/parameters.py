@@ -243,12 +243,14 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
             if gradient is None:
                 lacks = bool(whole) and not _is_coded(evidence, op)
             else:
-                made = op.output.shape[-1] if whole else 0
-                inner = [dim for dim, size in enumerate(gradient.shape) if size * made == gradient.numel()]
+                width = evidence.run.graph.projected(op).shape[-1]
+                inner = [dim for dim, size in enumerate(gradient.shape) if size == width]
                 if side not in SIDES or constant or gradient.dtype not in _EXACT or not inner:
                     continue
                 dead = (gradient == 0).all(inner[-1], keepdim=True)  # a square matrix has out_features first
-                dead.view(-1)[sorted(readers.unread_features(op))] = False
+                made = dead.numel()
+                if whole and made == op.output.shape[-1]:
+                    dead.view(-1)[sorted(readers.unread_features(op))] = False
                 features = f"features {shortened(spans(dead.flatten().nonzero().flatten().tolist()), 60)} of {made}"
                 lacks = attention.stages[f"{side[0]}_heads"].shape[-1] <= int(dead.sum()) < made
             if not lacks:

@@ -29,7 +29,7 @@ from .tokens import of_each_kind
 
 _WEAK = 1.0
 """A mask that fills in a constant of at most this size has no effect."""
-_STRONG = 1e5
+_STRONG = 1e3
 """A mask that adds a constant of at least this size decides which keys have all of the weight."""
 _SMALLER_SCORES = "Scale the queries before the product, or compute the scores in float32."
 
@@ -256,7 +256,7 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
         number = _filled(op, values)
         masked = next((v for v in values if v is not None and v.dtype == torch.bool), None)
         masked = ~masked if masked is not None and name == "where" and op.inputs[-1].numel == 1 else masked
-        if number is not None and number > _STRONG and _weighs(weights, masked):
+        if number is not None and number >= _STRONG and _weighs(weights, masked):
             return _opposite(f"fills in {number:.3g}")
         if number is None or abs(number) > _WEAK or not _weighs(weights, masked):
             return None
@@ -278,7 +278,7 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
         known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 3 else []
         number = sum(known) if len(known) == 2 and 0.0 in known else 0.0
         bonus = -number if name == "sub" else number
-        if value is not None and _STRONG < bonus < math.inf and _weighs(weights, value != 0):
+        if value is not None and _STRONG <= bonus < math.inf and _weighs(weights, value != 0):
             return _opposite(f"adds {bonus:.3g}")
         if 0 < abs(number) < 1e-3 or number == 1:
             sentence = f"The mask adds {number:.3g}, which has no effect on the weights."

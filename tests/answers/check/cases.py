@@ -405,8 +405,8 @@ CASES = [
     Case(
         "AddedMaskOfTheOtherSign",
         "masking",
-        {"mask": lambda m, s: s - future(s) * -1e9},
-        {"mask": lambda m, s: s - future(s) * 1e9},
+        {"mask": lambda m, s: s - future(s) * -1e4},
+        {"mask": lambda m, s: s - future(s) * 1e4},
     ),
     # a boolean mask is added as numbers
     Case(

@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,6 +82,18 @@ def test_an_output_that_sees_its_future_beside_causal_attention_may_be_a_fault(l
     torch.manual_seed(0)
     findings = mha_inspect.check(MADE["NormOverPositions"](leaks), torch.randn(B, N, E)).findings
     assert [(found.check, found.sure) for found in findings] == [("causal", False)] * leaks
+
+
+@pytest.mark.parametrize("given", ["lengths", "triangle"])
+def test_a_triangle_over_the_batch_is_a_fault_unless_the_inputs_say_the_lengths(given: str) -> None:
+    class Lengths(Padded):
+        def mask(self, scores: Tensor) -> Tensor:
+            return scores.masked_fill(~self.padding[:B, None, None], -1e9)
+
+    torch.manual_seed(0)
+    mask = torch.ones(N, N, dtype=torch.bool).tril()
+    findings = mha_inspect.check(Lengths(), torch.randn(B, N, E), mask[: B if given == "lengths" else N]).findings
+    assert [finding.check for finding in findings if finding.check != "padding"] == ["causal"] * (given == "triangle")
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -286,6 +299,19 @@ def test_a_projection_without_gradient_on_purpose_is_not_accused(kind: type[nn.M
 
 def first_head(change: Callable[[Tensor], Tensor]) -> Right:
     return Right(join=lambda m, x: Right.join(m, torch.cat([change(x[:, :1]), x[:, 1:]], 1)))
+
+
+def test_keys_of_a_slice_of_a_packed_weight_are_told_as_detached() -> None:
+    def heads(m: Any, x: Tensor) -> list[Tensor]:
+        q, k, v = (m.split(x @ part.mT) for part in m.packed.weight.chunk(3))
+        return [q, k.detach(), v]
+
+    torch.manual_seed(0)
+    parts = {name: partial(nn.Identity) for name in "qkv"}
+    module = Right(heads=heads, packed=partial(nn.Linear, E, 3 * E, bias=False), **parts)
+    (finding,) = mha_inspect.check(module, torch.randn(B, N, E), only=["parameters"]).findings
+    assert finding.sure
+    assert f"gets no gradient for features {E}–{2 * E - 1} of {3 * E}" in finding.sentence
 
 
 @pytest.mark.parametrize(
