@@ -29,6 +29,7 @@ class Choices:
     bias: bool
     norm: str
     norm_of: str
+    normed: str
     gate: str
     function: str
     cache: str
@@ -64,6 +65,7 @@ def choices(draw: st.DrawFn) -> Choices:
         bias=draw(st.booleans()),
         norm=one_of("", "layer", "by hand", "batch", "rms"),
         norm_of=one_of("heads", "all", "output"),
+        normed=one_of("q", "k", "v"),
         gate=one_of("", "by feature", "by head"),
         function=one_of("sigmoid", "silu", "tanh", ""),
         cache=one_of("", "slice", "index", "joined"),
@@ -123,7 +125,8 @@ class Made(nn.Module):
         else:
             self.sides = nn.ModuleDict({side: WAYS[of.way](EMBED, of.width(side), bias=of.bias) for side in of.counts})
         self.out = nn.Linear(inner, EMBED)
-        self.norm = NORMS[of.norm](of.head_dim if of.norm_of == "heads" else inner)
+        widths = {"heads": of.head_dim, "all": of.width(of.normed), "output": inner}
+        self.norm = NORMS[of.norm](widths[of.norm_of])
         for name in ("keys", "values"):
             self.register_buffer(name, torch.randn(of.batch, SLOTS, of.kv_heads, of.head_dim))
 
@@ -155,9 +158,11 @@ class Made(nn.Module):
     def attended(self, x: Tensor) -> Tensor:
         of, parts = self.of, self.projected(x)
         if of.norm_of == "all":
-            parts["q"] = self.norm(parts["q"])
-        q, k, v = (parts[side].unflatten(-1, (of.counts[side], -1)) for side in "qkv")
-        q = self.norm(q) if of.norm_of == "heads" else q
+            parts[of.normed] = self.norm(parts[of.normed])
+        heads = {side: parts[side].unflatten(-1, (of.counts[side], -1)) for side in "qkv"}
+        if of.norm_of == "heads":
+            heads[of.normed] = self.norm(heads[of.normed])
+        q, k, v = heads.values()
         k, v = self.cached(k, "keys"), self.cached(v, "values")
         if of.flat:
             q, k, v = (side.squeeze(2) for side in (q, k, v))
@@ -204,12 +209,16 @@ def test_roles(try_all: Callable[..., None]) -> None:
             for kind, suffix in kinds.items():
                 told = {p.head: p.rows for n, p in pieces if p.part == f"{kind}_{side}" and n == f"{name}.{suffix}"}
                 assert told == rows(of, side), (side, kind, found[f"{name}.{suffix}"].role)
-        made = {"heads": "after", "all": "after", "output": "before"}[of.norm_of]
-        end = {"after": "the queries after their projection", "before": "the input of the projection to the output"}
+        of_keys = "heads" if of.kv_heads == of.heads else "kv_heads"
+        made = {"q": "queries", "k": "keys", "v": "values"}[of.normed]
+        end = "input of the projection to the output" if of.norm_of == "output" else f"{made} after their projection"
+        count, word = (of.heads, "heads") if of.norm_of == "output" else (of.counts[of.normed], of_keys)
+        shape = (
+            "head_dim" if of.norm_of == "heads" and count > 1 else f"({'heads' if of.normed == 'q' else word} head_dim)"
+        )
         for suffix, verb in (("weight", "scales"), ("bias", "added to")):
             if of.norm and not (of.norm == "rms" and suffix == "bias"):
-                assert found[f"norm.{suffix}"].role.startswith(f"{verb} {end[made]}"), found[f"norm.{suffix}"].role
-                shape = "head_dim" if of.norm_of == "heads" and of.heads > 1 else "(heads head_dim)"
+                assert found[f"norm.{suffix}"].role.startswith(f"{verb} the {end}"), found[f"norm.{suffix}"].role
                 assert found[f"norm.{suffix}"].axes == shape
         assert found["out.weight"].axes == "embed (heads head_dim)"
 
@@ -217,7 +226,6 @@ def test_roles(try_all: Callable[..., None]) -> None:
         (attention,) = trace.attentions
         stages = {stage.name: stage for stage in attention.stages}
         assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (of.heads, of.kv_heads, of.head_dim)
-        of_keys = "heads" if of.kv_heads == of.heads else "kv_heads"
         if not of.packed:
             assert dims(stages["q_proj"]) == {"batch", "query", "(heads head_dim)"}
             assert dims(stages["k_proj"]) == dims(stages["v_proj"]) == {"batch", "key", f"({of_keys} head_dim)"}
