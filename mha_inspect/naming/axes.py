@@ -221,7 +221,9 @@ class AxisNames:
             and _size_of_run(dim, runs[0]) > 1
             and (_WIDTHS & set(dim) or _size_of_run(dim, runs[0]) != width)
         ):
-            dim[slice(*runs[0])] = [name if _size_of_run(dim, runs[0]) == count > 1 else "packed"]
+            shared = stage[0] in "kv" and self.num_kv_heads < self.num_heads
+            own = {count: name} if count > 1 else {(self.num_kv_heads, self.num_heads)[not shared]: _HEADS[shared]}
+            dim[slice(*runs[0])] = [own.get(_size_of_run(dim, runs[0]), "packed")]
         apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == count > 1]
         if len(apart) == 1 and _has(dims, "head_dim") and not (_has(dims, name) or _has(dims, "packed")):
             apart[0][:] = [name]

@@ -64,7 +64,7 @@ def choices(draw: st.DrawFn) -> Choices:
         packed=one_of("", "", "stacked", "by head") if heads == kv_heads else one_of("", "stacked"),
         bias=draw(st.booleans()),
         norm=one_of("", "layer", "by hand", "batch", "rms"),
-        norm_of=one_of("heads", "all", "output"),
+        norm_of=one_of("heads", "each head", "all", "output"),
         normed=one_of("q", "k", "v"),
         gate=one_of("", "by feature", "by head"),
         function=one_of("sigmoid", "silu", "tanh", ""),
@@ -125,7 +125,7 @@ class Made(nn.Module):
         else:
             self.sides = nn.ModuleDict({side: WAYS[of.way](EMBED, of.width(side), bias=of.bias) for side in of.counts})
         self.out = nn.Linear(inner, EMBED)
-        widths = {"heads": of.head_dim, "all": of.width(of.normed), "output": inner}
+        widths = {"heads": of.head_dim, "each head": of.head_dim, "all": of.width(of.normed), "output": inner}
         self.norm = NORMS[of.norm](widths[of.norm_of])
         for name in ("keys", "values"):
             self.register_buffer(name, torch.randn(of.batch, SLOTS, of.kv_heads, of.head_dim))
@@ -162,6 +162,8 @@ class Made(nn.Module):
         heads = {side: parts[side].unflatten(-1, (of.counts[side], -1)) for side in "qkv"}
         if of.norm_of == "heads":
             heads[of.normed] = self.norm(heads[of.normed])
+        elif of.norm_of == "each head":
+            heads[of.normed] = torch.cat([self.norm(head) for head in heads[of.normed].split(1, 2)], 2)
         q, k, v = heads.values()
         k, v = self.cached(k, "keys"), self.cached(v, "values")
         if of.flat:
@@ -214,7 +216,9 @@ def test_roles(try_all: Callable[..., None]) -> None:
         end = "input of the projection to the output" if of.norm_of == "output" else f"{made} after their projection"
         count, word = (of.heads, "heads") if of.norm_of == "output" else (of.counts[of.normed], of_keys)
         shape = (
-            "head_dim" if of.norm_of == "heads" and count > 1 else f"({'heads' if of.normed == 'q' else word} head_dim)"
+            "head_dim"
+            if of.norm_of in ("heads", "each head") and count > 1
+            else f"({'heads' if of.normed == 'q' else word} head_dim)"
         )
         for suffix, verb in (("weight", "scales"), ("bias", "added to")):
             if of.norm and not (of.norm == "rms" and suffix == "bias"):
