@@ -296,8 +296,7 @@ class _Words:
         """Return the role of a parameter."""
         if use.kind in _JOINED:
             role = self.role(replace(use, kind=_JOINED[use.kind]))
-            others = "other tokens than those in output" if "o" in use.letters else "the tokens of another input"
-            return replace(role, text=f"{role.text}; for {others}")
+            return replace(role, text=f"{role.text}; for other tokens than those in {SIDES[use.letters[0]]}")
         known = use.parts if all(part.heads or part.is_shared for part in use.parts) else []
         parts = sorted(known, key=lambda part: min((int(row.min()) for row in part.heads.values()), default=0))
         if use.kind in _BESIDE or not parts or parts[0].is_vector:

@@ -162,7 +162,7 @@ class _PartsOfAttention:
             codes = self._codes(turn, stage)
             way, meetings = self._way(turn.stages[stage], stops, ends, min(since, default=-1))
             joined = {} if op is None else joined_projections(self._graph, op, way)
-            self._has_joined |= bool(joined)
+            self._has_joined |= bool(joined) and letter == "q"
             placed_meetings = [self._placed(meeting, op, side, joined) for meeting in meetings]
             gains = [placed.op.output.id for placed in placed_meetings if placed.op and placed.kind == "norm"]
             gates = [] if op is None else gates_of(self._graph, [op.output], way)

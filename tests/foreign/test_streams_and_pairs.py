@@ -52,7 +52,9 @@ def test_streams_are_named_whatever_their_lengths(text: int, image: int) -> None
     assert stages["q_heads"].formula == "rms_norm(q_proj in heads), joined with those of another projection"
     roles = {row.name: row.role for row in params(Streams(), *args).parameters}
     assert roles["image.bias"].startswith("b_q, b_k, b_v")
-    assert roles["image.weight"] == "W_q, W_k, W_v stacked: rows 0–31, 32–63, 64–95; for the tokens of another input"
+    assert (
+        roles["image.weight"] == "W_q, W_k, W_v stacked: rows 0–31, 32–63, 64–95; for other tokens than those in query"
+    )
     assert roles["of_condition.bias"] == roles["of_condition.weight"]
     assert roles["of_condition.bias"].startswith("another projection used for the queries")
 
@@ -101,6 +103,28 @@ def test_each_stream_has_its_projections_and_norms(text_first: bool) -> None:
         output = found[f"{stream}_o.weight"]
         assert (output.axes, [piece.columns for piece in output.heads or ()]) == ("embed (heads head_dim)", rows)
         assert found[f"{stream}_o.bias"].role.startswith("b_o: added once")
+
+
+class LearnedPrefix(nn.Module):
+    """Learned tokens are projected by matrices of their own, and come before the keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.of_prefix, self.o = nn.Linear(E, 3 * E), nn.Linear(E, 2 * E), nn.Linear(E, E)
+        self.prefix = nn.Parameter(torch.randn(3, E))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, *own = self.qkv(x).chunk(3, -1)
+        more = (side.expand(len(x), -1, -1) for side in self.of_prefix(self.prefix).chunk(2, -1))
+        k, v = (torch.cat(pair, 1) for pair in zip(more, own, strict=True))
+        return self.o(merged(F.scaled_dot_product_attention(split(q), split(k), split(v))))
+
+
+def test_projections_of_a_prefix_are_those_of_other_keys() -> None:
+    roles = {row.name: row.role for row in params(LearnedPrefix(), torch.randn(2, 5, E)).parameters}
+    assert roles["qkv.weight"] == "W_q, W_k, W_v stacked: rows 0–31, 32–63, 64–95"
+    assert roles["of_prefix.weight"] == "W_k, W_v stacked: rows 0–31, 32–63; for other tokens than those in key"
+    assert roles["o.weight"].startswith("W_o: ")
 
 
 class Graph(nn.Module):
