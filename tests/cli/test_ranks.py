@@ -52,6 +52,10 @@ COMMANDS = {
     "check own experts": ["check", f"{TARGETS}:own_experts", "--format", "json"],
     "check built twice": ["check", f"{TARGETS}:in_its_own_group", "--causal", "--seq-len", "5"],
     "check drifted": ["check", f"{TARGETS}:drifted", "--format", "json"],
+    **{
+        f"check stages {who}": ["check", f"{TARGETS}:stage_of", "--set", f"attends={who}", "--format", "json"]
+        for who in ("0", "1", "none")
+    },
     "diff": ["diff", f"{TARGETS}:sharded", f"{TARGETS}:sharded"],
     "decode": ["trace", f"{TARGETS}:sharded", "--decode", "1"],
 }
@@ -145,6 +149,15 @@ def test_check_runs_a_module_once_that_is_spread_over_ranks(ran: dict[str, Any],
     assert {"heads", "finite", "ranks"} <= {passed["check"] for passed in report["held"]}
     skipped = {each["check"]: each["reason"] for each in report["left_out"]}
     assert skipped["batch"] == "needs more than one run, and the module is spread over ranks"
+
+
+@pytest.mark.parametrize("who", ["0", "1"])
+def test_a_stage_of_a_pipeline_may_have_no_attention(ran: dict[str, Any], who: str) -> None:
+    first, _ = ran[f"check stages {who}"]
+    report = json.loads(first.out)
+    assert [(found["check"], found["sure"]) for found in report["findings"]] == [("ranks", False)]
+    skipped = {each["check"]: each["reason"] for each in report["left_out"]}
+    assert (skipped.get("heads") == "this rank has no attention") == (who == "1")
 
 
 def test_key_heads_that_both_ranks_have_are_copies(ran: dict[str, Any]) -> None:
@@ -265,6 +278,7 @@ def test_another_class_on_a_rank_may_be_meant(ran: dict[str, Any]) -> None:
             "no backend",
             "without_backend() cannot be built: RuntimeError: Distributed package doesn't have NCCL built in",
         ),
+        ("check stages none", "Linear has no attention to check: no softmax(QKᵀ)V was found."),
         ("no device", "This machine has no cuda. Give init_device_mesh another device, e.g. cpu."),
         (
             "no backend, late",

@@ -101,10 +101,12 @@ def check(
         evidence = evidence_of(runner, runner.subject, intent, once=evidence_only)
         if not evidence.run.attentions:
             results += lone_softmaxes(evidence)
-            if not results:
+            if not results and exchange is None:
                 raise InputError(_no_attention(evidence))
-            results += [SkippedCheck(name, "no attention found around this softmax") for name in names]
-        for name in names if evidence.run.attentions else ():
+            why = "no attention found around this softmax" if results else "this rank has no attention"
+            results += [SkippedCheck(name, why) for name in names if name in _CHECKS or exchange is None]
+            names = tuple(name for name in names if name not in _CHECKS and exchange is not None)
+        for name in names:
             entry = _CHECKS.get(name) or Check(partial(_of_all_ranks, results, exchange))
             found = list(_results(evidence, name, entry))
             results += [r for r in found if r.check == name or r.check not in evidence.failed]
@@ -154,7 +156,10 @@ def _of_all_ranks(
     if exchange is None:
         raise NotPossibleError("there is one process; start the command with torchrun", "none here")
     mine = [asdict(result) for result in results if isinstance(result, Finding)]
-    every = exchange({"findings": mine, "digests": digests_of(evidence.run, evidence.subject)})
+    attends = bool(evidence.run.attentions)
+    every = exchange({"findings": mine, "digests": digests_of(evidence.run, evidence.subject), "attends": attends})
+    if not mine and not any(each["attends"] for each in every):
+        raise InputError(_no_attention(evidence))
     yield from unlike([each["digests"] for each in every])
     known = {found["check"] for found in mine}
     for rank, each in enumerate(every):
