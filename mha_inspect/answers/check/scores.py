@@ -125,7 +125,9 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
         return
     lowest, highest = float(sums.min()), float(sums.max())
     through = [
-        op for op in attention.weights_path if op.does("scales", "masks", "fills") and op.kind not in ("view", "copy")
+        op
+        for op in attention.weights_path
+        if (op.does("scales", "masks", "fills") and op.kind not in ("view", "copy")) or _is_triangle(op)
     ]
     proof = f"The weights of a query sum to between {lowest:.3g} and {highest:.3g}; expected 1."
     sure, at, fix = True, attention.softmax, "Apply softmax over the keys: dim=-1 of scores with axes query key."
@@ -171,7 +173,11 @@ def _is_masked(evidence: Evidence, attention: Attention, through: list[Op]) -> b
     """Return whether an operation multiplies by zeros and ones, or fills in zeros, independently of the weights."""
     recording, weights = evidence.run.recording, attention.softmax.output.id
     masks = [tensor for op in through for tensor in op.inputs if _is_zero_one(evidence.content(tensor))]
-    return any(not between(recording, {weights}, mask) for mask in masks)
+    return any(map(_is_triangle, through)) or any(not between(recording, {weights}, mask) for mask in masks)
+
+
+def _is_triangle(op: Op) -> bool:
+    return op.base_name.rstrip("_") in ("tril", "triu")
 
 
 def _is_zero_one(value: Tensor | None) -> bool:

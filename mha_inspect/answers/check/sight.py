@@ -11,7 +11,7 @@ from ... import text
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
-from ...naming.canonical import content_of
+from ...naming.canonical import canonical, content_of, sizes_in
 from ...naming.visibility import masks_of, sees
 from ...reports.check import Finding
 from ...running.subject import Run
@@ -240,9 +240,23 @@ def sights_of(
         weights, scores = (_content(run, attention, names, stage) for stage in ("weights", "masked_scores"))
         if weights is None or weights.dim() != 4 or _has_keys_of_other_ranks(run, attention):
             continue
+        if _loses_its_future(run, attention, names):
+            weights, scores = weights.tril(), torch.zeros_like(weights) if scores is None else scores
         first = first_key(attention, names) if weights.shape[-2] < weights.shape[-1] else None
         sights.append(SeenKeys(run, attention, weights, scores, first, padded))
     return tuple(sights)
+
+
+def _loses_its_future(run: Run, attention: Attention, names: AxisNames) -> bool:
+    """Return whether a step after the softmax gives every future key weight 0, e.g. tril; a sum may follow it."""
+    stage = attention.stages["weights"]
+    made = [op.output for op in attention.weights_path if op.output.shape == stage.shape]
+    value = run.recording.values.get(made[-1].id) if made and names.lengths[0] == names.lengths[1] else None
+    if value is None or attention.branches:
+        return False
+    sizes = sizes_in(attention, names, "weights")
+    known = canonical(value, "weights", names.of_stage("weights"), sizes, names.head_order)
+    return known is not None and bool((known.triu(1) == 0).all()) and not bool((known == 0).all())
 
 
 def _laid_over(weights: Tensor, scores: Tensor | None) -> str:

@@ -384,6 +384,14 @@ CASES = [
         {"weigh": lambda m, s: s.softmax(-1).masked_fill(future(s), 0)},
         masked(future),
     ),
+    Case("TrilAfterSoftmax", "softmax", {"weigh": lambda m, s: s.softmax(-1).tril()}, masked(future), intent=CAUSAL),
+    Case(
+        "TrilWithoutSum",
+        "softmax",
+        {"weigh": lambda m, s: s.softmax(-1).tril() / s.softmax(-1).sum(-1, keepdim=True)},
+        {"weigh": lambda m, s: s.softmax(-1).tril() / s.softmax(-1).tril().sum(-1, keepdim=True)},
+        intent=CAUSAL,
+    ),
     Case("MaskTimesWeights", "softmax", {"weigh": lambda m, s: s.softmax(-1) * (~future(s)).float()}, masked(future)),
     Case("OverHeads", "heads", {"split": lambda m, x: x.unflatten(-1, (H, D)), "join": lambda m, x: x.flatten(2)}),
     Case(
