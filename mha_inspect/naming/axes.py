@@ -203,12 +203,13 @@ class AxisNames:
             return
         convolved, made = op.base_name == "convolution", op.inputs[0] if is_given else op.output
         by_channel = convolved and setting(op, 8, "groups", 1) == made.shape[1] > 1
-        if tensor.numel != made.numel or (is_given and not by_channel):
+        is_slice = tensor.numel != made.numel
+        if (is_slice and (is_given or convolved)) or (is_given and not by_channel):
             return
         sides = [
             name for name in _INPUTS if attention.projections.get(name) is op or op in attention.earlier.get(name, ())
         ]
-        name, count = _PACKED.get(tuple(sides), "packed"), len(sides)
+        name, count = _PACKED.get(tuple(sides), "packed"), 1 if is_slice else len(sides)
         dim = dims[1 if convolved and made.shape == tensor.shape else -1]
         self._name_turns(dim, stage)
         width = size_of(self._roles.value_dim if stage == "v_proj" else self._roles.head_dim)
@@ -223,7 +224,8 @@ class AxisNames:
         ):
             shared = stage[0] in "kv" and self.num_kv_heads < self.num_heads
             own = {count: name} if count > 1 else {(self.num_kv_heads, self.num_heads)[not shared]: _HEADS[shared]}
-            dim[slice(*runs[0])] = [own.get(_size_of_run(dim, runs[0]), "packed")]
+            word = own.get(_size_of_run(dim, runs[0]), "" if is_slice else "packed")
+            dim[slice(*runs[0])] = [word] if word else dim[slice(*runs[0])]
         apart = [dim for dim in dims if len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == count > 1]
         if len(apart) == 1 and _has(dims, "head_dim") and not (_has(dims, name) or _has(dims, "packed")):
             apart[0][:] = [name]
