@@ -79,8 +79,6 @@ def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positi
         past, sizes, ends = None, list[int](), dict[int, Tensor]()
         for step, (start, stop) in enumerate(pairwise([0, *range(source.length - steps, source.length + 1)])):
             changes = arguments.piece(source, start, stop, positions=positions)
-            if "use_cache" in arguments.parameters:
-                changes["use_cache"] = True
             if past is not None:
                 cache = cache or _cache_argument(fresh, arguments, changes, past)
                 changes |= {cache: past} if cache else {}

@@ -62,7 +62,9 @@ def rotation_of(
     """
     tables = [(op, table) for op in path.ops for table in _tables(path, op)]
     width, single = names.head_dim, names.lengths[0] == 1
-    ends = _region(path, [op for op, _ in tables]) if tables else None
+    # A matrix of its own for each pair of features is multiplied and summed.
+    read = [reader for op, _ in tables for reader in path.graph.recording.consumers.get(op.output.id, ())]
+    ends = _region(path, [*(op for op, _ in tables), *(op for op in read if op.base_name == "sum")]) if tables else None
     if ends is None:
         return None
     before, after = (_widest(path, end, width, backward=end is ends[0]) for end in ends)

@@ -112,7 +112,18 @@ def complex_numbers(x: Tensor, angles: Tensor) -> Tensor:
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(3)
 
 
-ROTATIONS = {"half": half, "partial": partial, "interleaved": interleaved, "complex": complex_numbers}
+def matrices(x: Tensor, angles: Tensor) -> Tensor:
+    turns = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
+    return (x.unflatten(-1, (-1, 1, 2)) * turns).sum(-1).flatten(3)
+
+
+ROTATIONS = {
+    "half": half,
+    "partial": partial,
+    "interleaved": interleaved,
+    "complex": complex_numbers,
+    "matrices": matrices,
+}
 
 
 def by_hand(scores: Tensor) -> Tensor:

@@ -77,7 +77,7 @@ class Arguments:
         """Return the arguments of a call with the tokens from `start` to `stop` only.
 
         Masks keep the keys before `start`. Positions are advanced: those with a usual name, and the argument
-        `positions`.
+        `positions`. A forward that takes `use_cache` is to return its cache.
         """
         unset = {name: p.default for name, p in self.parameters.items() if type(p.default) is int}
         counts = {name: value for name, value in unset.items() if _POSITION.search(name) or name == positions}
@@ -90,7 +90,7 @@ class Arguments:
         for name, value in values.items():
             cut = _advanced if name in advanced else partial(_part, name)
             changes[name] = cut(value, source, start, stop)
-        return changes
+        return changes | ({"use_cache": True} if "use_cache" in self.parameters else {})
 
     def positions(self, *, unset: bool = False) -> list[str]:
         """Return the arguments that are positions by their names and have numbers; with `unset` those that are None."""
@@ -227,7 +227,9 @@ def second_output(returned: Any) -> Any:
             value for place, (name, value) in enumerate(returned.items()) if not place or not _NOT_CACHE.search(name)
         ]
     further = returned[1:] if isinstance(returned, (tuple, list)) else ()
-    return next((value for value in further if value is not None), None)
+    # Without use_cache a layer may return None in place of its keys and values.
+    known = (value for value in further if not (isinstance(value, (tuple, list)) and all(v is None for v in value)))
+    return next((value for value in known if value is not None), None)
 
 
 def _has_tokens(name: str, value: Tensor, *, first: bool, flat: bool) -> bool:

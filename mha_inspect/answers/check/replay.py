@@ -209,7 +209,7 @@ class Factor:
 def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int | None:
     """Return the key that the token of the first query makes, behind those of a cache; None if it is unknown."""
     try:
-        key, query = (Factor(evidence, attention, names, side) for side in ("key", "query"))
+        key, query = (Factor(evidence, attention, names, side, from_first=True) for side in ("key", "query"))
         # Projections by head have more tokens of queries than of keys that are shared.
         ends = [attention.stages[side].shape[:-1] for side in ("query", "key") if side in attention.stages]
         tokens = range(prod(key.tokens) if prod(key.tokens) == prod(query.tokens) else 1)

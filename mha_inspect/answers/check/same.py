@@ -21,7 +21,7 @@ from ..diff import Side, diff
 from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
-from .replay import factors_of
+from .replay import factors_of, first_key
 from .slots import slots
 
 _OTHER_KERNELS = 20.0
@@ -42,11 +42,13 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
         if _continues(evidence):
             raise NotPossibleError("each run continues from the cache of the run before it")
         buffers = {named.tensor.storage for named in recording.buffers}
+        # Keys before that of the first query are of a cache, and so may be written ones.
+        has_cache = any(first_key(evidence, *attention) for attention in evidence.run.attentions)
         yield Finding(
             "repeat",
             "A run changes the output of the next run: the module keeps state between calls.",
             f"Two runs in a row on the same input, with the same seed, differ by {by_state:.3g}.",
-            sure=not any(op.inputs[0].storage in buffers for op in evidence.writes),
+            sure=not has_cache and not any(op.inputs[0].storage in buffers for op in evidence.writes),
         )
     elif by_seed:
         no_dropout = "native_dropout", (False,)
@@ -211,7 +213,7 @@ def _cache_of(evidence: Evidence) -> _Cache:
     name = next((name for name in CACHES if name in takes and evidence.values.get(name) is None), None)
     causal = bool(sights) and all(sight.is_causal and not sight.almost_causal for sight in sights)
     is_whole = causal and all(sight.queries == sight.keys for sight in sights)
-    if name is not None and is_whole and second_output(evidence.run.returned) is not None:
+    if name is not None and is_whole and (second_output(evidence.run.returned) is not None or "use_cache" in takes):
         return _Cache(name, in_module=False)
     positions = arguments.positions()
     if causal and positions and _writes_keys(evidence):

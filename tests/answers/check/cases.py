@@ -132,6 +132,14 @@ class Cached(Right):
         return scores.masked_fill(future(scores, 1 + m - n), -math.inf)
 
 
+class CachedIfAsked(Cached):
+    """Returns None in place of its keys and values if they are not asked for, as many decoders do."""
+
+    def forward(self, x: Tensor, past: Any = None, use_cache: bool = False) -> tuple[Tensor, Any]:
+        output, kept = super().forward(x, past)
+        return output, kept if use_cache else (None, None)
+
+
 @dataclass(frozen=True)
 class Case:
     """A mistake with the intent that tells it."""
@@ -621,6 +629,7 @@ CASES = [
         wrong=masked(lambda s: future(s, 1 if s.shape[-2] > 1 else s.shape[-1])),
     ),
     _cache("CachePositionsFromZero", wrong={"turn": lambda m, x, start: halves(x, 0)}),
+    _cache("CacheIfAsked", wrong={"turn": lambda m, x, start: halves(x, 0)}, base=CachedIfAsked),
     _cache("CacheTurnedRound", wrong={"after": lambda m, past, new: torch.cat((new, past), 2)}),
     # mlx-node/mlx-node#24: a chunk behind a cache is not masked at all
     _cache("CacheOpenChunk", wrong={"mask": lambda m, s: s if s.shape[-1] > s.shape[-2] else Cached.mask(m, s)}),

@@ -491,6 +491,31 @@ def test_a_dropout_that_is_on_is_one_finding(name: str) -> None:
     assert [finding.check for finding in report.findings] == ["repeat"]
 
 
+class Keeps(Right):
+    """Joins its keys and values to those of earlier calls, which it holds itself, or their latents."""
+
+    def __init__(self, *, latent: bool) -> None:
+        super().__init__()
+        self.past: list[Tensor] = []
+        self.down = nn.Linear(E, E - 1) if latent else None
+        self.k, self.v = (nn.Linear(E - latent, E) for _ in range(2))
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        made = [self.down(x)] if self.down is not None else [self.k(x), self.v(x)]
+        self.past = [torch.cat(each, 1) for each in zip(self.past, made, strict=True)] if self.past else made
+        k, v = (self.k(self.past[0]), self.v(self.past[0])) if self.down is not None else self.past
+        return self.split(self.q(x)), self.split(k), self.split(v)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_cache_that_the_module_holds_may_be_meant(latent: bool) -> None:
+    module, x = Keeps(latent=latent).eval(), torch.randn(B, N, E)
+    with torch.no_grad():
+        module(x)
+    (finding,) = mha_inspect.check(module, x[:, :1]).findings
+    assert (finding.check, finding.sure) == ("repeat", False)
+
+
 def test_heads_are_compared_where_the_output_is_finite() -> None:
     torch.manual_seed(0)
     fill = {"mask": lambda m, s: s.masked_fill(~m.padding[:, None, None, :], -math.inf)}
