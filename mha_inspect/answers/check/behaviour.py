@@ -22,6 +22,7 @@ from ...text import plural
 from .arguments import Source, batch_axis_of
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .replay import factors_of
+from .slots import slots
 
 
 def inputs(evidence: Evidence) -> Iterator[Finding]:
@@ -229,6 +230,10 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
         if not early:
             continue
         evidence.require_passed("heads")
+        with suppress(NotPossibleError):  # without a cache
+            if list(slots(evidence)):
+                evidence.failed.add("cache")
+        evidence.require_passed("cache")
         return Finding(
             "causal",
             "An output depends on a future token that has no attention weight: another operation mixes positions.",

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...naming.inner_steps import InnerStepsReader
 from ...naming.named_run import NamedRun
 from ...naming.pattern import dims_of
 from ...record.arguments import dense, tensors_in
@@ -139,6 +140,11 @@ class Evidence:
     @cached_property
     def _leaves(self) -> dict[int, Tensor]:
         return self.subject.leaves(self.run.recording)
+
+    @cached_property
+    def inner(self) -> InnerStepsReader:
+        """Reads positions, norms and caches of the attentions."""
+        return InnerStepsReader(self.run, self._leaves)
 
     def content(self, tensor: TensorRef) -> Tensor | None:
         """Return the value of a recorded tensor, argument, parameter or buffer; None if it was not kept."""

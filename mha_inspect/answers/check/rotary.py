@@ -25,6 +25,18 @@ _NEAR = 1e-3
 @partial(of_each_kind, "no rotary embedding was found")
 def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if queries and keys of one position are rotated differently, or values are rotated."""
+    first = first_key(evidence, attention, names)
+    shifted = list(_of_offsets(evidence, attention, names, first))
+    try:
+        yield from list(_of_rows(evidence, attention, names, first)) or shifted
+    except LostError:
+        if not shifted:
+            raise
+        yield from shifted
+
+
+def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames, first: int | None) -> Iterator[Finding]:
+    """Yield faults in the rows of equal tokens at all positions."""
     factors = {side: Factor(evidence, attention, names, side, from_first=True) for side in SIDES}
     turns = {side: _turning(evidence, factor) for side, factor in factors.items()}
     if not any(turns.values()):
@@ -32,7 +44,6 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     rows = {side: _of_equal_tokens(factor, seed=1) for side, factor in factors.items()}
     own, length = slice(None), names.lengths[0]
     if length < names.lengths[1]:  # there may be keys of a cache beside its own
-        first = first_key(evidence, attention, names)
         if first is None or length == 1:
             raise LostError  # a single query shows no rotation by position
         own = slice(first, first + length)
@@ -56,6 +67,36 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
             "The values are rotated too, so the output depends on absolute positions. The scores depend on distances.",
             "Equal tokens at all positions give rotated values, and the context is not rotated back.",
             "Rotate only the query and the key.",
+        )
+
+
+def _of_offsets(evidence: Evidence, attention: Attention, names: AxisNames, first: int | None) -> Iterator[Finding]:
+    """Yield a fault if the query and the key of one token are rotated by the angles of different positions.
+
+    Keys that are rotated behind the cache, each call anew, may count their slots: the first query is at key `first`.
+    """
+    steps = evidence.inner.of(attention, names)
+    place, given = steps.position, [attention.stages[side].shape for side in SIDES[:2] if side in attention.stages]
+    joined = names.lengths[0] < names.lengths[1] and steps.cache is None  # e.g. the window before
+    if place is None or joined or names.num_windows > 1 or len({*given}) != 1:
+        return
+    query, key = place.query_offset, place.key_offset
+    if place.kind != "rotary" or query is None or key is None:
+        return
+    named = steps.operands["k_heads"].names if "k_heads" in steps.operands else {}
+    ends = [index for index, name in named.items() if name == "rotary"]
+    turned = min(ends, default=attention.score_product.op.index)
+    late = any(name == "" and index < turned for index, name in named.items())
+    if late and first is None:
+        return
+    query -= (first or 0) if late else 0
+    if query != key:
+        yield _finding(
+            evidence.run.recording.ops[turned],
+            "The query and key of one token are rotated by different positions: their distance is not 0.",
+            f"The first token has position {query} as a query and {key} as a key"
+            + (", counted from the first slot of the cache." if late else "."),
+            "Rotate both by the same positions.",
         )
 
 
