@@ -326,6 +326,8 @@ class Faulty(Layer):
         return k, v.roll(1, 2) if self.fault == "values late" else v, past, slots
 
     def seen(self, apart: Tensor) -> Tensor:
+        if self.fault == "aligned top left":
+            return torch.ones(apart.shape, dtype=torch.bool).tril()
         if self.fault == "own key hidden":
             return super().seen(apart) & (apart != 0)
         return super().seen(apart) | (self.fault == "slots open")
@@ -335,6 +337,7 @@ EXPECTED = {
     "": [],
     "values late": ["cache"],
     "own key hidden": ["causal"],
+    "aligned top left": ["causal"],
     "slots open": ["cache"],
     "query from zero": ["rotary"],
     "key ahead": ["rotary"],
@@ -361,5 +364,6 @@ def test_a_fault_behind_a_cache_is_the_one_finding(try_all: Callable[..., None])
         # A value in a slot that is masked out has no gradient.
         found = [finding.check for finding in report.findings if finding.check != "parameters" or not expected]
         assert found == expected
+        assert fault != "aligned top left" or any("top left" in finding.sentence for finding in report.findings)
 
     try_all(check, st.tuples(loops(), st.sampled_from([*EXPECTED]), st.sampled_from((1, 2))), 120)

@@ -159,6 +159,8 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
         cross = all("cross" in kind for kind in kinds_of(evidence.run))
         if cross or any(bool((changed[0] > 0).any()) for changed in others):
             return  # the keys come from another source
+        if any(sight.is_top_left for sight in sights):
+            raise NotPossibleError("the mask hides the keys of all tokens of this call")
         if _is_muted(evidence):
             raise NotPossibleError("the result is multiplied by zeros, e.g. by a new W_o or gate")
         tried = [place for place in reach if place in evidence.seen_by_others] or list(reach)
@@ -272,7 +274,7 @@ def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
         given = (value for value in given if value.dim() and len(value) == len(sight.seen))
         is_over = sight.over == "heads" or (sight.over and not any(bool((value != value[:1]).any()) for value in given))
         finding = sight.against_causal(sight.width) if sight.almost_causal or is_over else None
-        if finding is not None and not sight.over:
+        if finding is not None and not sight.over and not (sight.is_top_left and sight.queries > 1):
             window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
             finding = replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
         yield from [finding] if finding else []

@@ -92,8 +92,16 @@ class SeenKeys:
         """Whether every query sees as many positions, its own the last."""
 
     @property
+    def is_top_left(self) -> bool:
+        """Whether a causal mask is aligned with the first keys of a cache: queries see the oldest, not their own."""
+        seen = (self.distance >= self.first) & self.known
+        return self.knows_own and self.first > 0 and bool(seen.any()) and torch.equal(self.any_row, seen)
+
+    @property
     def almost_causal(self) -> str:
         """How the mask differs from a causal one, or from that of a causal window, e.g. `inverted`; else empty."""
+        if self.is_top_left:
+            return "aligned top left"
         if self.queries == 1:
             return "one diagonal early" * bool(self.any_row.any() and self._hides_itself.any())
         if int(self.known.sum()) < 3 or self.alike or self.alone:
@@ -170,6 +178,13 @@ class SeenKeys:
                 f"The causal mask is laid over the {self.over} instead of the queries.",
                 f"All queries see the same keys, and each of the {self.over} sees other keys.",
                 "Give it the axes of the scores: mask[None, None, :, :] for batch heads query key.",
+            )
+        if self.is_top_left:
+            return self.finding(
+                "causal",
+                "The causal mask is aligned top left: queries see the oldest keys of the cache instead of their own.",
+                f"Query 0 is the token of key {self.first}, and sees key 0 alone.",
+                "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries.",
             )
         if self.sees_future and self.queries > 1:  # after the slot of one token, a ring has older ones
             future = self.any_row & (self.distance < 0)
