@@ -7,14 +7,12 @@ are rows 16 to 19 of the weight.
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
 import torch
-from einops import EinopsError, repeat
 from torch import Tensor
 
 from ..graph.attention import Attention
@@ -23,10 +21,10 @@ from ..graph.gates import Gate, gates_of
 from ..graph.projections import earlier_projections, joined_projections
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
-from .canonical import sizes_in
 from .elements import Elements, places_of_weight, weight_of
+from .head_codes import Codes, codes_of, rows_of
 from .named_run import NamedRun
-from .pattern import axis_sizes, dims_of
+from .pattern import dims_of
 from .projection import Part, Projection, have_in_common, is_elsewhere, merged, of_no_head
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
@@ -34,8 +32,6 @@ SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 _MATRICES, _BIASES = ("W", "joined W"), ("b", "joined b")
 _LONGEST = 600
 """Operations after which a walk gives up: projections need fewer."""
-_OF_HEADS = re.compile(r"(heads|kv_heads|group)(_\d+)?")
-_OF_FEATURES = re.compile(r"(maps|head_dim|v_head_dim)(_\d+)?")
 
 
 def projections(run: NamedRun) -> list[list[Projection]]:
@@ -106,15 +102,6 @@ def parameters_behind(
 
 
 @dataclass(frozen=True)
-class _Codes:
-    """The head and feature of each element of a stage: `head * features + feature`, counted from 0."""
-
-    numbers: Tensor
-    heads: int
-    features: int
-
-
-@dataclass(frozen=True)
 class _Meeting:
     """An operation that applies a parameter on the way to the heads; the parameter is at most moved or scaled."""
 
@@ -159,7 +146,7 @@ class _PartsOfAttention:
         for number, turn in enumerate(self._turns):
             op = turn.projections.get(side) or self._attention.projections.get(side)
             ends = {op.index} if op is not None and not self._attention.earlier.get(side) else set()
-            codes = self._codes(turn, stage)
+            codes = codes_of(self._attention, self._names, turn, stage)
             way, meetings = self._way(turn.stages[stage], stops, ends, min(since, default=-1))
             joined = {} if op is None else joined_projections(self._graph, op, way)
             self._has_joined |= bool(joined) and letter == "q"
@@ -203,32 +190,6 @@ class _PartsOfAttention:
             beside = "absorbed" if shared and self._graph.is_by_head(op) else "beside"
             kind = "before" if op in self._attention.earlier.get(side, ()) else beside
         return replace(meeting, kind=kind)
-
-    def _codes(self, turn: Attention, stage: str) -> _Codes | None:
-        """Return the head and feature of each element of a stage; None if its axes do not show them."""
-        pattern, shape = self._names.of_stage(stage), turn.stages[stage].shape
-        if self._names.mixes_positions and self._names.num_heads > 1:
-            return None  # every head has every feature somewhere
-        known = sizes_in(self._attention, self._names, stage)
-        dims: list[list[str]] = [[] for _ in shape]
-        for at, words in enumerate(dims_of(pattern)):
-            for word in words:  # neighbouring axes of unknown size, outside heads and features, count as one
-                named = _OF_HEADS.fullmatch(word) or _OF_FEATURES.fullmatch(word) or word in known
-                if named or not dims[at] or not dims[at][-1].startswith("rest"):
-                    dims[at].append(word if named else f"rest{at}_{len(dims[at])}")
-        sizes = known | axis_sizes(dims, shape, known)
-        words = [word for dim in dims for word in dim]
-        heads, features = ([w for w in words if of.fullmatch(w)] for of in (_OF_HEADS, _OF_FEATURES))
-        order = self._names.head_order
-        heads.sort(key=lambda word: order.index(word) if word in order else len(order))
-        try:
-            counts = [prod(sizes[word] for word in some) for some in (heads, features)]
-            numbers = torch.arange(float(prod(counts))).view([sizes[word] for word in (*heads, *features)] or [])
-            target = " ".join(f"({' '.join(dim)})" for dim in dims)
-            laid_out = repeat(numbers, f"{' '.join((*heads, *features))} -> {target}", **{w: sizes[w] for w in words})
-        except (KeyError, EinopsError, RuntimeError):
-            return None
-        return _Codes(laid_out, *counts) if laid_out.shape == shape else None
 
     def _way(self, start: TensorRef, stops: set[int], ends: set[int], since: int) -> tuple[list[Op], list[_Meeting]]:
         """Return the operations on the way back to `stops`, in order, and the meetings with parameters on it.
@@ -309,7 +270,7 @@ class _PartsOfAttention:
         if output is None or not ops:
             return []
         parts: list[Part] = []
-        of_turns = [self._codes(turn, "context") for turn in self._turns]
+        of_turns = [codes_of(self._attention, self._names, turn, "context") for turn in self._turns]
         for op in ops:
             taken, weight = self._graph.projected(op), weight_of(self._graph, op)
             ends = [turn.stages["context"] for turn in self._attention.turns]
@@ -363,8 +324,8 @@ class _PartsOfAttention:
         return way, [replace(each, kind="W") if own else each for each, own in zip(meetings, is_last, strict=True)]
 
     def _codes_at(
-        self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[_Codes | None]
-    ) -> _Codes | None:
+        self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[Codes | None]
+    ) -> Codes | None:
         """Return the head and feature of each projected element, from the contexts of all turns."""
         known = [codes for codes in of_turns if codes is not None]
         if len(known) < len(of_turns):
@@ -373,12 +334,12 @@ class _PartsOfAttention:
         for number, (context, codes) in enumerate(zip(contexts, known, strict=True)):
             elements.number(context, codes.numbers + number * size + 1)
         elements.follow(way)
-        return _Codes(elements.of(taken) - 1, known[0].heads * len(known), known[0].features)
+        return Codes(elements.of(taken) - 1, known[0].heads * len(known), known[0].features)
 
     # -- from parameters to heads -------------------------------------------------------------------------------------
 
     def _parts(
-        self, letter: str, meeting: _Meeting, way: list[Op], target: TensorRef, codes: _Codes | None, turn: int = 0
+        self, letter: str, meeting: _Meeting, way: list[Op], target: TensorRef, codes: Codes | None, turn: int = 0
     ) -> Iterator[Part]:
         """Yield the parts of these heads in the parameters behind a weight.
 
@@ -400,7 +361,7 @@ class _PartsOfAttention:
             if codes is not None:
                 entering = letter == "o" and kind in _MATRICES and op is not None
                 low, high = (each.entering(op) if entering and op else each.of(target) for each in numbered)
-                rows = enumerate(_rows(low, high, codes, parameter.tensor.stride), start=turn * codes.heads)
+                rows = enumerate(rows_of(low, high, codes, parameter.tensor.stride), start=turn * codes.heads)
                 heads = {head: row for head, row in rows if bool((row >= 0).any())}
                 once = letter == "g" and all(bool((row == row[0]).all()) for row in heads.values())
                 if kind not in (*_MATRICES, *_BIASES, "appended") or once:
@@ -454,27 +415,3 @@ def _kind(op: Op, parameter: TensorRef) -> str:
     if name == "addcmul":
         return "b" if parameter is op.inputs[0] else "norm"
     return {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
-
-
-def _rows(low: Tensor, high: Tensor, codes: _Codes, steps: Iterable[int]) -> Tensor:
-    """Return for each head and feature the element that it is made of, from 0; -1 if unknown.
-
-    A rotated feature is made of two elements, or of all between two, with one of the `steps` from each to the next.
-    All rotated features of a head together have as many elements as features, and get them in order.
-    """
-    known = ~(low.isnan() | codes.numbers.isnan())
-    index, size = codes.numbers[known].long(), codes.heads * codes.features
-    lowest = torch.full((size,), torch.inf, dtype=low.dtype).scatter_reduce(0, index, low[known], "amin")
-    highest = torch.full((size,), -torch.inf, dtype=low.dtype).scatter_reduce(0, index, high[known], "amax")
-    rows = torch.where(lowest == highest, lowest, 0).long().view(codes.heads, codes.features) - 1
-    for row, *ends in zip(rows, lowest.view(rows.shape), highest.view(rows.shape), strict=True):
-        rotated = (ends[0] != ends[1]) & (ends[0] < torch.inf)
-        made_of = torch.unique(torch.cat([end[rotated] for end in ends])) if bool(rotated.any()) else ends[0][:0]
-        count = int(rotated.sum())
-        if len(made_of) == 2 < count and any(made_of[1] - made_of[0] == (count - 1) * step for step in steps):
-            made_of = torch.linspace(int(made_of[0]), int(made_of[1]), count, dtype=made_of.dtype)
-        if len(made_of) == count:
-            row[rotated] = made_of.long() - 1
-        elif count:
-            row[:] = -1
-    return rows
