@@ -216,6 +216,8 @@ def places_of_weight(graph: Graph, op: Op) -> tuple[int, int]:
 
 def _where_alike(numbers: Tensor, place: int) -> Tensor:
     """Return the number that is the same along a dimension; nan where the numbers differ."""
+    if not numbers.dim() or not numbers.shape[place]:
+        return numbers.sum(place, keepdim=True) * nan  # no number is there to be the same
     first = numbers.narrow(place, 0, 1)
     return torch.where((numbers == first).all(place, keepdim=True), first, nan)
 
