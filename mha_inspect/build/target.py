@@ -17,7 +17,7 @@ from torch import nn
 
 from ..errors import DeviceError, DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.catalog import LayerKind
-from ..record.arguments import cast_tensors
+from ..record.arguments import cast_module, cast_tensors
 from ..running.subject import seed_everything
 from ..text import a_kind, shown
 from .arguments import (
@@ -100,8 +100,9 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
         # Without --dtype, a module that builds itself in half precision keeps its dtype.
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
         if dtype is not None or spec.device != "cpu":
-            target.module.to(device=torch.device(spec.device), dtype=dtype)
-            target = replace(target, call=cast_tensors(target.call, dtype, torch.device(spec.device)))
+            device = torch.device(spec.device)
+            cast_module(target.module, dtype, device)
+            target = replace(target, call=cast_tensors(target.call, dtype, device))
     except (RuntimeError, NotImplementedError, TypeError) as error:  # no such device, meta, or a dtype of another kind
         raise InputError(f"{target.made_from} cannot be moved to {spec.device}: {in_one_line(error)}") from None
     return target

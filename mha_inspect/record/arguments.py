@@ -124,18 +124,24 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
     return walk(value)
 
 
-def cast_tensors(value: Any, dtype: torch.dtype | None, device: torch.device | None = None) -> Any:
+def cast_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None = None) -> nn.Module:
+    """Convert the parameters and buffers of a module in place, as `cast_tensors` does, and return it."""
+    converted: nn.Module = module._apply(lambda tensor: _cast(tensor, dtype, device))
+    return converted
+
+
+def cast_tensors(value: Any, dtype: torch.dtype | None, device: torch.device | str | None = None) -> Any:
     """Return a nested value with its tensors detached, on `device` and, if floating-point, in `dtype`.
 
-    None keeps the device or the dtype.
+    None keeps the device or the dtype. A complex tensor stays complex; `nn.Module.to` would drop its imaginary part.
     """
+    return changed(value, lambda part: _cast(part.detach(), dtype, device) if isinstance(part, Tensor) else part)
 
-    def cast_one(part: Any) -> Any:
-        if not isinstance(part, Tensor):
-            return part
-        return part.detach().to(device=device, dtype=dtype if part.is_floating_point() else None)
 
-    return changed(value, cast_one)
+def _cast(tensor: Tensor, dtype: torch.dtype | None, device: torch.device | str | None) -> Tensor:
+    if tensor.is_complex():
+        dtype = dtype.to_complex() if dtype in (torch.float32, torch.float64) else None
+    return tensor.to(device=device, dtype=dtype if tensor.is_floating_point() or tensor.is_complex() else None)
 
 
 def with_copies(value: T) -> T:

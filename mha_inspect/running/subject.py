@@ -20,6 +20,7 @@ from ..naming.named_run import NamedRun
 from ..record.arguments import (
     PLAIN,
     argument_names,
+    cast_module,
     cast_tensors,
     changed,
     copy_module,
@@ -269,7 +270,7 @@ class Subject:
         """
         arguments = self.args, self.kwargs
         on_cpu = any(tensor.device.type == "mps" for _, tensor in tensors_in(arguments)) and dtype == torch.float64
-        module = copy_module(self.module).to(device="cpu" if on_cpu else None, dtype=dtype)
+        module = cast_module(copy_module(self.module), dtype, "cpu" if on_cpu else None)
         device = next((p.device for p in module.parameters() if p.device.type == "cpu"), None)
         args, kwargs = cast_tensors(arguments, dtype, device)
         return replace(self, module=module, args=args, kwargs=kwargs, grad=False)

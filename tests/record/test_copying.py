@@ -9,6 +9,7 @@ from torch import nn
 import mha_inspect
 from mha_inspect.errors import InputError
 from mha_inspect.record.arguments import copy_module
+from mha_inspect.running.subject import Subject
 
 
 class Holding(nn.Module):
@@ -86,3 +87,24 @@ def test_what_cannot_be_copied_is_said():
 def test_a_module_whose_eval_returns_nothing_is_measured():
     module, x = Silent(), torch.randn(3, 7, 30)
     assert mha_inspect.diff(module, module, x).verdict == "same"
+
+
+class Turning(Holding):
+    """Rotates by a table of complex numbers, as Llama's own code does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        angles = torch.outer(torch.arange(7.0), torch.arange(1, 16) / 16)
+        self.register_buffer("table", torch.polar(torch.ones_like(angles), angles))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return super().forward(torch.view_as_real(pairs * self.table).flatten(2))
+
+
+def test_a_copy_in_another_dtype_keeps_what_is_imaginary(recwarn: pytest.WarningsRecorder) -> None:
+    module, x = Turning(), torch.randn(3, 7, 30)
+    exact = Subject(module, (x,), {}).copied(torch.float64).plain()
+    assert exact.dtype == torch.float64
+    torch.testing.assert_close(exact.float(), module(x))
+    assert not recwarn.list
