@@ -14,6 +14,7 @@ from .options import NUMBERS, TARGET, Options, option, size
 from .output import give, prepare, write
 
 if TYPE_CHECKING:
+    from ..reports.check import CheckReport
     from ..running.subject import Subject
 
 PANEL = "Check"
@@ -75,15 +76,28 @@ def check(
     export = prepare(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
         from ..answers.check.check import check as report_of
-        from ..call.call import explaining
+        from ..call.call import TargetFailedError, explaining
 
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
-        checked = _load(target, options)
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
         asked["exchange"] = ranks.member and ranks.member.exchange
-        with explaining(checked):
-            report = report_of(checked, Intent(**declared), tick=tick, **asked)
+
+        def checked() -> CheckReport:
+            subject = _load(target, options)
+            with explaining(subject):
+                return report_of(subject, Intent(**declared), tick=tick, **asked)
+
+        try:
+            report = checked()
+        except TargetFailedError as failed:
+            if "batch" in options.given or options.batch == 1:
+                raise
+            options.batch = 1  # e.g. a cache of one item
+            try:
+                report = checked()
+            except TargetFailedError:
+                raise failed from None
     give(report, options, export)
     return ExitCode.OK if report.ok else ExitCode.CONDITION
 

@@ -748,6 +748,11 @@ class Model(nn.Module):
 class Trusted(Model):
     def __init__(self, embed_dim=12, num_heads=2, late=1):
         super().__init__(embed_dim, num_heads)
+
+class Alone(Model):
+    def forward(self, x):
+        x.shape[0] == 1 or self.more_than_one_item
+        return super().forward(x)
 """
 
 
@@ -768,6 +773,11 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     assert invoke("check", target, *sizes, "--reference", trusted)[0] == 0
     code, out, _ = invoke("check", target, *sizes, "--set", "late=2", "--reference", trusted, "--only", "reference")
     assert (code, "the first difference is in masked_scores of attention 1" in out) == (1, True)
+    alone = f"{tmp_path / 'model.py'}:Alone"
+    code, out, _ = invoke("check", alone, *sizes, "--causal")
+    assert (code, "batch (the batch has one item" in out) == (0, True)
+    code, _, err = invoke("check", alone, *sizes, "--batch", "2")
+    assert (code, "Alone failed on x float32 [2, 6, 12]" in err) == (1, True)
     code, _, err = invoke("check", target, *sizes, "--mask", "maks=keep")
     assert (code, "Model.forward has no argument maks. It takes x, mask" in err) == (2, True)
 
