@@ -82,9 +82,11 @@ class InnerStepsReader:
                 operands[stage] = OperandSteps(norm[0] if norm else None, cached[0] if cached else None, steps)
         norm = norms["query"] or norms["key"]
         rotary = _rotary(turns["query"], turns["key"])
-        for product in (each.product for each in added.values() if rotary is None and each.product is not None):
-            like = replace(turn, score_product=product)
-            rotary = _rotary(*(self._turned(like, names, side) for side in sides))
+        for index, each in added.items() if rotary is None else ():
+            if each.product is not None:
+                like = replace(turn, score_product=each.product)
+                rotary = _rotary(*(self._turned(like, names, side) for side in sides))
+                added[index] = each._replace(position=rotary)
         return InnerSteps(
             position=rotary or next((each.position for each in added.values() if each.position), None),
             qk_norm=norm[0] if norm else None,
@@ -127,14 +129,17 @@ def _rotary(query: Turned | None, key: Turned | None) -> Position | None:
 
 
 def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[str, float | None], ...]:
-    """Return `attention.scoring` with `bias`, `product` or `made` (of the scores) for an `add` that adds no mask."""
+    """Return `attention.scoring` with what an `add` adds that is no mask.
+
+    This is a `bias`, a further `product` of queries and keys or a `rotary` one, or is `made` of the scores.
+    """
     ops: list[Op] = [op for op in attention.masks if op is not attention.score_product.op]
     steps: list[tuple[str, float | None]] = []
     for kind, number in attention.scoring:
         op = ops.pop(0) if kind in ("add", "fill", "times") and ops else None
         told = added.get(op.index) if op is not None and kind == "add" else None
         if told is not None and told.product is not None:
-            steps.append(("product", None))
+            steps.append(("rotary" if told.position else "product", None))
         elif told is not None and told.of_scores:
             steps.append(("made", None))
         elif told is not None and told.bias:

@@ -12,7 +12,13 @@ from ..graph.scores import further_term
 from ..record.ops import Op
 from .named_run import NamedRun
 
-_ADDED = {"add": "mask", "bias": "bias", "product": "another q · kᵀ", "made": "…"}
+_ADDED = {
+    "add": "mask",
+    "bias": "bias",
+    "product": "another q · kᵀ",
+    "rotary": "rotary(q) · rotary(k)ᵀ",
+    "made": "…",
+}
 """Steps that add to the scores, and what they add."""
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
 

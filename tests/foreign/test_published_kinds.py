@@ -688,7 +688,7 @@ def test_a_second_product_of_queries_and_keys_is_no_bias(kind: type[Absorbed]) -
     module, x = kind(), torch.randn(B, 17, WIDTH)  # more positions than features of a head
     (one,) = trace(module, x).attentions
     formula = {stage.name: stage.formula for stage in one.stages}["masked_scores"]
-    assert (one.bias, formula) == (False, "(scores + another q · kᵀ) / √10")
+    assert (one.bias, formula) == (False, "(scores + rotary(q) · rotary(k)ᵀ) / √10")
     assert one.position == Position("rotary", "interleaved", ROPE, 0, 0)
     nope, rope = module.wq(x).unflatten(-1, (HEADS, -1)).split((NOPE, ROPE), -1)
     latent, rope_key = module.wkv_a(x).split((LATENT, ROPE), -1)
