@@ -292,7 +292,7 @@ def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
                 return op.args[2]
         if op.base_name == "arange" and (first := constants.value(tensor)) is not None and first.numel() == 1:
             return int(first)
-        queue += op.inputs
+        queue += [read for read in op.inputs if read not in queue]
     return None
 
 
