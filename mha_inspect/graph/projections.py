@@ -185,16 +185,16 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> Tenso
     """
     end = ends[name]
     whole = graph.after_projection(end.op)
-    others = [other.path for side, other in ends.items() if side != name and end.op in (other.op, *other.earlier)]
-    shared = {op.index for other in others for op in other}
-    last = next((place for place, op in enumerate(end.path) if op.index not in shared), len(end.path)) - 1
-    if not others or last + 1 == len(end.path):
+    if not any(side != name and end.op in (other.op, *other.earlier) for side, other in ends.items()):
         return whole
-    # A split gives each side a piece, and is shared: the next operation reads the piece. Slices are not shared.
-    pieces = end.path[last].outputs if last >= 0 and len(end.path[last].outputs) > 1 else ()
-    parts = [tensor for tensor in end.path[last + 1].inputs if tensor in pieces]
-    parts += [op.output for op in takewhile(graph.moves, end.path[last + 1 :])]
-    part = next((tensor for tensor in parts if tensor.numel < whole.numel), whole)
+    path = [op for op in end.path if op.index > graph.recording.producers.get(whole.id, -1)]
+    part = whole
+    for op, reader in zip(takewhile(graph.moves, path), [*path[1:], None], strict=False):
+        # A split gives each side a piece: the next operation reads it.
+        read = next((tensor for tensor in op.outputs if reader and tensor in reader.inputs), op.output)
+        if read.numel < whole.numel:
+            part = read
+            break
     # If heads are already split from their features, it is no longer the projection.
     return part if len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1] else whole
 

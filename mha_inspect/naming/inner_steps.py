@@ -62,7 +62,7 @@ class InnerStepsReader:
         turn = attention.turns[0]
         paths = {side: OperandPath(self._graph, turn, side) for side in _STAGES}
         sides = ("query", "key")
-        norms = {side: norm_of(paths[side], names) for side in sides}
+        norms = {side: norm_of(path, names) for side, path in paths.items()}
         seen = partial(self._seen, attention, names)
         first = {
             side: OperandPath(self._graph, turn, side, from_first=True) if turn.earlier.get(side) else paths[side]

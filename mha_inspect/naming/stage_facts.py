@@ -83,11 +83,13 @@ class StageFacts:
         attention = self._attention
         op = attention.projections.get(_PROJECTED.get(stage, ""))
         if op is not None:
-            users = [name for name, other in attention.projections.items() if other is op and name != "output"]
+            tensor = attention.stages[stage]
+            users = [s for s, side in _PROJECTED.items() if attention.projections.get(side) is op]
+            equal = [name for name in users if name == stage or attention.stages.get(name) == tensor]
+            part = tensor.numel / max(op.output.numel, 1)
             # Of the output a rank may keep a piece.
-            part = attention.stages[stage].numel / max(op.output.numel, 1)
             part = max(part, 1.0) if stage == "output" else part
-            return round(_product_flops(op) * (part if part < 1 or len(users) < 2 else 1 / len(users)))
+            return round(_product_flops(op) * part / len(equal))
         if stage == ("scores" if "scores" in attention.stages else "masked_scores"):
             return attention.score_product.flops
         return attention.value_product.flops if stage == "context" else 0

@@ -650,6 +650,15 @@ def test_absorbed_projections_are_those_of_keys_and_values(kind: type[Absorbed])
     assert stages["q_proj"][0] == (B, N, HEADS * (NOPE + ROPE))
     assert stages["concat"] == ((B, N, HEADS * V_DIM), f"batch query (heads {V_DIM})")
     assert stages["output"] == ((B, N, WIDTH), "batch query embed")
+    if kind is not AbsorbedJoined:  # whose keys have the rotated ones too
+        formulas = {stage.name: stage.formula for stage in one.stages}
+        assert formulas["k_heads"] == formulas["v_heads"].replace("v_", "k_") == "rms_norm(k_proj in heads)"
+        latent = module.wkv_a(x)[..., :LATENT]
+        made = content(module, x)
+        torch.testing.assert_close((made["k_proj"], made["v_proj"]), (latent, latent))
+        assert (
+            sum(stage.flops for stage in one.stages if stage.name in ("k_proj", "v_proj")) == 2 * latent.numel() * WIDTH
+        )
     report = params(module, x, per_head=True).parameters
     roles = {row.name: row.role for row in report}
     assert (roles["wq.weight"], roles["wo.weight"]) == ("W_q", "W_o")
