@@ -33,6 +33,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
+from .axis import setting
 from .dimensions import Axis, Dimensions, wide
 from .part import parts_behind, whole
 from .products import Product, product_of
@@ -154,10 +155,14 @@ class Graph:
 
     def is_projection(self, op: Op) -> bool:
         """Return whether this is a product or a convolution with a parameter; the projected tensor may be one too."""
-        if not op.does("product", "convolution") or len(op.inputs) < 2:
+        if not op.does("product", "convolution") or len(op.inputs) < 2 or self.is_by_channel(op):
             return False
         factors = op.inputs[-2:] if op.does("product") else op.inputs[1:2]
         return any(factor.id in self._weights for factor in factors)
+
+    def is_by_channel(self, op: Op) -> bool:
+        """Return whether this is a convolution of each channel by itself, which mixes positions and no features."""
+        return op.does("convolution") and setting(op, 8, "groups", 1) == op.output.shape[1] == op.inputs[0].shape[1] > 1
 
     def is_by_table(self, op: Op) -> bool:
         """Return whether this multiplies by square matrices that are neither given nor learned, e.g. of a rotation.

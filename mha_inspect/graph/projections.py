@@ -86,7 +86,8 @@ def _passes(graph: Graph, op: Op) -> bool:
     """Return whether this operation may come between a projection and its heads."""
     if op.does("product"):
         return graph.is_by_table(op)
-    return op.kind != "compute" or op.pointwise or op.does("norms", "passes_on", "gathers", "pools")
+    passes = op.does("norms", "passes_on", "gathers", "pools") or graph.is_by_channel(op)
+    return op.kind != "compute" or op.pointwise or passes
 
 
 def _origin(graph: Graph, op: Op) -> Origin:

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..graph.axis import setting
 from ..graph.dataflow import Graph
 from ..graph.rules import reduced_places, written_places
 from ..record.catalog import axes_rule
@@ -105,7 +104,7 @@ class Elements:
         absorbed = self._graph.is_by_head(op) and not self._knows(weight_of(self._graph, op))
         if absorbed or self._graph.is_by_table(op):
             return self._turned(op)
-        if self._graph.is_projection(op):
+        if self._graph.is_projection(op) or self._graph.is_by_channel(op):
             return self._projected(op)
         if name == "copy":
             return self.of(op.inputs[-1])
@@ -136,7 +135,7 @@ class Elements:
         source = self.of(taken)
         if op.base_name == "convolution":
             reads = [self.at(weight, 1).flatten(1)[:, 0], *map(self.of, op.inputs[2:])]
-            if setting(op, 8, "groups", 1) == shape[1] == source.shape[1]:
+            if self._graph.is_by_channel(op):
                 reads.append(_at_any_place(source, shape))
             return self._together([_by_channel(read, len(shape)) for read in reads], shape)
         is_left = taken is op.inputs[-1]

@@ -30,13 +30,15 @@ _MADE_INTO = {"q": "queries", "k": "keys", "v": "values", "g": "gates"}
 _SAID = {
     "norm": "scales the {made} after their projection",
     "shift": "added to the {made} after their projection",
+    "filter": "convolves the {made} after their projection, each channel by itself",
     "before": "projects the input down, before the {made}",
     "beside": "another projection used for the {made}",
     "gate": "gates the {made}",
     "reduction": "used before the projection to the {made}",
     "absorbed": "{others} by head, absorbed into the {made}",
-    "scale before": "scales the input of the projection to the {made}",
+    "norm before": "scales the input of the projection to the {made}",
     "shift before": "added to the input of the projection to the {made}",
+    "filter before": "convolves the input of the projection to the {made}, each channel by itself",
     "learned": "the {made} themselves: learned, the same for every input",
     "appended": "learned, and appended to the {made}",
     "scores": "added to the scores",
@@ -47,8 +49,8 @@ _SAID = {
 """Kind of use to its text, for parameters other than the matrices and biases of projections."""
 _JOINED = {"joined W": "W", "joined b": "b"}
 """Kinds of use for tokens that have projections of their own, beside those of the query."""
-_EARLY = {"scale before": "norm", "shift before": "shift"}
-"""Kinds of use before the projection to their names in the slices of heads."""
+_EARLY = ("norm before", "shift before", "filter before")
+"""Kinds of use before the projection; in the slices of heads they are called `norm`, `shift` and `filter`."""
 _BESIDE = ("reduction", "scores", "in scores", "in weights", "sinks", "learned")
 """Kinds of use outside the queries, keys, values and output of the heads."""
 _PACKED = ("qkv", "kv", "qk")
@@ -204,7 +206,7 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     for part in parts:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
-        name = part.name or f"{_EARLY.get(kind, kind)}_{part.letter}"
+        name = part.name or f"{kind.removesuffix(' before')}_{part.letter}"
         indices = _indices(part)
         for head, row in part.heads.items():
             number = len(torch.unique(row[row >= 0])) * (1 if part.inner is None else part.inner[0])

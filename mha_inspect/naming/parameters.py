@@ -177,8 +177,8 @@ class _PartsOfAttention:
             return meeting
         reads, projects = {tensor.id for tensor in op.inputs}, self._graph.is_projection(op)
         after_joined = any(reads & ids for ids in (joined or {}).values())
-        if kind in ("norm", "shift", "b") and op.index < projection.index and not (projects or after_joined):
-            kind = "scale before" if kind == "norm" else "shift before"
+        if kind in ("norm", "shift", "b", "filter") and op.index < projection.index and not (projects or after_joined):
+            kind = f"{'shift' if kind == 'b' else kind} before"
         elif op is projection:
             kind = "W" if kind == "before" else kind
         elif op.index in (joined or {}):
@@ -371,7 +371,7 @@ class _PartsOfAttention:
             heads = {} if is_shared and letter == "g" else heads
             of_taps = (
                 len(taps)
-                if kind in (*_MATRICES, "before") and len(parameter.tensor.shape) == len(meeting.weight.shape)
+                if kind in (*_MATRICES, "before", "filter") and len(parameter.tensor.shape) == len(meeting.weight.shape)
                 else 0
             )
             part = Part(kind, letter, parameter, heads, is_shared, taps=of_taps, moved=moved)
@@ -408,6 +408,8 @@ def _kind(op: Op, parameter: TensorRef) -> str:
     """Return the kind of use of a parameter by an operation other than a projection."""
     if op.does("joins"):
         return "appended"
+    if op.does("convolution"):  # of each channel by itself
+        return "filter" if parameter is op.inputs[1] else "shift"
     if op.does("norms"):
         gain_and_bias = [arg for arg in op.args[1:] if not isinstance(arg, tuple)]  # a layer norm has a shape first
         return "shift" if parameter in gain_and_bias[1:2] else "norm"

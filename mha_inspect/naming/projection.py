@@ -21,8 +21,9 @@ class Part:
     kind: str
     """`W` and `b` for the projection, `joined W` and `joined b` for that of further tokens, `before` and `beside` for
     another projection, `absorbed` for that of shared keys or values by head, `gate` for what queries, keys or values
-    are multiplied by, `norm` and `scale before` for a factor after or before the projection, `shift` and `shift before`
-    for what is added there, `appended` for an appended key or value, `learned` for anything else."""
+    are multiplied by, `norm` and `norm before` for a factor after or before the projection, `shift` and `shift before`
+    for what is added there, `filter` and `filter before` for a convolution of each channel by itself, `appended` for an
+    appended key or value, `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`; `g` for a gate of the contexts."""
     parameter: Named

@@ -318,7 +318,7 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
         op = run.recording.producer(tensor)
         if op is None or not inside(op.module, owner):
             continue
-        if graph.is_projection(op):
+        if graph.is_projection(op) or graph.is_by_channel(op):
             queue.append(graph.projected(op))
         elif op.does("joins"):  # e.g. a learned token, and the tensors of an input
             given = [read for read in op.inputs if read.numel and graph.comes_from_inputs(read)]

@@ -288,9 +288,23 @@ class ChannelByChannel(nn.Module):
         return self.o(rearrange(attend(q, k, v), "b h (x y) d -> b (h d) x y", x=x.shape[2]))
 
 
+FILTERED = "convolves the queries and keys and values after their projection, each channel by itself"
+
+
 def test_what_is_convolved_channel_by_channel_has_the_channels_of_what_it_makes() -> None:
     torch.manual_seed(0)
-    (attention,) = attentions(ChannelByChannel(), torch.randn(2, E, 3, 5))
+    module, x = ChannelByChannel(), torch.randn(2, E, 3, 5)
+    (attention,) = attentions(module, x)
     assert_true(attention)
     axes = attention.axes()
-    assert axes["query"] == axes["q_proj"] == "batch (qkv heads head_dim) query_1 query_2"
+    assert axes["query"] == "batch embed query_1 query_2"
+    assert axes["q_proj"] == "batch (qkv heads head_dim) query_1 query_2"
+    told = mha_inspect.trace(module, x).attentions[0]
+    assert (told.kind, told.stages[6].formula) == (("self",), "q_proj in heads, then convolution")
+    rows = {row.name: row for row in mha_inspect.params(module, x, per_head=True).parameters}
+    assert rows["qkv.weight"].role == f"W_q, W_k, W_v stacked: rows 0–{H * D - 1}, {H * D}–{2 * H * D - 1}, " + (
+        f"{2 * H * D}–{3 * H * D - 1}"
+    )
+    near = rows["near.weight"]
+    assert (near.axes, near.role) == ("(qkv heads head_dim) 1 3 3", FILTERED)
+    assert [piece.rows for piece in near.heads or ()] == [(at, at + D) for at in range(0, 3 * H * D, D)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -664,6 +665,34 @@ def test_absorbed_projections_are_those_of_keys_and_values(kind: type[Absorbed])
     assert (roles["wq.weight"], roles["wo.weight"]) == ("W_q", "W_o")
     assert roles["wkv_b.weight"] == "W_k and W_v by head, absorbed into the queries and output"
     assert not any(row.heads for row in report if row.name in ("wq.weight", "wkv_b.weight"))
+
+
+class AbsorbedStep(Absorbed):
+    """Latents and rotated keys are written into a cache each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at, self.latents, self.keys = 0, torch.zeros(B, N, LATENT), torch.zeros(B, N, ROPE)
+
+    def attend(self, q: Tensor, rope: Tensor, latent: Tensor, rope_key: Tensor) -> Tensor:
+        now = slice(self.at, self.at + q.shape[1])
+        angles = torch.arange(N)[now, None] / 10.0 ** torch.arange(ROPE // 2)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        rope, rope_key = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (rope, rope_key))
+        rope, rope_key = (torch.view_as_real(x).flatten(-2) for x in (rope * turn[:, None], rope_key * turn))
+        self.latents[:, now], self.keys[:, now], self.at = latent, rope_key, now.stop
+        return super().attend(q, rope, self.latents[:, : now.stop], self.keys[:, : now.stop])
+
+
+def test_keys_that_are_rotated_beside_cached_latents_are_not_accused() -> None:
+    torch.manual_seed(0)
+    module, x = AbsorbedStep().eval(), torch.randn(B, N, WIDTH)
+    with torch.no_grad():
+        module(x[:, :-1])
+    (one,) = trace(copy.deepcopy(module), x[:, -1:]).attentions
+    assert one.position is not None
+    assert (one.position.query_offset, one.position.key_offset) == (N - 1, N - 1)
+    assert not [finding for finding in check(module, x[:, -1:]).findings if finding.sure]
 
 
 def turned(x: Tensor) -> Tensor:

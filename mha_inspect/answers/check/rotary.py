@@ -85,6 +85,8 @@ def _of_offsets(evidence: Evidence, attention: Attention, names: AxisNames, firs
         return
     named = steps.operands["k_heads"].names if "k_heads" in steps.operands else {}
     ends = [index for index, name in named.items() if name == "rotary"]
+    if not ends and steps.cache is not None:
+        return  # features of another product are rotated, before or behind a cache of their own
     turned = min(ends, default=attention.score_product.op.index)
     late = any(name == "" and index < turned for index, name in named.items())
     if late and first is None:
