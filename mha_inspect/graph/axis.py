@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import prod
 from typing import Any
 
 from ..record.ops import Op
@@ -76,10 +77,7 @@ def _leaves(atom: Axis) -> Dim:
 
 def size_of(dim: Iterable[Axis]) -> int:
     """Return the number of elements of a dimension."""
-    size = 1
-    for atom in dim:
-        size *= atom.size
-    return size
+    return prod(atom.size for atom in dim)
 
 
 def wide(*dims: Iterable[Axis]) -> Dim:

@@ -369,11 +369,8 @@ class _PartsOfAttention:
             mixed = self._names.mixes_positions and self._names.num_heads > 1
             is_shared = mixed or (have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES))
             heads = {} if is_shared and letter == "g" else heads
-            of_taps = (
-                len(taps)
-                if kind in (*_MATRICES, "before", "filter") and len(parameter.tensor.shape) == len(meeting.weight.shape)
-                else 0
-            )
+            same_rank = len(parameter.tensor.shape) == len(meeting.weight.shape)
+            of_taps = len(taps) if same_rank and kind in (*_MATRICES, "before", "filter") else 0
             part = Part(kind, letter, parameter, heads, is_shared, taps=of_taps, moved=moved)
             projects = op is not None and self._graph.is_projection(op)
             if op is not None and projects and meeting.weight.id == weight_of(self._graph, op).id:

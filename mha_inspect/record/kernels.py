@@ -93,7 +93,7 @@ class AttentionCall(NamedTuple):
         if steps is not None:
             apart = (given[0] - given[1]).abs().nan_to_num(nan=0.0, posinf=0.0)
             number, query = divmod(int(apart.argmax()) // width, count)
-        head = _place(number, shape)
+        head = tuple(number // math.prod(shape[dim + 1 :]) % size for dim, size in enumerate(shape))
         step = max(1, count // FEW)
         group = asked.query.shape[-3] // asked.key.shape[-3] if head else 1
         shared = (*head[:-1], head[-1] // group) if head else ()
@@ -403,15 +403,6 @@ def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ke
     if any(tensor.is_nested for _, tensor in tensors_in(args)):
         raise NotOpenedError("nested tensors (rows of different lengths) are not supported")
     return PartCall(known.name, tuple(args), dict(kwargs))
-
-
-def _place(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the indices of the element at a flat index."""
-    place = []
-    for size in reversed(shape):
-        number, at = divmod(number, size)
-        place.append(at)
-    return tuple(reversed(place))
 
 
 def _of_head(tensor: Tensor, head: tuple[int, ...], rows: range) -> Tensor:
