@@ -36,8 +36,9 @@ _LOOK = 0.2
 _STALLED = 25
 """Looks at one instruction after which a rank is stuck. A count, as a busy machine stretches the time between them."""
 _GRACE = 8
-"""Looks at one instruction after which rank 0 prints another rank's failure, at the latest after `_STALLED` looks in
-all: it may come to the same failure itself."""
+"""Looks at one instruction after which rank 0 prints another rank's failure: it may come to the same failure itself."""
+_LONGEST_GRACE = 40
+"""Looks after which rank 0 prints another rank's failure, wherever it is."""
 _IDLE = 0.1
 """Most seconds of computing at one instruction."""
 _LONGEST = 1 << 20
@@ -154,7 +155,7 @@ class Member:
                 if self.rank == 0:
                     has_failed = self._store.check(["failed"])
                     since_failure += has_failed or bool(self._ended())
-                    if since_failure > (_GRACE if looks > _GRACE else _STALLED):
+                    if since_failure > (_GRACE if looks > _GRACE else _LONGEST_GRACE):
                         rank, *end = json.loads(self._store.get("failed")) if has_failed else (0, 1, "", "")
                         failed = f"mha-inspect: rank {rank} of {self.world} failed: see above.\n" if has_failed else ""
                         self._end(*end, failed)

@@ -87,8 +87,8 @@ def without_device() -> Made:
 
 
 def late_without_backend() -> Made:
-    """Fail on both ranks, on rank 0 seconds after rank 1."""
-    end = time.monotonic() + 3 * (dist_rank() == 0)
+    """Fail on both ranks, on rank 0 two seconds after rank 1."""
+    end = time.monotonic() + 2 * (dist_rank() == 0)
     while time.monotonic() < end:
         pass
     return without_backend()
