@@ -38,11 +38,9 @@ from ..text import shape as shape_text
 from .decode import rounding_of
 from .ranks import rank_of, shards_of, with_copies, with_whole_shapes
 from .run_report import drops_at_random, environment_of, layer_of, report
-from .shard_plan import STYLES, Plan, code_of, doubts_of, is_at, plan_of
+from .shard_plan import Plan, code_of, doubts_of, is_at, plan_of
 from .trace import traced
 
-_LOG = "torch._subclasses.fake_tensor"
-"""torch logs a traceback where it cannot compute the shape of a DTensor's result; the error says the same."""
 _NO_SIMULATION = "this torch cannot simulate ranks, which needs torch 2.10 or newer. Update torch."
 
 
@@ -169,20 +167,23 @@ def process_group(ranks: int, device: str) -> Iterator[Any]:
     try:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import debug
         from torch.testing._internal.distributed.fake_pg import FakeStore
     except ImportError:
         raise InputError(_NO_SIMULATION) from None
     if dist.is_initialized():
         raise InputError("--ranks simulates a process group, and there is one already. Drop --ranks.")
-    log = logging.getLogger(_LOG)
-    level = log.level
+    # torch caches results of DTensors by the ranks of their mesh, with the groups of an earlier mesh of these ranks.
+    forget = getattr(debug, "_clear_sharding_prop_cache", int)
+    forget()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
-        log.setLevel(logging.CRITICAL + 1)
-        yield init_device_mesh("cpu" if device == "meta" else device, (ranks,))
+        # torch logs a traceback where it cannot compute the shape of a DTensor's result; the error says the same.
+        with patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True):
+            yield init_device_mesh("cpu" if device == "meta" else device, (ranks,))
     finally:
-        log.setLevel(level)
         dist.destroy_process_group()
+        forget()
 
 
 def cut(module: nn.Module, mesh: Any, plan: Plan, *, keeps: bool = False) -> nn.Module:
@@ -193,10 +194,8 @@ def cut(module: nn.Module, mesh: Any, plan: Plan, *, keeps: bool = False) -> nn.
         return plan.code(module, mesh) or module
     styles: Any = plan.code
     if styles is None:
-        styles = {}
-        for path, style in plan.styles.items():
-            local = {"use_local_output": False} if keeps and style == "colwise" else {}
-            styles |= {path: getattr(parallel, STYLES[style])(**local)} if STYLES[style] else {}
+        made = {"colwise": parallel.ColwiseParallel(use_local_output=not keeps), "rowwise": parallel.RowwiseParallel()}
+        styles = {path: made[style] for path, style in plan.styles.items() if style in made}
     # torch cuts a parameter into all parts again for each simulated rank, to take one.
     with patch.object(torch, "chunk", lru_cache(maxsize=1)(torch.chunk)):
         # Without a source rank each rank takes its part of the parameter that it has.

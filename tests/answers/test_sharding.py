@@ -304,6 +304,17 @@ def by_hand(reduces: bool, bias_everywhere: bool) -> Callable[[Attention, Any], 
     return cut
 
 
+def test_a_group_that_could_not_be_made_breaks_no_later_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a name, so that the next group has another; torch caches results with the group of an earlier mesh."""
+    monkeypatch.delenv("RANK", raising=False)
+    assert sharded(subject(Attention()), Show(), 2)[0].proof.agrees
+    with pytest.raises(ValueError, match="RANK"):
+        torch.distributed.init_process_group("gloo")
+    trace, _ = sharded(subject(Attention()), Show(), 2)
+    assert trace.proof.agrees
+    assert "use_local_output" not in str(trace.plan_code)
+
+
 def test_a_plan_written_as_code_is_proved() -> None:
     trace, _ = sharded(subject(Attention()), Show(), 4, Plan(code=by_hand(reduces=True, bias_everywhere=False)))
     assert trace.proof.agrees
