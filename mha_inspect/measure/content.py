@@ -16,9 +16,6 @@ from ..naming.pattern import CANONICAL_AXES
 from ..record.rounding import distances, judge, rounding_error
 from ..reports.common import Difference, Stats, Values, Verdict
 
-_CHUNK = 1 << 17
-"""Elements that are converted to float64 at a time."""
-
 
 def stats_of(tensor: Tensor, masked: Tensor | None = None) -> Stats | None:
     """Return statistics of the finite elements in float64, NaN without any finite element; None on meta.
@@ -29,32 +26,20 @@ def stats_of(tensor: Tensor, masked: Tensor | None = None) -> Stats | None:
     if tensor.is_meta:
         return None
     flat = tensor.detach().reshape(-1)
+    flat = flat.cpu() if flat.device.type == "mps" else flat  # it has no float64
     masked_out = 0 if masked is None else int((masked.expand(tensor.shape).reshape(-1) & (flat == -math.inf)).sum())
-    count, total, smallest, largest, nan, inf = 0, 0.0, math.nan, math.nan, 0, 0
-    chunks = [flat[start : start + _CHUNK] for start in range(0, flat.numel(), _CHUNK)]
-    for chunk in chunks:
-        finite = chunk[chunk.isfinite()]
-        nan += int(chunk.isnan().sum())
-        inf += int(chunk.isinf().sum())
-        if finite.numel():
-            numbers = _float64(finite)
-            count += numbers.numel()
-            total += float(numbers.sum())
-            # min and max keep their first argument beside a NaN, so the initial NaN comes second.
-            smallest = min(float(numbers.min()), smallest)
-            largest = max(float(numbers.max()), largest)
-    mean = total / count if count else math.nan
-    # A second pass over the elements: squares of elements with a large common mean would cancel.
-    squares = (
-        sum(float((_float64(chunk[chunk.isfinite()]) - mean).square().sum()) for chunk in chunks) if count else 0.0
+    numbers = flat[flat.isfinite()].double()
+    count = numbers.numel()
+    smallest, largest = map(float, numbers.aminmax()) if count else (math.nan, math.nan)
+    return Stats(
+        mean=float(numbers.mean()),
+        std=float(numbers.std(correction=int(count > 1))) if count else math.nan,
+        min=smallest,
+        max=largest,
+        nan=int(flat.isnan().sum()),
+        inf=int(flat.isinf().sum()) - masked_out,
+        masked=masked_out,
     )
-    std = math.sqrt(squares / (count - 1)) if count > 1 else (0.0 if count else math.nan)
-    return Stats(mean=mean, std=std, min=smallest, max=largest, nan=nan, inf=inf - masked_out, masked=masked_out)
-
-
-def _float64(numbers: Tensor) -> Tensor:
-    """Return numbers in float64, on the CPU if the device lacks float64."""
-    return (numbers.cpu() if numbers.device.type == "mps" else numbers).double()
 
 
 def values_of(tensor: Tensor, show: Show) -> Values | None:

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from operator import mul
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,7 +93,7 @@ class AttentionCall(NamedTuple):
         if steps is not None:
             apart = (given[0] - given[1]).abs().nan_to_num(nan=0.0, posinf=0.0)
             number, query = divmod(int(apart.argmax()) // width, count)
-        head = tuple(number // math.prod(shape[dim + 1 :]) % size for dim, size in enumerate(shape))
+        head = tuple(map(int, np.unravel_index(number, shape)))
         step = max(1, count // FEW)
         group = asked.query.shape[-3] // asked.key.shape[-3] if head else 1
         shared = (*head[:-1], head[-1] // group) if head else ()
@@ -407,7 +407,4 @@ def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ke
 
 def _of_head(tensor: Tensor, head: tuple[int, ...], rows: range) -> Tensor:
     """Return a view of some rows of one head of `... heads row width`, with the same number of dimensions."""
-    *outer, step, inner = tensor.stride()
-    start = sum(map(mul, head, outer)) + rows.start * step
-    shape = (*[1] * len(head), len(rows), tensor.shape[-1])
-    return tensor.as_strided(shape, (*outer, step * rows.step, inner), tensor.storage_offset() + start)
+    return tensor[(*(slice(at, at + 1) for at in head), slice(rows.start, rows.stop, rows.step))]

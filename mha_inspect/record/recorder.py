@@ -152,7 +152,7 @@ class Recorder(TorchDispatchMode):
         """Note the paths of all modules below `root`, and the names of their parameters and buffers."""
         parameters: dict[int, tuple[str, Tensor]] = {}
         buffers: dict[int, tuple[str, Tensor]] = {}
-        for path, module in _modules_of(root, "", {}).values():
+        for path, module in root.named_modules():
             if self._callers.path_of(module) is None:
                 self._callers.add(module, path)
                 if _is_compiled(module):
@@ -420,18 +420,6 @@ class Recorder(TorchDispatchMode):
     def called(self) -> list[nn.Module]:
         """Return the outermost modules that were called, and still exist."""
         return [module for module, path in self._callers.modules() if not path]
-
-
-def _modules_of(
-    module: nn.Module, path: str, modules: dict[int, tuple[str, nn.Module]]
-) -> dict[int, tuple[str, nn.Module]]:
-    """Add a module and its submodules with their paths, by id, and return `modules`; five times as fast as
-    `named_modules`."""
-    modules[id(module)] = path, module
-    for name, child in module._modules.items():
-        if child is not None and id(child) not in modules:
-            _modules_of(child, f"{path}.{name}" if path else name, modules)
-    return modules
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from threading import Lock
 from typing import Any
 from weakref import ref
 
@@ -253,23 +252,16 @@ def _references(tensor: Tensor) -> float:
     return float("inf") if count is None else int(count(storage._cdata)) - 1  # minus `storage` itself
 
 
-_collecting = Lock()
-_paused: list[bool] = []
-"""One entry per thread inside `uncollected`: whether the garbage collector was on when the first thread entered."""
-
-
 @contextmanager
 def uncollected() -> Iterator[None]:
     """Pause the garbage collector while many objects are created that cannot be freed, since scanning them is slow.
 
     No user code runs in this block, so the garbage of a forward is collected as usual.
     """
-    with _collecting:
-        _paused.append(_paused[0] if _paused else gc.isenabled())
-        gc.disable()
+    was_on = gc.isenabled()
+    gc.disable()
     try:
         yield
     finally:
-        with _collecting:
-            if _paused.pop() and not _paused:
-                gc.enable()
+        if was_on:
+            gc.enable()

@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from mha_inspect.layers.spec import Show
-from mha_inspect.measure import content
 from mha_inspect.measure.content import stats_of, values_of
 from mha_inspect.reports.common import Stats, to_data
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_stats_are_torchs_over_the_finite_elements(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "_CHUNK", chunk)
+def test_stats_are_torchs_over_the_finite_elements() -> None:
     tensor = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)) + 1000
     tensor[0, 0], tensor[1, 1], tensor[2] = math.nan, math.inf, -math.inf
     finite = tensor[tensor.isfinite()].double()
