@@ -259,15 +259,6 @@ class Graph:
         softmaxes = (softmax_of(self.recording, op) for op in self.recording.ops)
         return {softmax.op.index: softmax for softmax in softmaxes if softmax is not None}
 
-    def softmax(self, op: Op) -> tuple[TensorRef, int] | None:
-        """Return the input and the dimension of a softmax, torch's own or exp over sum; None for other operations."""
-        softmax = self.softmaxes.get(op.index)
-        return None if softmax is None else (softmax.masked, softmax.dim)
-
-    def is_softmax(self, op: Op) -> bool:
-        """Return whether `softmax` finds a softmax in this operation."""
-        return op.index in self.softmaxes
-
     def moves(self, op: Op) -> bool:
         """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
         moves = op.kind in ("view", "copy") or op.does("adds_ranks")

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Axis, Dim, fresh, resolve, setting, size_of, unify, wide
+from .axis import Axis, Dim, fresh, resolve, setting, size_of, wide
 from .rules import rule_of, slice_piece
 
 __all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
@@ -60,10 +60,6 @@ class Dimensions:
             if known & atoms and not known & apart_from:
                 beside |= known
         return beside
-
-    def same(self, left: Dim, right: Dim) -> None:
-        """Make two dimensions the same axis, if their sizes fit."""
-        unify(left, right)
 
     def put(self, tensor: TensorRef, dims: tuple[Dim, ...]) -> None:
         """Take the dimensions of a tensor that no operation made."""

@@ -16,7 +16,7 @@ import torch
 
 from ..record.ops import TensorRef
 from .attention import Attention
-from .axis import Axis, Dim, piece, resolve, size_of, wide
+from .axis import Axis, Dim, piece, resolve, size_of, unify, wide
 from .dataflow import Graph, made_of
 from .products import Product
 
@@ -97,7 +97,7 @@ def _make_cut_axes_one(graph: Graph, turn: Attention, cuts: Sequence[Cut]) -> No
     shapes = [(zip(source.shape, part.shape, strict=False), graph.dimensions.of(source)) for source, part in results]
     axes = [dim for pairs, dims in shapes for pair, dim in zip(pairs, dims, strict=False) if pair == (size, 1)]
     for axis in (*(cut.axis for cut in cuts[1:]), *axes):
-        graph.dimensions.same(cuts[0].axis, axis)
+        unify(cuts[0].axis, axis)
 
 
 def _masks(graph: Graph, attention: Attention) -> list[TensorRef]:

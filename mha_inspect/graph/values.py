@@ -165,7 +165,7 @@ def _weighing(graph: Graph, values: ProductPath, taken: set[int]) -> Weighing | 
     """Return how one factor of a product was computed from scores; None if it was not."""
     over = set(wide(values.averaged(graph.dimensions)))
     maker = graph.recording.producer(graph.before_moves(values.values))
-    if not over or (maker is not None and graph.is_softmax(maker)):
+    if not over or (maker is not None and maker.index in graph.softmaxes):
         return None  # values given by a softmax: votes for classes, or counts of clusters
     for step in graph.back(values.tensor, graph.passes_on):
         op = graph.recording.producer(step.tensor)

@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from ..graph.attention import Attention, given_features
-from ..graph.axis import setting
+from ..graph.axis import setting, unify
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
 from ..record.ops import TensorRef
 from .pattern import CANONICAL_AXES, PLACES, POSITIONS, WITHIN, one_size_a_name
@@ -65,7 +65,7 @@ class AxisNames:
         for mixing in (*attention.mixed_scores, *attention.mixed_weights):
             # A mixing of heads has the same axis before and after it, if the sizes agree.
             tensors = (mixing.source, mixing.op.output)
-            dimensions.same(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
+            unify(*(dimensions.of(tensor)[mixing.place] for tensor in tensors))
         self._roles = roles = Roles(attention, dimensions)
         branches = attention.branches
         self.num_heads = size_of(roles.heads) * max(1, len(branches))

@@ -160,12 +160,7 @@ def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, .
     The sequence can differ from the queries if it was padded to whole windows, or if queries are processed in pieces.
     Keys may be appended or pooled before they are used.
     """
-    return dict(_one_size_a_name(tuple((stage, axes, shapes[stage]) for stage, axes in stages.items())))
-
-
-@lru_cache(256)  # the layers of a model are alike
-def _one_size_a_name(stages: tuple[tuple[str, str, tuple[int, ...]], ...]) -> dict[str, str]:
-    laid_out = {stage: list(zip(_words_of(axes), shape, strict=True)) for stage, axes, shape in stages}
+    laid_out = {stage: list(zip(_words_of(axes), shapes[stage], strict=True)) for stage, axes in stages.items()}
     sizes: dict[str, dict[int, str]] = {}
     for stage in dict.fromkeys((*(stage for stage in (*WITHIN, "context") if stage in laid_out), *laid_out)):
         for dim, size in laid_out[stage]:

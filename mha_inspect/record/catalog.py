@@ -131,19 +131,9 @@ def traits(base_name: str) -> frozenset[str]:
     return _known(base_name)[1]
 
 
-def does(base_name: str, *wanted: Trait) -> bool:
-    """Return whether an operation has at least one of these traits."""
-    return not traits(base_name).isdisjoint(wanted)
-
-
 def axes_rule(base_name: str) -> str:
     """Return the name of an operation's rule for axes; empty if it has no rule."""
     return _known(base_name)[0]
-
-
-def named(trait: Trait) -> frozenset[str]:
-    """Return the names of the operations that have a trait."""
-    return frozenset(name for name, (_, traits) in _OPERATIONS.items() if trait in traits)
 
 
 Way = Literal["reopen", "attention", "part", "adding", "unknown"]
@@ -221,16 +211,15 @@ class About:
     """Runs the operation without its Python wrapper, which is slower."""
     name: str
     base_name: str
-    pointwise: bool
-    composite: bool
-    makes_views: bool
-    written: tuple[tuple[int, str], ...]
+    pointwise: bool = False
+    composite: bool = False
+    makes_views: bool = False
+    written: tuple[tuple[int, str], ...] = ()
     """Position and name of each argument that the operation writes into."""
     fused: Fused | None = None
     copies: bool = False
     weighs: bool = False
     """Whether the operation may turn scores into weights."""
-
     adds: bool = False
     """Whether it computes a product plus a tensor, which may be a mask."""
     needs_care: bool = True
@@ -254,17 +243,7 @@ def _inspect(func: Any) -> About:
 
     name = str(func)
     if isinstance(func, torch._ops.HigherOrderOperator):  # flex_attention: it has no schema
-        return About(
-            func,
-            func,
-            f"higher_order.{name}",
-            name,
-            pointwise=False,
-            composite=False,
-            makes_views=False,
-            written=(),
-            fused=fused(f"higher_order.{name}"),
-        )
+        return About(func, func, f"higher_order.{name}", name, fused=fused(f"higher_order.{name}"))
 
     def has_kernel(operation: str, key: str) -> bool:
         try:
@@ -291,7 +270,7 @@ def _inspect(func: Any) -> About:
         makes_views=has_kernel(func.name(), "ADInplaceOrView"),
         written=() if name.startswith("fsdp.") else written,  # FSDP puts the same parameters there again
         fused=kernel,
-        copies=does(base_name, "copies"),
+        copies="copies" in traits(base_name),
         weighs=base_name in _WEIGHS,
         adds=kernel is not None and kernel.way == "adding",
         needs_care=bool(kernel or composite or written or base_name in _WEIGHS),

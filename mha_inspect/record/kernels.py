@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -137,46 +136,13 @@ class AttentionCall(NamedTuple):
 OPERANDS = AttentionCall._fields[:6]
 
 
-class _Arguments(NamedTuple):
-    """The argument names of a kernel for the fields of an `AttentionCall`; None for a missing argument."""
-
-    defaults: dict[str, Any]
-    """Argument name to default, in order; None if it has no default."""
-    operands: tuple[str, str, str]
-    bias: str | None
-    starts: str | None
-    key_starts: str | None
-    refused: tuple[str, ...]
-    """Arguments that the steps do not support."""
-    is_flat: bool
-    """Whether heads come after rows, except for cuDNN's kernel without packed rows."""
-
-
-@cache
-def _arguments(func: Any) -> _Arguments:
-    """Return the argument names of a kernel, from its schema."""
-    defaults = {a.name: a.default_value if a.has_default_value() else None for a in func._schema.arguments}
-
-    def first(*names: str) -> str | None:
-        return next((name for name in names if name in defaults), None)
-
-    operands = [name if name in defaults else name[0] for name in ("query", "key", "value")]
-    refused = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slopes")
-    starts = [first(*(f"{start}_{side}" for start in ("cum_seq", "cu_seqlens", "cu_seq"))) for side in "qk"]
-    return _Arguments(
-        defaults,
-        (operands[0], operands[1], operands[2]),
-        first("attn_mask", "attn_bias", "bias"),
-        starts[0],
-        starts[1],
-        tuple(name for name in refused if name in defaults),
-        not about(func).name.startswith(("aten._scaled", "aten._triton")),
-    )
+_REFUSED = ("seqused_k", "seqlen_k", "block_table", "dropout_mask", "alibi_slopes")
+"""Arguments that the steps do not support."""
 
 
 def bound(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operation by schema name, in order, with defaults."""
-    names = _arguments(func).defaults
+    """Return the arguments of an operation by schema name, in order; a missing one is its default or None."""
+    names = {each.name: each.default_value if each.has_default_value() else None for each in func._schema.arguments}
     return {**names, **dict(zip(names, args, strict=False)), **kwargs}
 
 
@@ -185,31 +151,37 @@ def read_attention(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
 
     Arguments are found by their schema names. Raises `NotOpenedError` for an argument that the steps do not support.
     """
-    names, given = _arguments(func), bound(func, args, kwargs)
+    given, kernel = bound(func, args, kwargs), about(func).name
+
+    def first(*names: str) -> Any:
+        return next((given[name] for name in names if name in given), None)
+
     if func._overloadname == "quantized":
         raise NotOpenedError("quantized operands are not supported")
-    for name in names.refused:
-        if given[name] is not None:
-            raise NotOpenedError(f"{name} is not supported")
-    query, key, value = (given[name] for name in names.operands)
+    for refused in _REFUSED:
+        if given.get(refused) is not None:
+            raise NotOpenedError(f"{refused} is not supported")
+    query, key, value = first("query", "q"), first("key", "k"), first("value", "v")
     if query.is_nested or key.is_nested or value.is_nested:
         raise NotOpenedError("nested tensors (rows of different lengths) are not supported")
-    starts = given[names.starts] if names.starts else None
-    bias = given[names.bias] if names.bias else None
+    bias = first("attn_mask", "attn_bias", "bias")
+    starts, key_starts = (first(*(f"{start}_{side}" for start in ("cum_seq", "cu_seqlens", "cu_seq"))) for side in "qk")
     kind, window = given.get("custom_mask_type", 0), given.get("window_size")
     if isinstance(window, int) and window > 0:
         raise NotOpenedError("window_size is not supported")
     if not isinstance(window, (list, tuple)):
         window = given.get("window_size_left"), given.get("window_size_right")
     before, after = (-1 if end is None else int(end) for end in window)
-    rows_first = names.is_flat and (starts is not None or "cudnn" not in about(func).name)
+    # Heads come after rows, except in cuDNN's kernel without packed rows.
+    is_flat = not kernel.startswith(("aten._scaled", "aten._triton"))
+    rows_first = is_flat and (starts is not None or "cudnn" not in kernel)
     return AttentionCall(
         query,
         key,
         value,
         bias if isinstance(bias, Tensor) else None,
         starts,
-        given[names.key_starts] if names.key_starts else None,
+        key_starts,
         causal=bool(given.get("is_causal")) or kind in (1, 2),
         from_end=kind == 2 or (rows_first and kind == 0),
         window=(before, after),

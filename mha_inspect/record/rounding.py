@@ -95,10 +95,7 @@ def size_of(tensor: Tensor) -> float:
     """Return the norm of a tensor over its finite elements, summed in float64."""
     total = 0.0
     for part, _ in parts(tensor, tensor):
-        norm = float(torch.linalg.vector_norm(part.double()))
-        if not math.isfinite(norm):
-            norm = float(torch.linalg.vector_norm(part.double().masked_fill(~part.isfinite(), 0.0)))
-        total += norm**2
+        total += float(torch.linalg.vector_norm(part.double().nan_to_num(0.0, 0.0, 0.0))) ** 2
     return math.sqrt(total)
 
 

@@ -34,7 +34,7 @@ from .tensors import Tensors
 from .without_numbers import described
 
 _Key = torch._C.DispatchKey
-LINK = About(None, None, RESULT, "result", pointwise=False, composite=False, makes_views=False, written=())
+LINK = About(None, None, RESULT, "result")
 BUDGET = 1 << 30
 """If the scores have more bytes than this, a kernel's steps have shapes and no numbers."""
 _COPIED = 1 << 20

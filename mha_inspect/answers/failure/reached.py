@@ -139,7 +139,7 @@ def reach(run: Run, call: Call, operands: Sequence[Given]) -> Reached:
         stages = {name: tensor for name, tensor in last.stages.items() if name != "concat"}
         return Reached(graph, stages, sides, groups, stages["q_heads"], {}, len(attentions) - 1, names)
     tail = graph.recording.ops[attentions[-1][0].value_product.op.index + 1 if attentions else 0 :]
-    softmax = next((op for op in reversed(tail) if graph.is_softmax(op)), None)
+    softmax = next((op for op in reversed(tail) if op.index in graph.softmaxes), None)
     product = _score_product(graph, tail, softmax)
     parts = _parts(graph, base, operands, softmax or (product.op if product is not None else None))
     factors: dict[str, TensorRef] = {}
@@ -194,7 +194,8 @@ def _is_activation(base: str, given: Given) -> bool:
 def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Product | None:
     """Return the product of the scores: the one before the softmax, or without a softmax the last; None without it."""
     if softmax is not None:
-        meeting = score_product(graph, *(graph.softmax(softmax) or (softmax.inputs[0], -1)))
+        known = graph.softmaxes[softmax.index]
+        meeting = score_product(graph, known.masked, known.dim)
         return None if meeting is None else meeting.product
     products = [product for op in tail if (product := graph.product(op)) is not None]
     last = products[-1] if products else None
@@ -211,7 +212,7 @@ def _scores(graph: Graph, product: Product, softmax: Op | None) -> dict[str, Ten
         scores = followers[0].output
     if softmax is None:
         return {"scores": scores}
-    masked, _ = graph.softmax(softmax) or (softmax.inputs[0], 0)
+    masked = graph.softmaxes[softmax.index].masked
     stages = {"scores": scores, "weights": softmax.output}
     return stages if masked.id == scores.id else {**stages, "masked_scores": masked}
 
