@@ -379,4 +379,5 @@ def read_kernel(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ke
 
 def _of_head(tensor: Tensor, head: tuple[int, ...], rows: range) -> Tensor:
     """Return a view of some rows of one head of `... heads row width`, with the same number of dimensions."""
-    return tensor[(*(slice(at, at + 1) for at in head), slice(rows.start, rows.stop, rows.step))]
+    where = *(slice(at, at + 1) for at in head), slice(rows.start, rows.stop, rows.step)
+    return tensor[where]
