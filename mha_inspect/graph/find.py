@@ -272,7 +272,7 @@ def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attent
                 owner = graph.before_moves(attention.stages["query"]).id if is_head else attention.module
                 key = (attention.softmax.source, attention.score_product.op.source, owner, joined, queries)
         groups.setdefault(key, []).append((attention, joint))
-    merged = [attention for group in groups.values() for attention in _merged(group)]
+    merged = [attention for group in groups.values() for attention in _merged(graph, group)]
     return sorted(merged, key=lambda attention: attention.softmax.index)
 
 
@@ -287,10 +287,8 @@ def _joining(graph: Graph, attention: Attention) -> Op | None:
     for op, step in graph.forward(attention.stages["context"], through):
         if not op.outputs or len(op.inputs) < 2:
             continue
-        cut = op
-        if op.base_name == "copy_" and op.inputs[0].id != step.tensor.id:
-            # The written tensor is a slice of a larger one.
-            cut = graph.recording.producer(op.inputs[0]) or op
+        written = op.base_name == "copy_" and op.inputs[0].id != step.tensor.id
+        cut = (graph.recording.producer(op.inputs[0]) if written else op) or op  # a slice of a larger tensor is written
         if op.base_name == "stack" or cut.base_name == "select":
             return op
         dims = graph.dimensions.of(step.tensor)
@@ -300,11 +298,17 @@ def _joining(graph: Graph, attention: Attention) -> Op | None:
     return None
 
 
-def _merged(group: list[tuple[Attention, Op | None]]) -> list[Attention]:
+def _origin(graph: Graph, tensor: TensorRef) -> tuple[object, ...]:
+    """Return equal values for tensors that are moved alike from one tensor, e.g. one slice that is taken twice."""
+    steps = [step.tensor for step in graph.back(tensor, graph.moves)]
+    return steps[-1].id, *((each.offset, each.shape, each.stride) for each in steps)
+
+
+def _merged(graph: Graph, group: list[tuple[Attention, Op | None]]) -> list[Attention]:
     """Return one attention for all iterations of a loop; the iterations unchanged if two have the same scores."""
     turns = [attention for attention, _ in group]
     (first, joint), last = group[0], turns[-1]
-    scores = {(turn.stages["q_heads"].id, turn.stages["k_heads"].id) for turn in turns}
+    scores = {tuple(_origin(graph, turn.stages[side]) for side in ("q_heads", "k_heads")) for turn in turns}
     if len(turns) == 1 or len(scores) < len(turns):
         return turns
     apart = len({turn.module for turn in turns}) > 1

@@ -238,9 +238,7 @@ def _measured(
     ]
     starts = [start for table in tables if (start := _start(path.graph, constants, table)) is not None]
     if not places:
-        if not single:
-            return None
-        return Rotation(layout, dims, starts[0] if starts else None)
+        return Rotation(layout, dims, starts[0] if starts else None) if single else None
     if float(angles.max()) < _NEAR:
         return None
     rows = turns.movedim(places[-1], 0)
@@ -283,8 +281,7 @@ def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
             shifted = constants.value(tensor)
             if shifted is not None and shifted.numel() and bool((shifted == shifted.round()).all()):
                 return int(shifted.flatten()[0])
-        place = int(op.args[1]) if op.base_name in ("slice", "select") and len(op.args) > 2 else 0
-        if op.base_name in ("slice", "select") and place % max(len(op.inputs[0].shape), 1) == 0 and op.args[2:]:
+        if op.base_name in ("slice", "select") and op.args[2:] and op.args[1] % max(len(op.inputs[0].shape), 1) == 0:
             shorter = op.base_name == "select" or op.output.shape[0] < op.inputs[0].shape[0]
             rows = constants.value(op.inputs[0]) if shorter else None
             # Equal rows are the directions of an image, and not positions.

@@ -160,18 +160,16 @@ class Recorder(TorchDispatchMode):
             start = f"{path}." if path else ""
             for names, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in tensors.items():
-                    if tensor is None or id(tensor) in names:
-                        continue
-                    if nn.parameter.is_lazy(tensor):
-                        self._lazy[id(tensor)] = start + name, tensor
-                    else:
-                        names[id(tensor)] = start + name, tensor
+                    if tensor is not None and id(tensor) not in names:
+                        known = self._lazy if nn.parameter.is_lazy(tensor) else names
+                        known[id(tensor)] = start + name, tensor
         self._name(self._parameters, parameters.values())
-        self._name(self._buffers, buffers.values(), are_constants=True)
+        self._name(self._buffers, buffers.values())
 
-    def _name(self, names: list[Named], tensors: Iterable[tuple[str, Tensor]], *, are_constants: bool = False) -> None:
+    def _name(self, names: list[Named], tensors: Iterable[tuple[str, Tensor]]) -> None:
         look = self._tensors.look
-        self._entries.append((names, [(name, look(tensor, are_constants)) for name, tensor in tensors]))
+        # A parameter that is not trained may be a table of positions.
+        self._entries.append((names, [(name, look(tensor, not tensor.requires_grad)) for name, tensor in tensors]))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors in the arguments."""

@@ -224,3 +224,23 @@ def test_a_number_without_a_dimension_belongs_to_no_head() -> None:
     assert "W_" not in told["gain"].role
     assert not told["gain"].heads
     assert [(piece.part, piece.head) for piece in told["o.weight"].heads or ()] == [("W_o", head) for head in range(H)]
+
+
+class TwoValues(unusual.Base):
+    """The same queries and keys, cut from their slots and repeated anew, for two values that lie side by side."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.o = nn.Linear(2 * H * D, E)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slots, contexts = nn.functional.pad(k[:, :1], (0, 0, 0, 2)), []
+        for value in (v, v[:, :1].expand_as(v)):
+            keys = slots[:, :, : k.shape[2]].expand_as(k).clone()
+            contexts.append(nn.functional.scaled_dot_product_attention(q, keys, value))
+        return torch.cat(contexts, -1)
+
+
+def test_two_kernels_with_the_same_scores_are_no_loop_over_heads() -> None:
+    found = attentions(TwoValues(), torch.randn(B, N, E))
+    assert [(attention.names.num_heads, attention.found.branches) for attention in found] == [(H, ())] * 2

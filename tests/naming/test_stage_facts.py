@@ -342,3 +342,22 @@ def test_a_single_token_is_at_its_position_in_a_table_that_four_directions_write
         forward(torch.nn.Linear(16, 48), torch.randn(2, 1, 16), torch.full((4, 2, 1), 5))
     position = seen.trace.attentions[0].position
     assert (position.query_offset, position.key_offset) == (5, 5)
+
+
+def test_a_table_of_positions_in_a_parameter_that_is_not_trained_is_a_rotation_in_a_recording_too():
+    """As RoFormer keeps it in an embedding."""
+    torch.manual_seed(0)
+    module, angles = nn.Linear(16, 48), torch.arange(9)[:, None] * 10.0 ** -torch.arange(4)
+    module.table = nn.Parameter(torch.cat((angles.sin(), angles.cos()), -1), requires_grad=False)
+
+    def turned(heads):
+        rows = nn.functional.embedding(torch.arange(2, 2 + heads.shape[2]), module.table)
+        sin, cos = (part.repeat_interleave(2, -1) for part in rows.chunk(2, -1))
+        return heads * cos + torch.stack((-heads[..., 1::2], heads[..., ::2]), -1).flatten(-2) * sin
+
+    with mha_inspect.recording() as seen:
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in module(torch.randn(2, 5, 16)).chunk(3, -1))
+        (turned(q) @ turned(k).mT / 8**0.5).softmax(-1) @ v
+    position = seen.trace.attentions[0].position
+    assert (position.kind, position.layout, position.dims) == ("rotary", "interleaved", 8)
+    assert (position.query_offset, position.key_offset) == (2, 2)
