@@ -20,7 +20,7 @@ from .answers.decode import with_steps
 from .answers.trace import of_block, traced
 from .errors import ForwardError, InputError
 from .layers.spec import Show, require_steps
-from .notebook import KeptTensors, LiveTrace, keep_tensors
+from .notebook import Kept, LiveTrace, keep_tensors
 from .record.arguments import copy_module, tensors_in
 from .record.xray import XRay
 from .reports.check import CheckReport
@@ -249,7 +249,7 @@ class recording:  # noqa: N801 - used as `with recording() as r`, like `torch.no
         self._recorder = XRay(keep=keep)
         self._is_over = False
         self._failed: tuple[Failure, int] | None = None
-        self._kept: Sequence[KeptTensors] = ()
+        self._kept: Sequence[Kept] = ()
 
     def __enter__(self) -> recording:
         self._recorder.start(sys._getframe(1))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from .naming.canonical import canonical, contents_of, sizes_in
+from .naming.canonical import contents_of
 from .pictures.grid import Picture, depth_shown
 from .pictures.plot import onto, require_matplotlib, size_of
 from .pictures.stages import Attended, for_viewer
@@ -24,32 +25,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-class KeptTensors(NamedTuple):
-    """The tensors of an attention after its run; empty if they were not kept."""
-
-    stages: Mapping[str, Tensor] = {}
-    layouts: Mapping[str, tuple[str, Mapping[str, int], Sequence[str]]] = {}
-    """The axes of each stage, the sizes of axes that share a dimension, and the order of head axes."""
-    turns: Mapping[str, Tensor] = {}
-    """For a loop over heads, the stages of all heads together in canonical axes; else empty."""
-
-    def contents(self) -> Mapping[str, Tensor]:
-        """Return the stages in canonical axes, except stages with an unnamed axis."""
-        if self.turns:
-            return self.turns
-        every = {stage: canonical(tensor, stage, *self.layouts[stage]) for stage, tensor in self.stages.items()}
-        return {stage: content for stage, content in every.items() if content is not None}
+Kept = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+"""The tensors of an attention's stages in their own layouts, and in canonical axes."""
 
 
-def keep_tensors(run: Run) -> list[KeptTensors]:
+def keep_tensors(run: Run) -> list[Kept]:
     """Return the tensors of each attention, and remove them from the run."""
-    layouts, turns = [], []
+    keep_stages(run)
+    values, kept = run.recording.values, list[Kept]()
     for attention, names in run.attentions:
-        order = names.head_order
-        layouts.append({s: (names.of_stage(s), sizes_in(attention, names, s), order) for s in attention.stages})
-        whole = contents_of(run, attention, names) if attention.branches else {}
-        turns.append({stage: tensor.clone() for stage, tensor in whole.items()})
-    return list(map(KeptTensors, keep_stages(run), layouts, turns))
+        stages = {stage: values[tensor.id] for stage, tensor in attention.stages.items()}
+        kept.append((stages, contents_of(run, attention, names)))
+    values.clear()
+    return kept
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,52 +116,24 @@ class Stages(tuple[LiveStage, ...]):
         return stages[key]
 
 
-class _ByName:
-    """An attribute of an attention that is one of its stages."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, attention: LiveAttention | None, owner: type) -> LiveStage:
-        if attention is None:
-            raise AttributeError(self._name)
-        return attention._stage(self._name)
-
-
 @dataclass(frozen=True, repr=False)
 class LiveAttention(AttentionReport):
     """An attention of a trace, with each stage as an attribute: `attention.scores`."""
 
     stages: Stages
 
-    query = _ByName()
-    key = _ByName()
-    value = _ByName()
-    q_proj = _ByName()
-    k_proj = _ByName()
-    v_proj = _ByName()
-    q_heads = _ByName()
-    k_heads = _ByName()
-    v_heads = _ByName()
-    scores = _ByName()
-    masked_scores = _ByName()
-    weights = _ByName()
-    context = _ByName()
-    concat = _ByName()
-    output = _ByName()
-
     def __getattr__(self, name: str) -> LiveStage:
-        """Raise `AttributeError` with the nearest stage, `weights` for `wieghts`: every stage is an attribute."""
+        """Return a stage. Raises `AttributeError` with the nearest stage for `wieghts`."""
         if name.startswith("_") or name == "stages":
             raise AttributeError(name)
-        return self._stage(name)
-
-    def _stage(self, name: str) -> LiveStage:
         try:
             stage: LiveStage = self.stages[name]
         except KeyError as error:
             raise AttributeError(error.args[0]) from None
         return stage
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), *(stage.name for stage in self.stages)]
 
     def __repr__(self) -> str:
         head = f"attention {self.module}".rstrip() + f": num_heads {self.num_heads}"
@@ -188,15 +148,14 @@ class LiveTrace(Trace):
     _attended: tuple[Attended, ...] = field(default=(), compare=False)
 
     @classmethod
-    def of(cls, trace: Trace, kept: Sequence[KeptTensors] = ()) -> LiveTrace:
+    def of(cls, trace: Trace, kept: Sequence[Kept] = ()) -> LiveTrace:
         """Return a trace with the kept tensors of each of its attentions."""
         attentions, attended = [], []
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
-            tensors = kept[place] if kept else KeptTensors()
-            drawn = Attended(name, attention.num_heads, attention.num_kv_heads, tensors.contents)
+            tensors, contents = kept[place] if kept else ({}, {})
+            drawn = Attended(name, attention.num_heads, attention.num_kv_heads, partial(dict, contents))
             stages = Stages(
-                LiveStage(**vars(stage), _tensor=tensors.stages.get(stage.name), _attended=drawn)
-                for stage in attention.stages
+                LiveStage(**vars(stage), _tensor=tensors.get(stage.name), _attended=drawn) for stage in attention.stages
             )
             attentions.append(LiveAttention(**(vars(attention) | {"stages": stages})))
             attended.append(drawn)

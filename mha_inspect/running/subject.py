@@ -29,7 +29,7 @@ from ..record.arguments import (
 )
 from ..record.ops import Recording
 from ..record.ranks import local, needs_ranks, wait, wraps
-from ..record.tensors import Stages, unshared
+from ..record.tensors import unshared
 from ..record.xray import XRay
 from ..text import first_line
 
@@ -76,14 +76,14 @@ def run_and_record(
     return Run(recorder.finish(returned), returned=returned)
 
 
-def keep_stages(run: Run) -> Stages:
-    """Return the tensors of each attention's stages, in memory of their own, and clear the recording's tensors."""
+def keep_stages(run: Run) -> None:
+    """Keep only the tensors of stages in the recording, each turn of a loop included, in memory of their own."""
     values = run.recording.values
-    stages = tuple(
-        {stage: values[tensor.id] for stage, tensor in attention.stages.items()} for attention, _ in run.attentions
-    )
+    turns = [turn.stages for attention, _ in run.attentions for turn in (attention, *attention.branches)]
+    stages = tuple({stage: values[tensor.id] for stage, tensor in turn.items()} for turn in turns)
     values.clear()
-    return unshared(stages)
+    for turn, tensors in zip(turns, unshared(stages), strict=True):
+        values.update({turn[stage].id: tensor for stage, tensor in tensors.items()})
 
 
 @dataclass(frozen=True)
