@@ -40,7 +40,7 @@ _TAKE_MASKS = ("masked_fill", "masked_fill_", "where")
 _ROLES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "layer_norm": ("input", "", "weight", "bias"),
-    **dict.fromkeys(("embedding", "conv1d", "conv2d", "conv3d"), ("input", "weight")),
+    "embedding": ("input", "weight"),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
 }
 """Argument names by position, for torch functions without a signature."""
@@ -210,15 +210,6 @@ def dispatched(error: BaseException) -> Call | None:
     return Call(str(frames[-1]["func"]), tuple(frames[-1]["args"]), frames[-1]["kwargs"] or {}) if frames else None
 
 
-def method_of(error: BaseException) -> Call | None:
-    """Return the method of a tensor, written in Python, in which an error was raised: `unflatten`; None if none was."""
-    frame = _entries(error)[-1][0]
-    code = frame.f_code
-    is_method = getattr(getattr(torch.Tensor, code.co_name, None), "__code__", None) is code
-    args = tuple(frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
-    return Call(f"Tensor.{code.co_name}", args) if is_method else None
-
-
 def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
     """Return the innermost call of nn.MultiheadAttention or nn.Transformer in a traceback; None without one.
 
@@ -266,8 +257,6 @@ def written(recording: Recording, tensor: TensorRef, names: Mapping[int, str], p
     if op.module not in ("", path) and inner.count(".") < 2:
         return f"{inner}(...)"
     name = written(recording, op.inputs[0], names, path) if op.inputs else ""
-    if name and op.base_name == "_to_copy":
-        return f"{name}.to(...)"
     if not name or len(op.inputs) > 1 or not hasattr(torch.Tensor, op.base_name):
         return ""
     settings = (part for arg in op.args[1:] for part in (arg if isinstance(arg, tuple) else (arg,)))
