@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import torch
 
-from mha_inspect.schemas import load_schema
+from .schemas import load_schema
 
 LINES = {
     "trace": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5",

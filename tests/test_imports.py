@@ -31,7 +31,7 @@ BEFORE_TORCH = (
     "__main__",
     "",
 )
-"""With cli, render, reports and schemas: what an answer without torch goes through."""
+"""With cli, render and reports: what an answer without torch goes through."""
 
 
 def nodes(tree: ast.AST, *, at_import: bool, typed: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
@@ -106,7 +106,6 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 BELOW = {
     "text": (),
     "errors": ("text",),
-    "schemas": (),
     "reports": ("errors", "text"),
     "layers": ("reports", "errors", "text"),
     "record": ("reports", "errors", "text"),
@@ -121,7 +120,7 @@ BELOW = {
         *("call", "build", "files", "measure", "running", "naming", "graph", "record", "layers"),
         *("reports", "errors", "text"),
     ),
-    "render": ("reports", "schemas", "errors", "text"),
+    "render": ("reports", "errors", "text"),
     "pictures": ("render", "naming", "reports", "errors", "text"),
     "notebook": ("pictures", "render", "running", "naming", "reports", "errors", "text"),
     "cli": (
@@ -159,7 +158,7 @@ def test_nothing_imports_the_command_line() -> None:
 def test_what_answers_without_torch_does_not_import_it() -> None:
     heavy = ("torch", "numpy", "einops", "rich", "safetensors")
     for module in FILES:
-        if inside(module, "cli", "render", "reports", "schemas") or module in BEFORE_TORCH:
+        if inside(module, "cli", "render", "reports") or module in BEFORE_TORCH:
             allowed = ("rich",) if module == "render.terminal" else ()
             found = {name for name in imports(module, at_import=True) if inside(name, *heavy)}
             assert not [name for name in found if not inside(name, *allowed)], module

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from mha_inspect.cli.app import COMMANDS
-from mha_inspect.schemas import load_schema
 
+from .schemas import load_schema
 from .sentences import LIST, comments, docstrings, files, name_of, sentences, shown
 
 README = LIST.parent.parent / "README.md"

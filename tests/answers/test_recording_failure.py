@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import mha_inspect
-from mha_inspect.schemas import load_schema
+
+from ..schemas import load_schema
 
 
 class Clashing(nn.Module):

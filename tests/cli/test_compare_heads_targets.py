@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from mha_inspect.schemas import load_schema
+from ..schemas import load_schema
 
 SIZES = ("--batch", "3", "--seq-len", "5")
 

@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from mha_inspect.schemas import load_schema
+from ..schemas import load_schema
 
 SIZES = ("--embed-dim", "22", "--num-heads", "2", "--batch", "3", "--seq-len", "5")
 

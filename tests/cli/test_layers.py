@@ -9,7 +9,8 @@ import pytest
 
 from mha_inspect.layers.catalog import LAYERS, LETTERS, evaluate
 from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.schemas import load_schema
+
+from ..schemas import load_schema
 
 
 def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke):

@@ -7,7 +7,7 @@ import json
 import jsonschema
 import pytest
 
-from mha_inspect.schemas import load_schema
+from ..schemas import load_schema
 
 pytest.importorskip("torch.distributed._local_tensor")
 

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 import torch
 
-from mha_inspect.schemas import load_schema
+from ..schemas import load_schema
 
 STYLES = str(Path(__file__).parents[1] / "call" / "styles.py")
 MASKED = STYLES.replace("styles.py", "masked.py")

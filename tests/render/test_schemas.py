@@ -15,7 +15,7 @@ import pytest
 
 from mha_inspect.render import to_text
 from mha_inspect.reports.common import Stats, Values, to_data
-from mha_inspect.schemas import FILE, commands, load_schema
+from tests.schemas import FILE, commands, load_schema
 
 from .checkpoint_samples import CHECKPOINT_DIFF
 from .diff_samples import DIFF, LAYERS, MASKED_DIFF

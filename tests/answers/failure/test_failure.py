@@ -19,9 +19,9 @@ import mha_inspect
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.render import to_text
 from mha_inspect.reports.trace import Failure, Trace
-from mha_inspect.schemas import load_schema
 
 from ...built import trace_module
+from ...schemas import load_schema
 
 MODULE = """
 import torch

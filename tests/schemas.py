@@ -7,7 +7,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-FILE = Path(__file__).with_name("mha-inspect.schema.json")
+import mha_inspect
+
+FILE = Path(mha_inspect.__file__).parent / "schemas" / "mha-inspect.schema.json"
 
 
 def commands() -> tuple[str, ...]:
