@@ -20,7 +20,7 @@ from ..running.subject import Subject
 from ..text import listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
-from .shared_weights import AS_THEY_ARE, Shared, share
+from .shared_weights import AS_THEY_ARE, share
 
 _LACKING = {
     "masked_scores": "mask",
@@ -113,26 +113,26 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         InputError: a side cannot be run in float64.
         WeightsError: both sides are layers, and their weights cannot be the same.
     """
-    shared = share(left, right) if same_weights else AS_THEY_ARE
+    weights, given = share(left, right) if same_weights else AS_THEY_ARE
     sides, comparison = (left, right), Comparison(left, right)
     numbered = len(comparison.masked) > 1
-    rows = comparison.rows(measured=shared.are_comparable)
+    rows = comparison.rows(measured=bool(given))
     stages = [_row(sides, stage, stage.place + 1 if numbered else None) for stage in rows]
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
-    output = comparison.output(masked) if shared.are_comparable else None
+    output = comparison.output(masked) if given else None
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
-        weights=shared.report,
+        weights=weights,
         noise=_noise_source(left.dtype, right.dtype),
         stages=tuple(stages),
         first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
         output=Difference(**_numbers(output)),
         verdict="inconclusive" if output is None else output.verdict,
-        notes=tuple(_notes(sides, compared=shared.are_comparable)),
+        notes=tuple(_notes(sides, compared=bool(given))),
         answer=(),
     )
-    answer = _answer(report, shared) if shared.are_comparable else _not_comparable(report)
+    answer = _answer(report, given) if given else _not_comparable(report)
     return replace(report, answer=(*answer, *_masked(sides, comparison.masked)))
 
 
@@ -220,7 +220,7 @@ def _not_comparable(report: DiffReport) -> Iterator[str]:
     yield "Shapes and axes are above. To compare numbers, give both sides the same parameters by name and shape."
 
 
-def _answer(report: DiffReport, shared: Shared) -> Iterator[str]:
+def _answer(report: DiffReport, given: str) -> Iterator[str]:
     """Yield whether both compute the same, and the cause of a difference as far as it shows."""
     left, right = report.left, report.right
     names = (
@@ -228,10 +228,6 @@ def _answer(report: DiffReport, shared: Shared) -> Iterator[str]:
         if left.label == right.label
         else [left.label, right.label]
     )
-    given = "each side's own weights and the same input"
-    if shared.are_copied:
-        whole = report.weights.whole or shared.are_drawn
-        given = "the same weights and input" if whole else "weights copied as far as they fit and the same input"
     yield _whether(report, names, f"with {given}")
     compared = any(row.verdict for row in report.stages)
     if report.first_differing_stage is None and report.verdict == "differs" and compared:

@@ -172,13 +172,8 @@ def _place(role: ParameterRole, piece: Piece | None, local: Tensor) -> str:
     places = []
     for dim, (size, whole, start) in enumerate(zip(local.shape, piece.whole, piece.start, strict=True)):
         if size < whole:
-            unit = (
-                "elements"
-                if local.dim() == 1
-                else ("rows", "columns")[dim]
-                if local.dim() == 2
-                else f"dimension {dim}:"
-            )
+            units = {1: ["elements"], 2: ["rows", "columns"]}
+            unit = units[local.dim()][dim] if local.dim() in units else f"dimension {dim}:"
             heads = _heads_of(role, dim, (start, start + size), whole)
             place = f"{unit} {span((start, start + size))} of {whole}" if size else f"no {unit} of {whole}"
             places.append(place + (f": {heads}" if heads else ""))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,21 +17,14 @@ from ..reports.diff import SharedWeights
 from ..text import first_few, listed, plural
 from .comparable_run import ComparableRun
 
+Shared = tuple[SharedWeights, str]
+"""How both sides got their weights, and what both are given; empty if their weights are unrelated."""
 
-@dataclass(frozen=True)
-class Shared:
-    """The origin of both sides' weights."""
-
-    report: SharedWeights
-    are_copied: bool = True
-    """Whether any weights were made the same on both sides."""
-    are_comparable: bool = True
-    """Whether a difference of numbers means anything: False if each side has random weights of its own."""
-    are_drawn: bool = False
-    """Whether both sides got the same random weights, as far as their shapes allow."""
-
-
-AS_THEY_ARE = Shared(SharedWeights(False, "Not copied: each side keeps its own weights.", ()), are_copied=False)
+_SAME = "the same weights and input"
+AS_THEY_ARE: Shared = (
+    SharedWeights(False, "Not copied: each side keeps its own weights.", ()),
+    "each side's own weights and the same input",
+)
 
 
 class _Direction(NamedTuple):
@@ -63,13 +56,13 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
         target.subject.module.load_state_dict(given)
         if any(not same_bits(tensor, before[name]) for name, tensor in target.subject.module.state_dict().items()):
             target.forget()  # a run with the same numbers stays valid
-        return Shared(SharedWeights(True, "Both sides have the same state dict: names and shapes agree.", ()))
+        return SharedWeights(True, "Both sides have the same state dict: names and shapes agree.", ()), _SAME
     direction = _direction(target, source) if source.subject.layer else _direction(source, target)
     if isinstance(direction, str):
         if not any(side.subject.module.state_dict() for side in (left, right)):
-            return Shared(SharedWeights(True, "Neither side has weights.", ()))
+            return SharedWeights(True, "Neither side has weights.", ()), _SAME
         sentence = f"The weights could not be copied; each side keeps its own, built from seed {left.subject.seed}."
-        return Shared(SharedWeights(False, sentence, (direction,)), are_copied=False, are_comparable=False)
+        return SharedWeights(False, sentence, (direction,)), ""
     source, target = direction.source, direction.target
     lacking = _why_not(direction.not_copied, target.label, source.label)
     named = _copied_by_name(source, target)
@@ -81,7 +74,8 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     how += f", with {listed(added)}" if added else ""
     how += ", as far as they fit" if lacking else ""
     how += f", and {plural(len(named), 'other tensor')} by name and shape" if named else ""
-    return Shared(SharedWeights(not left_out, f"{how}.", left_out))
+    given = "weights copied as far as they fit and the same input" if left_out else _SAME
+    return SharedWeights(not left_out, f"{how}.", left_out), given
 
 
 def copy_all(source: ComparableRun, target: ComparableRun) -> str:
@@ -232,7 +226,7 @@ def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Sha
         if side.finer is not None:
             copy_by_head(source, replace(weights, module=side.finer.module), numbers)
         lacking |= dict.fromkeys(_why_not(copied.not_copied, side.label, "the drawn weights"))
-    if not lacking:
-        return Shared(SharedWeights(True, "Every weight of one side is in the other.", ()), are_drawn=True)
-    sentence = "Both sides have the same random weights, as far as their shapes allow."
-    return Shared(SharedWeights(False, sentence, tuple(lacking)), are_drawn=True)
+    sentence = "Every weight of one side is in the other."
+    if lacking:
+        sentence = "Both sides have the same random weights, as far as their shapes allow."
+    return SharedWeights(not lacking, sentence, tuple(lacking)), _SAME

@@ -93,10 +93,8 @@ def params(
     if is_file:
         asked |= {"show": asked["show"] if options.stats or options.values else None, "module": module or ""}
         report = _of_checkpoint(str(target), options, like, asked)
-    elif target is None:
-        report = _of_layer(options, heads, asked, ranks)
     else:
-        report = _of_target(target, options, heads, asked, ranks)
+        report = _of_module(target, options, heads, asked, ranks)
     drawn = None
     if report.head_norms is not None:
         from ..pictures.stages import norms_picture
@@ -132,32 +130,25 @@ def _of_checkpoint(text: str, options: Options, like: str | None, asked: dict[st
         return params_of_checkpoint(Path(text), like=beside, **asked)
 
 
-def _of_layer(options: Options, heads: tuple[int, ...], asked: dict[str, Any], ranks: int | None) -> ParamsReport:
-    with subject.running(options, f"reading {options.layer}"):
-        from ..answers.params import INPUTS, params
-        from ..answers.sharding import cut_parameters
-        from ..call.load import load_layer
-
-        specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
-        first, *others = [load_layer(spec, INPUTS, run, options.layer) for spec in specs]
-        with cut_parameters(first, ranks) as (cut, every):
-            return params(first, beside=others, cut=cut, ranks=every, **asked)
-
-
-def _of_target(
-    text: str, options: Options, heads: tuple[int, ...], asked: dict[str, Any], ranks: int | None
+def _of_module(
+    text: str | None, options: Options, heads: tuple[int, ...], asked: dict[str, Any], ranks: int | None
 ) -> ParamsReport:
-    """Report the parameters of a target and their purposes, from one call of it; or why it cannot be called."""
+    """Report the parameters of a module and their purposes, from one call; or why a target cannot be called."""
     many, why = len(heads) > 1, ""
-    with subject.running(options, f"reading {text}"):
+    with subject.running(options, f"reading {text or options.layer}"):
         from torch.nn.parameter import is_lazy
 
-        from ..answers.params import params
+        from ..answers.params import INPUTS, params
         from ..answers.sharding import cut_parameters
         from ..call.call import TargetFailedError
-        from ..call.load import subject_of
+        from ..call.load import load_layer, subject_of
         from ..running.subject import Subject
 
+        if text is None:
+            specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
+            subjects = [load_layer(spec, INPUTS, run, options.layer) for spec in specs]
+            with cut_parameters(subjects[0], ranks) as (cut, every):
+                return params(subjects[0], beside=subjects[1:], cut=cut, ranks=every, **asked)
         each = [subject.with_heads(options, count) for count in heads] if many else [options]
         targets = [subject.load_target(text, changed) for changed in each]
         first = targets[0]

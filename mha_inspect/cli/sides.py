@@ -74,11 +74,7 @@ class AskedSide:
         return [text for text in self.settings if self.is_target and setting_of(text) not in _OF_RUN]
 
     def options(self, options: Options) -> Options:
-        """Return the options with the other settings of this side. Keys may have hyphens for underscores.
-
-        Raises `SpecError` for a text without `=`, an unknown key (with the nearest, and the list), a key given twice,
-        or an invalid value.
-        """
+        """Return the options with the other settings of this side. Keys may have hyphens for underscores."""
         side, names = copy(options), set[str]()
         for text in [text for text in self.settings if text not in self.of_constructor]:
             typed, equals, value = (part.strip() for part in text.partition("="))
@@ -146,10 +142,7 @@ class PlannedLayer:
 
 
 def planned_layer(options: Options, asked: AskedSide, other: LayerKind) -> PlannedLayer:
-    """Return a layer with the settings of its side, and without settings that only the `other` layer has.
-
-    Raises `SpecError` if settings contradict each other, or neither layer has one of them.
-    """
+    """Return a layer with the settings of its side, and without settings that only the `other` layer has."""
     kind, names = asked.kind, [setting_of(text) for text in asked.settings]
     changed, usual, ignored = asked.options(options), Options(), []
     changed.layer = kind.name
@@ -191,8 +184,6 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
 
     A side that is not named is --layer. Otherwise the right side is the left one with other settings, or per-head for
     a layer (torch if per-head is on the left).
-
-    Raises `SpecError` if they cannot be compared, or --layer names a third layer.
     """
     from ..build.arguments import parse_settings
 
@@ -231,8 +222,6 @@ def runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Sid
 
     A module of a model is built first: it determines the other side's sizes and arguments. A layer is built last. Of
     two layers it is the one of lower precision: its input and weights are those of the other, rounded.
-
-    Raises `MhaInspectError` if a side cannot be built or called as asked, or the forward of a target raises.
     """
     first, second = (right, left) if left.path is None and right.path is not None else (left, right)
     dtypes = [_FINEST.index(side.options(options).dtype) if not side.is_target else -1 for side in (first, second)]
@@ -301,10 +290,7 @@ def _built(
 
 
 def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) -> Options:
-    """Return the options of a layer with the sizes of the target beside it, except for sizes that the user set.
-
-    Raises `SpecError` if --embed-dim contradicts the target.
-    """
+    """Return the options of a layer with the sizes of the target beside it, except for sizes that the user set."""
     from ..answers.diff import sizes_of
     from ..call.part import layer_inputs
 

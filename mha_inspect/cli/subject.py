@@ -125,10 +125,7 @@ def flags(options: Options) -> Flags:
 
 
 def check(text: str | None, options: Options, command: str) -> None:
-    """Check a layer or a target as far as possible before torch is imported.
-
-    Raises `MhaInspectError` if the text is not a target, or options contradict it or each other.
-    """
+    """Check a layer or a target as far as possible before torch is imported."""
     show(options)
     if text is not None:
         check_target(text, options, command)
@@ -138,10 +135,7 @@ def check(text: str | None, options: Options, command: str) -> None:
 
 
 def check_layer(options: Options, counts: Sequence[int]) -> None:
-    """Check a layer with each of these head counts as far as possible.
-
-    Raises `SpecError` if its sizes contradict each other, or it does not have a setting.
-    """
+    """Check a layer with each of these head counts as far as possible."""
     for count in counts:
         LAYERS[options.layer].check(attention(options, count), inputs(options), run(options))
 
@@ -152,8 +146,6 @@ def check_target(
     """Check a target as far as possible before it is imported.
 
     With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
-
-    Raises `MhaInspectError` if the text is not a target, or options contradict it.
     """
     from ..build.arguments import parse_settings, parse_shapes
     from ..build.importing import split_target
@@ -229,8 +221,6 @@ def load(text: str | None, options: Options) -> Subject:
     """Build a layer or a target, and make its inputs.
 
     An error of the forward is ignored here: it is raised again when the forward is recorded.
-
-    Raises `MhaInspectError` if it cannot be built or called as asked.
     """
     from ..call.load import load_layer, subject_of
 

@@ -265,10 +265,14 @@ def _decode(proof: DecodeProof) -> Paragraph:
     verdict = {"same": "every call equals", "differs": "a call DIFFERS from"}.get(
         proof.verdict, "a call may differ from"
     )
-    rounding = "" if proof.noise_floor is None else f", rounding error {text.small(proof.noise_floor)}"
-    difference = text.small(proof.max_abs_difference)
-    sentence = f"The last position of {verdict} that of {one}: difference {difference}{rounding}"
+    sentence = f"The last position of {verdict} that of {one}{_measured(proof)}"
     return Paragraph(sentence, "good" if proof.verdict == "same" else "bad" if proof.verdict == "differs" else "warn")
+
+
+def _measured(proof: Proof | DecodeProof) -> str:
+    numbers = {"difference": proof.max_abs_difference, "rounding error": proof.noise_floor}
+    said = ", ".join(f"{name} {text.small(number)}" for name, number in numbers.items() if number is not None)
+    return f": {said}" if said else ""
 
 
 def _proof(proof: Proof) -> Paragraph:
@@ -276,23 +280,13 @@ def _proof(proof: Proof) -> Paragraph:
     note = f"; {proof.note}" if proof.note else ""
     of_ranks = proof.of == "ranks"
     if proof.agrees is None:
-        compared = (
-            "ranks were not compared with the whole module"
-            if of_ranks
-            else "opened stages were not compared with the kernel"
-        )
-        return Paragraph(f"The {compared}{note}.", "muted")
+        ours, theirs = ("ranks", "whole module") if of_ranks else ("opened stages", "kernel")
+        return Paragraph(f"The {ours} were not compared with the {theirs}{note}.", "muted")
     if proof.max_abs_difference == 0 and proof.noise_floor is None:
         return Paragraph(proof.note, "good")
-    measured = []
-    if proof.max_abs_difference is not None:
-        measured.append(f"difference {text.small(proof.max_abs_difference)}")
-    if proof.noise_floor is not None:
-        measured.append(f"rounding error {text.small(proof.noise_floor)}")
     verdict = f"{'agree with' if proof.agrees else 'DIFFER from'} the {'whole module' if of_ranks else 'kernel'}"
-    numbers = f": {', '.join(measured)}" if measured else ""
     shown = "The outputs of all ranks" if of_ranks else "Opened stages"
-    return Paragraph(f"{shown} {verdict}{numbers}{note}", "good" if proof.agrees else "bad")
+    return Paragraph(f"{shown} {verdict}{_measured(proof)}{note}", "good" if proof.agrees else "bad")
 
 
 # -- a forward that failed: what was completed, then the failure, then why --------------------------------------------

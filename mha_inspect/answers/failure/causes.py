@@ -1,8 +1,7 @@
 """Common mistakes behind failing calls, found from the operands and never guessed from a name.
 
-To add one, name it in `CAUSES` and yield a `Cause` from one of the functions here, in `layout_causes` or in
-`product_causes`: what is wrong, with the real numbers, and what to write instead. The functions run in order, and the
-first cause is reported.
+To add one, name it in `CAUSES` and yield a `Cause` from one of the functions here or in `attention_causes`: what is
+wrong, with the real numbers, and what to write instead. The functions run in order, and the first cause is reported.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from math import prod
 
 from ... import text
 from ...reports.trace import Cause
+from .attention_causes import masks, products, sequences
 from .facts import BROADCASTS, HEADS, VIEWS, Facts, Operand, first_clash
-from .layout_causes import masks, sequences
-from .product_causes import products
 from .reached import LAYERS
 
 CAUSES = (
