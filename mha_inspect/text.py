@@ -14,7 +14,6 @@ TYPED = 60
 MESSAGE = 400
 """Maximum number of characters of another program's message."""
 
-_BEYOND_ASCII = re.compile(r"[^\n -~]")
 _MOST_MARKS = 4
 """Maximum number of combining marks on one character in any script; more would overlap the neighbouring lines."""
 
@@ -45,21 +44,6 @@ def _escape(character: str) -> str:
 def shown(text: object, longest: int = TYPED) -> str:
     """Return the user's text for a message: printable and shortened."""
     return printable(text, longest)
-
-
-def printable_lines(text: str) -> str:
-    """Return a text with each line made printable; line feeds are kept."""
-    return "\n".join(printable(line) for line in text.split("\n"))
-
-
-def printable_json(text: str) -> str:
-    """Return the same JSON document with unprintable characters as JSON escapes, for safe display in a terminal.
-
-    A JSON parser reads the original characters. Line feeds between values are kept.
-    """
-    import json
-
-    return _BEYOND_ASCII.sub(lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text)
 
 
 def shortened(text: str, longest: int) -> str:
@@ -136,11 +120,6 @@ def listed(words: Sequence[str]) -> str:
 def first_few(words: Sequence[str], most: int) -> str:
     """Return `a, b and 5 more`; all words if there are at most `most`."""
     return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
-
-
-def count(number: int) -> str:
-    """Return `1,050,624`."""
-    return f"{number:,}"
 
 
 def shape(sizes: tuple[int, ...]) -> str:

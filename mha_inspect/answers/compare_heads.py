@@ -285,8 +285,6 @@ def _milliseconds(subject: Subject) -> float:
 
 def _time_answer(counts: Sequence[HeadTime]) -> str:
     base, others = counts[0], counts[1:]
-    if not others:
-        return "Only one head count was timed. Give two or more to compare."
     totals = {sum(stage.flops for stage in count.flops) for count in counts}
     given = "The number of operations changes with the head count."
     if len(totals) == 1:

@@ -132,8 +132,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         notes=tuple(_notes(sides, compared=bool(given))),
         answer=(),
     )
-    answer = _answer(report, given) if given else _not_comparable(report)
-    return replace(report, answer=(*answer, *_masked(sides, comparison.masked)))
+    return replace(report, answer=(*_answer(report, given), *_masked(sides, comparison.masked)))
 
 
 def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:
@@ -214,14 +213,12 @@ def _notes(sides: tuple[Side, Side], *, compared: bool) -> Iterator[str]:
     yield from (f"{side.label}: {note}" for side in sides for note in unlike_dot(side.run))
 
 
-def _not_comparable(report: DiffReport) -> Iterator[str]:
-    """Yield why the numbers of two sides with unrelated weights are not compared, and the way out."""
-    yield f"Not comparable: the weights could not be copied. {' '.join(report.weights.left_out)}"
-    yield "Shapes and axes are above. To compare numbers, give both sides the same parameters by name and shape."
-
-
 def _answer(report: DiffReport, given: str) -> Iterator[str]:
-    """Yield whether both compute the same, and the cause of a difference as far as it shows."""
+    """Yield whether both compute the same, and the cause of a difference as far as it shows; or why it is unknown."""
+    if not given:
+        yield f"Not comparable: the weights could not be copied. {' '.join(report.weights.left_out)}"
+        yield "Shapes and axes are above. To compare numbers, give both sides the same parameters by name and shape."
+        return
     left, right = report.left, report.right
     names = (
         [f"the left {left.label}", f"the right {right.label}"]

@@ -15,7 +15,7 @@ from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException
 
 from ..build.vocabulary import dashed, flag_of
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_out_of_memory
-from ..text import MESSAGE, byte_size, did_you_mean, listed, message_of, printable, printable_lines, shortened, shown
+from ..text import MESSAGE, byte_size, did_you_mean, listed, message_of, printable, shortened, shown
 from .output import unwritable
 
 _LONGEST = 1500
@@ -53,9 +53,10 @@ def explain(error: BaseException) -> ExitCode:
 
 def say(message: str) -> None:
     """Print a message on stderr, with unprintable characters escaped and the middle of a very long one cut."""
+    escaped = "\n".join(map(printable, message.split("\n")))
     if sys.stderr is not None:
         with suppress(OSError):
-            print(f"mha-inspect: {shortened(printable_lines(message), _LONGEST)}", file=sys.stderr)
+            print(f"mha-inspect: {shortened(escaped, _LONGEST)}", file=sys.stderr)
 
 
 def does_not_fit(error: BaseException, free: int | None = None) -> DoesNotFitError:

@@ -99,7 +99,7 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
     text = to_text(report, chosen, width=columns(out), color=in_color(out), height=lines(out))
     if chosen != "json" and drawn is not None and drawn.printed:
         text += drawn.text(out)
-    write(text, chosen)
+    write(text)
     if failure is not None:
         raise failure
 
@@ -126,8 +126,8 @@ def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:
     return text + drawn.text() if format == "plain" else with_pre(text, drawn.text())
 
 
-def write(text: str, format: str = "plain") -> None:
-    """Write a whole text to stdout. Characters that its encoding lacks become escapes, which JSON reads back.
+def write(text: str) -> None:
+    """Write a whole text to stdout. Characters that its encoding lacks become escapes.
 
     Raises `ClosedPipeError` if the reader closed the pipe, `ExportError` if stdout is closed or its disk is full.
     """
@@ -138,12 +138,7 @@ def write(text: str, format: str = "plain") -> None:
     try:
         text.encode(encoding, out.errors or "strict")
     except UnicodeEncodeError:
-        if format == "json":
-            import json
-
-            text = "".join(c if c.isascii() else json.dumps(c)[1:-1] for c in text)
-        else:
-            text = text.encode(encoding, "backslashreplace").decode(encoding)
+        text = text.encode(encoding, "backslashreplace").decode(encoding)
     try:
         out.write(text)
         out.flush()

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Literal, get_args
 
 from ..reports.common import Report
-from ..text import cells, printable_json
+from ..text import cells
 from .page import Block, Facts, Page, Paragraph, Table, apart
 
 Format = Literal["table", "plain", "json", "html"]
@@ -35,7 +35,7 @@ def to_text(
     if format not in FORMATS:
         raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
     if format == "json":
-        return printable_json(json.dumps(report.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)) + "\n"
+        return json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
     page = page_of(report)
     if format == "plain":
         return "\n".join(line.rstrip() for line in _plain(page)) + "\n"

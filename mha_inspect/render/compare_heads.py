@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from math import inf
 
 from .. import text
@@ -53,7 +54,7 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     columns = [
         _HEADS,
         Column("head_dim", lambda count: count.head_dim, "right"),
-        Column("parameters", lambda count: text.count(count.numel), "right", drop=3),
+        Column("parameters", lambda count: f"{count.numel:,}", "right", drop=3),
         Column("same parameters", lambda c: Cell("yes") if c.same_parameters else Cell("no", "warn"), drop=4),
         Column("output shape", lambda count: shape_cell(count.output_shape, ""), tone="shape", drop=6),
         *difference_columns("relative difference", (0, 2), lambda count: count.num_heads == report.baseline),
@@ -105,17 +106,14 @@ def _gradients(gradients: Gradients, baseline: int) -> Section:
     def noise(count: HeadGradients) -> str:
         return multiple(max((part.times_noise for part in count.parts if part.times_noise is not None), default=None))
 
-    def part_column(name: str, drop: int) -> Column:
-        return Column(name, lambda count: _apart(name, count), "right", drop=drop)
-
-    def count_column(count: HeadGradients, drop: int) -> Column:
-        return Column(text.plural(count.num_heads, "head"), lambda name: _apart(name, count), "right", drop=drop)
-
     columns = [
         _HEADS,
         Column("loss", lambda count: text.statistic(count.loss), "right", drop=20),
         # Biases go first where the page is narrow, the last of them first.
-        *(part_column(name, 0 if name.startswith("W") else 1 + place) for place, name in enumerate(across)),
+        *(
+            Column(name, partial(_apart, name), "right", drop=0 if name.startswith("W") else 1 + place)
+            for place, name in enumerate(across)
+        ),
         Column("× noise", noise, "right"),
         verdict_column(lambda count: count.num_heads == baseline),
     ]
@@ -123,7 +121,10 @@ def _gradients(gradients: Gradients, baseline: int) -> Section:
     if not across:
         others = [count for count in gradients.counts if count.num_heads != baseline]
         # Where the page is narrow, the last counts go first.
-        counts = [count_column(count, place) for place, count in enumerate(others)]
+        counts = [
+            Column(text.plural(count.num_heads, "head"), partial(_apart, count=count), "right", drop=place)
+            for place, count in enumerate(others)
+        ]
         tables.append(table(names, [Column("parameter", str, tone="strong"), *counts]))
     detail = f"relative difference from the baseline; loss {gradients.loss}"
     return section("gradients", *tables, Paragraph(gradients.answer), detail=detail)
@@ -191,11 +192,8 @@ def _focus(focus: Focus) -> Section:
 
 
 def _timing(timing: Timing) -> Section:
-    def flops(name: str, drop: int) -> Column:
-        def written(count: HeadTime) -> str:
-            return text.flops(sum(stage.flops for stage in count.flops if stage.stage == name))
-
-        return Column(name, written, "right", drop=drop)
+    def flops(name: str, count: HeadTime) -> str:
+        return text.flops(sum(stage.flops for stage in count.flops if stage.stage == name))
 
     names = dict.fromkeys(stage.stage for count in timing.counts for stage in count.flops)
     columns = [
@@ -203,7 +201,7 @@ def _timing(timing: Timing) -> Section:
         Column("median", lambda count: f"{text.small(count.median_ms)} ms", "right"),
         Column("middle half of runs", lambda c: f"{text.small(c.low_ms)} to {text.small(c.high_ms)} ms", "right"),
         Column("runs", lambda count: count.runs, "right", drop=20),
-        *(flops(name, place) for place, name in enumerate(names, 1)),
+        *(Column(name, partial(flops, name), "right", drop=place) for place, name in enumerate(names, 1)),
     ]
     detail = f"forward only, {text.plural(timing.threads, 'thread')}; FLOPs of each stage's matrix products"
     return section("time", table(timing.counts, columns), Paragraph(timing.answer), detail=detail)

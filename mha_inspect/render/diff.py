@@ -137,9 +137,7 @@ def diff_checkpoints_page(report: CheckpointDiffReport) -> Page:
 
 def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
     def sizes(side: CheckpointSide) -> str:
-        numbers = (
-            f"{text.plural(side.tensors, 'tensor')}, {text.count(side.numel)} numbers, {text.byte_size(side.nbytes)}"
-        )
+        numbers = f"{text.plural(side.tensors, 'tensor')}, {side.numel:,} numbers, {text.byte_size(side.nbytes)}"
         return f"{side.name}: {numbers}, {text.listed(side.dtypes)}"
 
     shape = Column("shape", lambda tensor: text.shape(tensor.shape), tone="shape")

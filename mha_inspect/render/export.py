@@ -59,8 +59,7 @@ class Destination:
 
         Raises `ExportError` if that fails; an existing file is then unchanged.
         """
-        errors = "surrogateescape" if self.format != "json" else "strict"
-        data = content.encode("utf-8", errors) if isinstance(content, str) else content
+        data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
         try:
             before = self.real.stat() if self.real.exists() else None
             if before is None or stat.S_ISREG(before.st_mode):

@@ -39,8 +39,8 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
     formula = []
     if total.formula_numel is not None:
         is_right = total.formula_numel == total.numel
-        wrong = f"but {text.count(total.numel)} were counted: a bug in mha-inspect"
-        said = f"{total.formula} = {text.count(total.formula_numel)}, {'as counted' if is_right else wrong}"
+        wrong = f"but {total.numel:,} were counted: a bug in mha-inspect"
+        said = f"{total.formula} = {total.formula_numel:,}, {'as counted' if is_right else wrong}"
         formula = [facts(("formula", said), tone="good" if is_right else "bad")]
     rows: Sequence[Parameter] = parameters
     if report.stored_attentions is not None:
@@ -97,7 +97,7 @@ def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Tabl
         Column("shape", unless_total(lambda p: shape_cell(p.shape, p.axes, p.whole)), tone="shape"),
         AXES,
         Column("dtype", lambda p: p.dtype, tone="muted", drop=3),
-        Column("count", lambda p: text.count(p.numel), "right"),
+        Column("count", lambda p: f"{p.numel:,}", "right"),
         Column("bytes", lambda p: text.byte_size(p.nbytes), "right", "muted", drop=2),
         Column("share", unless_total(lambda p: text.percent(p.share)), "right", "muted", drop=1),
         Column("role", lambda p: p.role, wrap=24, into="axes"),
@@ -158,7 +158,7 @@ def _side_by_side(counts: tuple[HeadCountColumn, ...]) -> Table:
     """Return a table with one column per head count. Values that differ between columns are strong."""
     lines: list[tuple[str, list[str]]] = [
         ("head_dim", [str(c.head_dim) for c in counts]),
-        ("parameters", [text.count(c.numel) for c in counts]),
+        ("parameters", [f"{c.numel:,}" for c in counts]),
     ]
     for name in dict.fromkeys(name for c in counts for name in c.shapes):
         lines.append((name, [text.shape(c.shapes[name]) if name in c.shapes else "" for c in counts]))

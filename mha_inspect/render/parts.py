@@ -160,7 +160,7 @@ def contents(tensors: Iterable[Any]) -> tuple[Table | Verbatim, ...]:
     def counted(title: str, drop: int, tone: Tone = "") -> Column:
         def cell(tensor: Any) -> Cell:
             number = getattr(tensor.stats, title.lower())
-            return Cell(text.count(number), tone if number else "muted")
+            return Cell(f"{number:,}", tone if number else "muted")
 
         return Column(title, cell, "right", drop=drop)
 

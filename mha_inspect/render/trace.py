@@ -46,7 +46,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if trace.plan_code is not None:
         yield section("plan", Verbatim(tuple(trace.plan_code.splitlines())))
     if trace.ops is not None:
-        yield section("operations", _ops(trace.ops), detail=text.count(len(trace.ops)))
+        yield section("operations", _ops(trace.ops), detail=f"{len(trace.ops):,}")
     if trace.failure is None:
         yield section("", *([_decode(trace.decode)] if trace.decode else []), _proof(trace.proof))
     else:
@@ -315,7 +315,7 @@ def _failure(failure: Failure, dtype: str) -> Iterator[Section]:
             Column("module", lambda op: op.module, tone="muted", drop=1, optional=True),
         ]
         shown = len(failure.last_ops)
-        detail = "" if shown == failure.num_ops else f"the last {shown} of {text.count(failure.num_ops)}"
+        detail = "" if shown == failure.num_ops else f"the last {shown} of {failure.num_ops:,}"
         yield section("operations", table(failure.last_ops, columns), detail=detail, more="")
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:

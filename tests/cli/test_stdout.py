@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import io
-import json
 import os
 import subprocess
 
@@ -123,8 +122,8 @@ def test_a_closed_stdout_is_said(monkeypatch):
 def test_text_reaches_a_stream_of_any_encoding(monkeypatch, encoding):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)
-    output.write(json.dumps({"formula": "4E² / √64 𝔼"}, ensure_ascii=False), "json")
-    output.write("\n4E² / √64")
-    written = stream.buffer.getvalue().decode(encoding).splitlines()
-    assert json.loads(written[0]) == {"formula": "4E² / √64 𝔼"}
-    assert written[1] == {"ascii": r"4E\xb2 / \u221a64", "latin-1": r"4E² / \u221a64", "utf-8": "4E² / √64"}[encoding]
+    output.write("4E² / √64")
+    assert (
+        stream.buffer.getvalue().decode(encoding)
+        == {"ascii": r"4E\xb2 / \u221a64", "latin-1": r"4E² / \u221a64", "utf-8": "4E² / √64"}[encoding]
+    )

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mha_inspect.render import FORMATS, to_text
 from mha_inspect.reports.common import LayerInfo, Values
 from mha_inspect.reports.trace import OpLine, OpRef
-from mha_inspect.text import printable, printable_lines
+from mha_inspect.text import printable
 
 from .samples import FULL_PARAMS
 from .trace_samples import ATTENTION, STAGES, TRACE
@@ -115,7 +115,6 @@ def test_a_name_of_any_length_takes_little_room_and_keeps_both_ends():
 def test_what_is_escaped_can_be_read():
     assert printable("a\x1b[31m\u202e\U000e0041") == "a\\x1b[31m\\u202e\\U000e0041"
     assert printable("naïve √256 · kᵀ 漢字") == "naïve √256 · kᵀ 漢字"
-    assert printable_lines("a\x1b\nb\r\n") == "a\\x1b\nb\\x0d\n"
 
 
 @given(st.text())

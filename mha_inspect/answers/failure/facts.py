@@ -17,7 +17,7 @@ from ...record.recorder import Recorder
 from ...reports.trace import FailedOperand
 from ...running.subject import Run
 from .call import Call, Site, tensors_of, written
-from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, reach
+from .reached import LAYERS, PRODUCTS, SDPA, Given, Reached, behind_of, reach
 
 HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
@@ -129,9 +129,10 @@ class Facts:
     @property
     def mask_and_scores(self) -> tuple[Operand, Operand] | None:
         """The mask (independent of parameters) and the scores, if the call broadcasts them; else None."""
-        scores = next((o for o in self.operands if o.from_scores), None)
+        graph, scores = self.reached.graph, next((o for o in self.operands if o.from_scores), None)
         others = [o for o in self.operands if not o.from_scores and o.shape]
-        mask = next((o for o in others if not self.reached.is_of_parameters(o.given.tensor)), None)
+        of_weights = {o for o in others if any(map(graph.is_weight, behind_of(graph, o.given.tensor)))}
+        mask = next((o for o in others if o not in of_weights), None)
         return None if scores is None or mask is None or self.base not in BROADCASTS else (mask, scores)
 
     @property

@@ -70,7 +70,7 @@ class Reached:
 
     def of(self, tensor: TensorRef) -> str:
         """Return the axes of a tensor as a pattern; its sequence is that of the nearest earlier stage."""
-        nearest = (self.sides[t.id] for t in islice(_behind(self.graph, tensor), _FAR) if t.id in self.sides)
+        nearest = (self.sides[t.id] for t in islice(behind_of(self.graph, tensor), _FAR) if t.id in self.sides)
         return self._pattern(tensor, next(nearest, ""))
 
     def of_stage(self, stage: str) -> str:
@@ -103,16 +103,11 @@ class Reached:
         steps = self.graph.back(tensor, self.graph.passes_on)
         return scores is not None and any(step.tensor.id == scores.id for step in steps)
 
-    def is_of_parameters(self, tensor: TensorRef) -> bool:
-        """Return whether a tensor is computed from a parameter."""
-        return any(self.graph.is_weight(source) for source in _behind(self.graph, tensor))
-
     def is_table(self, tensor: TensorRef) -> bool:
         """Return whether a tensor is computed from parameters or buffers and from no argument."""
-        recording, behind = self.graph.recording, {source.id for source in _behind(self.graph, tensor)}
+        recording, behind = self.graph.recording, {source.id for source in behind_of(self.graph, tensor)}
         own, given = (*recording.parameters, *recording.buffers), recording.inputs
-        among = [any(named.tensor.id in behind for named in each) for each in (own, given)]
-        return among == [True, False]
+        return [any(named.tensor.id in behind for named in each) for each in (own, given)] == [True, False]
 
     def steps_back(self, tensor: TensorRef) -> Iterator[tuple[TensorRef, Op | None]]:
         """Yield a tensor and its operation, then the same for the tensors before each reshape and scaling."""
@@ -175,13 +170,13 @@ def _side(stage: str) -> Whose:
     return "scores"
 
 
-def _behind(graph: Graph, tensor: TensorRef) -> Iterator[TensorRef]:
+def behind_of(graph: Graph, tensor: TensorRef) -> Iterator[TensorRef]:
     """Yield a tensor and all tensors that it is computed from, the nearest first."""
     return (step.tensor for step in graph.back(tensor, lambda _: True))
 
 
 def _is_made_of(graph: Graph, tensor: TensorRef, ids: Collection[int]) -> bool:
-    return any(source.id in ids for source in _behind(graph, tensor))
+    return any(source.id in ids for source in behind_of(graph, tensor))
 
 
 def _is_activation(base: str, given: Given) -> bool:
