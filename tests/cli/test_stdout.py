@@ -123,7 +123,5 @@ def test_text_reaches_a_stream_of_any_encoding(monkeypatch, encoding):
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
     monkeypatch.setattr("sys.stdout", stream)
     output.write("4E² / √64")
-    assert (
-        stream.buffer.getvalue().decode(encoding)
-        == {"ascii": r"4E\xb2 / \u221a64", "latin-1": r"4E² / \u221a64", "utf-8": "4E² / √64"}[encoding]
-    )
+    written = stream.buffer.getvalue().decode(encoding)
+    assert written == {"ascii": r"4E\xb2 / \u221a64", "latin-1": r"4E² / \u221a64", "utf-8": "4E² / √64"}[encoding]
