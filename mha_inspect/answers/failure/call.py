@@ -210,6 +210,15 @@ def dispatched(error: BaseException) -> Call | None:
     return Call(str(frames[-1]["func"]), tuple(frames[-1]["args"]), frames[-1]["kwargs"] or {}) if frames else None
 
 
+def method_of(error: BaseException) -> Call | None:
+    """Return the method of a tensor, written in Python, in which an error was raised: `unflatten`; None if none was."""
+    frame = _entries(error)[-1][0]
+    code = frame.f_code
+    is_method = getattr(getattr(torch.Tensor, code.co_name, None), "__code__", None) is code
+    args = tuple(frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
+    return Call(f"Tensor.{code.co_name}", args) if is_method else None
+
+
 def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
     """Return the innermost call of nn.MultiheadAttention or nn.Transformer in a traceback; None without one.
 

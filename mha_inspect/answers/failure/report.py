@@ -15,7 +15,7 @@ from ...reports.trace import FailedOperand, Failure, Proof, ReachedOp, ReachedSt
 from ...running.subject import Run, State, Subject, run_and_record
 from ...text import MESSAGE, message_of, shortened
 from ..run_report import environment_of, layer_of, report
-from .call import CallWatch, call_of_layer, dispatched, site_of
+from .call import CallWatch, call_of_layer, dispatched, method_of, site_of
 from .causes import find_cause
 from .facts import Facts, clash, facts_of
 
@@ -92,7 +92,7 @@ def describe_failure(
     facts: Facts | None = None
     try:
         call = call_of_layer(error, in_block=in_block) or (watch and watch.take(error))
-        call = call or dispatched(error)
+        call = call or dispatched(error) or method_of(error)
         facts = facts_of(type(error).__name__, _message(error), Run(recording), site, recorder, call)
         failure = Failure(
             error=facts.error,
