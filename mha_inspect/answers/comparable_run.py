@@ -297,19 +297,13 @@ class Comparison:
                 if of.num_heads > of.num_kv_heads > 0
             )
         if left.shape != right.shape and "key" in CANONICAL_AXES[stage].split():
-            at, keys = (
-                CANONICAL_AXES[stage].split().index("key"),
-                max(self.left.filled(place), self.right.filled(place)),
-            )
+            at = CANONICAL_AXES[stage].split().index("key")
+            keys = max(self.left.filled(place), self.right.filled(place))
             ours, theirs = (each.narrow(at, 0, min(keys, each.shape[at])) for each in (ours, theirs))
         # Up to its scores, the first attention is defined for every query, whatever the mask.
         rows = self.masked[place] if place or stage in _AFTER_A_MASK else ()
-        likes = ((self.left, theirs), (self.right, ours))
-        floors = (
-            run.floor(place, stage, like, rows)
-            for run, like in likes
-            if run in (self.measured or (self.left, self.right))
-        )
+        runs = self.measured or (self.left, self.right)
+        floors = (run.floor(place, stage, theirs if run is self.left else ours, rows) for run in runs)
         difference = compare_stage(stage, ours, theirs, lambda: max(floors))
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"

@@ -51,9 +51,9 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     source, target = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
-    given, before = (_numbers(side) for side in (source, target))
-    if given and {name: t.shape for name, t in given.items()} == {name: t.shape for name, t in before.items()}:
-        target.subject.module.load_state_dict(given)
+    numbers, before = (_numbers(side) for side in (source, target))
+    if numbers and _agree(numbers, before):
+        target.subject.module.load_state_dict(numbers)
         if any(not same_bits(tensor, before[name]) for name, tensor in target.subject.module.state_dict().items()):
             target.forget()  # a run with the same numbers stays valid
         return SharedWeights(True, "Both sides have the same state dict: names and shapes agree.", ()), _SAME

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from math import isinf
@@ -81,11 +81,8 @@ def _stages(rows: tuple[StageRow, ...]) -> Table:
     def shape(side: StageSide | None) -> Cell:
         if side is None:
             return Cell("none", "muted")
-        several, mark = side.count > 1, "*" if side.opened else ""
-        shape = shape_cell(side.shape, side.axes)
-        return Cell(
-            f"{side.count} × {shape.text}" if several else shape.text, "shape", "" if several else side.axes, mark
-        )
+        shape = replace(shape_cell(side.shape, side.axes), mark="*" * side.opened)
+        return shape if side.count == 1 else replace(shape, text=f"{side.count} × {shape.text}", axes="")
 
     def axes(side: StageSide | None) -> str:
         return "" if side is None else side.axes
@@ -157,28 +154,16 @@ def _of_checkpoints(report: CheckpointDiffReport) -> Iterator[Section]:
 def _tensors(pairs: Sequence[TensorPair]) -> Table:
     """Return tensors as rows. Equal tensors that repeat from layer to layer share a row."""
 
-    def right(left: str, right: str) -> str:
-        return "" if left == right else right
+    def both(title: str, tone: Tone, of: Callable[[TensorPair], tuple[str, str]], wrap: int = 0) -> Iterator[Column]:
+        """Yield the column of the left side, and under it that of the right, filled where they differ."""
+        yield Column(title, lambda pair: of(pair)[0], tone=tone, wrap=wrap)
+        right = Column(f"right {title}", lambda pair: of(pair)[1] if len({*of(pair)}) > 1 else "", wrap=wrap)
+        yield replace(right, tone=tone, into=title, optional=True)
 
     columns = [
-        Column("name", lambda pair: pair.name, tone="strong", wrap=24),
-        Column("right name", lambda pair: right(pair.name, pair.other), into="name", optional=True, wrap=24),
-        Column("shape", lambda pair: text.shape(pair.left_shape), tone="shape"),
-        Column(
-            "right shape",
-            lambda pair: right(text.shape(pair.left_shape), text.shape(pair.right_shape)),
-            tone="shape",
-            into="shape",
-            optional=True,
-        ),
-        Column("dtype", lambda pair: pair.left_dtype, tone="muted"),
-        Column(
-            "right dtype",
-            lambda pair: right(pair.left_dtype, pair.right_dtype),
-            tone="muted",
-            into="dtype",
-            optional=True,
-        ),
+        *both("name", "strong", lambda pair: (pair.name, pair.other), 24),
+        *both("shape", "shape", lambda pair: (text.shape(pair.left_shape), text.shape(pair.right_shape))),
+        *both("dtype", "muted", lambda pair: (pair.left_dtype, pair.right_dtype)),
         Column("largest difference", lambda pair: number(pair.max_abs_difference), "right", drop=2, optional=True),
         Column("relative", lambda pair: number(pair.relative_difference), "right", drop=1, optional=True),
         Column("verdict", _verdict),

@@ -20,11 +20,7 @@ def params_page(report: ParamsReport) -> Page:
 def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters, total = report.parameters, report.total
     if report.stored_attentions:
-        by = (
-            "read from the names of their tensors"
-            if report.like is None
-            else f"read from a run of {report.like.module}"
-        )
+        by = "the names of their tensors" if report.like is None else f"a run of {report.like.module}"
         columns = [
             Column("module", lambda attention: attention.module or "the whole file", tone="strong"),
             Column("num_heads", lambda attention: attention.num_heads or "?", "right"),
@@ -33,7 +29,7 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
             Column("heads that fit", lambda attention: ", ".join(map(str, attention.fits)), wrap=24, optional=True),
         ]
         attentions = folded(report.stored_attentions, "module", merged={"parameters": lambda parts: ()})
-        yield section("attentions", table(attentions, columns), detail=by)
+        yield section("attentions", table(attentions, columns), detail=f"read from {by}")
     if report.like is not None:
         yield section("fit", *_fit(report.like), detail=f"against {report.like.module}")
     formula = []
