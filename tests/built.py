@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mha_inspect.answers.diff import Side
-from mha_inspect.answers.trace import trace
+from mha_inspect.answers.trace import traced
 from mha_inspect.call.call import Call
 from mha_inspect.call.load import load_layer
 from mha_inspect.call.part import layer_inputs
@@ -41,6 +41,11 @@ def with_specs(subject: Subject, spec: AttentionSpec, inputs: InputSpec, run: Ru
 
 def built_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Layer:
     return with_specs(load_layer(spec, inputs, run, layer), spec, inputs, run)
+
+
+def trace(subject: Subject, show: Show | None = None) -> Trace:
+    show = show or Show()
+    return traced(subject, show, keep=show.stats or show.values)[0]
 
 
 def trace_layer(

@@ -20,21 +20,14 @@ from .ranks import with_whole_shapes
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
 
-def trace(subject: Subject, show: Show | None = None) -> Trace:
-    """Run a subject, and report every attention in its dataflow.
-
-    Raises `ForwardError` if the forward raises: its `trace` is the recording up to the error, with `failure`, and its
-    `__cause__` is the error. Arguments that do not fit the forward's signature raise Python's own error.
-    """
-    show = show or Show()
-    return traced(subject, show, keep=show.stats or show.values)[0]
-
-
 def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
-    """Return the trace and its run, with tensors kept if `keep`.
+    """Run a subject, and return a report of every attention in its dataflow, and the run, with tensors kept if `keep`.
 
     The subject is run once. Fused kernels of that run are opened by recomputing their stages. Results, buffers and
     random generators are as after one plain call.
+
+    Raises `ForwardError` if the forward raises: its `trace` is the recording up to the error, with `failure`, and its
+    `__cause__` is the error. Arguments that do not fit the forward's signature raise Python's own error.
     """
     with subject.settings():
         before = subject.state()
