@@ -62,11 +62,6 @@ def compare_heads(
 
     Each gets the baseline's weights as far as their shapes allow, and is run once. `see` is called with each head count
     and its run, while the stages are in memory; `tick` is called with the progress before each step of training.
-
-    Raises:
-        SpecError: no attention was found, the outputs have different shapes, or weights are dropped at random.
-        InputError: the baseline cannot be run in float64, which rounding is measured against; or there is no gradient.
-        RecordingError: `focus` was requested and the weights cannot be split by head.
     """
     baseline = HeadRun(*counted[0])
     masked = baseline.masked_queries(0)

@@ -108,10 +108,6 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     Without `same_weights`, each side keeps its own weights. Attentions are paired in the order of computation. Stages
     are compared in canonical axes, and judged by the larger rounding error of both sides, measured against float64 in
     this run.
-
-    Raises:
-        InputError: a side cannot be run in float64.
-        WeightsError: both sides are layers, and their weights cannot be the same.
     """
     weights, given = share(left, right) if same_weights else AS_THEY_ARE
     sides, comparison = (left, right), Comparison(left, right)

@@ -34,13 +34,8 @@ _NAMED = 5
 def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None) -> CheckpointDiffReport:
     """Compare two checkpoints: tensors of one name, the heads of attentions, and renamed tensors.
 
-    A side is a file, an index of shards, or a folder. `num_heads` is the head count, if no file has it.
-
-    Raises:
-        InputError: a side has no tensors, or a file is damaged.
-        UnsafeFileError: a file is compressed, or could only be opened by running code in it.
-        SpecError: the shapes on neither side allow the head count that was given.
-        DoesNotFitError: a tensor takes more memory than is free.
+    A side is a file, an index of shards, or a folder. `num_heads` is the head count, if no file has it. Raises the
+    errors of `params_of_checkpoint`, and `DoesNotFitError` if a tensor takes more memory than is free.
     """
     ours, theirs = (_Side.of(read_checkpoint(path), num_heads) for path in (left, right))
     counts = [attention.stored.num_heads for side in (ours, theirs) for attention in side.attentions.values()]
