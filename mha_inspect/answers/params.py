@@ -17,6 +17,7 @@ from ..errors import InputError
 from ..layers.catalog import evaluate, find_layer
 from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.content import stats_of, values_of
+from ..measure.weights import weights_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.score_formulas import unlike_dot
 from ..record.ranks import Piece, local, parameters_of, piece_of
@@ -90,7 +91,7 @@ def params(
         side_by_side=columns,
         changes=changes,
         notes=(*notes, *show.without_numbers(environment.device)),
-        head_norms=_head_norms(module, roles) if norms else None,
+        head_norms=(_head_norms(module, run) if run else ()) if norms else None,
         ranks=ranks,
     )
     return of_all_ranks(report, of_block(run, None, [module]), run, subject) if of_all_ranks and run else report
@@ -246,30 +247,16 @@ def _unchanged(columns: Sequence[HeadCountColumn], parameters: Mapping[str, Tens
     )
 
 
-def _head_norms(module: nn.Module, roles: Roles) -> tuple[HeadNorms, ...]:
-    """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64, attention by attention.
-
-    A part of a head that comes again, in the order of the parameters, begins the next attention.
-    """
-    attentions: list[tuple[list[str], dict[tuple[str, int], Tensor]]] = []
-    for name, parameter in ((name, local(parameter)) for name, parameter in module.named_parameters()):
-        role = roles.get(name, ParameterRole("", ""))
-        slices = _local_heads(role, parameter) if role.is_part else ()
-        pieces = [piece for piece in slices if piece.part.startswith("W_") and piece.columns]
-        if pieces and (not attentions or any((piece.part, piece.head) in attentions[-1][1] for piece in pieces)):
-            attentions.append(([], {}))
-        for piece in pieces:
-            names, squares = attentions[-1]
-            names.append(name)
-            assert piece.columns is not None
-            square = parameter.detach()[slice(*piece.rows), slice(*piece.columns)].double().square().sum()
-            squares[piece.part, piece.head] = squares.get((piece.part, piece.head), torch.zeros_like(square)) + square
+def _head_norms(module: nn.Module, run: Run) -> tuple[HeadNorms, ...]:
+    """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64, attention by attention."""
     norms = []
-    for names, squares in attentions:
+    for weights in weights_of(run, module):
+        matrices = {part: weights.projections[part] for part in ("W_q", "W_k", "W_v", "W_o") if part in weights.shapes}
         # The innermost module that contains all of these parameters.
-        paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
-        owner = ".".join(parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, paths))
-        for part in sorted(dict.fromkeys(part for part, _ in squares), key=lambda part: "qkvo".find(part[2:3])):
-            heads = sorted(head for of_part, head in squares if of_part == part)
-            norms.append(HeadNorms(owner, part, tuple(float(squares[part, head].sqrt()) for head in heads)))
-    return tuple(norms)
+        names = (name.split(".")[:-1] for projection in matrices.values() for name in projection.parameters)
+        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
+        owner = ".".join(parts[0] for parts in common)
+        for part, projection in matrices.items():
+            heads = projection.read(lambda name: local(module.get_parameter(name))).double().flatten(1)
+            norms.append(HeadNorms(owner, part, tuple(heads.norm(dim=1).tolist())))
+    return tuple(dict.fromkeys(norms))  # a module that is called twice has its weights once
