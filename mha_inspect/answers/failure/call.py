@@ -40,7 +40,7 @@ _TAKE_MASKS = ("masked_fill", "masked_fill_", "where")
 _ROLES: dict[str, tuple[str, ...]] = {
     "linear": ("input", "weight", "bias"),
     "layer_norm": ("input", "", "weight", "bias"),
-    "embedding": ("input", "weight"),
+    **dict.fromkeys(("embedding", "conv1d", "conv2d", "conv3d"), ("input", "weight")),
     "scaled_dot_product_attention": ("query", "key", "value", "attn_mask"),
 }
 """Argument names by position, for torch functions without a signature."""
@@ -266,6 +266,8 @@ def written(recording: Recording, tensor: TensorRef, names: Mapping[int, str], p
     if op.module not in ("", path) and inner.count(".") < 2:
         return f"{inner}(...)"
     name = written(recording, op.inputs[0], names, path) if op.inputs else ""
+    if name and op.base_name == "_to_copy":
+        return f"{name}.to(...)"
     if not name or len(op.inputs) > 1 or not hasattr(torch.Tensor, op.base_name):
         return ""
     settings = (part for arg in op.args[1:] for part in (arg if isinstance(arg, tuple) else (arg,)))

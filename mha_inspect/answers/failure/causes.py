@@ -16,7 +16,7 @@ from math import prod
 from ... import text
 from ...record.ops import TensorRef
 from ...reports.trace import Cause
-from .facts import BROADCASTS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
+from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .reached import ATTENTION, LAYERS, SDPA
 
 CAUSES = (
@@ -42,8 +42,8 @@ def find_cause(facts: Facts) -> Cause | None:
 
 
 def _arguments(facts: Facts) -> Iterator[Cause]:
-    """Judge an argument that is None, and the rank of one whose shape is unpacked."""
-    said = re.findall(_UNPACKED, facts.message)
+    """Judge an argument that is None, and the rank of one whose shape is unpacked, or of a convolution's input."""
+    x, weight, said = facts.given("input"), facts.given("weight"), re.findall(_UNPACKED, facts.message)
     for o in facts.operands if said and facts.unpacks_shape and len(facts.operands) == 1 else ():
         if (rank := int(said[0])) != len(o.shape):
             what = f"{o.is_shape}, {text.plural(len(o.shape), 'dimension')}; this line expects {rank}."
@@ -55,6 +55,13 @@ def _arguments(facts: Facts) -> Iterator[Cause]:
             f"{name} is None, and this line uses it as a tensor.",
             f"Pass {name}, e.g. trace TARGET --input-shape {name}=SIZES:DTYPE, or skip this line if {name} is None.",
         )
+    if x is None or weight is None or not x.given.value.numel() or x.given.value.is_meta:
+        return
+    rank = len(weight.shape) - 1
+    if facts.base in CONVOLUTIONS and len(x.shape) not in (rank, rank + 1):
+        layout = "batch channels " + ("length", "height width", "depth height width")[rank - 2]
+        what = f"{x.is_shape}, {len(x.shape)} dimensions; {facts.base} expects {rank + 1}: {layout}."
+        yield Cause("wrong_rank", what, f"Give {x.name} {rank + 1} dimensions, channels second.")
 
 
 def _tables(facts: Facts) -> Iterator[Cause]:
@@ -194,6 +201,12 @@ def _width(facts: Facts, x: Operand, takes: int, weight: Operand | None) -> Iter
 def _unjoined(x: Operand, takes: int) -> Iterator[Cause]:
     """Judge an input whose heads would fit the layer if they were concatenated."""
     heads, features = x.place(*HEADS), x.place("head_dim")
+    if heads is None and len(x.shape) >= 4 and x.shape[-1] * x.shape[-2] == takes:
+        yield Cause(
+            "heads_not_joined",
+            f"{x.name} ends in {x.axis(-2)} and {x.axis(-1)}; the layer expects one dimension of {takes}.",
+            "Use torch.cat(heads, dim=-1), or .flatten(-2) with the heads just before their features.",
+        )
     if heads not in (None, features) and features is not None and x.shape[heads] * x.shape[features] == takes:
         swap = "" if heads == len(x.shape) - 2 else ".transpose(1, 2)"
         yield Cause(

@@ -23,6 +23,7 @@ HEADS = ("heads", "kv_heads")
 SEQUENCES = ("query", "key", "sequence")
 BROADCASTS = {"add", "sub", "mul", "div", "truediv", "masked_fill", "where", "addcmul", "iadd", "isub", "imul", "pow"}
 """Calls that broadcast their operands, by name without underscores."""
+CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
 VIEWS = ("view", "reshape", "unflatten")
 """Calls that split or merge dimensions."""
 
