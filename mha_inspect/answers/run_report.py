@@ -201,7 +201,7 @@ def _attention(
     run: Run, attention: Attention, names: AxisNames, axes: Mapping[str, str], show: Show, reader: InnerStepsReader
 ) -> AttentionReport:
     inner = reader.of(attention, names)
-    facts = StageFacts(run.graph, attention, dict(axes), inner)
+    facts = StageFacts(run.graph, attention, dict(axes), inner, names.num_heads // max(names.num_kv_heads, 1))
     masked = _masked_of(run, attention) if show.stats else None
     stages = [
         Stage(

@@ -8,13 +8,12 @@ dimensions of size one leave no trace in a view, so a caller may record a second
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 from ..record.ops import Op, Recording, TensorRef
 from .axis import Axis, Dim, fresh, resolve, setting, size_of, wide
-from .rules import rule_of, slice_piece
+from .rules import rule_of, slice_piece, split_pieces
 
 __all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
 
@@ -25,7 +24,7 @@ class Dimensions:
     def __init__(self, recording: Recording) -> None:
         self._dims: dict[int, tuple[Dim, ...]] = {}
         self._places: dict[tuple[Any, ...], tuple[Dim, ...]] = {}
-        self._uneven = _uneven_slices(recording.ops)
+        self._uneven = _uneven_cuts(recording)
         for op in recording.ops:
             self._follow(op)
         self._inputs = tuple(named.tensor for named in recording.inputs)
@@ -77,7 +76,9 @@ class Dimensions:
         if not op.outputs or (op.kind == "view" and op.output.id in self._dims):
             return
         inputs = tuple([self._known(tensor) for tensor in op.inputs])
-        rule = _slice_unevenly if op.index in self._uneven else rule_of(op.name, op.kind, op.pointwise)
+        rule = rule_of(op.name, op.kind, op.pointwise)
+        if op.index in self._uneven:
+            rule = partial(slice_piece if op.base_name == "slice" else split_pieces, is_even=False)
         try:
             results = rule(op, inputs)
         except IndexError:  # nested rows are one buffer, without the dimensions of the arguments
@@ -90,19 +91,32 @@ class Dimensions:
                 self._dims[tensor.id] = self._places[_place(tensor)] = dims
 
 
-_slice_unevenly = partial(slice_piece, is_even=False)
+def _uneven_cuts(recording: Recording) -> set[int]:
+    """Return the indices of cuts of one tensor into pieces that differ in size, or in the heads that a view gives them.
+
+    E.g. queries beside keys and values, with half as many heads for each of these.
+    """
+    cut: dict[tuple[int, int], dict[TensorRef, int]] = {}
+    for op in recording.ops:
+        if op.outputs and op.does("cuts") and setting(op, 4, "step", 1) == 1:
+            place = setting(op, 1 if op.base_name == "slice" else 2, "dim", 0) % len(op.output.shape)
+            if op.output.shape[place] != op.inputs[0].shape[place]:
+                cut.setdefault((op.inputs[0].id, place), {}).update(dict.fromkeys(op.outputs, op.index))
+    return {
+        index
+        for (_, place), pieces in cut.items()
+        if len({piece.shape[place] for piece in pieces}) > 1
+        or len({sizes for piece in pieces for sizes in _sizes_in_views(recording, piece)}) > 1
+        for index in pieces.values()
+    }
 
 
-def _uneven_slices(ops: Iterable[Op]) -> set[int]:
-    """Return the indices of slices that cut one tensor into pieces of different sizes."""
-    cut: dict[tuple[int, int], dict[int, int]] = {}
-    for op in ops:
-        if op.name == "aten.slice.Tensor" and op.outputs and setting(op, 4, "step", 1) == 1:
-            place = setting(op, 1, "dim", 0) % len(op.output.shape)
-            size = op.output.shape[place]
-            if size != op.inputs[0].shape[place]:
-                cut.setdefault((op.inputs[0].id, place), {})[op.index] = size
-    return {index for sizes in cut.values() if len(set(sizes.values())) > 1 for index in sizes}
+def _sizes_in_views(recording: Recording, tensor: TensorRef) -> set[tuple[int, ...]]:
+    """Return the sizes above one that views split the last dimension of a tensor into."""
+    *rows, _ = tensor.shape
+    readers = recording.consumers.get(tensor.id, ())
+    views = [op.output.shape for op in readers if op.base_name in ("view", "_unsafe_view")]
+    return {tuple(size for size in shape[len(rows) :] if size > 1) for shape in views if [*shape[: len(rows)]] == rows}
 
 
 def _place(tensor: TensorRef) -> tuple[Any, ...]:

@@ -125,15 +125,15 @@ def _projection(
         end = Projection(op, step.path[::-1])
         joined = any(passed.base_name == "cat" for passed in end.path)
         several = joined or _adds_activations(graph, end.path)
-        earlier = (
-            earlier_projections(graph, op, module, like) if joined and like is not None and op.does("product") else ()
-        )
+        is_apart = joined and like is None and not inside(op.module, module)  # e.g. the embedding of a class token
+        chosen = joined and like is not None
+        earlier = earlier_projections(graph, op, module, like) if chosen and op.does("product") else ()
         is_like = like is None or not several or _origin(graph, (*earlier, op)[0]) == like
         if _gives(graph, op, positions):
             of_positions = of_positions or end
-        elif is_like and joined and like is not None and not earlier:
+        elif is_like and chosen and not earlier:
             direct = direct or end
-        elif is_like and (nearest is None or several):
+        elif is_like and not is_apart and (nearest is None or several):
             return end
         else:
             nearest = nearest or end

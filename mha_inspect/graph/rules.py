@@ -133,17 +133,18 @@ def _unsqueeze(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     return [(*inputs[0][:place], fresh(1), *inputs[0][place:])]
 
 
-def _split(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
+def split_pieces(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
+    """Return the dimensions of each piece of a split; with `is_even` False the pieces are not alike."""
     dims, place = inputs[0], _place(op, 2, len(inputs[0]))
     sizes = [output.shape[place] for output in op.outputs]
-    starts, is_even = accumulate(sizes, initial=0), len(set(sizes)) == 1
+    starts, is_even = accumulate(sizes, initial=0), is_even and len(set(sizes)) == 1
     return [_cut(op, dims, place, start, size, is_even=is_even) for start, size in zip(starts, sizes, strict=False)]
 
 
 def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
     """Return the dimensions of a slice; an equal piece of the features, or every n-th feature, is as after a split.
 
-    With `is_even` False other slices of the same tensor have other sizes, so no slice is an equal piece.
+    With `is_even` False other slices of the same tensor are not like this one, so no slice is an equal piece.
     """
     dims, shape = inputs[0], op.inputs[0].shape
     place = _place(op, 1, len(dims))
@@ -339,7 +340,7 @@ RULES: dict[str, Rule] = {
     "repeat": _repeat,
     "reduce": _reduce,
     "unsqueeze": _unsqueeze,
-    "split": _split,
+    "split": split_pieces,
     "slice": slice_piece,
     "join": _join,
     "pad": _pad,

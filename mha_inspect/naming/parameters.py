@@ -271,15 +271,16 @@ class _PartsOfAttention:
             return []
         parts: list[Part] = []
         of_turns = [codes_of(self._attention, self._names, turn, "context") for turn in self._turns]
-        for op in ops:
+        joined, ends = self._joined_outputs(contexts, ops), [turn.stages["context"] for turn in self._attention.turns]
+        since = min(map(self._made_at, ends))
+        stops = {attention.stages["context"].id for attention, _ in self._run.attentions} | {t.id for t in ends}
+        for op in (*ops, *joined):
             taken, weight = self._graph.projected(op), weight_of(self._graph, op)
-            ends = [turn.stages["context"] for turn in self._attention.turns]
-            since = min(map(self._made_at, ends))
-            stops = {attention.stages["context"].id for attention, _ in self._run.attentions} | {t.id for t in ends}
             way, meetings = self._way(taken, stops, set(), since)
             codes = self._codes_at(taken, way, contexts, of_turns)
             weighing = self._way(weight, set(), set(), 0)[0]
-            parts += self._parts("o", _Meeting(op, weight, "W"), weighing, taken, codes)
+            kind = "joined W" if op in joined else "W"
+            parts += self._parts("o", _Meeting(op, weight, kind), weighing, taken, codes)
             beside: set[int] = set()
             for gate in gates_of(self._graph, contexts, way):
                 gate_way, of_gate = self._gate_way(gate)
@@ -289,11 +290,7 @@ class _PartsOfAttention:
                     parts += self._parts("g", meeting, [*gate_way, gate.op], *gated)
             for meeting in (meeting for meeting in meetings if meeting.op is None or meeting.op.index not in beside):
                 parts += self._parts("o", self._placed(meeting, op, "output"), way, taken, codes)
-        for op in self._joined_outputs(contexts, ops):
-            taken, weight = self._graph.projected(op), weight_of(self._graph, op)
-            way = self._way(taken, {context.id for context in contexts}, set(), min(map(self._made_at, contexts)))[0]
-            codes, weighing = self._codes_at(taken, way, contexts, of_turns), self._way(weight, set(), set(), 0)[0]
-            parts += self._parts("o", _Meeting(op, weight, "joined W"), weighing, taken, codes)
+        for op in joined:
             made = self._graph.after_projection(op)
             for meeting in self._way(made, set(), {op.index}, op.index - 1)[1]:
                 if meeting.kind == "b":
@@ -316,12 +313,10 @@ class _PartsOfAttention:
 
     def _gate_way(self, gate: Gate) -> tuple[list[Op], list[_Meeting]]:
         """Return the operations from a gate's input to its factor, in order, and the parameters that they apply."""
-        earlier = (earlier_projections(self._graph, op, self._attention.module) for op in gate.projections)
-        ends = {(*before, op)[0].index for before, op in zip(earlier, gate.projections, strict=True)}
+        last, module = gate.projections, self._attention.module
+        ends = {(*earlier_projections(self._graph, op, module), op)[0].index for op in last}
         way, meetings = self._way(gate.factor, set(), ends, -1)
-        last = [op.index for op in gate.projections]
-        is_last = (each.kind == "before" and each.op is not None and each.op.index in last for each in meetings)
-        return way, [replace(each, kind="W") if own else each for each, own in zip(meetings, is_last, strict=True)]
+        return way, [replace(at, kind="W") if at.kind == "before" and at.op in last else at for at in meetings]
 
     def _codes_at(
         self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[Codes | None]
@@ -391,9 +386,8 @@ class _PartsOfAttention:
         weight = weight_of(self._graph, op)
         place = places_of_weight(self._graph, op)[part.letter == "o" and part.kind in _MATRICES]
         number = weight.shape[place]
-        ends = torch.stack(
-            [elements.at(weight, place, index).flatten() for index in (0, min(1, number - 1), number - 1)]
-        )
+        indices = (0, min(1, number - 1), number - 1)
+        ends = torch.stack([elements.at(weight, place, index).flatten() for index in indices])
         known = ends[:, ~ends.isnan().any(0)][:, :1].long().flatten().tolist()
         step = known[1] - known[0] if known and number > 1 else 1
         if not known or step < 1 or known[2] - known[0] != step * (number - 1):

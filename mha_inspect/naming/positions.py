@@ -32,6 +32,8 @@ _NEAR = 1e-5
 """Relative differences below this are rounding."""
 _UNEVEN = 0.1
 """Angles between neighbours that differ by more are not of one position each."""
+_HIDES = -50.0
+"""Scores that are lower by this have no weight beside others, in any dtype: Swin adds -100 or 0."""
 _LARGEST = 1 << 24
 """Heads with more elements are not computed again."""
 
@@ -344,7 +346,10 @@ def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:
     bias, mask = False, finite is not None and not bool(finite.all())
     if value is not None and finite is not None:
         numbers = value[finite]
-        bias = bool((numbers != 0).any()) and not bool(((numbers == 0) | (numbers == 1)).all())
+        low, high = map(float, numbers.aminmax()) if numbers.numel() else (0.0, 0.0)
+        hides, ends = low < _HIDES and high == 0, (numbers == low) | (numbers == high)
+        few = bool(ends.all()) and (hides or (low in (0, 1) and high in (0, 1)))
+        mask, bias = mask or (few and hides), not few
         if bias and _is_linear(value, finite):
             return Added(True, mask, Position("alibi"))
     learned, relative = _origin(graph, tensor)

@@ -36,12 +36,14 @@ class StageFacts:
     """Formula, operations and memory of the stages of one attention."""
 
     def __init__(
-        self, graph: Graph, attention: Attention, axes: dict[str, str], inner: InnerSteps | None = None
+        self, graph: Graph, attention: Attention, axes: dict[str, str], inner: InnerSteps | None = None, group: int = 1
     ) -> None:
+        """Take the axes of each stage, and the number of query heads that share a key head."""
         self._graph = graph
         self._attention = attention
         self._axes = axes
         self._inner = inner or InnerSteps()
+        self._group = group
 
     def formula(self, stage: str, *, brief: bool = False) -> str:
         """Return the formula with the real numbers, or an einops pattern where elements only move.
@@ -236,10 +238,8 @@ class StageFacts:
         gated = [turn.stages[source] for turn in turns]
         ordered |= {gate.op.index: gate.name for gate in gates_of(self._graph, gated, made)}
         computed = [*filter(None, dict.fromkeys(ordered[index] for index in sorted(ordered)))]
-        if steps != OperandSteps():
+        if computed or steps != OperandSteps():
             return self._in_heads(stage, source, steps, computed, brief=brief)
-        if computed:
-            return f"{source} in heads, then {', '.join(computed)}"
         left, right = self._axes[source], self._axes[stage]
         pattern = rearrangement(left, right, (stages[source].shape, stages[stage].shape))
         if brief and pattern:
@@ -253,7 +253,6 @@ class StageFacts:
 
         A brief text lists them: `split, rms_norm, rotary`.
         """
-        before, after = self._attention.stages[source].numel, self._attention.stages[stage].numel
         text, norm, last = f"{source} in heads", "" if steps.norm is None else f"{steps.norm.kind}_norm", ""
         for name in computed:
             if name == norm and text == f"{source} in heads" and steps.norm is not None and steps.norm.over == "all":
@@ -263,43 +262,32 @@ class StageFacts:
             else:
                 text += f"{',' if last not in ('', norm, 'rotary') else ', then'} {name}"
             last = name
-        text = ", ".join(("split", *computed)) if brief else text
+        text = ", ".join(("merge" if stage == "concat" else "split", *computed)) if brief else text
         cache = steps.cache
         if cache is not None and self._cache_before(source) is None:
             past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
             text = f"{past}{f'({text})' if ', ' in text else text} ({cache.new}){empty if cache.empty else ''}"
-            before = before * (cache.past + cache.new + cache.empty) // max(cache.new, 1)
-        return text + self._repeated(source, stage, (before, after), brief=brief)
+        return text + self._repeated(stage, brief=brief)
 
     def _grown(self, source: str, stage: str, *, brief: bool) -> str:
         """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
         stages, (left, right) = self._attention.stages, (dims_of(self._axes[name]) for name in (source, stage))
         if stage in ("k_heads", "v_heads") and any("query" in dim for dim in right):
             return ", gathered for each query"
-        if self._overlaps(stage) or ["key"] not in left:
-            return ""  # the sequence was padded
-        keys = [
-            stages[name].shape[dims.index(["key"])]
-            for name, dims in ((source, left), (stage, right))
-            if ["key"] in dims
-        ]
-        more = keys[-1] - keys[0]
+        # A key several times is one in overlapping windows, or one of another projection.
+        windows = {"windows"} & {word for dim in right for word in dim} or self.joins_projections(stage)
+        is_known = ["key"] in left and ["key"] in right and not windows
+        more = stages[stage].shape[right.index(["key"])] - stages[source].shape[left.index(["key"])] if is_known else 0
         if more > 0:
             return f", plus {more} appended {'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
-        return self._repeated(source, stage, (stages[source].numel, stages[stage].numel), brief=brief)
+        return self._repeated(stage, brief=brief)
 
-    def _repeated(self, source: str, stage: str, sizes: tuple[int, int], *, brief: bool) -> str:
-        """Return how often each head is repeated; empty if they are as many, e.g. where the sequence was padded."""
-        (before, after), fewer = sizes, any("kv_heads" in dim for dim in dims_of(self._axes[source]))
-        if not fewer or self._overlaps(stage) or not after > before > 0 or after % before:
+    def _repeated(self, stage: str, *, brief: bool) -> str:
+        """Return how often each key or value head is repeated for its query heads; empty if it is not."""
+        words = {word for dim in dims_of(self._axes[stage]) for word in dim}
+        if self._group < 2 or stage not in ("k_heads", "v_heads") or not words & {"heads", "group"}:
             return ""
-        return f", ×{after // before}" if brief else f", each head repeated {after // before} times"
-
-    def _overlaps(self, stage: str) -> bool:
-        """Return whether a stage has a key several times, as overlapping windows do, or keys of another projection."""
-        words = [word for dim in dims_of(self._axes[stage]) for word in dim]
-        windows = "windows" in words or any(word.isdigit() and word != "1" for word in words)
-        return windows or self.joins_projections(stage)
+        return f", ×{self._group}" if brief else f", each head repeated {self._group} times"
 
 
 def _moves_in_place(op: Op) -> bool:

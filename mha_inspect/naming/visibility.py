@@ -36,11 +36,11 @@ Rows = tuple[tuple[int, int], ...]
 def sees(weights: Tensor, scores: Tensor | None = None) -> Tensor:
     """Return which query attends to which key, in any head: `batch heads query key` as a bool `batch query key`.
 
-    A query with every key masked out attends to none, whatever its weights. Masked `scores` show these queries.
+    A query with every key masked out attends to none, whatever its weights. Masked `scores` show it; NaN is no mask.
     """
     seen = weights.nan_to_num(0.0) != 0
     if scores is not None and scores.shape == weights.shape:
-        seen &= scores.amax(-1, keepdim=True) > MASKED_BELOW
+        seen = seen & (scores.amax(-1, keepdim=True) > MASKED_BELOW) | scores.isnan()
     return seen.any(1)
 
 

@@ -67,6 +67,16 @@ def test_steps_have_the_order_of_the_code(formula: str) -> None:
     assert told(Attend(ORDERS[formula]))[1]["q_heads"] == formula
 
 
+class NormedValues(Attend):
+    def keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.split(self.k(x)), normed(self.split(self.v(x)))
+
+
+def test_a_norm_of_values_is_called_that() -> None:
+    one, formulas = told(NormedValues())
+    assert (formulas["v_heads"], one.qk_norm) == ("rms_norm(v_proj in heads)", None)
+
+
 class Shorter(Attend):
     """Linformer: a matrix makes 4 keys and values of all positions."""
 

@@ -308,3 +308,28 @@ def test_what_is_convolved_channel_by_channel_has_the_channels_of_what_it_makes(
     near = rows["near.weight"]
     assert (near.axes, near.role) == ("(qkv heads head_dim) 1 3 3", FILTERED)
     assert [piece.rows for piece in near.heads or ()] == [(at, at + D) for at in range(0, 3 * H * D, D)]
+
+
+class TokenAsItIs(nn.Module):
+    """RvT: the queries are projected, but for the class token, which is a query as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(H * D)
+        self.q, self.k, self.v, self.o = (nn.Linear(H * D, H * D) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        q = torch.cat((x[:, :1], self.q(x[:, 1:]).tanh()), 1)
+        q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=H) for t in (q, self.k(x), self.v(x)))
+        return self.o(rearrange(attend(q, k, v), "b h n d -> b n (h d)"))
+
+
+def test_a_class_token_that_is_not_projected_has_no_projection_from_outside() -> None:
+    torch.manual_seed(0)
+    module, x = nn.Sequential(nn.Linear(E, H * D), TokenAsItIs()), torch.randn(B, N, E)
+    (told,) = mha_inspect.trace(module, x).attentions
+    assert (told.kind, told.num_heads, told.qk_norm) == (("self",), H, None)
+    roles = {row.name: row.role for row in mha_inspect.params(module, x).parameters}
+    assert roles["1.q.weight"] == f"W_q: rows are the heads stacked, {D} each"
+    assert roles["0.weight"] == "used by addmm"

@@ -61,14 +61,14 @@ def styles(draw: st.DrawFn) -> Style:
     def one_of(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    cache, project = one_of("", "", "joined", "in place"), one_of("three", "packed", "matrices", "by head")
+    cache, project = one_of("", "", "joined", "in place"), one_of("three", "packed", "beside", "matrices", "by head")
     norm, position = one_of("", "", "rms", "layer", "l2", "rms of all"), one_of("", *ROTATIONS, "alibi", "relative")
     return Style(
         project=project,
         split=one_of(*SPLITS),
         kv_heads=one_of(HEADS, 3, 2, 1),
         share=one_of("repeat", "expand", "group"),
-        norm="rms" if norm == "rms of all" and project == "by head" else norm,
+        norm="rms" if norm == "rms of all" and project in ("beside", "by head") else norm,
         position=position,
         shifted=draw(st.booleans()),
         scale=one_of("query", "scores", "both", "kernel"),
@@ -147,7 +147,7 @@ class Composed(nn.Module):
         self.style = style
         embed, size = style.embed, style.head_dim
         self.counts = (HEADS, style.kv_heads, style.kv_heads)
-        if style.project == "packed":
+        if style.project in ("packed", "beside"):
             self.packed = nn.Linear(embed, sum(self.counts) * size)
         elif style.project == "three":
             self.a, self.b, self.c = (nn.Linear(embed, count * size) for count in self.counts)
@@ -174,6 +174,10 @@ class Composed(nn.Module):
         style = self.style
         if style.project == "by head":
             return [torch.einsum("bne,hed->bhnd", x, matrix) for matrix in (self.a, self.b, self.c)]
+        if style.project == "beside":  # keys and values in one, as flash-attn packs them
+            q, both = self.packed(x).split([self.counts[0] * style.head_dim, 2 * self.counts[1] * style.head_dim], -1)
+            k, v = both.unflatten(-1, (2, -1, style.head_dim)).unbind(-3)
+            return [SPLITS[style.split](q, self.counts[0]), k.transpose(1, 2), v.transpose(1, 2)]
         if style.project == "packed":
             parts = self.packed(x).split([count * style.head_dim for count in self.counts], -1)
         else:
@@ -426,7 +430,7 @@ def test_what_is_detached_is_the_one_finding(try_all: Callable[..., None]) -> No
         module.fault = fault
         name = "b" if fault == "key" else "c"
         says = f"{name}{'.weight' * (style.project == 'three')} projects the {fault} and gets no gradient"
-        if style.project == "packed":
+        if style.project in ("packed", "beside"):
             start, *_, end = accumulate(count * style.head_dim for count in module.counts)
             first, last = (start, (start + end) // 2 - 1) if fault == "key" else ((start + end) // 2, end - 1)
             says = f"packed.weight projects the query, key and value and gets no gradient for features {first}–{last}"

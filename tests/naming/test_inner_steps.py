@@ -351,6 +351,11 @@ SCORES = {
         "relative bias",
         "scores + bias",
     ),
+    "Swin, shifted": (
+        lambda self, s: s + torch.linspace(0, 1, T * T).sin().view(T, T) + torch.where(DISTANCE > 2, -100.0, 0.0),
+        None,
+        "scores + bias + mask",
+    ),
     "drawn": (lambda self, s: s + torch.linspace(0, 1, T * T).sin().view(T, T), None, "scores + bias"),
 }
 

@@ -26,7 +26,9 @@ SOURCES = {"q_heads": "q_proj", "k_heads": "k_proj", "v_heads": "v_proj", "conca
 
 
 def facts_of(case: Case) -> StageFacts:
-    return StageFacts(case.seen.graph, case.seen.attentions[0][0], case.axes.stages[0])
+    spec = case.forward.spec
+    group = spec.num_heads // (spec.num_kv_heads or spec.num_heads)
+    return StageFacts(case.seen.graph, case.seen.attentions[0][0], case.axes.stages[0], group=group)
 
 
 def evaluated(case: Case, stage: str, formula: str) -> Tensor | None:

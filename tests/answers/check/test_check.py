@@ -534,6 +534,12 @@ def test_an_output_without_a_finite_number_shows_no_effect_of_tokens() -> None:
     assert {"batch", "mixing"} <= {skipped.check for skipped in report.left_out}
 
 
+def test_scores_that_are_no_numbers_are_not_masked_out() -> None:
+    module = Right(mask=lambda m, s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1) > 0, -math.inf))
+    module.q.weight.data.fill_(math.nan)
+    assert {finding.check for finding in mha_inspect.check(module, torch.randn(B, N, E)).findings} == {"finite"}
+
+
 class Gated(Right):
     """Attention whose heads are multiplied by gates, which are 1."""
 
