@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any, Literal
 
 from ..text import printable
@@ -43,27 +43,21 @@ def in_color(stream: IO[str] | None) -> bool:
 
 def columns(stream: IO[str] | None) -> int | None:
     """Return the columns to fill: COLUMNS if set, else the terminal's; None in a pipe, which has no limit."""
-    return _typed("COLUMNS") or _size(stream)[0] or None
+    return _sizes(stream)[0] or None
 
 
 def lines(stream: IO[str] | None) -> int | None:
     """Return the visible lines: LINES if set, else the terminal's; None in a pipe."""
-    return _typed("LINES") or _size(stream)[1] or None
+    return _sizes(stream)[1] or None
 
 
-def _typed(variable: str) -> int:
-    typed = os.environ.get(variable, "")
-    return int(typed) if typed.isascii() and typed.isdigit() else 0
-
-
-def _size(stream: IO[str] | None) -> tuple[int, int]:
-    """Return the columns and lines of the terminal; zeros without a terminal."""
-    if stream is None or stream.closed or not stream.isatty():
-        return 0, 0
-    try:
-        return os.get_terminal_size(stream.fileno())
-    except (OSError, ValueError):
-        return 0, 0
+def _sizes(stream: IO[str] | None) -> list[int]:
+    sizes = (0, 0)
+    if stream is not None and not stream.closed and stream.isatty():
+        with suppress(OSError, ValueError):
+            sizes = os.get_terminal_size(stream.fileno())
+    typed = [os.environ.get(variable, "") for variable in ("COLUMNS", "LINES")]
+    return [int(t) or size if t.isascii() and t.isdigit() else size for t, size in zip(typed, sizes, strict=True)]
 
 
 Tick = Callable[[str], None]
