@@ -311,6 +311,7 @@ def test_operands_have_the_names_of_the_users_line():
     assert names(HAND, "no_batch", floats(7, 24)) == ["x"]
     assert names(HAND, "key_not_transposed", X) == ["q", "k.transpose(-2, -1)"]
     assert names(HAND, "query_not_transposed", X) == ["query", "key.transpose(2, 3)"]
+    assert names(HAND, "half_product", X) == ["q", "k.to(...).transpose(-2, -1)"]
     assert names(HAND, "concat_not_contiguous", X) == ["context.transpose(1, 2)"]
     assert names(HAND, "masked", X, bools(2, 7)) == ["scores", "mask.eq(0)"]
     assert names(HAND, "added_mask", X, MEMORY, floats(11, 7)) == ["scores", "mask"]
