@@ -136,11 +136,7 @@ def write(text: str) -> None:
         raise ExportError("stdout is closed, so nothing can be printed. Use --export FILE.txt, or leave stdout open.")
     encoding = out.encoding or "utf-8"
     try:
-        text.encode(encoding, out.errors or "strict")
-    except UnicodeEncodeError:
-        text = text.encode(encoding, "backslashreplace").decode(encoding)
-    try:
-        out.write(text)
+        out.write(text.encode(encoding, "backslashreplace").decode(encoding))
         out.flush()
     except OSError as error:
         raise unwritable(error) or error from None

@@ -222,17 +222,14 @@ def heads_of(typed: str) -> tuple[int, ...]:
 
 
 def tokens_of(typed: str) -> tuple[str, ...]:
-    """Return the labels of a file, one per line, or of a comma list. Raises `SpecError` if the file cannot be read."""
+    """Return the labels of a file, one per line, or of a comma list. Raises `SpecError` if there is no such file."""
     path = Path(typed)
     if not path.is_file():
         if "," in typed or not (path.suffix or os.sep in typed):
             return tuple(part.strip() for part in typed.split(","))
         raise SpecError(f"tokens {shown(typed)}: no such file. Give a file with one token per line, or a list a,b,c.")
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return tuple(file.read(1 << 20).splitlines())
-    except OSError as error:
-        raise SpecError(f"tokens {shown(typed)} cannot be read: {error.strerror}. Give another file.") from None
+    with path.open(encoding="utf-8", errors="replace") as file:
+        return tuple(file.read(1 << 20).splitlines())
 
 
 def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) -> Drawn | None:
