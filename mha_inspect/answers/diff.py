@@ -165,10 +165,7 @@ def _why_not_compared(sides: tuple[Side, Side], stage: ComparedStage) -> str:
         if row is not None and {"qkv", "qk", "kv", "packed"} & set(re.findall(r"\w+", row.axes)):
             return f"{side.label} packs it with other projections, and splits them together with the heads"
     for side in sides:
-        stages = side.attentions[place][0].stages
-        if name == "scores" and name not in stages and "masked_scores" in stages:
-            return f"{side.label} adds the mask inside the product, so it never makes the scores alone"
-        if name not in stages:
+        if name not in side.attentions[place][0].stages:
             return f"{side.label} has no {_LACKING.get(name, 'such stage')}"
     return "not compared: this shape could not be interpreted on one side"
 

@@ -190,9 +190,6 @@ def _masked_of(run: Run, attention: Attention) -> Tensor | None:
     if masked is None or masked.id not in values:
         return None
     low: Tensor = values[masked.id] == -torch.inf
-    if "scores" not in attention.stages:
-        added: Tensor = values[attention.masks[0].inputs[0].id] == -torch.inf
-        return low & added
     scores = values[attention.stages["scores"].id]
     return low & (scores != -torch.inf).view(low.shape) if scores.numel() == low.numel() else low
 
@@ -253,9 +250,6 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
     sentences = {
         without_dot(attention): True,
         f"The weights come from the scores without a softmax.{beside}": attention.weighing,
-        "The mask is added inside the product (baddbmm), so the scores without it are never made.": (
-            attention.masks and "scores" not in attention.stages
-        ),
         "A view without a transpose splits the heads and mixes positions: each head sees features of a few positions "
         "only. View to (…, heads, head_dim), then transpose.": names.mixes_positions,
         "The features of a head attend to one another: the scores sum over positions, the softmax is over "
@@ -292,9 +286,8 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
 
 def _along(attention: Attention, names: AxisNames) -> str:
     """Return the name of the axis of the scores that pieces are cut from; empty without pieces."""
-    stage = "scores" if "scores" in attention.stages else "masked_scores"
-    shapes = (turn.stages[stage].shape for turn in (attention, *attention.pieces[:1]))
-    dims = zip(dims_of(names.of_stage(stage)), *shapes, strict=True)
+    shapes = (turn.stages["scores"].shape for turn in (attention, *attention.pieces[:1]))
+    dims = zip(dims_of(names.of_stage("scores")), *shapes, strict=True)
     return next((" and ".join(words) for words, *sizes in dims if len(set(sizes)) > 1), "")
 
 

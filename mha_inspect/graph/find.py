@@ -87,8 +87,7 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
     ends = projections_behind(graph, heads, module, positions)
     stages = with_projections(graph, heads, ends)
     scoring = read_scoring(graph, product, scores.path, softmax.masked, softmax.dim)
-    if not (scoring.masks and scoring.masks[0] is product.op):
-        stages["scores"] = scoring.scores
+    stages["scores"] = scoring.scores
     if scoring.masks or scoring.steps:
         stages["masked_scores"] = scoring.masked
     if softmax.divided is None:

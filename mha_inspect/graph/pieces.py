@@ -170,7 +170,7 @@ def _joined(
     stages = {
         stage: _whole(
             graph,
-            [turn.stages.get(stage, turn.stages.get("scores", end)) for turn in turns],
+            [turn.stages.get(stage, turn.stages["scores"]) for turn in turns],
             sides.get(stage[0], scored),
         )
         or end
@@ -186,7 +186,6 @@ def _joined(
         stages=stages,
         projections=first.projections | output,
         before_repeats={"key": before},
-        masks=tuple(scores.op if op is first.score_product.op else op for op in first.masks),
         pieces=tuple(turns),
     )
 

@@ -241,7 +241,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
     scale: float | None = float(product.kwargs.get("alpha", 1))
     last_scale = scale
     late_scales: list[float | None] = []
-    masks = [product] if scored.is_dot and adds_mask(product) else []
+    masks: list[Op] = []
     mixed: list[Mixing] = []
     steps: list[tuple[str, float | None]] = []
     # A slice of the scores that is masked and written back is not the scores.
@@ -306,6 +306,4 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
 def adds_mask(op: Op) -> bool:
     """Return whether this adds or fills in something that the scores do not depend on."""
     name = op.base_name.rstrip("_")
-    if name in ("baddbmm", "addmm"):
-        return bool(op.kwargs.get("beta", 1) != 0)
     return op.does("fills") or (name in ("add", "sub") and sum(bool(t.shape) for t in op.inputs) > 1)

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.rerun import Constants
-from ..record.ops import Op
 from ..record.sight import Sight
 from ..reports.trace import Cache, Position, QKNorm
 from .axes import AxisNames
@@ -133,7 +132,7 @@ def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[
 
     This is a `bias`, a further `product` of queries and keys or a `rotary` one, or is `made` of the scores.
     """
-    ops: list[Op] = [op for op in attention.masks if op is not attention.score_product.op]
+    ops = list(attention.masks)
     steps: list[tuple[str, float | None]] = []
     for kind, number in attention.scoring:
         op = ops.pop(0) if kind in ("add", "fill", "times") and ops else None

@@ -85,15 +85,14 @@ def without_dot(attention: Attention) -> str:
     )
 
 
-def masked_text(scores: str, steps: Sequence[tuple[str, float | None]], last: str = "") -> str:
+def masked_text(scores: str, steps: Sequence[tuple[str, float | None]]) -> str:
     """Return the formula from the scores to the softmax: `scores + mask`, `mask(scores)`, `30 · tanh(scores / 30)`.
 
     Args:
         scores: the formula to begin with.
         steps: as in `dataflow.scoring.Scoring.steps`. Several masks in a row are written once.
-        last: the last step in `scores`.
     """
-    text, whole = scores, " " not in scores
+    text, whole, last = scores, " " not in scores, ""
     for place, (kind, number) in enumerate(steps):
         inside = text if whole else f"({text})"
         if kind in _ADDED:

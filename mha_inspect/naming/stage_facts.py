@@ -92,7 +92,7 @@ class StageFacts:
             # Of the output a rank may keep a piece.
             part = max(part, 1.0) if stage == "output" else part
             return round(_product_flops(op) * part / len(equal))
-        if stage == ("scores" if "scores" in attention.stages else "masked_scores"):
+        if stage == "scores":
             return attention.score_product.flops
         return attention.value_product.flops if stage == "context" else 0
 
@@ -147,17 +147,11 @@ class StageFacts:
 
     def _scores(self, stage: str) -> str:
         attention, scored = self._attention, self._attention.score_product
+        if stage == "masked_scores":
+            return masked_text("scores", bias_steps(attention, self._inner.added))
         if isinstance(scored, Joint):
-            product = joint_text(self._graph, scored, key_first=attention.key_first)
-        else:
-            product = f"q_heads · k_headsᵀ{scale_text(attention.scores_scale)}"
-        if stage == "scores":
-            return product
-        steps, told = bias_steps(attention, self._inner.added), self._inner.added.get(scored.op.index)
-        if "scores" in attention.stages:
-            return masked_text("scores", steps)
-        first = "bias" if told is not None and told.bias else "mask"
-        return masked_text(f"{first} + {product}", steps, last="add" if first == "mask" else first)
+            return joint_text(self._graph, scored, key_first=attention.key_first)
+        return f"q_heads · k_headsᵀ{scale_text(attention.scores_scale)}"
 
     def has_other_keys(self) -> bool:
         """Return whether the scores are joined with scores of other keys from a second product, instead of sinks."""

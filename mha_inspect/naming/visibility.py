@@ -234,7 +234,7 @@ def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     def is_scores(tensor: TensorRef) -> bool:
         return any(step.tensor.id == product.output.id for step in graph.back(tensor, through))
 
-    return [op.inputs[0]] if op.index == product.index else [tensor for tensor in op.inputs if not is_scores(tensor)]
+    return [tensor for tensor in op.inputs if not is_scores(tensor)]
 
 
 def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:

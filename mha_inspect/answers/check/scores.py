@@ -280,7 +280,7 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
             f"{int((mask == 0).sum())} of {mask.numel()} factors are 0 before the softmax.",
             "Use masked_fill(mask == 0, float('-inf')).",
         )
-    for value in values if name in ("add", "sub", "baddbmm") else ():
+    for value in values if name in ("add", "sub") else ():
         known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 3 else []
         number = sum(known) if len(known) == 2 and 0.0 in known else 0.0
         bonus = -number if name == "sub" else number
