@@ -151,8 +151,6 @@ def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Se
     whole, size = shape[place], op.output.shape[place]
     start, step = setting(op, 2, "start", 0) or 0, setting(op, 4, "step", 1)
     is_even = is_even and place == len(dims) - 1 and size > 1
-    if size == whole:
-        return [dims]
     if step == 1:
         return [_cut(op, dims, place, start + (whole if start < 0 else 0), size, is_even=is_even)]
     if is_even and whole == size * step:

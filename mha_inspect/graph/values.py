@@ -72,8 +72,6 @@ def softmaxed_side(
     clusters that average the tensors compared with them), and pooling by learned queries that average the keys
     themselves.
     """
-    if len(product.op.output.shape) < 2 or not masked.shape:
-        return False, False
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), graph.dimensions.along(masked, dim)
     if over & set(axes.batch) - rows - columns and not (size_of(rows) > 1 and size_of(columns) > 1):

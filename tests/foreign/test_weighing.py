@@ -285,3 +285,22 @@ def test_keys_that_are_convolved_with_their_queries_are_as_many_as_there_are(eve
     module.float()
     assert mha_inspect.trace(module, x).attentions[0].kind == ("self", "grouped")
     assert mha_inspect.params(module, x, per_head=True).parameters
+
+
+class OneQuery(nn.Module):
+    """The last token attends to all, without axes for a batch, heads or queries."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, E, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.k(x) @ self.q(x[-1]) / math.sqrt(E)).softmax(0) @ self.v(x)
+
+
+def test_keys_times_one_query_are_scores_of_the_keys() -> None:
+    (attention,) = mha_inspect.trace(OneQuery().eval(), torch.randn(N, E)).attentions
+    stages = {stage.name: (stage.shape, stage.axes) for stage in attention.stages}
+    assert stages["q_heads"] == ((E,), "head_dim")
+    assert stages["k_heads"] == ((N, E), "key head_dim")
+    assert stages["weights"] == ((N,), "key")
