@@ -73,9 +73,8 @@ def rank_of(rank: int, trace: Trace, run: Run, module: nn.Module) -> Rank:
     # Plain parameters beside collectives may be cut by hand: their place in the whole is unknown.
     is_known = not trace.collectives or any(map(piece_of, parameters.values()))
     first, *others = shards_of(run, parameters) if is_known and run.attentions else [{}]
-    heads, kv_heads = (
-        {getattr(attention, name) for attention in trace.attentions} for name in ("num_heads", "num_kv_heads")
-    )
+    heads = {attention.num_heads for attention in trace.attentions}
+    kv_heads = {attention.num_kv_heads for attention in trace.attentions}
     return Rank(
         rank=rank,
         heads=heads.pop() if len(heads) == 1 else None,
@@ -156,13 +155,22 @@ def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
 
     Raises `InputError` if a rank has other code: what it computed is no answer.
     """
-    has_one_input = len({str(each["heads"]) for each in every}) == len(every)  # else ranks may have inputs of their own
+    heads = [each["heads"] for each in every]
     has_one_shape = all(each["shapes"] == every[0]["shapes"] for each in every)
+
+    def is_own(name: str, digest: str) -> bool:
+        """Return whether the ranks with an input may have it alone: they have all heads among them."""
+        with_it = [rank for rank, each in zip(heads, every, strict=True) if each["inputs"].get(name) == digest]
+        return None in heads or all(each in with_it for each in heads)
+
     for kind, (sentence, fix) in _UNLIKE.items():
         first, *others = (each[kind] for each in every)
         differ = [{name for name in first if other.get(name, first[name]) != first[name]} for other in others]
+        if kind == "inputs":
+            pairs = zip(differ, others, strict=True)
+            differ = [{name for name in names if not is_own(name, other[name])} for names, other in pairs]
         names = [name for name in first if any(name in other for other in differ)]
-        if not names or (kind == "inputs" and not has_one_input) or (kind == "operations" and not has_one_shape):
+        if not names or (kind == "operations" and not has_one_shape):
             continue
         ranks = spans(rank for rank, other in enumerate(differ, 1) if other)
         evidence = f"{names[0]} by rank: {first_few([str(each[kind].get(names[0])) for each in every], 4)}."
@@ -192,19 +200,12 @@ def with_whole_shapes(trace: Trace, run: Run, *modules: nn.Module) -> Trace:
     # With one feature a head, a rank's only head and its feature are both a size of one: either may be the other.
     known = [{} if each.head_dim == 1 else shards for each, shards in zip(trace.attentions, of_each, strict=True)]
     every = zip(trace.attentions, run.attentions, known, strict=True)
-    return replace(
-        trace,
-        attentions=tuple(
-            replace(
-                report,
-                stages=tuple(
-                    replace(stage, whole=_whole_shape(stage, shards) or _before_scattering(stage, attention, run))
-                    for stage in report.stages
-                ),
-            )
-            for report, (attention, _), shards in every
-        ),
-    )
+    attentions = []
+    for report, (attention, _), shards in every:
+        wholes = [_whole_shape(stage, shards) or _before_scattering(stage, attention, run) for stage in report.stages]
+        stages = tuple(replace(stage, whole=whole) for stage, whole in zip(report.stages, wholes, strict=True))
+        attentions.append(replace(report, stages=stages))
+    return replace(trace, attentions=tuple(attentions))
 
 
 def _before_scattering(stage: Stage, attention: Attention, run: Run) -> tuple[int, ...] | None:

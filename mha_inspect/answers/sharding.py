@@ -384,19 +384,18 @@ def _first_difference(subject: Subject, whole: Run, outcome: _Outcome, ranks: in
             for rank in range(ranks):
                 _take_rank(outcome.run, outcome.kept, rank)
                 got = contents_of(outcome.run, *of_rank).get(stage)
-                wanted = None if got is None else _part(expected[stage], got.shape, rank, ranks)
                 if got is None:
                     continue
+                wanted = _part(expected[stage], got.shape, rank, ranks)
                 which = f" of attention {number + 1}" if len(whole.attentions) > 1 else ""
+                said = f"The first difference is {stage}{which}"
                 if wanted is None:
                     shapes = f"{shape_text(tuple(got.shape))}, no part of {shape_text(tuple(expected[stage].shape))}"
-                    return f"The first difference is {stage}{which}: rank {rank} has {shapes}."
+                    return f"{said}: rank {rank} has {shapes}."
                 floor = rounding_error(expected[stage], precise[stage].to(expected[stage].dtype)) if precise else 0.0
                 largest = distances(wanted, got)[0]
                 if judge(largest, floor)[1] == "differs":
-                    return (
-                        f"The first difference is {stage}{which} on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
-                    )
+                    return f"{said} on rank {rank}: {largest:.2g}, rounding {floor:.1g}."
     return "All stages of all ranks are their part of the whole: the difference comes after the attentions."
 
 

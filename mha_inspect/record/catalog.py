@@ -39,7 +39,7 @@ Trait = Literal[
 _TABLE = (
     "view _unsafe_view reshape | reshape | reshapes broadcasts",
     "_reshape_alias | reshape |",
-    "clone | pointwise | reshapes copies masks",
+    "clone contiguous | pointwise | reshapes copies masks",
     "squeeze | reduce | reshapes",
     "unsqueeze | unsqueeze | reshapes broadcasts",
     "transpose t | permute |",

@@ -14,7 +14,8 @@ from torch.nn.utils import parametrizations
 
 from mha_inspect.answers.params import params
 from mha_inspect.answers.shard_plan import STYLES, Plan, Style, folded, plan_from
-from mha_inspect.answers.sharding import cut_parameters, sharded
+from mha_inspect.answers.sharding import cut_parameters, process_group, sharded
+from mha_inspect.answers.trace import traced
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.bert import BertSelfAttention
 from mha_inspect.layers.grouped_query import GroupedQueryAttention
@@ -598,6 +599,25 @@ class Last(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.after(super().forward(x)).mean(-1)
+
+
+class GathersItsKeys(Attention):
+    """Every rank has keys of its own tokens, which torch gathers inside an operation, as under context_parallel."""
+
+    def forward(self, x: Tensor, mesh: Any) -> Tensor:
+        from torch.distributed.tensor import DTensor, Shard
+
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        k, v = (DTensor.from_local(each, mesh, [Shard(2)]).flip(2).to_local() for each in (k, v))
+        return self.o(((q @ k.mT / self.head_dim**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_keys_that_torch_gathers_have_their_projection() -> None:
+    with process_group(2, "cpu") as mesh:
+        trace, _ = traced(Subject(GathersItsKeys(), (torch.randn(2, 5, 24), mesh), {}), Show(), keep=False)
+    stages = {stage.name: (stage.axes, stage.shape) for stage in trace.attentions[0].stages}
+    assert stages["k_proj"] == ("batch key (heads head_dim)", (2, 5, 24))
+    assert stages["k_heads"] == ("batch heads key head_dim", (2, 8, 10, 3))
 
 
 def test_dtensors_do_not_hide_that_a_plan_is_wrong() -> None:

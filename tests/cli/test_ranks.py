@@ -366,15 +366,33 @@ def test_only_rank_0_writes_the_file(
     assert file.exists() == (rank == 0)
 
 
-def test_code_that_a_rank_did_not_load_is_not_other_code() -> None:
-    def rank(**code: str) -> dict[str, Any]:
-        return {
-            "heads": None,
-            "shapes": [],
-            "code": code,
-            **{kind: {} for kind in ("names", "weights", "plain", "inputs", "operations")},
-        }
+def digests(**given: Any) -> dict[str, Any]:
+    kinds = ("code", "names", "weights", "plain", "inputs", "operations")
+    return {"heads": None, "shapes": [], **{kind: {} for kind in kinds}, **given}
 
-    assert [*unlike([rank(model="1"), rank()])] == []
+
+def test_code_that_a_rank_did_not_load_is_not_other_code() -> None:
+    first, other, none = (digests(code=code) for code in ({"model": "1"}, {"model": "2"}, {}))
+    assert [*unlike([first, none])] == []
     with pytest.raises(InputError, match="The code of model on rank 1 differs from rank 0"):
-        list(unlike([rank(model="1"), rank(model="2"), rank()]))
+        list(unlike([first, other, none]))
+
+
+@pytest.mark.parametrize(
+    ("heads", "inputs", "differ"),
+    [
+        ("01", "ab", "rank 1 "),
+        ("0101", "aaaa", ""),
+        ("0101", "aabb", ""),  # two pairs of ranks, each with all heads and a part of the data
+        ("0011", "abab", ""),
+        ("0101", "abcc", "rank 1 "),
+        ("0101", "abcd", "rank 1–3 "),
+        ("00", "ab", ""),
+        ("0-", "ab", ""),  # a stage of a pipeline without attention
+    ],
+)
+def test_ranks_with_all_heads_among_them_may_have_their_own_input(heads: str, inputs: str, differ: str) -> None:
+    pairs = zip(heads, inputs, strict=True)
+    every = [digests(heads=None if rank == "-" else rank, inputs={"x": digest}) for rank, digest in pairs]
+    said = " ".join(finding.sentence for finding in unlike(every))
+    assert (f"x of {differ}differs from rank 0." in said) if differ else not said
