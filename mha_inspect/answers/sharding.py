@@ -28,7 +28,7 @@ from ..layers.spec import Show
 from ..naming.canonical import contents_of
 from ..naming.pattern import STAGES
 from ..naming.visibility import kinds_of
-from ..record.arguments import tensors_in
+from ..record.arguments import copy_module, tensors_in
 from ..record.ranks import by_rank, parameters_of
 from ..record.rounding import distances, judge, rounding_error
 from ..reports.trace import Proof, Rank, Trace
@@ -209,6 +209,8 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
         from torch.distributed.tensor.experimental import implicit_replication
 
         fresh = subject.fresh()
+        if fresh.module is subject.module:
+            copy_module(fresh.module)  # raises the reason, for the module itself would be cut
         if keeps and device != "meta" and _takes_cache(subject.module):
             fresh = replace(fresh, kwargs={**fresh.kwargs, "use_cache": False})
         with ExitStack() as stack:

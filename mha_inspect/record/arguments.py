@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -49,7 +50,8 @@ def parts_of(value: Any) -> list[tuple[Any, Any]]:
     if isinstance(value, (tuple, list)):
         return list(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if is_dataclass(value) and not isinstance(value, (type, nn.Module)):
-        return [(f.name, getattr(value, f.name, None)) for f in fields(value)]
+        stored = getattr(value, "__dict__", None)  # an object may raise if a field is asked for
+        return [(f.name, getattr(value, f.name, None) if stored is None else stored.get(f.name)) for f in fields(value)]
     return []
 
 
@@ -62,11 +64,9 @@ def with_parts(value: Any, parts: list[Any]) -> Any:
     if not isinstance(value, dict) and not is_dataclass(value):
         return value
     copied = copy.copy(value)
+    put = copied.__setitem__ if isinstance(copied, dict) else partial(object.__setattr__, copied)  # also if frozen
     for (key, _), part in zip(parts_of(value), parts, strict=True):
-        if isinstance(copied, dict):
-            copied[key] = part
-        else:
-            object.__setattr__(copied, key, part)  # works on frozen dataclasses too
+        put(key, part)
     return copied
 
 

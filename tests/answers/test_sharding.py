@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -314,6 +315,14 @@ def test_a_group_that_could_not_be_made_breaks_no_later_plan(monkeypatch: pytest
     trace, _ = sharded(subject(Attention()), Show(), 2)
     assert trace.proof.agrees
     assert "use_local_output" not in str(trace.plan_code)
+
+
+def test_a_module_that_cannot_be_copied_is_not_cut_itself() -> None:
+    module = Attention()
+    module.lock = threading.Lock()
+    with pytest.raises(InputError, match="Attention cannot be copied"):
+        sharded(subject(module), Show(), 2)
+    assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
 
 
 def test_a_plan_written_as_code_is_proved() -> None:

@@ -176,12 +176,12 @@ def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
     """Return the cause of a difference and its fix, from the positions that differ in chunks and token by token."""
     if _SINGLES not in wrong:
         return (
-            "Possible causes: the mask of a chunk is aligned top left, positions restart at 0, keys are out of order.",
+            "Possible causes: a mask aligned top left, positions or a recurrent layer that restart, keys out of order.",
             "Offset positions by the length of the cache, and align the mask bottom right: triu(diagonal=1 + past).",
         )
     if not wrong[_SINGLES]:
         return (
-            "The mask of a chunk is aligned top left: its queries do not see all of the earlier keys.",
+            "Only several tokens at once differ: their mask is aligned top left, or a recurrent layer restarts.",
             "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries.",
         )
     if 0 in (*wrong[_CHUNKS][:1], *wrong[_SINGLES][:1]):

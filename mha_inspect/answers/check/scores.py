@@ -329,8 +329,7 @@ def finite(evidence: Evidence) -> Iterator[Finding]:
                 yield finding
                 return
     yield from _too_large_for_half(evidence)
-    unfinite = int((~evidence.output.isfinite()).sum())
-    if unfinite:
+    if unfinite := int((~evidence.output.isfinite()).sum()):
         proof = f"{unfinite} of {evidence.output.numel()} numbers are NaN or infinite."
         yield Finding("finite", "The output is not finite, although every stage of the attention is.", proof)
 
@@ -349,11 +348,8 @@ def _unfinite(
     known = visibility(evidence.run.graph, attention, names) if nan and masked else None
     if known is not None and known.blind:
         row, query = known.blind[0]
-        if (
-            evidence.intent.causal
-            and not any(at for _, at in known.blind)
-            and any(sight.almost_causal for sight in evidence.sights)
-        ):
+        at_start = not any(at for _, at in known.blind)
+        if evidence.intent.causal and at_start and any(sight.almost_causal for sight in evidence.sights):
             raise NotPossibleError("cannot be judged until causal passes", "until causal passes")
         sentence = f"A query with every key masked out gives NaN, first in {stage}."
         more = f" (and {len(known.blind) - 1} more)" if len(known.blind) > 1 else ""
@@ -367,7 +363,10 @@ def _unfinite(
             f"{stage} is the first stage that is not finite: {nan} of {tensor.numel} are NaN, {infinite} infinite."
         )
         proof, fix = "Every argument is finite.", ""
-    return Finding("finite", sentence, proof, source=evidence.line_of(tensor), module=attention.module, fix=fix)
+    context = evidence.content(attention.stages["context"])
+    replaced = stage == "weights" and context is not None and bool(context.isfinite().all())
+    proof += " The weights are replaced before the context, but their gradients may still be NaN." if replaced else ""
+    return Finding("finite", sentence, proof, not replaced, evidence.line_of(tensor), attention.module, fix)
 
 
 @partial(of_each_kind, "")

@@ -528,6 +528,15 @@ def test_heads_are_compared_where_the_output_is_finite() -> None:
     assert {head.gradient_share for head in report.heads} == {None}
 
 
+@pytest.mark.parametrize(("weigh", "sure"), [(torch.softmax, True), (lambda s, d: s.softmax(d).nan_to_num(), False)])
+def test_weights_of_nan_that_are_replaced_may_be_meant(weigh: Callable[[Tensor, int], Tensor], sure: bool) -> None:
+    torch.manual_seed(0)
+    fill = {"mask": lambda m, s: s.masked_fill(torch.eye(N)[:, :1].bool(), -math.inf)}
+    (finding,) = mha_inspect.check(Right(**fill, weigh=lambda m, s: weigh(s, -1)), torch.randn(B, N, E)).findings
+    assert (finding.check, finding.sure) == ("finite", sure)
+    assert finding.sentence == "A query with every key masked out gives NaN, first in weights."
+
+
 def test_an_output_without_a_finite_number_shows_no_effect_of_tokens() -> None:
     report = mha_inspect.check(Right(), torch.full((B, N, E), math.nan))
     assert (report.findings, report.heads) == ((), ())
