@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import groupby
 from typing import Any
 
 from torch import nn
@@ -13,7 +12,6 @@ from .answers.diff import Side, diff
 from .api import require_module, trace
 from .naming.pattern import STAGES
 from .notebook import LiveAttention
-from .reports.diff import StageRow
 from .running.subject import Subject
 from .text import did_you_mean, plural
 
@@ -79,7 +77,7 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
         **kwargs: arguments of both forwards.
 
     Raises:
-        AssertionError: with one line per stage; the first that differs is marked.
+        AssertionError: with the first stage that differs, and the report of `mha_inspect.diff`.
     """
     require_module(left, "testing.assert_same_attention")
     require_module(right, "testing.assert_same_attention")
@@ -87,11 +85,12 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     if len(ours.attentions) != len(theirs.attentions) or not ours.attentions:
         counts = (plural(len(side.attentions), "attention") for side in (ours, theirs))
         raise AssertionError("{} on the left, {} on the right".format(*counts))
-    for number, rows in groupby(diff(ours, theirs, same_weights=False).stages, lambda row: row.attention or 1):
-        compared = [row for row in rows if row.verdict is not None]
-        if any(row.verdict == "differs" for row in compared):
-            module = ours.attentions[number - 1][0].module
-            raise AssertionError(_table(compared, f"attention {number} {module}".rstrip()))
+    report = diff(ours, theirs, same_weights=False)
+    first = next((row for row in report.stages if row.verdict == "differs"), None)
+    if first is not None:
+        number = first.attention or 1
+        attention = f"attention {number} {ours.attentions[number - 1][0].module}".rstrip()
+        raise AssertionError(f"{attention} differs, starting at {first.name}\n{report!r}")
 
 
 def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | None = None, **kwargs: Any) -> None:
@@ -104,28 +103,10 @@ def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | No
         **kwargs: arguments of its forward.
 
     Raises:
-        AssertionError: with each finding, its evidence, its line, and its fix if there is one.
+        AssertionError: with the report, findings first: evidence, line, and fix if there is one.
         InputError: the module has no attention, or the intent names an argument that its forward does not have.
     """
     require_module(module, "testing.assert_attention_is_right")
     report = check(Subject(module, args, kwargs), intent)
-    wrong = [finding for finding in report.findings if finding.sure]
-    if wrong:
-        lines = []
-        for finding in wrong:
-            where = ", ".join(filter(None, (finding.source, finding.module)))
-            lines.append(f"{finding.check}: {finding.sentence}" + (f" ({where})" if where else ""))
-            lines.append(f"  evidence: {finding.evidence}")
-            lines += [f"  fix: {finding.fix}"] if finding.fix else []
-        raise AssertionError("\n".join(lines))
-
-
-def _table(rows: list[StageRow], attention: str) -> str:
-    first = next(row.name for row in rows if row.verdict == "differs")
-    lines = [f"{attention} differs, starting at {first}"]
-    for row in rows:
-        apart = "" if row.max_abs_difference is None else f"{row.max_abs_difference:.3g}"
-        times = "" if row.times_noise is None else f"{row.times_noise:,.1f} times the rounding error"
-        mark = ">" if row.name == first else " "
-        lines.append(f"{mark} {row.name:13}  {row.verdict:12}  {apart:>9}  {times}  {row.note}".rstrip())
-    return "\n".join(lines)
+    if not report.ok:
+        raise AssertionError(repr(report))
