@@ -185,10 +185,8 @@ def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
     queries: dict[object, set[object]] = {}
     for each in ranks:
         queries.setdefault(each.rows.get("W_k"), set()).add(each.rows.get("W_q"))
-    return tuple(
-        replace(each, kv_copied="W_k" in each.rows and len(queries[each.rows["W_k"]]) > 1)
-        for each in sorted(ranks, key=lambda each: each.rank)
-    )
+    copied = {rows for rows, of_queries in queries.items() if rows is not None and len(of_queries) > 1}
+    return tuple(replace(each, kv_copied=each.rows.get("W_k") in copied) for each in ranks)
 
 
 def with_whole_shapes(trace: Trace, run: Run, *modules: nn.Module) -> Trace:
@@ -264,8 +262,8 @@ def shard_of(part: Part, parameter: Tensor) -> Shard | None:
     return Shard((start + int(places.min()), start + int(places.max()) + 1), size, whole, dim)
 
 
-def stands_at(frame: FrameType | None, sleep: str) -> tuple[object, tuple[str, bool] | tuple[()]]:
-    """Return where a frame and its callers are, and the user's line with whether that waits for other ranks.
+def stands_at(frame: FrameType | None, sleep: str) -> tuple[object, str | None, bool]:
+    """Return where a frame and its callers are, the user's line, and whether that waits for other ranks.
 
     No line outside torch.distributed and a recorded forward, unless there is a `sleep`. It is empty after the forward.
     """
@@ -274,8 +272,8 @@ def stands_at(frame: FrameType | None, sleep: str) -> tuple[object, tuple[str, b
         site += [frame.f_code, frame.f_lasti]
         frame = frame.f_back
     if wait_for_result.__code__ in site[::2]:
-        return site, ("", True)
+        return site, "", True
     waits = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
     if waits or run_and_record.__code__ in site[::2]:
-        return site, (place_of_site(site)[0], waits)
-    return (site, sleep), (place_of_site(site)[0], False) if sleep else ()
+        return site, place_of_site(site)[0], waits
+    return ((site, sleep), place_of_site(site)[0], False) if sleep else (site, None, False)

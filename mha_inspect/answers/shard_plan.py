@@ -149,8 +149,7 @@ def doubts_of(styles: Mapping[str, Style], run: Run, module: nn.Module, ranks: i
     found: dict[str, None] = {}
     for parts, _ in parts_of(run):
         for path, of_path in _by_module([part for part in parts if part.kind == "W" and part.heads]).items():
-            none: Style = "replicate"
-            style = next((style for pattern, style in styles.items() if is_at(path, pattern)), none)
+            style: Style = next((style for pattern, style in styles.items() if is_at(path, pattern)), "replicate")
             found |= dict.fromkeys(_doubts(path, of_path, ranks, style))
     return tuple(found)
 

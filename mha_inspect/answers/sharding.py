@@ -231,7 +231,10 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
             try:
                 with spread.settings():
                     run = run_and_record(spread.module, spread.args, spread.kwargs, keep=device != "meta")
-                returned = {name: by_rank(_whole_of(each.detach())) for name, each in tensors_in(run.returned)}
+                parts = ((name, each.detach()) for name, each in tensors_in(run.returned))
+                returned = {
+                    name: by_rank(each.full_tensor() if hasattr(each, "full_tensor") else each) for name, each in parts
+                }
             except Exception as error:  # torch may raise anything where it completes a result
                 raise _RankError(f"the forward raises: {first_line(error).rstrip('.')}") from None
         if run.error is not None:
@@ -258,8 +261,7 @@ def _failed(spread: Subject, run: Run, show: Show, ranks: int | None) -> Excepti
         return ForwardError(str(failed), replace(trace, notes=(*trace.notes, note)))
     place = f" in {trace.failure.module}" if trace is not None and trace.failure and trace.failure.module else ""
     cause = trace.failure.cause if trace is not None and trace.failure else None
-    is_cut = cause is not None and cause.name == "cut_over_ranks"
-    way = f". {cause.explanation} {cause.fix}" if cause is not None and is_cut else ""
+    way = f". {cause.explanation} {cause.fix}" if cause is not None and cause.name == "cut_over_ranks" else ""
     return _RankError(f"the forward raises{place}: {first_line(run.error).rstrip('.')}{way.rstrip('.')}")
 
 
@@ -315,12 +317,6 @@ def _guarded(answer: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return asked
-
-
-def _whole_of(tensor: Any) -> Tensor:
-    """Return a result with the parts of all ranks, complete."""
-    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.wait() if hasattr(whole, "wait") else whole
 
 
 def _take_rank(run: Run, kept: dict[int, list[Tensor]], rank: int) -> None:

@@ -60,7 +60,7 @@ class Member:
             os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         self._store: Any = None
         self._watching = Thread(target=self._watch, daemon=True)
-        self._has_left = Event()
+        self._has_left, self._waits = Event(), 0
         self._done = [f"done/{rank}" for rank in range(self.world)]
         """The keys under which ranks that have finished store their results."""
 
@@ -142,16 +142,16 @@ class Member:
         from ..answers.ranks import stands_at
 
         before: object = None
-        looks, since_failure, computed, said = 0, 0, 0.0, None
+        looks, since_failure, computed = 0, 0, 0.0
         with suppress(RuntimeError):  # the store has ended, and with it the launcher or rank 0
             while not (self._has_left.wait(_LOOK) or (self.rank and self._store.check(["end"]))):
                 busy = time.process_time() - time.thread_time()
-                at, place = stands_at(sys._current_frames().get(main_thread().ident or 0), _sleep())
+                at, line, waits = stands_at(sys._current_frames().get(main_thread().ident or 0), _sleep())
                 looks += 1
                 if at != before or busy - computed > _IDLE:
                     before, looks, computed = at, 0, busy
-                if said != (said := json.dumps(place if looks > _STALLED else ())):
-                    self._store.set(f"stuck/{self.rank}", said)
+                is_stuck = line is not None and looks > _STALLED
+                self._store.set(f"place/{self.rank}", json.dumps([line, waits, is_stuck]))
                 if self.rank == 0:
                     has_failed = self._store.check(["failed"])
                     since_failure += has_failed or bool(self._ended())
@@ -164,20 +164,27 @@ class Member:
             os._exit(0)
 
     def _look_for_stuck_ranks(self) -> None:
-        """End the command if no rank goes on and one waits for the others."""
+        """End the command if no rank goes on and one waits for the others; print the places if only one goes on."""
         others = self._unfinished()
-        keys = [f"stuck/{rank}" for rank in others]
-        places = [*map(json.loads, self._store.multi_get(keys))] if keys and self._store.check(keys) else []
-        if all(places) and any(waits for _, waits in places):
+        keys = [f"place/{rank}" for rank in others]
+        places = [*map(tuple, map(json.loads, self._store.multi_get(keys)))] if keys and self._store.check(keys) else []
+        self._waits = self._waits + 1 if any(waits and is_stuck for _, waits, is_stuck in places) else 0
+        are_stuck = all(is_stuck for *_, is_stuck in places)
+        if self._waits and (are_stuck or self._waits == _STALLED):
             from ..text import listed, spans
 
             said = []
-            for line, waits in dict.fromkeys(map(tuple, places)):
-                stuck = spans(rank for rank, place in zip(others, places, strict=True) if place == [line, waits])
-                where = f"at {line}" if line else "for the result of its forward"
-                said.append(f"rank {stuck} {'waits' if waits else 'stands still'} {where}")
+            for place in dict.fromkeys(places):
+                line, waits, is_stuck = place
+                alike = spans(rank for rank, each in zip(others, places, strict=True) if each == place)
+                how = "is still running" if not is_stuck else "waits" if waits else "stands still"
+                where = f" at {line}" if line else " for the result of its forward" if waits else ""
+                said.append(f"rank {alike} {how}{where}")
             said += [f"rank {done} has finished"] if (done := spans({*range(self.world)}.difference(others))) else []
-            self._end(1, "", f"mha-inspect: {listed(said)}. Every rank must run the same collectives in one order.\n")
+            rule = " Every rank must run the same collectives in one order." if are_stuck else ""
+            os.write(self._err, f"mha-inspect: {listed(said)}.{rule}\n".encode())
+        if self._waits and are_stuck:
+            self._end(1, "")
 
     def _end(self, code: int, out: str, *err: str) -> None:
         """Print the outputs instead of rank 0's own, and end all ranks."""

@@ -59,7 +59,7 @@ def is_copied(tensor: Tensor) -> bool:
 
 def by_rank(tensor: Tensor) -> list[Tensor]:
     """Return the tensor of each rank, if torch simulates all of them in this process; else the tensor alone."""
-    tensor = local(tensor)
+    tensor = local(tensor, filled=True)
     each: dict[int, Tensor] = getattr(tensor, "_local_tensors", {})
     return [each[rank] for rank in sorted(each)] or [tensor]
 

@@ -252,6 +252,19 @@ def test_a_launcher_that_ends_rank_0_hears_which_rank_ended_first(capfd: pytest.
     assert capfd.readouterr().err == "mha-inspect: rank 1 of 3 has ended: it was killed, or it crashed.\n"
 
 
+def test_a_rank_that_still_runs_while_another_waits_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """It may loop forever or be slow: nobody can know."""
+    held = {"place/0": b'["a.py:7", true, true]', "place/1": b'["a.py:3", false, false]'}
+    first = object.__new__(ranks.Member)
+    first.rank, first.world, first._err, first._waits, first._done = 0, 2, 2, 0, ["done/0", "done/1"]
+    first._store = SimpleNamespace(
+        check=lambda keys: held.keys() >= {*keys}, multi_get=lambda keys: [held[key] for key in keys]
+    )
+    for _ in range(3 * ranks._STALLED):
+        first._look_for_stuck_ranks()
+    assert capfd.readouterr().err == "mha-inspect: rank 0 waits at a.py:7 and rank 1 is still running at a.py:3.\n"
+
+
 @pytest.mark.parametrize(
     ("name", "code", "said"),
     [("not built", 2, "rank 1 cannot be built"), ("params, raises", 1, "shape '[3, 7]' is invalid")],
