@@ -23,6 +23,7 @@ from mha_inspect.layers.grouped_query import GroupedQueryAttention
 from mha_inspect.layers.per_head import PerHeadAttention
 from mha_inspect.layers.spec import Show
 from mha_inspect.layers.split_heads import SplitHeadsAttention
+from mha_inspect.record.ranks import wait
 from mha_inspect.running.subject import Subject
 
 pytest.importorskip("torch.distributed._local_tensor")
@@ -203,22 +204,22 @@ def test_one_key_head_is_copied_also_if_each_query_has_its_own() -> None:
 
 
 def test_the_printed_code_runs_as_it_is() -> None:
-    from mha_inspect.answers.sharding import process_group
-
     class OneArgument(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = SplitHeadsAttention(24, 8)
 
         def forward(self, *_: object) -> Any:
-            return self.layer(x, x, x)
+            returned.append(self.layer(x, x, x))
+            return returned[-1]
 
-    x = torch.randn(2, 5, 24)
+    x, returned = torch.randn(2, 5, 24), list[Any]()
     model = OneArgument()
     trace, _ = sharded(subject(model), Show(), 2)
     assert trace.plan_code is not None
     with process_group(2, "cpu") as mesh:
         exec(trace.plan_code, {"model": model, "mesh": mesh})
+        wait(returned[-1])
         assert tuple(model.layer.wq.weight.to_local().shape) == (12, 24)  # type: ignore[union-attr, operator]
 
 
