@@ -128,10 +128,11 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.follows or evidence.source.length < 3:
         raise NotPossibleError("the output has no entry for each token, or there are fewer than 3 tokens")
     length = evidence.source.length
-    half, single = length // 2, length - 3 if length > 16 else 1
-    ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(single, length + 1)]}
-    if declared is None:
-        del ways[_SINGLES]  # an undeclared cache gets the cheaper test only
+    # Padding on the left belongs to the first call: no loop continues with it.
+    pads = 0 if evidence.padded is None else int(evidence.padded.long().cumprod(1).sum(1).max())
+    half, single = (min(max(place, pads + 1), length - 2) for place in (length // 2, length - 3 if length > 16 else 1))
+    ways = {_CHUNKS: [0, half, length - 1, length]}  # an undeclared cache gets the cheaper test only
+    ways |= {_SINGLES: [0, *range(single, length + 1)]} if declared is not None else {}
     changed = dict[str, Tensor]()
     try:
         for way, places in ways.items():

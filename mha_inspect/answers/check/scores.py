@@ -232,8 +232,7 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
     weights = evidence.content(attention.softmax.output)
     for op in attention.masks:
         values = [evidence.content(tensor) for tensor in op.inputs]
-        fault = _weak_mask(op, values, weights) or _undone(evidence, attention, op)
-        if fault is not None:
+        if fault := _weak_mask(op, values, weights) or _undone(evidence, attention, op):
             sentence, proof, fix = fault
             yield Finding("masking", sentence, proof, source=op.source, fix=fix)
 

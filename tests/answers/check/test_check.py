@@ -528,6 +528,31 @@ def test_heads_are_compared_where_the_output_is_finite() -> None:
     assert {head.gradient_share for head in report.heads} == {None}
 
 
+class SumsBefore(nn.Module):
+    """A running sum before attention that leaves padding out of a prompt alone, as recurrent layers of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(E, 3 * E)
+
+    def forward(self, x: Tensor, mask: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, Any]:
+        x = x * mask[:, -x.shape[1] :, None] if x.shape[1] > 1 else x
+        sums = x.cumsum(1) + (0 if past is None else past[2])
+        q, k, v = self.qkv(sums / 9).chunk(3, -1)
+        k, v = (torch.cat(each, 1) for each in zip(past, (k, v), strict=False)) if past is not None else (k, v)
+        hidden = torch.ones(q.shape[1], k.shape[1]).triu(1 + k.shape[1] - q.shape[1]).bool() | ~mask[:, None].bool()
+        return (q @ k.mT / E**0.5).masked_fill(hidden, -1e9).softmax(-1) @ v, (k, v, sums[:, -1:])
+
+
+def test_padding_on_the_left_is_in_the_first_call_that_fills_a_cache() -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(B, N, dtype=torch.long)
+    mask[0, :2] = 0
+    report = mha_inspect.check(SumsBefore(), torch.randn(B, N, E), mask=mask, intent=Intent(causal=True, cache="past"))
+    assert [finding for finding in report.findings if finding.check == "cache"] == []
+    assert "cache" in {passed.check for passed in report.held}
+
+
 @pytest.mark.parametrize(("weigh", "sure"), [(torch.softmax, True), (lambda s, d: s.softmax(d).nan_to_num(), False)])
 def test_weights_of_nan_that_are_replaced_may_be_meant(weigh: Callable[[Tensor, int], Tensor], sure: bool) -> None:
     torch.manual_seed(0)
