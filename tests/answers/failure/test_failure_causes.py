@@ -303,6 +303,10 @@ def test_any_other_error_gets_facts_and_no_guess(name: str, args: tuple[Any, ...
     assert failure.source.endswith(line_of(getattr(OWN.Mistakes, name), "# fails"))
 
 
+def test_the_scores_of_a_sequence_with_itself_have_queries_and_keys():
+    assert failure_of(make(HAND, "integer_mask"), X, ints(7, 7)).operands[0].axes == "batch heads query key"
+
+
 def test_operands_have_the_names_of_the_users_line():
     def names(file: ModuleType, name: str, *args: Any) -> list[str]:
         return [operand.name for operand in failure_of(make(file, name), *args).operands]
