@@ -114,7 +114,7 @@ def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
     plain = [name for name in plain if len(plain) == len(parameters) or name.rpartition(".")[0] in owners]
     begins = run.attentions[0][0].softmax.index if run.attentions else 0
     moves = (op for op in ops[:begins] if op.is_collective and "reduce" not in op.base_name)
-    is_piece = any(run.graph.comes_from_inputs(tensor) for op in moves for tensor in op.inputs)
+    is_piece = any(run.graph.inputs_of(tensor) for op in moves for tensor in op.inputs)
     queries = next(iter(shards_of(run, parameters)), {}).get("W_q")
     return {
         "code": _digests_of_code(subject.module),

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from mha_inspect.__main__ import main, run
@@ -131,6 +132,14 @@ def drifted() -> Made:
             module.o.bias.to_local()[3] += 1  # type: ignore[operator, union-attr]
         x = x + 1
     return module, (x,)
+
+
+def drifted_input_under_fsdp() -> Made:
+    """Gather the parameters by FSDP, which reads them in memory of its own."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "heads"))
+    module = parallelize_module(Attention(fused=False), mesh["heads"], PLAN)
+    fully_shard(module, mesh=mesh["data"])
+    return module, (X + dist.get_rank(),)
 
 
 def own_experts() -> Made:

@@ -52,6 +52,7 @@ COMMANDS = {
     "check own experts": ["check", f"{TARGETS}:own_experts", "--format", "json"],
     "check built twice": ["check", f"{TARGETS}:in_its_own_group", "--causal", "--seq-len", "5"],
     "check drifted": ["check", f"{TARGETS}:drifted", "--format", "json"],
+    "check drifted input": ["check", f"{TARGETS}:drifted_input_under_fsdp", "--format", "json"],
     **{
         f"check stages {who}": ["check", f"{TARGETS}:stage_of", "--set", f"attends={who}", "--format", "json"]
         for who in ("0", "1", "none")
@@ -132,6 +133,8 @@ def test_what_ranks_should_have_alike_is_compared(ran: dict[str, Any]) -> None:
     findings = json.loads(ran["check drifted"][0].out)["findings"]
     assert [(found["check"], found["sentence"]) for found in findings] == [("ranks", sentence) for sentence in said]
     assert ran["check drifted"][0].code == 1
+    findings = json.loads(ran["check drifted input"][0].out)["findings"]
+    assert [found["sentence"] for found in findings] == said[1:]
 
 
 def test_a_matrix_of_one_rank_alone_may_be_meant(ran: dict[str, Any]) -> None:
