@@ -30,7 +30,8 @@ def parts_behind(op: Op, result: TensorRef, part: Part) -> Iterator[tuple[Tensor
         # Complex numbers have other places than their parts.
         yield op.inputs[0], part if part.tensor.dtype == op.inputs[0].dtype else whole(op.inputs[0])
         written = _box_in(part.tensor, whole(op.inputs[0]))
-        if op.kind == "view" or all(map(_overlap, written, part.box)):
+        overlaps = (max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(written, part.box, strict=False))
+        if op.kind == "view" or all(overlaps):
             yield from ((tensor, whole(tensor)) for tensor in op.inputs[1:])
         return
     box = _box_in(result, part)
@@ -68,7 +69,3 @@ def _box_in(tensor: TensorRef, part: Part) -> Box:
         places = range(start // max(step, 1), end // max(step, 1) + 1)
         found.append(places if size > 1 and step and (not wider or places.stop <= size) else range(size))
     return tuple(found)
-
-
-def _overlap(one: range, other: range) -> bool:
-    return max(one.start, other.start) < min(one.stop, other.stop)

@@ -1,4 +1,7 @@
-"""Find the projections behind heads: the products with parameters that give queries, keys and values."""
+"""Find the projections behind heads: the products with parameters that give queries, keys and values.
+
+Convolutions and pooling may change the positions before them.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,14 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from ..record.ops import Op, TensorRef
+from .attention import Attention
 from .axis import Axis, setting, wide
 from .dataflow import Graph, inside, made_of
 from .scores import mixing_of
 
 Origin = tuple[int, int, int]
+_LONGEST = 20
+"""Operations after which it is no step before a projection."""
 
 
 @dataclass(frozen=True)
@@ -221,3 +227,23 @@ def joined_projections(graph: Graph, own: Op, ops: Sequence[Op]) -> dict[int, se
         for index, ids in joined.items()
         if not any(outputs[other] in ids for other in joined if other != index)  # a step before another
     }
+
+
+def reduction_of(graph: Graph, attention: Attention, side: str) -> tuple[str, tuple[Op, ...]]:
+    """Return what a query, key or value is computed from, `the query` or `the input`, and the operations, in order.
+
+    Empty without a convolution or pooling in the module of the attention.
+    """
+    query, ops = attention.stages.get("query"), list[Op]()
+    origin = None if query is None or side == "query" else graph.before_moves(query).id
+    tensor: TensorRef | None = attention.stages.get(side)
+    while tensor is not None:
+        op = graph.recording.producer(tensor)
+        is_query = graph.before_moves(tensor).id == origin
+        if op is None or is_query or not inside(op.module, attention.module):
+            reduces = any(passed.does("convolution", "pools") for passed in ops)
+            return ("the query" if is_query else "the input", tuple(ops[::-1])) if reduces else ("", ())
+        read = {each.id: each for each in op.inputs if graph.comes_from_inputs(each)}
+        ops += [op] if op.kind == "compute" else []
+        tensor = next(iter(read.values())) if len(read) == 1 and len(ops) < _LONGEST else None
+    return "", ()

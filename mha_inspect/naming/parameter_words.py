@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..graph.attention import Attention
 from ..graph.products import Joint
-from ..graph.reductions import reduction_of
+from ..graph.projections import reduction_of
 from ..graph.scores import further_term
 from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice

@@ -7,7 +7,7 @@ from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
 from ..graph.gates import gates_of
 from ..graph.products import Joint
-from ..graph.reductions import reduction_of
+from ..graph.projections import reduction_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, Memory
 from .inner_steps import InnerSteps, OperandSteps, bias_steps

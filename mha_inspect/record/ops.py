@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from math import prod
@@ -117,15 +116,11 @@ class Op:
     @property
     def swaps_last_two(self) -> bool:
         """Whether it swaps exactly the last two dimensions, as a matrix transpose does."""
-        rank = len(self.output.shape)
-        if rank < 2:
+        if catalog.axes_rule(self.base_name) != "permute" or len(self.output.shape) < 2:
             return False
-        name = self.base_name.rstrip("_")
-        if name == "transpose":
-            return {int(self.args[1]) % rank, int(self.args[2]) % rank} == {rank - 1, rank - 2}
-        if name == "permute":
-            return [int(place) % rank for place in self.args[1]] == [*range(rank - 2), rank - 1, rank - 2]
-        return name == "t"
+        before, after = self.inputs[0], self.output
+        pairs = (before.shape, after.shape), (before.stride, after.stride)
+        return all((*first[:-2], *first[:-3:-1]) == second for first, second in pairs)
 
 
 @dataclass(frozen=True)
@@ -226,8 +221,3 @@ class Recording:
     def name_of(self, op: Op) -> str:
         """Return the torch name of an operation; for a link to a kernel's result, the name of the kernel."""
         return str(op.kwargs["kernel"]) if op.makes_result else op.name
-
-    def tensors(self) -> Iterator[TensorRef]:
-        """Yield every output tensor, in order."""
-        for op in self.ops:
-            yield from op.outputs

@@ -50,22 +50,8 @@ from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
 
 _VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
 """In-place operations that change the shape and write no element."""
-_NONE: dict[str, Any] = {}
 
-
-Entry = tuple[
-    About,
-    list[Any],
-    dict[str, Any],
-    Sequence[Look],
-    "Sequence[Look] | None",
-    Site,
-    int,
-    "int | None",
-    "Kind | None",
-    "Sight | None",
-    Any,
-]
+Entry = tuple[Any, ...]
 """The notes on an operation that cannot be made later: its properties; arguments from `Tensors.note`; results; existing
 tensors that it wrote into, or None; its site, call and kernel; its kind, None if that follows from the memory; which
 query sees which key in weights that it made, or None; and how to open its fused kernel, or None."""
@@ -291,7 +277,7 @@ class Recorder(TorchDispatchMode):
         for value in args:
             kind = type(value)
             noted.append(look(value) if kind in DENSE else value if kind in PLAIN else self._tensors.note(value))
-        named = {name: self._tensors.note(value) for name, value in kwargs.items()} if kwargs else _NONE
+        named = kwargs and {name: self._tensors.note(value) for name, value in kwargs.items()}
         result = known.run(*args, **kwargs) if kwargs else known.run(*args)
         callers = self._callers
         callers.note(self._asking or sys._getframe(1))

@@ -160,7 +160,8 @@ def _completed(facts: Facts) -> Iterator[ReachedStage]:
 
     for stage, tensor in reached.stages.items():
         yield row(stage, tensor, reached.of_stage(stage))
-    known = {tensor.id: tensor for tensor in (*recording.tensors(), *(named.tensor for named in recording.inputs))}
+    known = {tensor.id: tensor for op in recording.ops for tensor in op.outputs}
+    known |= {named.tensor.id: named.tensor for named in recording.inputs}
     staged = {tensor.id for tensor in reached.stages.values()}
     loose = {*facts.variables} if staged else {*facts.variables, *inputs, *projected}
     for number in sorted((loose & set(known)) - staged - set(reached.roles)):
