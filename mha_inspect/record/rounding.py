@@ -73,12 +73,12 @@ def rounding_error(output: Tensor, reference: Tensor) -> float:
     return max((largest for _, largest in _differences(output, reference, finite=True)), default=0.0)
 
 
-def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[float, float]:
+def distances(left: Tensor, right: Tensor) -> tuple[float, float]:
     """Return the largest difference, and ‖left - right‖ / ‖left‖, of two tensors of the same shape.
 
     float32 and smaller dtypes are subtracted in float32, with an error of at most 2⁻²⁴ of the difference; squares are
     summed in float64. Two NaNs or two equal infinities differ by 0; against any other number they differ by infinity.
-    ‖left‖ is over finite elements: `size` if given, else `size_of(left)`.
+    ‖left‖ is over finite elements.
     """
     largest = apart = 0.0
     for difference, most in _differences(left, right):
@@ -87,16 +87,9 @@ def distances(left: Tensor, right: Tensor, size: float | None = None) -> tuple[f
             apart += float(torch.linalg.vector_norm(difference.double())) ** 2
     if apart == 0:
         return largest, 0.0
-    whole = size_of(left) if size is None else size
-    return largest, math.sqrt(apart) / whole if whole else math.inf
-
-
-def size_of(tensor: Tensor) -> float:
-    """Return the norm of a tensor over its finite elements, summed in float64."""
-    total = 0.0
-    for part, _ in parts(tensor, tensor):
-        total += float(torch.linalg.vector_norm(part.double().nan_to_num(0.0, 0.0, 0.0))) ** 2
-    return math.sqrt(total)
+    finite = (part.double().nan_to_num(0.0, 0.0, 0.0) for part, _ in parts(left, left))
+    whole = sum(float(torch.linalg.vector_norm(part)) ** 2 for part in finite)
+    return largest, math.sqrt(apart) / math.sqrt(whole) if whole else math.inf
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
