@@ -176,6 +176,7 @@ def _target(word: str, names: list[str], stage: str, head_order: Sequence[str]) 
         "embed": ("kdim", "vdim"),
         "heads": ("kv_heads",),
         "kv_heads": ("heads",),
+        "head_dim": ("v_head_dim",),
         # Inputs and outputs may have other positions than the queries and keys of the weights.
         "query": () if stage in (*WITHIN, "context") else (POSITIONS,),
         "key": () if stage in (*WITHIN, "context") else (POSITIONS,),

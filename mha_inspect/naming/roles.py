@@ -222,7 +222,7 @@ class Roles:
         groups: list[Group] = [("batch", self.batch), ("heads", heads)]
         if self.maps:
             groups += [("maps", self.maps)] if side in "qks" else []
-        elif heads and shared != heads:
+        elif heads and wide(shared) != wide(heads):
             groups += [("kv_heads", shared), ("group", _without(heads, shared))]
         value_dim = "v_head_dim" if self.own_value_width else "head_dim"
         left, right, values = ("head_dim", self.head_dim), ("head_dim", self._other_dim), (value_dim, self.value_dim)

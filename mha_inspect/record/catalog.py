@@ -58,6 +58,7 @@ _TABLE = (
     "stack | join | joins passes_on copies",
     "native_dropout | - | passes_on draws",
     "roll | - | passes_on copies",
+    "complex | pointwise | passes_on copies",
     "view_as_complex | complex | passes_on",
     "view_as_real | complex | passes_on",
     "embedding | index | gathers",
