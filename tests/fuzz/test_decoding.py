@@ -319,9 +319,16 @@ class Faulty(Layer):
         self.rotated += 1  # the query comes first
         if self.fault == "query from zero" and self.rotated == 1:
             places = places - places[0]
+        if self.fault == "key left alone" and self.rotated == 2:
+            return x
         return super().turned(x, places + (self.fault == "key ahead" and self.rotated == 2))
 
     def stored(self, k: Tensor, v: Tensor, past: Any, places: Tensor) -> tuple[Tensor, Tensor, Any, Tensor]:
+        if self.fault == "over the last slot" and int(places[0]) > 0 and self.loop.store not in ("ring", "list"):
+            places, axis = places - 1, {"one tensor": 3, "joined by token": 1}.get(self.loop.store, 2)
+            if past is not None:
+                cut = [each.narrow(axis, 0, int(places[0])) for each in (past if type(past) is tuple else [past])]
+                past = tuple(cut) if type(past) is tuple else cut[0]
         k, v, past, slots = super().stored(k, v, past, places)
         return k, v.roll(1, 2) if self.fault == "values late" else v, past, slots
 
@@ -341,6 +348,8 @@ EXPECTED = {
     "slots open": ["cache"],
     "query from zero": ["rotary"],
     "key ahead": ["rotary"],
+    "key left alone": ["rotary"],
+    "over the last slot": ["rotary", "causal", "cache"],  # positions that count slots are wrong too
 }
 """A fault to the checks that find it."""
 
@@ -360,10 +369,18 @@ def test_a_fault_behind_a_cache_is_the_one_finding(try_all: Callable[..., None])
         report = mha_inspect.check(module, x[:, start:], intent=mha_inspect.Intent(causal=True), **given)
         empty = truth(loop)["cache"][2]  # type: ignore[index]
         absent = (fault == "slots open" and not empty) or (EXPECTED[fault] == ["rotary"] and not loop.rotation)
+        # One pair of features has one cosine at one position, and a matrix for each pair is no table of cosines.
+        unknown = loop.rotation == "matrices" or (loop.rotation == "partial" and start == LENGTH - 1)
+        absent |= fault == "key left alone" and unknown
+        absent |= fault == "over the last slot" and loop.store in ("ring", "list")
         expected = [] if absent else EXPECTED[fault]
         # A value in a slot that is masked out has no gradient.
         found = [finding.check for finding in report.findings if finding.check != "parameters" or not expected]
-        assert found == expected
+        if fault == "over the last slot" and expected:
+            assert found
+            assert {*found} <= {*expected}
+        else:
+            assert found == expected
         assert fault != "aligned top left" or any("top left" in finding.sentence for finding in report.findings)
 
     try_all(check, st.tuples(loops(), st.sampled_from([*EXPECTED]), st.sampled_from((1, 2))), 120)

@@ -112,6 +112,11 @@ def complex_numbers(x: Tensor, angles: Tensor) -> Tensor:
     return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(3)
 
 
+def exponentials(x: Tensor, angles: Tensor) -> Tensor:
+    pairs = torch.complex(x[..., ::2], x[..., 1::2]) * torch.exp(1j * angles)
+    return torch.stack([pairs.real, pairs.imag], -1).flatten(-2)
+
+
 def matrices(x: Tensor, angles: Tensor) -> Tensor:
     turns = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
     return (x.unflatten(-1, (-1, 1, 2)) * turns).sum(-1).flatten(3)
@@ -122,6 +127,7 @@ ROTATIONS = {
     "partial": partial,
     "interleaved": interleaved,
     "complex": complex_numbers,
+    "exponentials": exponentials,
     "matrices": matrices,
 }
 
@@ -357,6 +363,24 @@ def test_a_wrong_rotation_is_the_one_finding(try_all: Callable[..., None]) -> No
 
     turning = styles().filter(lambda style: style.position in ("half", "interleaved") and style.new > 1)
     try_all(check, st.tuples(turning, st.sampled_from(("key left alone", "other layout", "values"))), 40)
+
+
+class Misshared(Planted):
+    """Shares its key heads in turns: query head h uses key head h % heads."""
+
+    def attended(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        shared = HEADS // self.style.kv_heads
+        return super().attended(q, *(each[:, ::shared].repeat(1, shared, 1, 1) for each in (k, v)))
+
+
+def test_shared_heads_in_turns_are_the_one_finding(try_all: Callable[..., None]) -> None:
+    def check(style: Style) -> None:
+        torch.manual_seed(0)
+        module, x = Misshared(style).eval(), torch.randn(style.batch, style.new, style.embed)
+        findings = mha_inspect.check(module, x).findings
+        assert [(finding.check, finding.sure) for finding in findings] == [("grouped", True)]
+
+    try_all(check, styles().filter(lambda style: style.share != "group" and style.kv_heads in (2, 3)), 30)
 
 
 class Mismasked(Planted):

@@ -73,10 +73,12 @@ class Arguments:
         bound = BoundArguments(self._signature, given)
         return bound.args, bound.kwargs
 
-    def piece(self, source: Source, start: int, stop: int, *, positions: str | None = None) -> dict[str, Any]:
+    def piece(
+        self, source: Source, start: int, stop: int, *, first: int = 0, positions: str | None = None
+    ) -> dict[str, Any]:
         """Return the arguments of a call with the tokens from `start` to `stop` only.
 
-        Masks keep the keys before `start`. Positions are advanced: those with a usual name, and the argument
+        Masks keep the keys from `first` on. Positions are advanced: those with a usual name, and the argument
         `positions`. A forward that takes `use_cache` is to return its cache.
         """
         unset = {name: p.default for name, p in self.parameters.items() if type(p.default) is int}
@@ -89,14 +91,26 @@ class Arguments:
         changes = {}
         for name, value in values.items():
             cut = _advanced if name in advanced else partial(_part, name)
-            changes[name] = cut(value, source, start, stop)
+            changes[name] = cut(value, source, start, stop, first)
         return changes | ({"use_cache": True} if "use_cache" in self.parameters else {})
 
-    def positions(self, *, unset: bool = False) -> list[str]:
+    def positions(self, *, unset: bool = False) -> dict[str, Any]:
         """Return the arguments that are positions by their names and have numbers; with `unset` those that are None."""
         values = {name: self.values.get(name, p.default) for name, p in self.parameters.items()}
-        names = [name for name in values if _POSITION.search(name)]
-        return [name for name in names if values[name] is None] if unset else [n for n in names if counts(values[n])]
+        named = {name: value for name, value in values.items() if _POSITION.search(name)}
+        return {name: value for name, value in named.items() if (value is None if unset else counts(value))}
+
+    def starts_at_zero(self) -> bool:
+        """Return whether an argument says that the first token has position 0."""
+        return any(int(torch.as_tensor(value).min()) == 0 for value in self.positions().values())
+
+    def from_start(self, source: Source, length: int) -> dict[str, Any]:
+        """Return changes for a call without a past: with other tokens, `length` of them, at the first positions."""
+        axis = source.positions or 0
+        tokens = torch.cat([source.value] * (length // source.length + 1), axis).narrow(axis, 0, length)
+        drawn = Source(source.names, tokens, source.batch, axis).others(slice(0, length), row=slice(None))
+        first = {name: _first_positions(value, source.length, length) for name, value in self.positions().items()}
+        return {**dict.fromkeys(name for name in CACHES if name in self.values), **first, **drawn}
 
     def uncut(self, source: Source) -> list[str]:
         """Return the arguments with a size for each token that `piece` leaves whole: no rule says how to cut them."""
@@ -141,14 +155,14 @@ class Source:
         index = {self.batch: row, self.positions: position}
         return tuple(index.get(axis, slice(None)) for axis in range(self.value.dim()))
 
-    def others(self, position: int | slice, *, by: float = 2.0) -> dict[str, Tensor]:
-        """Return the arguments with other tokens in the first batch item: random numbers of equal spread, or other ids.
+    def others(self, position: int | slice, *, by: float = 2.0, row: int | slice = 0) -> dict[str, Tensor]:
+        """Return the arguments with other tokens in some batch items: random numbers of equal spread, or other ids.
 
         An image gets another corner.
         """
         value, draw = self.value.detach(), torch.Generator().manual_seed(1729)
         index = (0, slice(None), slice(0, 2), slice(0, 2))[: value.dim()]
-        index = index if self.positions is None else self.at(0, position)
+        index = index if self.positions is None else self.at(row, position)
         changed, old = value.clone(), value[index]
         if value.is_floating_point():
             spread = float(value.float().std()) or 1.0
@@ -194,25 +208,32 @@ def sources_of(
     return tuple(sorted(sources, key=lambda source: not any(name.startswith("decoder") for name in source.names)))
 
 
-def _advanced(value: Any, source: Source, start: int, stop: int) -> Any:
+def _first_positions(value: Any, before: int, length: int) -> Any:
+    """Return the first positions in the form of others, which are for `before` tokens, or for the first of them."""
+    if isinstance(value, Tensor) and value.shape[-1:] == (before,):
+        return torch.arange(length).to(value).expand(*value.shape[:-1], -1).clone()
+    return value * 0
+
+
+def _advanced(value: Any, source: Source, start: int, stop: int, first: int) -> Any:
     """Return positions from `start` to `stop`, given those of all tokens, or that of the first; None stays None."""
-    if isinstance(value, Tensor):
-        return value.narrow(-1, start, stop - start) if value.shape[-1:] == (source.length,) else value + start
-    return value + start if type(value) is int else value
+    if isinstance(value, Tensor) and value.shape[-1:] == (source.length,):
+        return value.narrow(-1, start, stop - start)
+    return value + start - first if isinstance(value, Tensor) or type(value) is int else value
 
 
-def _part(name: str, value: Any, source: Source, start: int, stop: int) -> Any:
-    """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys before them too."""
+def _part(name: str, value: Any, source: Source, start: int, stop: int, first: int) -> Any:
+    """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys from `first` on."""
     length, count = source.length, stop - start
     if isinstance(value, (tuple, list)) and _ROTATION.search(name):
-        return type(value)(_part(name, each, source, start, stop) for each in value)
+        return type(value)(_part(name, each, source, start, stop, first) for each in value)
     if not isinstance(value, Tensor):
         return value
     if name in source.names or ("type_ids" in name and value.shape == source.value.shape):
         return value[source.at(slice(None), slice(start, stop))]
     if "mask" in name or value.dtype == torch.bool:
         value = value.narrow(-2, start, count) if value.dim() > 1 and value.shape[-2] == length else value
-        return value.narrow(-1, 0, stop) if value.shape[-1:] == (length,) else value
+        return value.narrow(-1, first, stop - first) if value.shape[-1:] == (length,) else value
     rows = [axis for axis, size in enumerate(value.shape[:-1]) if size == length]
     return value.narrow(rows[-1], start, count) if rows and _ROTATION.search(name) else value
 

@@ -263,11 +263,13 @@ class Evidence:
         return len(out) > max(axes) and all(out[axis] == given[axis] for axis in axes)
 
     @cached_property
-    def _rounding(self) -> float:
-        """The largest difference that rounding can explain."""
+    def _largest(self) -> float:
         finite = self.output[self.output.isfinite()]
-        largest = float(finite.abs().max()) if finite.numel() else 1.0
-        return 16 * torch.finfo(self.output.dtype).eps * max(largest, 1e-6)
+        return max(float(finite.abs().max()) if finite.numel() else 1.0, 1e-6)
+
+    def _rounding(self, times: float = 1.0) -> float:
+        """Return the largest difference that rounding can explain: in no dtype is it a large part of the output."""
+        return min(times * 16 * torch.finfo(self.output.dtype).eps, 1 / 64 if times == 1 else 1 / 8) * self._largest
 
     def differences(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
         """Return the difference of each output token from another run, `batch position`; 0 within rounding.
@@ -284,7 +286,7 @@ class Evidence:
         axes = self.source.axes if self.follows else [0]
         apart = apart.movedim(axes, tuple(range(len(axes))))
         apart = apart.flatten(len(axes)).amax(-1) if apart.dim() > len(axes) else apart
-        apart = apart.masked_fill(apart <= times * self._rounding, 0.0)
+        apart = apart.masked_fill(apart <= self._rounding(times), 0.0)
         return apart[:, None] if not self.follows else apart if len(axes) == 2 else apart[None]
 
     def apart(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> float:
@@ -328,7 +330,7 @@ class Evidence:
     @property
     def reach(self) -> dict[int, Tensor]:
         """The same, without differences that rounding can explain."""
-        return {place: diff.masked_fill(diff <= self._rounding, 0) for place, diff in self.reach_in_bits.items()}
+        return {place: diff.masked_fill(diff <= self._rounding(), 0) for place, diff in self.reach_in_bits.items()}
 
     @cached_property
     def reach_of_others(self) -> dict[int, Tensor]:

@@ -33,8 +33,6 @@ class Masked:
     name: str
     given: Tensor
     """The original mask."""
-    value: Tensor
-    """The original value at the changed keys."""
     other: Tensor
     """The new value at the changed keys."""
     keys: Tensor
@@ -90,8 +88,11 @@ def _whole_masks(evidence: Evidence, name: str) -> Iterator[Tensor]:
         yield from (ones, ones.long(), ones[:, None, None], ones.long()[:, None, None], ones[:, None], ones.float())
 
 
-def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact | None:
-    """Return a run with a mask changed; None if its keys are unknown, or have several values in the mask."""
+def _masked_run(evidence: Evidence, name: str, given: Tensor, *, added: bool = False) -> Masked | Fact | None:
+    """Return a run with a mask changed; None if its keys are unknown, or have several values in the mask.
+
+    A mask of zeros is taken as one that is added to the scores if `added` is set, or if a one masks out no key.
+    """
     fitting = [s for s in evidence.sources if s.positions is not None and s.length == given.shape[-1]]
     source = next(iter(fitting), None)
     if source is None or source.length < 4 or name in source.names:
@@ -108,17 +109,16 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     value = given_there.flatten()[0]
     if not bool((given_there == value).all()):
         return None
-    additive = given.is_floating_point() and bool((given <= 0).all()) and (given.dim() > 2 or bool(given.any()))
+    may_add = given.is_floating_point() and bool((given <= 0).all())
+    additive = may_add and (added or given.dim() > 2 or bool(given.any()))
     other = ((-1e9 if value == 0 else 0.0) * torch.ones(()) if additive else 1 - value.long()).to(given)
     changed = given.clone()
     changed[slice(0, 1) if by_row else slice(None), ..., keys[0]] = other
     try:
         whole = evidence if evidence.values.get(name) is given else evidence.with_arguments({name: given})
         masked = evidence.with_arguments({name: changed})
-        outputs, faults = (
-            (whole.output, masked.output),
-            [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked)),
-        )
+        outputs = whole.output, masked.output
+        faults = [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
     except NotPossibleError as error:
         return Fact("mask", f"{name}: the forward rejects another value ({error})")
     with suppress(NotPossibleError):
@@ -132,9 +132,13 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor) -> Masked | Fact |
     source = next((s for s in fitting if all(each.intersection(s.names) for each in origins)), source)
     hides = any(bool((before.seen & ~after.seen).any()) for before, after in pairs)
     opens = any(bool((after.seen & ~before.seen).any()) for before, after in pairs)
+    if may_add and not additive and not hides:
+        otherwise = _masked_run(evidence, name, given, added=True)
+        if isinstance(otherwise, Masked) and otherwise.hides:
+            return otherwise
     meaning, line = (value, other) if hides else (other, value), pairs[0][1].line if pairs else ""
     places = f"keys {_places(keys[0])} of batch item 0"
-    return Masked(name, given, value, other, keys, source, pairs, hides, opens, *outputs, faults, meaning, places, line)
+    return Masked(name, given, other, keys, source, pairs, hides, opens, *outputs, faults, meaning, places, line)
 
 
 def _padded_sources(evidence: Evidence, name: str) -> list[Source]:
@@ -307,11 +311,8 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
     leaks = float(evidence.differences(padded, base)[0, places].max())
     if leaks:
         more, fix = "" if means else ", whichever value of the mask means ignore", _KEYS_FIX
-        seen = [
-            each.seen[0, places]
-            for each in run.sights
-            if each.seen.shape[1:] == (evidence.source.length, source.length)
-        ]
+        lengths = evidence.source.length, source.length
+        seen = [each.seen[0, places] for each in run.sights if each.seen.shape[1:] == lengths]
         if any(not bool(each.any(-1).all()) for each in seen):
             more += ", since a query with every key masked out has uniform weights"
             fix = "Leave each query a key, or set the weights of fully masked queries to zero."
@@ -322,7 +323,8 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
         yield Finding("padding", f"The content of padding changes real outputs{more}.", f"{proof}{leaks:.3g}.", fix=fix)
         return
     try:
-        short = evidence.output_with(_first_row_without(evidence, mask, source, real))
+        alone = run.arguments.piece(source, start, stop, first=start)
+        short = evidence.output_with(alone)[evidence.source.at(slice(0, 1), slice(None))[: base.dim()]]
         apart = evidence.apart(short, base[row], times=OTHER_SIZES)
     except NotPossibleError as error:
         yield SkippedCheck("padding", f"length of the padding: the forward rejects an unpadded item ({error})")
@@ -340,36 +342,17 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
 def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:
     padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
     padded[0::2, pads] = True
-    like, keeps = evidence.values.get(name), evidence.intent.padding_true != "ignore"
+    like, ignored = evidence.values.get(name), torch.tensor(evidence.intent.padding_true == "ignore")
+    kept = ~ignored
+    if isinstance(like, Tensor) and like.is_floating_point() and float(like.max()) <= 0 > float(like.min()):
+        kept, ignored = torch.tensor(0.0), like.min()
     for run in masked_runs(evidence):
         if isinstance(run, Masked) and run.name == name:
             like = run.given if like is None else like
-            keeps = bool(run.meaning[0]) if run.hides != run.opens else keeps
-    mask = padded != keeps
+            kept, ignored = run.meaning if run.hides != run.opens else (kept, ignored)
+    mask = torch.where(padded, ignored.cpu(), kept.cpu())
     if not isinstance(like, Tensor):
         return mask
-    if like.is_floating_point() and like.dim() > 2 and bool((like <= 0).all()):
-        mask = torch.zeros(padded.shape).masked_fill(padded, torch.finfo(like.dtype).min)
     if like.dim() > 2:
         mask = mask.reshape(len(mask), *(1 for _ in like.shape[1:-1]), -1).expand(-1, *like.shape[1:-1], -1)
     return mask.to(like).contiguous()
-
-
-def _first_row_without(evidence: Evidence, mask: dict[str, Tensor], source: Source, real: slice) -> dict[str, Tensor]:
-    """Return the arguments of the first batch item alone, without its padding in a source."""
-    length, changes = source.length, dict[str, Tensor]()
-    given = {name: value for name, value in evidence.values.items() if isinstance(value, Tensor)}
-    for name, value in {**given, **mask}.items():
-        index = [slice(None)] * value.dim()
-        same = next((other for other in evidence.sources if name in other.names), None)
-        pairs = name not in mask and [*value.shape] == [length, length]
-        if same is not None:
-            index = list(same.at(slice(0, 1), real if same is source else slice(None)))
-        elif value.dim() > 1 and value.shape[0] == source.rows and not pairs:
-            index[0] = slice(0, 1)
-        if same is None and (source is evidence.source or name in mask):
-            for place in range(max(value.dim() - 2, 0), value.dim()):
-                if value.shape[place] == length and (place > 0 or pairs):
-                    index[place] = real
-        changes[name] = value[tuple(index)]
-    return changes

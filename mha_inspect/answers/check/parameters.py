@@ -14,14 +14,12 @@ from itertools import accumulate
 from math import isfinite
 
 import torch
-from einops import EinopsError, rearrange
 from torch import Tensor, nn
 
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
-from ...naming.canonical import sizes_in
-from ...naming.pattern import dims_of
+from ...naming.canonical import canonical, sizes_in
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
@@ -31,7 +29,7 @@ from .replay import SIDES, LostError, again, content_of, replayed
 from .scores import masks_everything
 from .tokens import kinds, of_each_kind
 
-_EXACT = (torch.float32, torch.float64)
+_EXACT = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes in which small gradients do not underflow to zero."""
 _LARGEST = 1 << 24
 """The largest output of a projection, in elements, whose unread features are searched."""
@@ -230,10 +228,11 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
 def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
     """Yield projections that the output depends on without a gradient, for the whole weight or for some heads."""
     gradients, weights = gradients_of(evidence), dict(evidence.subject.module.named_parameters())
-    # With few tokens, or distant ones in an image, a softmax may have zero gradient although nothing cuts it.
-    saturated = not evidence.follows or not any(bool((sight.heavy.sum(-1) > 1).any()) for sight in evidence.sights)
-    for attention, names, _ in kinds(evidence.run):
-        constant = saturated or names.lengths[1] < 2  # a single key has weight 1
+    for attention, _, _ in kinds(evidence.run):
+        # A softmax that gives all of its weight to one key has zero gradient although nothing cuts it.
+        found = (sight.shares for sight in evidence.sights if sight.attention is attention)
+        shares = next(found, torch.zeros(1, dtype=torch.bool))
+        constant = not evidence.follows or not bool(shares.any())
         for side, op in attention.projections.items():
             name = _weight_of(evidence, op)
             if name in readers.mentioned or name not in gradients:
@@ -257,9 +256,10 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
                 continue
             readers.mentioned.add(name)
             is_cut = _moves_the_output(evidence, weight, dead.to(weight.device))
-            sides = listed(
-                [each for each, other in attention.projections.items() if _weight_of(evidence, other) == name]
-            )
+            if is_cut and gradient is not None and side != "value" and not bool(shares.all()):
+                continue
+            made_by = attention.projections.items()
+            sides = listed([each for each, other in made_by if _weight_of(evidence, other) == name])
             gets = f"gets no gradient{f' for {features}' * bool(features)}: the autograd graph is cut after it"
             parts = f"{features or 'its features'} have no part in the output"
             yield Finding(
@@ -360,7 +360,7 @@ def heads_of(evidence: Evidence) -> Iterator[Head]:
     for attention, names in _first_heads(evidence):
         with suppress(LostError):
             target, context = (
-                attention.stages.get("output") or attention.stages.get("concat"),
+                attention.stages.get("output", attention.stages.get("concat")),
                 attention.stages["context"],
             )
             if target is None:
@@ -392,18 +392,10 @@ def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Ite
             raise LostError
         yield from ((context, places.flatten()) for context in contexts)
         return
-    dims = dims_of(axes)
-    heads = [name for name in names.head_order if any(name in dim for dim in dims)]
-    others = [name for dim in dims for name in dim if name not in (*heads, "1")]
-    shared = {name for dim in dims if len(dim) > 1 for name in dim}
-    sizes = {name: size for name, size in sizes_in(attention, names, "context").items() if name in shared}
-    try:
-        by_head = rearrange(places, f"{axes} -> ({' '.join(heads)}) ({' '.join(others)})", **sizes)
-    except EinopsError as error:
-        raise LostError from error
-    if len(by_head) != names.num_heads:
+    by_head = canonical(places, "context", axes, sizes_in(attention, names, "context"), names.head_order)
+    if by_head is None or by_head.dim() < 3 or by_head.shape[1] != names.num_heads:
         raise LostError
-    yield from ((context, of_head) for of_head in by_head)
+    yield from ((context, of_head) for of_head in by_head.transpose(0, 1).flatten(1))
 
 
 def _gradients_of_contexts(evidence: Evidence) -> dict[int, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from ...graph.attention import Attention, features_place
 from ...graph.rerun import between, run_again
 from ...naming.axes import AxisNames
+from ...naming.pattern import dims_of
 from ...record.ops import Op, TensorRef
 from ...running.subject import Run
 
@@ -131,7 +132,8 @@ class Factor:
         Raise `LostError` without a projection of tokens or a matrix product.
         """
         product = attention.value_product if side == "value" else attention.score_product
-        source = attention.stages.get(f"{side[0]}_proj") or attention.stages.get(side)
+        stage = f"{side[0]}_proj" if f"{side[0]}_proj" in attention.stages else side
+        source = attention.stages.get(stage)
         projection = attention.projections.get(side)
         if from_first and attention.earlier.get(side):
             projection = attention.earlier[side][0]
@@ -147,11 +149,14 @@ class Factor:
         # The contracted dimension is the last of the left factor; in the value product it counts positions.
         self.rows = -2 if left != (side == "value") else -1
         """The position dimension of the target."""
-        self.width = max(names.head_dim, 1)
+        self.width = max(self.target.shape[-3 - self.rows] if side == "value" else names.head_dim, 1)
         """The number of features per head."""
-        self.tokens = tuple(
-            size for place, size in enumerate(source.shape) if place != self.features % len(source.shape)
-        )
+        axes = dims_of(names.of_stage(stage))[:-1] if source is attention.stages.get(stage) else []
+        by_head = (place for place, dim in enumerate(axes) if dim and {*dim} <= {"heads", "kv_heads", "group"})
+        self.by_head = next(by_head, None)
+        """The dimension of the source that counts heads; None if their features are side by side."""
+        apart = (self.features % len(source.shape), self.by_head)
+        self.tokens = tuple(size for place, size in enumerate(source.shape) if place not in apart)
 
     def token(self, number: int) -> tuple[int, ...]:
         """Return the index of a token from its flat number."""
@@ -181,22 +186,26 @@ class Factor:
         return bool(self._changed(token, target).any())
 
     def _changed(self, token: tuple[int, ...], target: TensorRef, start: int = 0, stop: int | None = None) -> Tensor:
-        marks = torch.zeros(self.source.shape, dtype=torch.bool)
-        marks.movedim(self.features, -1)[token][start:stop] = True
+        marks, index, pieces = torch.zeros(self.source.shape, dtype=torch.bool), list[Any](token), slice(start, stop)
+        index.insert(len(index) if self.by_head is None else self.by_head, pieces)
+        marks.movedim(self.features, -1)[tuple(index)] = True
         return changed_by(self.evidence, self.source, marks.to(content_of(self.evidence, self.source).device), target)
 
     def by_piece(self, token: tuple[int, ...]) -> dict[int, set[Row]]:
         """Return the first feature of each slice of a token that reaches the target, with the rows that contain it.
 
-        A slice is as wide as a head; a packed projection gives the slices of query, key and value.
+        A slice is as wide as a head; a packed projection gives the slices of query, key and value. Heads in a dimension
+        of their own are counted instead.
         """
+        if self.by_head is not None:
+            return self._reached(token, range(self.source.shape[self.by_head]))
         features = self.source.shape[self.features]
         starts = range(0, features, self.width) if features <= _MOST * self.width else range(0)
         return self._reached(token, starts)
 
     def in_piece(self, token: tuple[int, ...], start: int) -> dict[int, set[Row]]:
         """Return each feature of a slice that begins at `start`, with the rows that contain it."""
-        return self._reached(token, range(start, start + min(self.width, _MOST)))
+        return self._reached(token, range(start, start + min(self.width, _MOST) * (self.by_head is None)))
 
     def _reached(self, token: tuple[int, ...], starts: range) -> dict[int, set[Row]]:
         reached = {start: self.changed(token, start, start + starts.step) for start in starts}
@@ -210,7 +219,6 @@ def first_key(evidence: Recorded, attention: Attention, names: AxisNames) -> int
     """Return the key that the token of the first query makes, behind those of a cache; None if it is unknown."""
     try:
         key, query = (Factor(evidence, attention, names, side, from_first=True) for side in ("key", "query"))
-        # Projections by head have more tokens of queries than of keys that are shared.
         ends = [attention.stages[side].shape[:-1] for side in ("query", "key") if side in attention.stages]
         tokens = range(prod(key.tokens) if prod(key.tokens) == prod(query.tokens) else 1)
         if len(tokens) == 1 < len({*ends}):

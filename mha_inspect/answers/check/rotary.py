@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import combinations, islice
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
-from ...record.ops import Op, TensorRef
+from ...record.ops import Op
 from ...reports.check import Finding
 from .evidence import Evidence
 from .replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
@@ -28,34 +28,31 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     first = first_key(evidence, attention, names)
     shifted = list(_of_offsets(evidence, attention, names, first))
     try:
-        yield from list(_of_rows(evidence, attention, names, first)) or shifted
+        yield from list(_of_rows(evidence, attention, names)) or shifted
     except LostError:
         if not shifted:
             raise
         yield from shifted
 
 
-def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames, first: int | None) -> Iterator[Finding]:
+def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield faults in the rows of equal tokens at all positions."""
     factors = {side: Factor(evidence, attention, names, side, from_first=True) for side in SIDES}
     turns = {side: _turning(evidence, factor) for side, factor in factors.items()}
     if not any(turns.values()):
         raise NotHereError
-    rows = {side: _of_equal_tokens(factor, seed=1) for side, factor in factors.items()}
-    own, length = slice(None), names.lengths[0]
-    if length < names.lengths[1]:  # there may be keys of a cache beside its own
-        if first is None or length == 1:
-            raise LostError  # a single query shows no rotation by position
-        own = slice(first, first + length)
-    rows = {"query": _once(rows["query"], length), "key": rows["key"][:, own], "value": rows["value"][:, own]}
-    other_key = _of_equal_tokens(factors["key"], seed=2)[:, own]
-    if len({side.shape[1] for side in rows.values()}) == 1:  # rows of zeros pad a sequence to whole windows
-        real = torch.stack([side.abs().amax((0, -1)) > 0 for side in rows.values()]).all(0)
-        rows, other_key = {side: row[:, real] for side, row in rows.items()}, other_key[:, real]
-        if real.sum() < 2:
-            raise LostError
-    yield from _of_scores(attention, factors, rows, turns, other_key)
-    end, context = attention.stages.get("output") or attention.stages.get("concat"), attention.value_product.op.output
+    drawn = {side: [_of_equal_tokens(factor, seed=seed) for seed in (1, 2)] for side, factor in factors.items()}
+    drawn["query"] = [_once(rows, names.lengths[0]) for rows in drawn["query"]]
+    # Other rows are of a cache, of tokens that are joined, or of zeros that pad a sequence to whole windows.
+    own = {side: (one != other).flatten(2).any(-1).any(0) for side, (one, other) in drawn.items()}
+    if len({mark.shape for mark in own.values()}) == 1:
+        own = dict.fromkeys(own, torch.stack([*own.values()]).all(0))
+    if len({int(mark.sum()) for mark in own.values()}) != 1:
+        raise LostError
+    rows = {side: one[:, own[side]] for side, (one, _) in drawn.items()}
+    other_key, context = drawn["key"][1][:, own["key"]], attention.value_product.op.output
+    yield from _of_scores(factors, rows, turns, other_key)
+    end = attention.stages.get("output") or attention.stages.get("concat")
     by_value, values = turns["value"], rows["value"]
     if by_value is None or not _vary(values) or _vary(values.norm(dim=-1, keepdim=True)):
         return
@@ -118,16 +115,14 @@ def _once(rows: Tensor, length: int) -> Tensor:
 
 
 def _of_scores(
-    attention: Attention,
-    factors: dict[str, Factor],
-    rows: dict[str, Tensor],
-    turns: dict[str, Op | None],
-    other_key: Tensor,
+    factors: dict[str, Factor], rows: dict[str, Tensor], turns: dict[str, Op | None], other_key: Tensor
 ) -> Iterator[Finding]:
     """Yield the first fault in the rotation of queries and keys; `other_key` is the rows of another token."""
     q, k = rows["query"], rows["key"]
-    by_query, by_key = turns["query"], turns["key"]
-    turned = [side for side in ("query", "key") if _vary(rows[side])]
+    by_query, by_key, several = turns["query"], turns["key"], other_key.shape[1] > 1
+    turned = [side for side in SIDES[:2] if (_vary(rows[side]) if several else turns[side])]
+    if not several and turned != ["query"]:
+        raise LostError  # at one position, the cosines of one pair of features are one number
     if len(turned) == 1:
         (rotated,), op = turned, turns[turned[0]]
         other = "key" if rotated == "query" else "query"
@@ -135,7 +130,9 @@ def _of_scores(
             yield _finding(
                 op,
                 f"The {rotated} is rotated and the {other} is not, so the scores depend on absolute positions.",
-                f"Equal tokens at all positions give equal {other} heads and rotated {rotated} heads.",
+                f"Equal tokens at all positions give equal {other} heads and rotated {rotated} heads."
+                if several
+                else f"The {rotated} is multiplied by cosines and sines, and the {other} is not.",
                 f"Rotate the {other} too.",
             )
         return
@@ -167,18 +164,6 @@ def _of_scores(
             "Rotate both with the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
         )
         return
-    cosine = (q * k).sum(-1) / (q.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-12)
-    drawn = ((rows[side], _one_token(factors[side], seed=1)[: factors[side].width].double()) for side in SIDES[:2])
-    plain = all(bool(((row.norm(dim=-1) - one.norm()).abs() <= near * one.norm()).all()) for row, one in drawn)
-    is_self = "query" in attention.stages and factors["query"].tokens == factors["key"].tokens
-    if plain and is_self and float((cosine - 1).abs().max()) > near:
-        yield _finding(
-            by_key,
-            "The query and key of one token are rotated by different positions: their distance is not 0.",
-            f"With equal tokens everywhere, they are parallel before the rotation; after it, their cosine is "
-            f"{float(cosine.min()):.3g}.",
-            "Rotate both by the same positions.",
-        )
 
 
 def _spread(rows: Tensor) -> float:
@@ -208,10 +193,7 @@ def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
 
 
 def _turning(evidence: Evidence, factor: Factor) -> Op | None:
-    """Return the operation that rotates tokens by cosines and sines, rightly or not; None without one.
-
-    Raises `LostError` if other tokens are joined on the way.
-    """
+    """Return the operation that rotates tokens by cosines and sines, rightly or not; None without one."""
     path = between(evidence.run.recording, {factor.source.id}, factor.target)
     reached = {factor.source.id, *(tensor.id for op in path for tensor in op.outputs)}
     tables: list[tuple[Op, Tensor]] = []
@@ -219,8 +201,6 @@ def _turning(evidence: Evidence, factor: Factor) -> Op | None:
         for tensor in op.inputs:
             if tensor.id in reached:
                 continue
-            if op.base_name == "cat" and _depends_on_weights(evidence, tensor):
-                raise LostError
             value = evidence.content(tensor)
             if op.base_name.rstrip("_") in ("mul", "addcmul") and value is not None and value.numel() > 1:
                 tables.append((op, value))
@@ -236,9 +216,3 @@ def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:
     near = max(_NEAR, 8 * torch.finfo(cos.dtype).eps)
     squares = cos.double() ** 2 + sin.double() ** 2  # another constant than 1 where both are scaled, as in YaRN
     return bool(((squares / squares.max() - 1).abs() < near).all()) and float(cos.max() - cos.min()) > _NEAR
-
-
-def _depends_on_weights(evidence: Evidence, tensor: TensorRef) -> bool:
-    storages = evidence.run.recording.parameter_storages
-    behind = islice(evidence.run.graph.back(tensor, lambda _: True), 1, None)
-    return any(step.tensor.storage in storages and len(step.tensor.shape) > 1 for step in behind)

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ...errors import MhaInspectError
-from ...graph.rerun import between
 from ...record.arguments import with_copies
 from ...reports.check import Finding
 from ...running.subject import Subject
@@ -21,12 +20,15 @@ from ..diff import Side, diff
 from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
-from .replay import factors_of, first_key
+from .replay import first_key
 from .slots import slots
 
 _OTHER_KERNELS = 20.0
 """Train may use other kernels than eval, which round differently: its tolerance is this many times larger."""
 _SAME_SIZES = "Give a reference with the same names and shapes of parameters"
+_FEW = 4
+"""The smallest number of tokens that shows how calls continue from a cache."""
+_DRAWN = "With other tokens, from position 0 on: "
 _CHUNKS, _SINGLES = "chunks", "token by token"
 
 
@@ -39,16 +41,15 @@ def repeat(evidence: Evidence) -> Iterator[Finding]:
     by_seed = evidence.apart(evidence.output_of(evidence.returned(more_seed=1)))
     by_state = evidence.apart(evidence.output_of(evidence.returned(go_on=True)))
     if by_state:
-        if _continues(evidence):
+        # Keys before that of the first query are of a cache.
+        if any(first_key(evidence, *attention) for attention in evidence.run.attentions) or _continues(evidence):
             raise NotPossibleError("each run continues from the cache of the run before it")
         buffers = {named.tensor.storage for named in recording.buffers}
-        # Keys before that of the first query are of a cache, and so may be written ones.
-        has_cache = any(first_key(evidence, *attention) for attention in evidence.run.attentions)
         yield Finding(
             "repeat",
             "A run changes the output of the next run: the module keeps state between calls.",
             f"Two runs in a row on the same input, with the same seed, differ by {by_state:.3g}.",
-            sure=not has_cache and not any(op.inputs[0].storage in buffers for op in evidence.writes),
+            sure=not any(op.inputs[0].storage in buffers for op in evidence.writes),
         )
     elif by_seed:
         no_dropout = "native_dropout", (False,)
@@ -117,11 +118,18 @@ class _Cache(NamedTuple):
 
 def cache(evidence: Evidence) -> Iterator[Finding]:
     """Yield a fault if slots of a cache are wrong, or calls that continue from it give other outputs than one call."""
-    with suppress(NotPossibleError):  # without a cache in this call
-        findings = list(slots(evidence))
-        yield from findings
-        if findings:
-            return
+    for call in chain((evidence,), _from_start(evidence)):
+        more = _DRAWN if call is not evidence else ""
+        with suppress(NotPossibleError):  # without a cache in this call
+            findings = [replace(found, evidence=more + found.evidence) for found in slots(call)]
+            yield from findings
+            if findings:
+                return
+    yield from (replace(found, evidence=more + found.evidence) for found in _continued_calls(call))
+
+
+def _continued_calls(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a fault if calls that continue from a cache give other outputs than one call."""
     declared = evidence.intent.cache
     memory = _cache_of(evidence)
     evidence.arguments.require(memory.name)
@@ -131,11 +139,16 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
     # Padding on the left belongs to the first call: no loop continues with it.
     pads = 0 if evidence.padded is None else int(evidence.padded.long().cumprod(1).sum(1).max())
     half, single = (min(max(place, pads + 1), length - 2) for place in (length // 2, length - 3 if length > 16 else 1))
-    ways = {_CHUNKS: [0, half, length - 1, length]}  # an undeclared cache gets the cheaper test only
-    ways |= {_SINGLES: [0, *range(single, length + 1)]} if declared is not None else {}
+    ways = {_CHUNKS: [0, half, length - 1, length], _SINGLES: [0, *range(single, length + 1)]}
+    if memory.in_module and not _takes_chunks(evidence, memory.name, half):
+        if declared is None:
+            raise UndeclaredError("--cache NAME")
+        del ways[_CHUNKS]  # the first call alone may have several tokens
     changed = dict[str, Tensor]()
     try:
         for way, places in ways.items():
+            if declared is None and changed and not bool(changed[_CHUNKS].any()):
+                break  # an undeclared cache gets the cheaper test only
             changed[way] = _differences(evidence, _continued(evidence, memory, places)).amax(0)
     except RaisedError as error:
         _require_cut(evidence)
@@ -163,6 +176,22 @@ def cache(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
+def _from_start(evidence: Evidence) -> Iterator[Evidence]:
+    """Yield the evidence of a call with other tokens at the first positions, if the given one continues from a cache.
+
+    It shows what this call alone does not: whether the keys of earlier calls are still there.
+    """
+    arguments, source, values = evidence.arguments, evidence.source, evidence.values
+    places = [*arguments.positions(), *(name for name in CACHES if values.get(name) is not None)]
+    tensors = {name: v for name, v in values.items() if isinstance(v, Tensor) and name not in (*places, *source.names)}
+    whole = not any(sight.first for sight in evidence.sights) or any(source.length in v.shape for v in tensors.values())
+    if whole or not places or not evidence.follows:
+        return
+    evidence.require_passed("rotary")
+    with suppress(RaisedError):
+        yield evidence.with_arguments(arguments.from_start(source, max(source.length, _FEW)))
+
+
 def _require_cut(evidence: Evidence) -> None:
     """Raise `NotPossibleError` if an argument of a chunk is not that of its tokens: the forward is not to blame."""
     names = evidence.arguments.uncut(evidence.source)
@@ -175,17 +204,12 @@ def _require_cut(evidence: Evidence) -> None:
 
 def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
     """Return the cause of a difference and its fix, from the positions that differ in chunks and token by token."""
-    if _SINGLES not in wrong:
-        return (
-            "Possible causes: a mask aligned top left, positions or a recurrent layer that restart, keys out of order.",
-            "Offset positions by the length of the cache, and align the mask bottom right: triu(diagonal=1 + past).",
-        )
     if not wrong[_SINGLES]:
         return (
             "Only several tokens at once differ: their mask is aligned top left, or a recurrent layer restarts.",
             "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries.",
         )
-    if 0 in (*wrong[_CHUNKS][:1], *wrong[_SINGLES][:1]):
+    if any(0 in places for places in wrong.values()):
         return "One call attends to future tokens, which are missing when tokens come one at a time.", ""
     return (
         "The cached keys differ from those of one call. Possible causes: positions restart at 0 in each call, keys are "
@@ -195,50 +219,41 @@ def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
 
 
 def _cache_of(evidence: Evidence) -> _Cache:
-    """Return the declared cache, or that of a causal module: by the usual names, or written in place.
+    """Return the declared cache, or that of a causal module: by the usual names, or of calls with positions.
 
-    Raises `UndeclaredError` if there is none, `NotPossibleError` if the declared positions continue from no cache.
+    Raises `UndeclaredError` if there is none.
     """
     declared, arguments = evidence.intent.cache, evidence.arguments
     if declared is not None:
         parameter = arguments.parameters.get(declared)
         value = evidence.values.get(declared, None if parameter is None else parameter.default)
-        in_module = counts(value) or declared in arguments.positions(unset=True)
-        if in_module and not _writes_keys(evidence):
-            raise NotPossibleError(
-                f"{declared} takes positions, and the forward writes its keys into no buffer or attribute",
-                give="Give the argument that takes the cache: --cache NAME",
-            )
-        return _Cache(declared, in_module)
+        return _Cache(declared, counts(value) or declared in arguments.positions(unset=True))
     takes, sights = arguments.parameters, evidence.sights
     name = next((name for name in CACHES if name in takes and evidence.values.get(name) is None), None)
     causal = bool(sights) and all(sight.is_causal and not sight.almost_causal for sight in sights)
     is_whole = causal and all(sight.queries == sight.keys for sight in sights)
     if name is not None and is_whole and (second_output(evidence.run.returned) is not None or "use_cache" in takes):
         return _Cache(name, in_module=False)
-    positions = arguments.positions()
-    if causal and positions and _writes_keys(evidence):
-        return _Cache(positions[0], in_module=True)
+    if causal and (positions := arguments.positions()):
+        return _Cache(next(iter(positions)), in_module=True)
     raise UndeclaredError("--cache NAME")
 
 
-def _writes_keys(evidence: Evidence) -> bool:
-    """Return whether the keys and values of every attention pass through memory that the module keeps.
+def _takes_chunks(evidence: Evidence, name: str, half: int) -> bool:
+    """Return whether other tokens in a call change the output of a next call with several tokens, or it raises.
 
-    The first call may make that memory; another one continues from it.
+    A ring of slots may take several tokens in the first call alone.
     """
-    evidence.returned()
-    try:
-        again = evidence.runner.prepared(evidence.arguments.of_call({}), go_on=True).recorded()
-    except Exception:  # user code may raise anything in a second call
-        return False
-    recording = again.recording
-    made = {output.storage for op in recording.ops if op.kind not in ("write", "view") for output in op.outputs}
-    made |= {named.tensor.storage for named in recording.inputs}
-    writes = (op for op in recording.ops if op.kind == "write" and op.inputs and op.inputs[0].storage not in made)
-    written = {tensor.id for op in writes for tensor in op.inputs[1:]}
-    factors = [factor for attention, _ in again.attentions for factor in factors_of(attention).values()]
-    return bool(written) and all(between(recording, written, factor) for factor in factors)
+    source, every, ends = evidence.source, slice(None), pairwise((0, half, evidence.source.length))
+    first, later = (evidence.arguments.piece(source, *each, positions=name) for each in ends)
+    others = source.others(slice(0, half), row=every)
+    outputs = []
+    with suppress(RaisedError):
+        for changes in ({}, {each: value[source.at(every, slice(0, half))] for each, value in others.items()}):
+            evidence.returned({**first, **changes})
+            outputs.append(evidence.output_of(evidence.returned(later, go_on=True)))
+        return evidence.apart(*outputs) > 0
+    return True
 
 
 def _continued(evidence: Evidence, memory: _Cache, places: list[int]) -> Tensor:

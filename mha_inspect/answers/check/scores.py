@@ -160,9 +160,9 @@ def _biased(evidence: Evidence, attention: Attention) -> Op | None:
 
 
 def _sums(weights: Tensor, over: int) -> Tensor:
-    """Return the finite sums of rows that have keys."""
-    sums = weights.double().sum(over)
-    return sums[sums.isfinite() & (weights != 0).any(over)]
+    """Return the sums of rows that have keys, without what is NaN."""
+    numbers = weights.double().nan_to_num(0.0)
+    return numbers.sum(over)[(numbers != 0).any(over)]
 
 
 def _are_one(sums: Tensor) -> bool:

@@ -12,10 +12,12 @@ from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.canonical import canonical, content_of, sizes_in
-from ...naming.visibility import masks_of, sees
+from ...naming.visibility import is_causal, masks_of, sees
 from ...reports.check import Finding
 from ...running.subject import Run
 
+_MASKED_BY = 90.0
+"""A mask lowers a score by at least this number below others; -100 is the weakest in use."""
 _HEAVY = 1e-3
 """A weight above this changes a sum by more than rounding."""
 _SIDE = 12
@@ -45,6 +47,8 @@ class SeenKeys:
         """Whether the scores are masked."""
         self.heavy = (weights[0] > _HEAVY).any(0).cpu() & (not attention.weights_changed)
         """`query key`: True if any head of the first batch item has a weight above `_HEAVY`."""
+        self.shares = ((weights > _HEAVY).sum(-1) > 1).any(-1).any(0)
+        """By head: whether a query gives weight to several keys."""
         self.shared = "q_proj" in stages and stages["q_proj"] == stages.get("k_proj")
         """Whether queries and keys are one projection: a query then excludes its own key on purpose (Reformer)."""
         of_keys = run.graph.inputs_of(stages["k_heads"]) if "k_heads" in stages else set()
@@ -52,8 +56,8 @@ class SeenKeys:
         """Names of the inputs that the keys depend on."""
         self.queries, self.keys = seen.shape[1:]
         # If nobody sees the last keys, they are empty slots.
-        last = self.keys - self.queries if bool(seen[..., self.queries :].any()) else 0
-        self.first = last if first is None else first
+        used = max((seen.any(0).any(0).nonzero() + 1).flatten().tolist(), default=0)
+        self.first = max(used - self.queries, 0) if first is None else first
         """The key at the position of the first query: cached keys come before it, empty slots of a cache after."""
         given = [stages[side].shape for side in ("query", "key") if side in stages]
         self.knows_own = self.queries == self.keys or (first is not None and given[:1] == given[1:])
@@ -252,11 +256,18 @@ def sights_of(
     """
     sights = []
     for attention, names in run.attentions:
-        weights, scores = (_content(run, attention, names, stage) for stage in ("weights", "masked_scores"))
+        weights, scores, plain = (
+            _content(run, attention, names, stage) for stage in ("weights", "masked_scores", "scores")
+        )
         if weights is None or weights.dim() != 4 or _has_keys_of_other_ranks(run, attention):
             continue
         if _loses_its_future(run, attention, names):
             weights, scores = weights.tril(), torch.zeros_like(weights) if scores is None else scores
+        elif scores is not None and plain is not None and plain.shape == scores.shape == weights.shape:
+            # A weight may be too small for its dtype although nothing masks it.
+            lowered = (plain.double() - scores.double()).nan_to_num(torch.inf)
+            small = (weights == 0) & (lowered - lowered.amin(-1, keepdim=True) < _MASKED_BY)
+            weights = weights.masked_fill(small, torch.finfo(weights.dtype).tiny)
         first = first_key(attention, names) if weights.shape[-2] < weights.shape[-1] else None
         sights.append(SeenKeys(run, attention, weights, scores, first, padded))
     return tuple(sights)
@@ -278,15 +289,7 @@ def _laid_over(weights: Tensor, scores: Tensor | None) -> str:
     """Return `heads` or `batch items` if these see keys as queries do under a causal mask; else empty."""
     by_head = sees(weights.transpose(1, 2), None if scores is None else scores.transpose(1, 2)).cpu()
     axes = {"heads": by_head, "batch items": by_head.transpose(0, 1)}
-    return next((name for name, each in axes.items() if all(map(_is_causal, each))), "")
-
-
-def _is_causal(seen: Tensor) -> bool:
-    """Return whether each row n of a bool `row key` has the keys up to n, or the last few of them."""
-    rows, keys = seen.shape
-    place = torch.arange(rows)[:, None] - torch.arange(keys)
-    far = int(place[seen].max()) if bool(seen.any()) else 0
-    return rows > 1 and keys > 2 and far > 0 and torch.equal(seen, (place >= 0) & (place <= far))
+    return next((name for name, each in axes.items() if all(is_causal(rows, (0,)) for rows in each)), "")
 
 
 def _has_keys_of_other_ranks(run: Run, attention: Attention) -> bool:

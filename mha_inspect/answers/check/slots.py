@@ -94,15 +94,17 @@ def _empty(evidence: Evidence, attention: Attention, names: AxisNames, write: Op
         return None
     blank = torch.stack([_blank(each) for each in heads if each is not None]).all(0)  # batch key
     filled = ~blank[:, :own].all(1)  # else nobody has called the module with the tokens before
-    weighed = (sight.seen & (blank & filled[:, None])[:, None].cpu()).any(0).any(0)
-    weighed[: own + 1] = False
-    if not bool(weighed.any()):
-        return None
+    starts = evidence.arguments.starts_at_zero()
+    weighed = (sight.seen & (blank & (filled | starts)[:, None])[:, None].cpu()).any(0).any(0)
     keys = weighed.nonzero().flatten().tolist()
+    if not keys:
+        return None
+    where = "behind" if keys[-1] > own else "before"
     return Finding(
         "cache",
-        "Empty slots of the cache get weight: they are behind the newest key, and no token was written into them.",
+        f"Empty slots of the cache get weight: they are {where} the newest key, and no token was written into them.",
         f"The newest key is in slot {own}; {plural(len(keys), 'slot')} of zeros from slot {keys[0]} on get weight.",
+        sure=where == "behind",
         source=write.source,
         fix="Cut the cache to the tokens so far, or mask out the other slots.",
     )

@@ -1,13 +1,10 @@
-"""Follow one token through a recorded attention: change it in one stage, and recompute a later stage.
-
-Only the operations between two stages run, on recorded tensors. The result shows which token each row of a product
-contains, whatever reshapes, norms and rotations are in between.
-"""
+"""Check by following one token that heads are split and merged within tokens, and which key heads are shared."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from math import prod
@@ -109,6 +106,11 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
         try:
             yield from _merged(evidence, attention, names)
         except LostError:
+            sizes = attention.stages["q_heads"].shape if "q_heads" in attention.stages else ()
+            if len({*sizes}) < len(sizes) and not evidence.once:  # e.g. as many tokens as heads
+                with suppress(LostError):
+                    yield from _merged(*_with_fewer_tokens(evidence, attention))
+                    return
             if not shared:
                 raise
 
@@ -160,11 +162,7 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
     apart, shape = dims_of(names.of_stage("concat")), list(concat.shape)
     del apart[place : place + 1], shape[place]
     if ["heads"] in apart or any("head_dim" in word for dim in apart for word in dim):
-        # Heads that are not merged yet, or features before positions, as in a convolution; or as many tokens as heads.
-        if factor.tokens != tuple(shape) or evidence.once:
-            raise LostError
-        yield from _merged(*_with_fewer_tokens(evidence, attention))
-        return
+        raise LostError  # heads that are not merged yet, or features before positions, as in a convolution
     total = prod(factor.tokens)
     tokens = max(total, prod(shape))
     if prod(attention.score_product.op.output.shape) < tokens * names.num_heads * names.lengths[1]:

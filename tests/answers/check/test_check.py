@@ -508,12 +508,11 @@ class Keeps(Right):
 
 
 @pytest.mark.parametrize("latent", [False, True])
-def test_a_cache_that_the_module_holds_may_be_meant(latent: bool) -> None:
+def test_a_cache_that_the_module_holds_is_meant(latent: bool) -> None:
     module, x = Keeps(latent=latent).eval(), torch.randn(B, N, E)
     with torch.no_grad():
         module(x)
-    (finding,) = mha_inspect.check(module, x[:, :1]).findings
-    assert (finding.check, finding.sure) == ("repeat", False)
+    assert mha_inspect.check(module, x[:, :1]).findings == ()
 
 
 def test_heads_are_compared_where_the_output_is_finite() -> None:
@@ -921,3 +920,35 @@ def test_a_layout_that_the_command_line_chose_is_known(
     findings = json.loads(out)["findings"]
     assert [(finding["check"], finding["sure"]) for finding in findings] == ([] if sure is None else [("batch", sure)])
     assert all(("add --seq-first" in finding["fix"]) == (not words or "--input-shape" in words) for finding in findings)
+
+
+class Scored(nn.Module):
+    """Causal attention with scores of any size, and a mask that is added: 0 keeps a key."""
+
+    def __init__(self, scale: float = 0.3, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, E, bias=False, dtype=dtype) for _ in range(3))
+        self.scale = scale
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        q, k, v = (make(x) for make in (self.q, self.k, self.v))
+        scores = q @ k.mT * self.scale + torch.full((x.shape[1],) * 2, -math.inf, dtype=x.dtype).triu(1)
+        return (scores if mask is None else scores + mask[:, None]).softmax(-1) @ v
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(1e4, torch.float32), (1e3, torch.bfloat16), (60, torch.float16)])
+def test_a_weight_that_is_too_small_for_its_dtype_is_no_mask(scale: float, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, x = Scored(scale, dtype), torch.randn(B, 2 * N, E, dtype=dtype)
+    assert (module(x).isfinite()).all()
+    findings = mha_inspect.check(module, x, intent=Intent(causal=True)).findings
+    assert [finding for finding in findings if finding.sure] == []
+
+
+@pytest.mark.parametrize("hidden", [0, 1])
+def test_a_mask_of_batch_and_keys_may_be_added_to_the_scores(hidden: int) -> None:
+    torch.manual_seed(0)
+    mask = torch.zeros(B, N).index_fill(1, torch.arange(N - hidden, N), -1e9)
+    report = mha_inspect.check(Scored(), torch.randn(B, N, E), mask, intent=Intent(padding="mask"))
+    assert report.findings == ()
+    assert {"padding"} <= {passed.check for passed in report.held}
