@@ -82,9 +82,8 @@ def rotation_of(
 
 def _tables(path: OperandPath, op: Op) -> Iterator[TensorRef]:
     """Yield what an operation multiplies heads by, feature by feature, other than learned gains."""
-    if op.base_name.rstrip("_") not in ("mul", "addcmul") and not op.does("product"):
-        return
-    for tensor in path.others(op):
+    multiplies = op.base_name.rstrip("_") in ("mul", "addcmul") or op.does("product")
+    for tensor in path.others(op) if multiplies else ():
         gain = path.graph.is_weight(tensor) and tensor.id in path.graph.learned
         if tensor.shape[-1:] not in ((), (1,)) and not gain:
             yield tensor
@@ -207,8 +206,7 @@ def _run(constants: Constants, ops: list[Op], before: TensorRef, value: Tensor, 
     known[before.id][once] = value[once]
 
     def content(tensor: TensorRef) -> Tensor:
-        number = known.get(tensor.id)
-        number = constants.value(tensor) if number is None else number
+        number = known[tensor.id] if tensor.id in known else constants.value(tensor)
         if number is None:
             raise ValueError("no value")
         return number

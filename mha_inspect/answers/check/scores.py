@@ -229,7 +229,9 @@ def masks_everything(sight: SeenKeys) -> bool:
 @partial(of_each_kind, "")
 def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     """Yield masks that leave weight on masked keys."""
-    weights = evidence.content(attention.softmax.output)
+    weights, padded = evidence.content(attention.softmax.output), evidence.padded
+    if weights is not None and weights.dim() == 4 and padded is not None and weights.shape[::2] == padded.shape:
+        weights = weights.masked_fill(padded[:, None, :, None].to(weights.device), 0.0)  # padding may see anything
     for op in attention.masks:
         values = [evidence.content(tensor) for tensor in op.inputs]
         if fault := _weak_mask(op, values, weights) or _undone(evidence, attention, op):

@@ -527,6 +527,17 @@ def test_heads_are_compared_where_the_output_is_finite() -> None:
     assert {head.gradient_share for head in report.heads} == {None}
 
 
+def test_padding_that_sees_the_future_beside_a_finite_mask_is_not_accused() -> None:
+    """The mask of the first GPT: the scores times 0 or 1, less 10000 where they are 0."""
+    torch.manual_seed(0)
+    seen, mask = torch.ones(N, N).tril(), torch.ones(B, N, dtype=torch.bool)
+    mask[0, :3] = False
+    steps = {
+        "mask": lambda m, s: (s * seen - 1e4 * (1 - seen)).masked_fill(~m.padding[:, None, None, :], -3e38),
+    }
+    assert mha_inspect.check(Padded(**steps), torch.randn(B, N, E), mask=mask, only=["masking"]).findings == ()
+
+
 class SumsBefore(nn.Module):
     """A running sum before attention that leaves padding out of a prompt alone, as recurrent layers of transformers."""
 
