@@ -231,18 +231,14 @@ def _measured(
     # Slow pairs hardly turn: a table that leaves pairs alone does so beside pairs that turn visibly.
     visible = float(angles.amax(0)[angles.amax(0) > 1e-9].min()) if rotated else 0.0
     dims = 2 * (rotated if visible > 1e-3 else turns.shape[-1])
-    places = [
-        dim
-        for dim in range(turns.dim() - 1)
-        if bool(((turns - turns.select(dim, 0).unsqueeze(dim)).abs() > _NEAR * turns.abs().max()).any())
-    ]
+    near = _NEAR * turns.abs().max()
+    places = [dim for dim in range(turns.dim() - 1) if bool(((turns - turns.narrow(dim, 0, 1)).abs() > near).any())]
     starts = [start for table in tables if (start := _start(path.graph, constants, table)) is not None]
     if not places:
         return Rotation(layout, dims, starts[0] if starts else None) if single else None
     if float(angles.max()) < _NEAR:
         return None
-    rows = turns.movedim(places[-1], 0)
-    rows = rows.reshape(rows.shape[0], -1, rows.shape[-1])[:, 0]
+    rows = turns.movedim(places[-1], -2).reshape(-1, turns.shape[places[-1]], turns.shape[-1])[0]
     rows = rows / rows.abs().clamp(min=1e-12)
     # Padding on the left gives batch items positions of their own, and a position may repeat.
     steps = rows[1:] / rows[:-1]
@@ -281,14 +277,16 @@ def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
             shifted = constants.value(tensor)
             if shifted is not None and shifted.numel() and bool((shifted == shifted.round()).all()):
                 return int(shifted.flatten()[0])
-        if op.base_name in ("slice", "select") and op.args[2:] and op.args[1] % max(len(op.inputs[0].shape), 1) == 0:
-            shorter = op.base_name == "select" or op.output.shape[0] < op.inputs[0].shape[0]
+        if op.base_name in ("slice", "select") and isinstance((*op.args, None, None)[2], int):
+            shape, place = op.inputs[0].shape, op.args[1] % len(op.inputs[0].shape)
+            first = place == 0 or (set(shape[:place]) == {1} and place < len(shape) - 1)  # the last has the pairs
+            shorter = first and (op.base_name == "select" or op.output.shape[place] < shape[place])
             rows = constants.value(op.inputs[0]) if shorter else None
             # Equal rows are the directions of an image, and not positions.
-            if shorter and isinstance(op.args[2], int) and (rows is None or not rows.equal(rows[:1].expand_as(rows))):
-                return op.args[2]
-        if op.base_name == "arange" and (first := constants.value(tensor)) is not None and first.numel() == 1:
-            return int(first)
+            if shorter and (rows is None or not rows.equal(rows.narrow(place, 0, 1).expand_as(rows))):
+                return int(op.args[2])
+        if op.base_name == "arange" and (only := constants.value(tensor)) is not None and only.numel() == 1:
+            return int(only)
         queue += [read for read in op.inputs if read not in queue]
     return None
 

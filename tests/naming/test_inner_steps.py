@@ -297,10 +297,13 @@ def test_rotation_by_an_argument() -> None:
     assert found(with_method(positions=from_argument), X, freqs_cis).position == rotary("interleaved", query=4, key=4)
 
 
-def test_rotation_of_one_token() -> None:
-    for start in (0, 9):
-        single = with_method(positions=lambda self, q, k, at=start: tuple(halves(x, angles(at, 1)) for x in (q, k)))
-        assert found(single, X[:, :1]).position == rotary("half", query=start, key=start)
+@pytest.mark.parametrize("start", [0, 9])
+@pytest.mark.parametrize(
+    "table", [lambda at: angles(at, 1), lambda at: angles(0, 16)[None, :, None][:, at : at + 1, 0]]
+)
+def test_rotation_of_one_token(table: Any, start: int) -> None:
+    single = with_method(positions=lambda self, q, k: tuple(halves(x, table(start)) for x in (q, k)))
+    assert found(single, X[:, :1]).position == rotary("half", query=start, key=start)
 
 
 def test_rotation_of_one_token_at_equal_positions_in_time_height_and_width() -> None:
