@@ -155,44 +155,47 @@ def _read(
     single: bool,
 ) -> Rotation | None:
     """Return the rotation that operations compute; None if they compute something else."""
-    before, after = ends
-    count = _features(before) // 2
+    (before, after), width = ends, _features(ends[0])
+    # Features that are not rotated may be joined with the rotated ones in one step.
+    parts = sorted(
+        {size for table in tables for size in (table.shape[-1], 2 * table.shape[-1]) if size < width and size % 2 == 0}
+    )
+    tried: list[tuple[Layout, int]] = [*((each, width) for each in _LAYOUTS), *(("half", size) for size in parts)]
     draw = torch.Generator().manual_seed(0)
     # Rounded, so that features that are left alone are exactly the same in every dtype.
-    values, factors = (
-        torch.complex(*torch.randn(2, count, generator=draw).bfloat16().double()) for _ in ("features", "factors")
-    )
+    values, factors = torch.complex(*torch.randn(2, 2, width // 2, generator=draw).bfloat16().double())
     dtype = getattr(torch, before.dtype)
 
-    def computed(layout: Layout, numbers: Tensor) -> Tensor | None:
-        features = _laid_out(numbers, layout)
+    def computed(order: Tensor, numbers: Tensor) -> Tensor | None:
+        features = torch.view_as_real(numbers).flatten()[order.flatten().argsort()]
         if dtype.is_complex:
             features = torch.view_as_complex(features.view(-1, 2))
         return _run(constants, ops, before, features.to(dtype).expand(before.shape), after)
 
     near = max(1e-4, 8 * torch.finfo(dtype).eps) * float(values.abs().max()) * float(factors.abs().max())
-    for layout in _LAYOUTS if _features(before) % 2 == 0 else ():
-        plain, multiplied = computed(layout, values), computed(layout, values * factors)
+    for layout, dims in tried if width % 2 == 0 else ():
+        order = _order(layout, dims, width)
+        plain, multiplied = computed(order, values), computed(order, values * factors)
         if plain is None or multiplied is None:
             return None
         for other in (layout, *(each for each in _LAYOUTS if each != layout)):
-            first, second = _pairs(plain, other), _pairs(multiplied, other)
+            first, second = (_pairs(value, _order(other, dims, width)) for value in (plain, multiplied))
             if bool(((first * factors - second).abs() <= near).all()):
                 return _measured(path, constants, layout, first / values, tables, single=single)
     return None
 
 
-def _laid_out(pairs: Tensor, layout: Layout) -> Tensor:
-    parts = torch.view_as_real(pairs)
-    return (parts.T if layout == "half" else parts).reshape(-1)
+def _order(layout: Layout, dims: int, width: int) -> Tensor:
+    """Return the features of each pair, `pair 2`; features after the first `dims` are paired with their neighbours."""
+    first, rest = torch.arange(dims), torch.arange(dims, width)
+    return torch.cat((first.view(2, -1).T if layout == "half" else first.view(-1, 2), rest.view(-1, 2)))
 
 
-def _pairs(value: Tensor, layout: Layout) -> Tensor:
+def _pairs(value: Tensor, order: Tensor) -> Tensor:
     """Return features as complex numbers, a pair each, in double precision."""
     if value.is_complex():
         value = torch.view_as_real(value.contiguous()).flatten(-2)
-    parts = value.double().reshape(*value.shape[:-1], *((2, -1) if layout == "half" else (-1, 2)))
-    return torch.view_as_complex((parts.mT if layout == "half" else parts).contiguous())
+    return torch.view_as_complex(value.double()[..., order].contiguous())
 
 
 def _run(constants: Constants, ops: list[Op], before: TensorRef, value: Tensor, after: TensorRef) -> Tensor | None:
@@ -226,11 +229,10 @@ def _measured(
     path: OperandPath, constants: Constants, layout: Layout, turns: Tensor, tables: list[TensorRef], *, single: bool
 ) -> Rotation | None:
     """Return a rotation by its complex numbers, `... pair`; None if they do not turn, or do not vary by position."""
-    angles = (turns / turns.abs().clamp(min=1e-12)).imag.abs().flatten(0, -2)
-    rotated = int((angles.amax(0) > 1e-9).sum())
+    angles = (turns / turns.abs().clamp(min=1e-12)).imag.abs().flatten(0, -2).amax(0)
+    turned = angles[angles > 1e-9]
     # Slow pairs hardly turn: a table that leaves pairs alone does so beside pairs that turn visibly.
-    visible = float(angles.amax(0)[angles.amax(0) > 1e-9].min()) if rotated else 0.0
-    dims = 2 * (rotated if visible > 1e-3 else turns.shape[-1])
+    dims = 2 * (len(turned) if len(turned) and float(turned.min()) > 1e-3 else len(angles))
     near = _NEAR * turns.abs().max()
     places = [dim for dim in range(turns.dim() - 1) if bool(((turns - turns.narrow(dim, 0, 1)).abs() > near).any())]
     starts = [start for table in tables if (start := _start(path.graph, constants, table)) is not None]

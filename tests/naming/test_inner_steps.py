@@ -222,7 +222,14 @@ def from_tables_written_in_place(self: Attend, q: Tensor, k: Tensor) -> Pair:
     return tuple(x * table[0] + torch.cat((-x[..., D // 2 :], x[..., : D // 2]), -1) * table[1] for x in (q, k))
 
 
+def joined_with_the_rest(x: Tensor, angle: Tensor) -> Tensor:
+    a, b, rest = x.split([2, 2, x.shape[-1] - 4], -1)
+    cos, sin = angle[:, :2].cos(), angle[:, :2].sin()
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), -1)
+
+
 ROTATED = {
+    "the first features, joined with the rest in one step": (both(joined_with_the_rest), rotary("half", 4)),
     "halves": (both(halves), rotary("half")),
     "halves, later": (both(halves, 7), rotary("half", query=7, key=7)),
     "halves, each computed": (both(halves_apart), rotary("half")),
