@@ -280,13 +280,13 @@ def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
             if shifted is not None and shifted.numel() and bool((shifted == shifted.round()).all()):
                 return int(shifted.flatten()[0])
         if op.base_name in ("slice", "select") and isinstance((*op.args, None, None)[2], int):
-            shape, place = op.inputs[0].shape, op.args[1] % len(op.inputs[0].shape)
+            shape, place = op.inputs[0].shape, int(op.args[1]) % len(op.inputs[0].shape)
             first = place == 0 or (set(shape[:place]) == {1} and place < len(shape) - 1)  # the last has the pairs
             shorter = first and (op.base_name == "select" or op.output.shape[place] < shape[place])
             rows = constants.value(op.inputs[0]) if shorter else None
             # Equal rows are the directions of an image, and not positions.
             if shorter and (rows is None or not rows.equal(rows.narrow(place, 0, 1).expand_as(rows))):
-                return int(op.args[2])
+                return int(op.args[2]) % shape[place]
         if op.base_name == "arange" and (only := constants.value(tensor)) is not None and only.numel() == 1:
             return int(only)
         queue += [read for read in op.inputs if read not in queue]

@@ -65,7 +65,7 @@ def styles(draw: st.DrawFn) -> Style:
     norm, position = one_of("", "", "rms", "layer", "l2", "rms of all"), one_of("", *ROTATIONS, "alibi", "relative")
     return Style(
         project=project,
-        split=one_of(*SPLITS),
+        split=one_of(*(SPLITS if project != "beside" else ("view", "einops", "movedim"))),
         kv_heads=one_of(HEADS, 3, 2, 1),
         share=one_of("repeat", "expand", "group"),
         norm="rms" if norm == "rms of all" and project in ("beside", "by head") else norm,

@@ -306,7 +306,12 @@ def test_rotation_by_an_argument() -> None:
 
 @pytest.mark.parametrize("start", [0, 9])
 @pytest.mark.parametrize(
-    "table", [lambda at: angles(at, 1), lambda at: angles(0, 16)[None, :, None][:, at : at + 1, 0]]
+    "table",
+    [
+        lambda at: angles(at, 1),
+        lambda at: angles(0, 16)[None, :, None][:, at : at + 1, 0],
+        lambda at: angles(0, at + 1)[None, -1:] if at else angles(0, 1),
+    ],
 )
 def test_rotation_of_one_token(table: Any, start: int) -> None:
     single = with_method(positions=lambda self, q, k: tuple(halves(x, table(start)) for x in (q, k)))
