@@ -114,7 +114,7 @@ def _recorded(subject: Subject) -> tuple[Trace, Run]:
 
 def _with(subject: Subject, arguments: Arguments, changes: dict[str, Any]) -> Subject:
     args, kwargs = arguments.call(changes)
-    return replace(subject, args=args, kwargs=kwargs)
+    return replace(subject, args=args, kwargs=kwargs, without_ones=None)
 
 
 def _source(subject: Subject, arguments: Arguments, whole: Tensor, steps: int) -> Source:

@@ -227,7 +227,7 @@ def _simulated(subject: Subject, show: Show, ranks: int, plan: Plan, keeps: bool
                 module = cut(fresh.module, mesh, plan, keeps=keeps)
             except Exception as error:  # user code and torch may raise anything
                 raise _RankError(f"the plan raises: {first_line(error).rstrip('.')}") from None
-            spread = replace(fresh, module=module, grad=False)
+            spread = replace(fresh, module=module, without_ones=None, grad=False)
             try:
                 with spread.settings():
                     run = run_and_record(spread.module, spread.args, spread.kwargs, keep=device != "meta")

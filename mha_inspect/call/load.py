@@ -17,7 +17,7 @@ from ..build.vocabulary import Flags, flag_of
 from ..errors import InputError, SpecError
 from ..files.memory import require_memory
 from ..layers.catalog import find_layer
-from ..layers.spec import AttentionSpec, InputSpec, RunSpec, plain_fields
+from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..record.arguments import copy_module
 from ..running.subject import Subject
 from ..text import a_kind, did_you_mean
@@ -96,7 +96,30 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     kind = find_layer(layer)
     kind.check(spec, inputs, run)
     require_room([(spec, inputs, run)])
-    return layer_called(kind.build(spec, run.device), spec, inputs, run, layer)
+    subject = layer_called(kind.build(spec, run.device), spec, inputs, run, layer)
+    if 1 not in (spec.num_heads, spec.head_dim):
+        return subject
+    # The same layer with as many heads (three instead of one), and with inputs without a size of 1.
+    heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10
+    given_head_dim = head_dim * (heads if spec.head_dim == spec.embed_dim else 2)
+    small = replace(
+        spec,
+        num_heads=heads,
+        num_kv_heads=None if spec.kv_heads == spec.num_heads else spec.kv_heads,
+        embed_dim=heads * head_dim,
+        kdim=17 if spec.key_width != spec.embed_dim else None,
+        vdim=19 if spec.value_width != spec.embed_dim else None,
+        head_dim=given_head_dim if spec.head_dim_given else DerivedInt(0),
+    )
+    few = InputSpec(
+        batch=1 if inputs.unbatched else 7,
+        seq_len=11,
+        key_len=inputs.key_len and 13,
+        unbatched=inputs.unbatched,
+        causal=inputs.causal or inputs.attn_mask is not None,
+        padding=(2,) if inputs.padding else (),
+    )
+    return replace(subject, without_ones=lambda _: load_layer(small, few, run, layer))
 
 
 def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:

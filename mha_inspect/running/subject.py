@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -137,6 +138,12 @@ class Subject:
     """How to call it differently, as a sentence, if its arguments were guessed; otherwise empty."""
     batch_first: bool | None = field(default=None, kw_only=True)
     """Whether its inputs, which were drawn for it, are `batch seq embed`; None if somebody else made them."""
+    without_ones: Callable[[nn.Module], Subject] | None = field(default=None, kw_only=True, compare=False)
+    """Builds the same call of a copy of the module with no size of 1.
+
+    If None, arguments are repeated along their sizes of 1.
+    """
+
     instead: Mapping[int, torch.Tensor] = field(default_factory=dict, kw_only=True, repr=False)
     """Replacements of parameters during a run, by the ids of the parameters."""
 
@@ -204,16 +211,20 @@ class Subject:
         """
         if needs_ranks(self.module, run.recording):
             return None
-        tries = (self._run_wider(run, places) for places in (self._places_of_one() if run.attentions else ()))
+        if self.without_ones is not None:
+            return self._run_wider(run, self.without_ones)
+        places = self._places_of_one()
+        if not places or not run.attentions:
+            return None
+        tries = (self._run_wider(run, partial(self._repeated, each)) for each in places)
         return next(filter(None, tries), None)
 
-    def _run_wider(self, run: Run, places: tuple[int, ...]) -> Run | None:
-        """Run it with arguments repeated along these dimensions; None if this fails or costs too much."""
+    def _run_wider(self, run: Run, make: Callable[[nn.Module], Subject]) -> Run | None:
+        """Run the subject that `make` builds of a copy of the module; None if this fails or costs too much."""
         parameters = list(self.module.parameters())
         costs_nothing = bool(parameters) and parameters[0].is_meta
         try:
-            module = copy_module(self.module, {id(parameter): parameter for parameter in parameters})
-            wider = self._repeated(places, module)
+            wider = make(copy_module(self.module, {id(parameter): parameter for parameter in parameters}))
             computed = sum(op.output.nbytes for op in run.recording.ops if op.kind == "compute")
             larger = wider.elements > self.elements and not costs_nothing
             if larger and computed > _SMALL:

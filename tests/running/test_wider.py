@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,25 +36,15 @@ def given(style: type, batch: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
-@dataclass(frozen=True)
-class Widened(Subject):
-    """A subject whose wider run is given; without one it does not run again."""
-
-    wide: Tensor | None = field(default=None, kw_only=True)
-    ran: list[int] = field(default_factory=list, kw_only=True)
-
-    def _places_of_one(self) -> list[tuple[int, ...]]:
-        return [] if self.wide is None else [(0,)]
-
-    def _repeated(self, places: tuple[int, ...], module: nn.Module) -> Subject:
-        assert self.wide is not None
-        module.register_forward_pre_hook(lambda _, args: self.ran.append(args[0].shape[1]))
-        return Subject(module, (self.wide,), {})
-
-
 def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
+    def without_ones(other: nn.Module) -> Subject:
+        if wide is None:
+            raise RuntimeError("it is not to run again")
+        return Subject(other, (wide,), {})
+
+    own = Subject(module, (x,), {}, without_ones=without_ones)
     with torch.no_grad():
-        return traced(Widened(module, (x,), {}, wide=wide), Show(**show), keep=show.get("stats", False))[0]
+        return traced(own, Show(**show), keep=show.get("stats", False))[0]
 
 
 def names(report: Trace) -> list[Any]:
@@ -125,14 +115,19 @@ def test_what_cannot_be_told_from_a_wider_run_is_told_from_its_own(kinds):
 
 def test_a_large_run_is_not_made_twice(monkeypatch):
     monkeypatch.setattr(mha_inspect.running.subject, "_SMALL", 1 << 9)
-    own = Widened(Restless(), (torch.randn(1, 5, 8),), {}, wide=torch.randn(2, 5, 8))
+    ran: list[int] = []
+
+    def without_ones(module: nn.Module, batch: int, length: int) -> Subject:
+        module.register_forward_pre_hook(lambda *_: ran.append(length))
+        return Subject(module, (torch.randn(batch, length, 8, device=next(module.parameters()).device),), {})
+
+    own = Subject(Restless(), (torch.randn(1, 5, 8),), {}, without_ones=lambda module: without_ones(module, 2, 5))
     traced(own, Show(), keep=False)
-    assert not own.ran
-    traced(replace(own, wide=torch.randn(2, 2, 8)), Show(), keep=False)
-    assert own.ran == [2]
-    on_meta = (torch.randn(1, 5, 8, device="meta"),)
-    traced(replace(own, module=Restless().to("meta"), args=on_meta, wide=own.wide.to("meta")), Show(), keep=False)
-    assert own.ran == [2, 5]
+    assert not ran
+    traced(replace(own, without_ones=lambda module: without_ones(module, 2, 2)), Show(), keep=False)
+    assert ran == [2]
+    traced(replace(own, module=Restless().to("meta"), args=(torch.randn(1, 5, 8, device="meta"),)), Show(), keep=False)
+    assert ran == [2, 5]
 
 
 SMALL = ("--embed-dim", "14", "--num-heads", "2", "--seq-len", "5")

@@ -203,7 +203,7 @@ class Evidence:
         """Return the evidence of another recorded run with changed arguments. Raise `RaisedError` if it raises."""
         args, kwargs = self.arguments.of_call(changes)
         with _errors_of_forward():
-            subject = replace(self.subject, args=args, kwargs=kwargs)
+            subject = replace(self.subject, args=args, kwargs=kwargs, without_ones=None)
             return evidence_of(self.runner, subject, self.intent, once=True, wider=self.run.wider)
 
     # -- outputs ------------------------------------------------------------------------------------------------------

@@ -308,7 +308,7 @@ def reference(evidence: Evidence) -> Iterator[Finding]:
         raise UndeclaredError("--reference TARGET")
     args, kwargs = evidence.arguments.of_call({})
     label = f"the reference {type(trusted).__name__}"
-    other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, label=label)
+    other = replace(evidence.subject, module=trusted, args=args, kwargs=kwargs, label=label, without_ones=None)
     before = [(tensor, tensor.detach().clone()) for tensor in trusted.parameters()]
     with other.replaying(other.state()):
         trusted.eval()
