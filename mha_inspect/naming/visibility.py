@@ -166,8 +166,7 @@ def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -
         makers = (op for tensor in masks for op in _makers(graph, tensor))
         return any(op.base_name.startswith(("tril", "triu")) for op in (*attention.masks, *makers))
     if names.num_windows > 1:
-        # Behind the keys of one neighbour the queries are the last, of two they may be between them.
-        return is_causal(known.seen, {0, keys - queries} if keys <= 2 * queries else {0})
+        return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
     filled = filled_slots(graph, attention, known.seen)
     # Keys that the layer appends have no position, and sinks have none either.
     axes = dims_of(names.of_stage("key")) if "key" in attention.stages else []
@@ -207,6 +206,21 @@ def window_of(seen: Tensor) -> int | None:
         if whole and limited[0] and (ahead == 0 or limited[1]):
             return back + 1
     return None
+
+
+def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> list[int]:
+    """Return the keys at which the queries of a window may begin, if a window also has keys of its neighbours.
+
+    With keys `[before, own, after]` the first window has no keys before it, so it shows where its own keys begin.
+    """
+    queries, keys = names.lengths
+    stage = "weights" if "weights" in attention.stages else "scores"
+    dims, sight = dims_of(names.of_stage(stage)), noted(graph, attention)
+    named = sight is not None and ["windows"] in dims and ["key"] in dims
+    pair = _pair(sight, dims.index(["windows"]), dims.index(["key"])) if sight is not None and named else None
+    seen = [] if pair is None else pair[0].nonzero().flatten().tolist()
+    start = seen[0] // queries * queries if seen else 0
+    return [start] if start else list(range(0, keys - queries + 1, queries))
 
 
 def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
