@@ -192,18 +192,19 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> Tenso
     """
     end = ends[name]
     whole = graph.after_projection(end.op)
-    if not any(side != name and end.op in (other.op, *other.earlier) for side, other in ends.items()):
-        return whole
+    others = [other.path for side, other in ends.items() if side != name and end.op in (other.op, *other.earlier)]
+    shared = {op.index for other in others for op in other}
     path = [op for op in end.path if op.index > graph.recording.producers.get(whole.id, -1)]
     part = whole
-    for op, reader in zip(takewhile(graph.moves, path), [*path[1:], None], strict=False):
+    for op, reader in zip(takewhile(graph.moves, path if others else ()), [*path[1:], None], strict=False):
         # A split gives each side a piece: the next operation reads it.
         read = next((tensor for tensor in op.outputs if reader and tensor in reader.inputs), op.output)
-        if read.numel < whole.numel:
+        # If heads are already split from their features, it is no longer the projection.
+        if read.numel < part.numel and len(read.shape) <= len(whole.shape) and read.shape[:-1] == whole.shape[:-1]:
             part = read
+        if part is not whole and (reader is None or reader.index not in shared):
             break
-    # If heads are already split from their features, it is no longer the projection.
-    return part if len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1] else whole
+    return part
 
 
 def joined_projections(graph: Graph, own: Op, ops: Sequence[Op]) -> dict[int, set[int]]:

@@ -318,7 +318,7 @@ def test_decode_has_a_row_for_each_call_and_the_last_step(invoke):
     ("asked", "message"),
     [
         (("--decode", "6"), "decode 6 leaves no prompt: the input has 6 tokens. Use --decode 1 to 5, or more tokens."),
-        (("--decode", "2", "--cache", "past_key_value"), "Did you mean past_key_values?"),
+        (("--decode", "2", "--cache", "attention_masks"), "Did you mean attention_mask?"),
         (("--decode", "2", "--positions", "position_id"), "Did you mean position_ids?"),
     ],
 )
