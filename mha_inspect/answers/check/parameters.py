@@ -14,12 +14,14 @@ from itertools import accumulate
 from math import isfinite
 
 import torch
+from einops import EinopsError, rearrange
 from torch import Tensor, nn
 
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
-from ...naming.canonical import canonical, sizes_in
+from ...naming.canonical import sizes_in
+from ...naming.pattern import dims_of
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
@@ -392,10 +394,18 @@ def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Ite
             raise LostError
         yield from ((context, places.flatten()) for context in contexts)
         return
-    by_head = canonical(places, "context", axes, sizes_in(attention, names, "context"), names.head_order)
-    if by_head is None or by_head.dim() < 3 or by_head.shape[1] != names.num_heads:
+    dims = dims_of(axes)
+    heads = [name for name in names.head_order if any(name in dim for dim in dims)]
+    others = [name for dim in dims for name in dim if name not in (*heads, "1")]
+    shared = {name for dim in dims if len(dim) > 1 for name in dim}
+    sizes = {name: size for name, size in sizes_in(attention, names, "context").items() if name in shared}
+    try:
+        by_head = rearrange(places, f"{axes} -> ({' '.join(heads)}) ({' '.join(others)})", **sizes)
+    except EinopsError as error:
+        raise LostError from error
+    if len(by_head) != names.num_heads:
         raise LostError
-    yield from ((context, of_head) for of_head in by_head.transpose(0, 1).flatten(1))
+    yield from ((context, of_head) for of_head in by_head)
 
 
 def _gradients_of_contexts(evidence: Evidence) -> dict[int, Tensor]:

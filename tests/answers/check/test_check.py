@@ -673,9 +673,14 @@ def told_by_columns(module: nn.Module, w_o: Tensor, heads: int, args: tuple[Any,
             assert head.output_change == pytest.approx(float(change), rel=1e-3)
 
 
-def test_heads_in_groups_with_a_dimension_of_their_own_are_told() -> None:
-    module = styles.GroupedBroadcast().eval()
-    told_by_columns(module, module.o.weight, 6, (torch.randn(3, 8, 22),), {})
+@pytest.mark.parametrize("kind", [styles.GroupedBroadcast, styles.Windows])
+def test_heads_beside_groups_or_windows_with_a_dimension_of_their_own_are_told(kind: type[nn.Module]) -> None:
+    module: Any = kind().eval()
+    told_by_columns(module, module.o.weight, 6 if kind is styles.GroupedBroadcast else styles.H, (x_of_styles(),), {})
+
+
+def x_of_styles() -> Tensor:
+    return torch.randn(3, 8, 22, generator=torch.Generator().manual_seed(0))
 
 
 def test_the_module_is_left_as_it_was() -> None:
