@@ -299,8 +299,16 @@ def _gather(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _strided(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Follow a view by strides: the dimensions with an unchanged size and stride."""
+    """Follow a view by strides: a split or permutation exactly, otherwise the dimensions with an unchanged stride."""
     source, out = op.inputs[0], op.output
+    if all(
+        1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) == t.numel for t in (source, out)
+    ):
+        before, after = (
+            sorted(range(len(t.shape)), key=lambda place: (-t.stride[place], -t.shape[place])) for t in (source, out)
+        )
+        dims = reshape([inputs[0][place] for place in before], [out.shape[place] for place in after])
+        return [tuple(dims[after.index(place)] for place in range(len(after)))]
     known = {(n, step): dim for n, step, dim in zip(source.shape, source.stride, inputs[0], strict=True) if n > 1}
     places = [*zip(out.shape, out.stride, strict=True)]
     others = [step for n, step in places if n > 1 and (n, step) not in known]

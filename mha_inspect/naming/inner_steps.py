@@ -68,7 +68,7 @@ class InnerStepsReader:
             for side in ("key", "value")
         }
         turns = {side: self._turned(turn, names, side) for side in sides}
-        caches = {side: cache_of(path, names, seen) for side, path in first.items()}
+        caches = {side: cache_of(path, self._constants, names, seen) for side, path in first.items()}
         added = added_by(self._graph, self._constants, turn, lambda op: masks_of(self._graph, turn, op))
         operands: dict[str, OperandSteps] = {}
         for side, stage in _STAGES.items():

@@ -58,7 +58,7 @@ class NamedRun:
 
 def _named_after(attentions: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
     """Return the attentions of a run with the names of another run's, if these are the same attentions."""
-    if len(attentions) != len(others):
+    if len(attentions) != len(others) or not all(map(_is_same, attentions, others)):
         return tuple(attentions)
     pairs = zip(attentions, others, strict=True)
     return tuple((each, names.taking(_stages_at_size(each, *other))) for (each, names), other in pairs)
@@ -71,3 +71,12 @@ def _stages_at_size(attention: Attention, like: Attention, names: AxisNames) -> 
         for stage, tensor in attention.stages.items()
         if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape)
     }
+
+
+def _is_same(named: Named, other: Named) -> bool:
+    """Return whether attentions of two runs are the same one: sizes of one may be larger in the other."""
+    (attention, names), (like, other_names) = named, other
+    sizes = ((names.num_heads, other_names.num_heads), (names.num_kv_heads, other_names.num_kv_heads))
+    if attention.module != like.module or any(size not in (1, larger) for size, larger in sizes):
+        return False
+    return names.num_heads == 1 or len(attention.branches) == len(like.branches)

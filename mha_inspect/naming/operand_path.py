@@ -10,6 +10,7 @@ from torch import Tensor
 from ..graph.attention import Attention
 from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
+from ..graph.rerun import Constants
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, QKNorm
 from .axes import AxisNames
@@ -121,12 +122,13 @@ def _statistic(path: OperandPath, tensor: TensorRef) -> Op | None:
 
 
 def cache_of(
-    path: OperandPath, names: AxisNames, who_sees: Callable[[], Tensor | None]
+    path: OperandPath, constants: Constants, names: AxisNames, who_sees: Callable[[], Tensor | None]
 ) -> tuple[Cache, set[int]] | None:
     """Return the cache behind keys or values, and the indices of the operations that fill it; None without one.
 
     Args:
         path: the operations of that side.
+        constants: values of indices.
         names: the axes.
         who_sees: returns `query key`, which query sees which key; None if unknown.
     """
@@ -145,14 +147,19 @@ def cache_of(
     if written is None:
         return None
     ends = [op for op in path.ops if op.index > written.index and op.does("gathers") and _is_paged(path, op, keys)]
-    seen, last = who_sees(), keys
-    while last > queries and seen is not None and seen.shape[1] == keys and not bool(seen[:, last - 1].any()):
+    new, first = _written_keys(path, constants, written, queries)
+    seen = who_sees()
+    open_slots = [] if seen is None else [not bool(key) for key in seen.any(0).tolist()]
+    last = keys
+    while last > (first or 0) + new and len(open_slots) == keys and open_slots[last - 1]:
         last -= 1
-    past = last - queries
+    if seen is None and first is not None and not ends:
+        last = min(first + new, keys)
+    past = last - new
     if past < 0 or (past == 0 and last == keys):
         return None
     ops = {written.index, *(op.index for op in ends)}
-    return Cache(past, queries, keys - last, "paged" if ends else "in place"), ops
+    return Cache(past, new, keys - last, "paged" if ends else "in place"), ops
 
 
 def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:
@@ -178,3 +185,23 @@ def _is_paged(path: OperandPath, op: Op, keys: int) -> bool:
     """Return whether an operation gathers keys by their slots, rather than rows of a batch in another order."""
     indices = path.others(op)
     return any(tensor.dtype.startswith("int") and (len(tensor.shape) > 1 or tensor.numel == keys) for tensor in indices)
+
+
+def _written_keys(path: OperandPath, constants: Constants, op: Op, queries: int) -> tuple[int, int | None]:
+    """Return how many keys an operation writes into a cache, and the slot of the first; None if that is unknown."""
+    name = op.base_name.rstrip("_")
+    if name in ("index_copy", "index_put"):
+        places = op.args[2] if name == "index_copy" else op.args[1]
+        indices = [place for place in (places if isinstance(places, tuple) else (places,)) if place is not None]
+        numbers = constants.numbers(indices[0]) if len(indices) == 1 and len(indices[0].shape) == 1 else []
+        new = indices[0].numel if len(indices) == 1 and len(indices[0].shape) == 1 else queries
+        return new, min(numbers) if numbers and max(numbers) - min(numbers) == len(numbers) - 1 else None
+    cut = path.graph.recording.producer(op.inputs[0])
+    while cut is not None and cut.kind == "view" and cut.inputs:
+        source = cut.inputs[0]
+        place = int(cut.args[1]) if len(cut.args) > 1 and cut.base_name in ("slice", "select") else 0
+        new = cut.output.shape[place] if cut.base_name == "slice" else 1
+        if cut.base_name in ("slice", "select") and new == queries < source.shape[place] and source.stride[place]:
+            return queries, (cut.output.offset - source.offset) // source.stride[place]
+        cut = path.graph.recording.producer(source)
+    return queries, None
