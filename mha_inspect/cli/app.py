@@ -19,7 +19,6 @@ from ..build.vocabulary import dashed
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, LETTERS, OPTIONAL
 from ..render import screen
-from ..reports.common import LayersReport, ListedLayer
 from ..text import did_you_mean, shown
 from .options import OUTPUTS, SHARED, Options, is_target
 from .output import give, prepare, write
@@ -189,7 +188,6 @@ def command(
     """
 
     def decorate(function: Callable[..., ExitCode]) -> typer.Typer:
-        # Not get_type_hints: Python 3.10 wraps a parameter of default None in Optional, and Typer finds no option.
         _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
         shared = [
             parameter for parameter in SHARED if (parameter.name in only if only else parameter.name not in without)
@@ -219,6 +217,8 @@ def command(
 @command("layers", "layers --format json", only=OUTPUTS)
 def layers(options: Options) -> ExitCode:
     """List the built-in attention layers: name, parameters, how heads are split, and where the style comes from."""
+    from ..reports.common import LayersReport, ListedLayer
+
     listed = [
         ListedLayer(
             name=kind.name,

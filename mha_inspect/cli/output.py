@@ -86,7 +86,7 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
 
     Raises as `write`. If only the file cannot be written, stdout still has the report.
     """
-    from ..render import to_text
+    from ..render.formats import to_text
 
     failure: ExportError | None = None
     if export is not None:
@@ -106,7 +106,7 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
 
 def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:
     """Return the content of a file: the report, the pictures, or both."""
-    from ..render import to_text
+    from ..render.formats import to_text
 
     if drawn is None or format == "json":
         return to_text(report, format)

@@ -1,24 +1,19 @@
 """Run a command on every rank that torchrun started, where rank 0 answers for all.
 
 Results, failures and waits go through a store, apart from the process group: a collective could wait forever.
+Every command imports this file, so that modules which only several ranks need are imported where they are used.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
-from datetime import timedelta
 from pathlib import Path
-from socket import gethostname
-from threading import Event, Thread, main_thread
-from traceback import walk_tb
 from typing import TYPE_CHECKING, Any, TypeVar
-from unittest.mock import patch
 
 import typer
 
@@ -50,6 +45,7 @@ class Member:
 
     def __init__(self) -> None:
         from tempfile import TemporaryFile
+        from threading import Event, Thread
 
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._out, self._err = os.dup(1), os.dup(2)
@@ -67,6 +63,10 @@ class Member:
     def join(self) -> None:
         """Connect to the store, and watch the other ranks."""
         if self._store is None:
+            import json
+            from datetime import timedelta
+            from socket import gethostname
+
             from torch.distributed.rendezvous import rendezvous
 
             try:
@@ -81,6 +81,8 @@ class Member:
 
     def leave(self, code: int) -> int:
         """Store how the command ended, and return the exit code. Rank 0 is the last to end, unless it failed."""
+        import json
+
         if self._store is None:  # no module was run: every rank ended alike
             return 0 if self.rank else code
         try:
@@ -106,6 +108,8 @@ class Member:
 
     def exchange(self, mine: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the results of all ranks, on rank 0. Any other rank ends its command here."""
+        import json
+
         self._store.set(self._done[self.rank], json.dumps(mine))
         if self.rank:
             raise typer.Exit
@@ -130,6 +134,9 @@ class Member:
 
     def _ended(self) -> list[int]:
         """Return the ranks whose process, on this machine, has ended before its command."""
+        import json
+        from socket import gethostname
+
         keys = {rank: f"process/{rank}" for rank in self._unfinished() if self._store.check([f"process/{rank}"])}
         values = map(json.loads, self._store.multi_get([*keys.values()]) if keys else [])
         processes = zip(keys, values, strict=True)
@@ -139,6 +146,9 @@ class Member:
         return [rank for rank in range(self.world) if not self._store.check([self._done[rank]])]
 
     def _watch(self) -> None:
+        import json
+        from threading import main_thread
+
         from ..answers.ranks import stands_at
 
         before: object = None
@@ -165,6 +175,8 @@ class Member:
 
     def _look_for_stuck_ranks(self) -> None:
         """End the command if no rank goes on and one waits for the others; print the places if only one goes on."""
+        import json
+
         others = self._unfinished()
         keys = [f"place/{rank}" for rank in others]
         places = [*map(tuple, map(json.loads, self._store.multi_get(keys)))] if keys and self._store.check(keys) else []
@@ -250,6 +262,8 @@ def _with_group(build: Callable[[], T]) -> T:
     from torch import distributed
 
     if distributed.is_initialized():  # built again, or beside another target: the group that it makes is there
+        from unittest.mock import patch  # brings asyncio and ssl, which --help need not wait for
+
         with patch.object(distributed, "init_process_group"):
             return build()
     try:
@@ -269,6 +283,8 @@ def _with_group(build: Callable[[], T]) -> T:
 
 def _calls_of(error: BaseException | None) -> dict[str, dict[str, Any]]:
     """Return the functions that were running when an error and its causes were raised, with their variables."""
+    from traceback import walk_tb
+
     calls: dict[str, dict[str, Any]] = {}
     while error is not None:
         calls |= {frame.f_code.co_name: frame.f_locals for frame, _ in walk_tb(error.__traceback__)}

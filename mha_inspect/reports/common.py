@@ -54,8 +54,8 @@ class Report:
         return str(_render().to_text(self, format))
 
 
-def _render(module: str = "") -> Any:
-    """Return the render package or one of its modules; it imports the reports, so it is imported late."""
+def _render(module: str = ".formats") -> Any:
+    """Return a module of the render package; it imports the reports, so it is imported late."""
     return import_module(f"..render{module}", __package__)
 
 

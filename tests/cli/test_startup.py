@@ -70,6 +70,26 @@ def test_no_torch_and_no_rich(environment, line, env):
     assert modules & {"torch", "numpy", "rich", "pydantic", "einops"} == set()
 
 
+TYPER_ALONE = "import sys, typer; print('imported:', *sorted(sys.modules), file=sys.stderr)"
+HELP_IMPORTS = {
+    *("gc", "dataclasses", "unicodedata"),
+    *("__main__", "build", "build.vocabulary", "errors", "files", "files.memory", "layers", "layers.catalog", "text"),
+    *("cli", "cli.app", "cli.messages", "cli.options", "cli.output", "cli.process", "cli.ranks"),
+    *("render", "render.export", "render.screen"),
+}
+"""What the page of help may import beside what `import typer` does; names of the package without its own."""
+
+
+@pytest.mark.parametrize("line", ["--help", "--version"])
+def test_help_imports_these_modules_alone(environment, line):
+    """A module such as unittest.mock brings asyncio and ssl: help took twice as long as `import typer`."""
+    command = [sys.executable, "-c", TYPER_ALONE]
+    typer = told(subprocess.run(command, capture_output=True, text=True, env=environment(), check=True).stderr)
+    more = {name.removeprefix("mha_inspect.") for name in imported(line, env=environment()) - typer}
+    of_typer = {name for name in more if name.startswith("typer.")}
+    assert more - of_typer - {"mha_inspect"} == HELP_IMPORTS
+
+
 def test_a_completion_needs_no_torch(environment):
     asked = {COMPLETE: "complete_bash", "COMP_WORDS": "mha-inspect trace --dtype ", "COMP_CWORD": "3"}
     assert "torch" not in imported(env=environment(**asked))

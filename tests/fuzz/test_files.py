@@ -11,7 +11,7 @@ from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.files.tensors import read_tensors
 from mha_inspect.layers.spec import Show
-from mha_inspect.render import to_text
+from mha_inspect.render.formats import to_text
 
 from .contract import acts_on_a_terminal, in_time, require_answer, require_message
 from .files import any_file

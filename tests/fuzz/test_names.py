@@ -6,7 +6,7 @@ import json
 
 from hypothesis import strategies as st
 
-from mha_inspect.render import FORMATS, to_text
+from mha_inspect.render.formats import FORMATS, to_text
 from tests.render.test_hostile_names import HOSTILE, trace_of
 
 from .contract import acts_on_a_terminal, in_time

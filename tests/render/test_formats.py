@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mha_inspect.render import FORMATS, page_of, to_text
+from mha_inspect.render.formats import FORMATS, page_of, to_text
 from mha_inspect.render.page import Column, Page, Table, section, table
 from mha_inspect.render.terminal import to_table
 
@@ -193,7 +193,7 @@ def test_an_unknown_format_is_refused():
 def test_only_terminal_formats_import_rich_and_none_imports_torch(format, rich):
     code = (
         "import sys\n"
-        "from mha_inspect.render import to_text\n"
+        "from mha_inspect.render.formats import to_text\n"
         "from mha_inspect.reports.common import Environment, LayerInfo\n"
         "from mha_inspect.reports.params import ParamsReport, ParametersTotal\n"
         "made_with = Environment('2', 'cpu', 'float32', 0)\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mha_inspect.render import to_text
+from mha_inspect.render.formats import to_text
 
 from .samples import REPORTS
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mha_inspect.render import FORMATS, to_text
+from mha_inspect.render.formats import FORMATS, to_text
 from mha_inspect.reports.common import LayerInfo, Values
 from mha_inspect.reports.trace import OpLine, OpRef
 from mha_inspect.text import printable

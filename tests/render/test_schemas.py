@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from mha_inspect.render import to_text
+from mha_inspect.render.formats import to_text
 from mha_inspect.reports.common import Stats, Values, to_data
 from tests.schemas import FILE, commands, load_schema
 

@@ -13,7 +13,7 @@ from torch import nn
 import mha_inspect
 from mha_inspect.errors import InputError
 from mha_inspect.layers.spec import Show
-from mha_inspect.render import to_text
+from mha_inspect.render.formats import to_text
 
 from ..built import trace_module
 

@@ -10,7 +10,7 @@ import torch
 
 import mha_inspect
 from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
-from mha_inspect.render import to_text
+from mha_inspect.render.formats import to_text
 
 from ...fuzz.files import saved
 

@@ -18,7 +18,7 @@ from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.call.load import load_layer
 from mha_inspect.errors import InputError, MhaInspectError, SpecError, UnsafeFileError
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
-from mha_inspect.render import to_text
+from mha_inspect.render.formats import to_text
 from mha_inspect.running.subject import Subject
 
 from ...fuzz.files import saved

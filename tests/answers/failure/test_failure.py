@@ -17,7 +17,7 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.errors import ForwardError, InputError
-from mha_inspect.render import to_text
+from mha_inspect.render.formats import to_text
 from mha_inspect.reports.trace import Failure, Trace
 
 from ...built import trace_module

@@ -1,0 +1,105 @@
+"""Write a report as text: table, plain, json, html.
+
+A report is turned into a `Page` once, and every format but JSON shows that; JSON is the report itself.
+Nothing heavy is imported here: Rich only for a table.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from typing import Literal, get_args
+
+from ..reports.common import Report
+from ..text import cells
+from .page import Block, Facts, Page, Paragraph, Table, apart
+
+Format = Literal["table", "plain", "json", "html"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_MODULES = {"diff-checkpoints": "diff", "layers": "check"}
+"""Modules of pages whose name is not the command's."""
+
+
+def to_text(
+    report: Report, format: Format, *, width: int | None = None, color: bool = False, height: int | None = None
+) -> str:
+    """Return the report in one of `FORMATS`; ends with a line feed.
+
+    `width` (columns), `height` (lines) and `color` matter to table; a width of None is the terminal's, a height of None
+    has no end.
+
+    Raises `ValueError` for an unknown format.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"format {format!r} is not one of {', '.join(FORMATS)}")
+    if format == "json":
+        return json.dumps(report.to_dict(), indent=2, allow_nan=False) + "\n"
+    page = page_of(report)
+    if format == "plain":
+        return "\n".join(line.rstrip() for line in _plain(page)) + "\n"
+    if format == "html":
+        from .html import to_html
+
+        return to_html(page)
+    from .terminal import to_table
+
+    return to_table(page, width=width, color=color, height=height)
+
+
+def to_cell(report: Report) -> str:
+    """Return the report as html for a page with other content, such as a notebook."""
+    from .html import to_cell
+
+    return to_cell(page_of(report))
+
+
+def page_of(report: Report) -> Page:
+    """Return the page of a report."""
+    name = report.command.replace("-", "_")
+    module = import_module(f".{_MODULES.get(report.command, name)}", __package__)
+    page: Page = getattr(module, f"{name}_page")(report)
+    return page
+
+
+# Plain text for pipes: a line an item, nothing cut, nothing wrapped, no colour, no boxes. Fields are set apart by two
+# spaces or more and an empty one is a `-`, so that `awk -F '  +'` reads every row.
+
+
+def _plain(page: Page) -> Iterator[str]:
+    yield f"{page.title}: {page.detail}" if page.detail else page.title
+    yield page.subtitle
+    for section in page.sections:
+        yield ""
+        if section.title:
+            yield f"{section.title}: {section.detail}" if section.detail else section.title
+        previous: Block | None = None
+        for block in section.blocks:
+            if previous is not None and apart(previous, block):
+                yield ""
+            yield from _lines(block)
+            previous = block
+
+
+def _lines(block: Block) -> Iterator[str]:
+    if isinstance(block, Table):
+        lines = [[c.title for c in block.columns], *([cell.full or "-" for cell in row] for row in block.rows)]
+        yield from _aligned(lines, [column.align == "right" for column in block.columns])
+        if legend := block.explained():
+            yield legend
+    elif isinstance(block, Facts):
+        yield from _aligned(block.items, (False, False))
+    elif isinstance(block, Paragraph):
+        yield block.text
+    else:
+        yield "  ".join(part for part in (block.title, block.shape, block.axes) if part)
+        yield from block.lines
+
+
+def _aligned(lines: Sequence[Sequence[str]], rights: Sequence[bool]) -> Iterator[str]:
+    widths = [max(map(cells, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        spaces = [" " * (width - cells(field)) for field, width in zip(line, widths, strict=True)]
+        fields = zip(line, spaces, rights, strict=True)
+        yield "  ".join(gap + field if is_right else field + gap for field, gap, is_right in fields)
