@@ -154,9 +154,8 @@ def _missing(frame: FrameType, tb: TracebackType, names_none: bool, *, only_firs
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # not Python, or nested too deeply
         return ()
     nodes = [node for node in ast.walk(tree) if isinstance(node, (ast.expr, ast.stmt)) and node.lineno == tb.tb_lineno]
-    if hasattr(code, "co_positions"):  # Python 3.10 knows only the line
-        _, *span = next(islice(code.co_positions(), tb.tb_lasti // 2, None))
-        nodes = [node for node in nodes if [node.end_lineno, node.col_offset, node.end_col_offset] == span]
+    _, *span = next(islice(code.co_positions(), tb.tb_lasti // 2, None))
+    nodes = [node for node in nodes if [node.end_lineno, node.col_offset, node.end_col_offset] == span]
     if only_first:
         nodes = [ast.Tuple(node.args[:1]) for node in nodes if isinstance(node, ast.Call)]
     used = {name for node in nodes for name, is_masks in _operands(node) if is_masks or names_none}
