@@ -5,9 +5,8 @@ Convolutions and pooling may change the positions before them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 from ..record.ops import Op, TensorRef
 from .attention import Attention
@@ -73,7 +72,8 @@ def with_projections(
         origin = graph.before_moves(source)
         given[name] = origin if origin.id in graph.recording.input_ids else source
         given[name] = same.setdefault(_gathered(graph, given[name]), given[name])
-    return {**given, **{f"{name[0]}_proj": _projected(graph, name, ends) for name in ends}, **heads}
+    projected = {f"{name[0]}_proj": _projected(graph, name, ends, heads[f"{name[0]}_heads"]) for name in ends}
+    return {**given, **projected, **heads}
 
 
 def _gathered(graph: Graph, tensor: TensorRef) -> object:
@@ -185,26 +185,58 @@ def earlier_projections(graph: Graph, op: Op, module: str, like: Origin | None =
     return tuple(earlier)
 
 
-def _projected(graph: Graph, name: str, ends: Mapping[str, Projection]) -> TensorRef:
-    """Return the result of a projection; if several sides share the projection, the slice of this side.
+def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: TensorRef) -> TensorRef:
+    """Return the result of a projection; if several sides share the projection, the piece of this side.
 
-    E.g. one of the three chunks in `q, k, v = linear(x).chunk(3, -1)`.
+    `q, k, v = linear(x).chunk(3, -1)` makes `batch position (qkv heads head_dim)`, and the piece of each side is
+    `batch position (heads head_dim)`. With one head the piece may be the `heads` themselves.
     """
     end = ends[name]
     whole = graph.after_projection(end.op)
-    others = [other.path for side, other in ends.items() if side != name and end.op in (other.op, *other.earlier)]
-    shared = {op.index for other in others for op in other}
-    path = [op for op in end.path if op.index > graph.recording.producers.get(whole.id, -1)]
-    part = whole
-    for op, reader in zip(takewhile(graph.moves, path if others else ()), [*path[1:], None], strict=False):
-        # A split gives each side a piece: the next operation reads it.
-        read = next((tensor for tensor in op.outputs if reader and tensor in reader.inputs), op.output)
-        # If heads are already split from their features, it is no longer the projection.
-        if read.numel < part.numel and len(read.shape) <= len(whole.shape) and read.shape[:-1] == whole.shape[:-1]:
-            part = read
-        if part is not whole and (reader is None or reader.index not in shared):
+    sharing = _sides_sharing(name, ends)
+    if not sharing:
+        return whole
+    shared_ops = {op.index for side in sharing for op in side.path}
+    made_at = graph.recording.producers.get(whole.id, -1)
+    since_whole = [op for op in end.path if op.index > made_at]
+    piece = whole
+    for op, reader in _with_readers(since_whole):
+        if not graph.moves(op):
             break
-    return part
+        read = _output_read(op, [heads] if reader is None else reader.inputs)
+        if read.numel < piece.numel and _has_rows_of(whole, read):
+            piece = read
+        is_of_this_side = reader is None or reader.index not in shared_ops
+        if piece is not whole and is_of_this_side:
+            break
+    return piece
+
+
+def _sides_sharing(name: str, ends: Mapping[str, Projection]) -> list[Projection]:
+    """Return the other sides that come through the projection of this side, at once or through a low-rank one."""
+    op = ends[name].op
+    others = [other for side, other in ends.items() if side != name]
+    return [other for other in others if op in (other.op, *other.earlier)]
+
+
+def _with_readers(path: Sequence[Op]) -> Iterator[tuple[Op, Op | None]]:
+    """Yield each operation of a path with the next one, which reads its result; None after the last."""
+    readers: list[Op | None] = [*path[1:], None]
+    return zip(path, readers, strict=False)
+
+
+def _output_read(op: Op, read: Iterable[TensorRef]) -> TensorRef:
+    """Return the output of `op` that is among the tensors `read`, as a split has one for each side; else the first."""
+    ids = {tensor.id for tensor in read}
+    for output in op.outputs:
+        if output.id in ids:
+            return output
+    return op.output
+
+
+def _has_rows_of(whole: TensorRef, part: TensorRef) -> bool:
+    """Return whether only features are missing in a part: `batch position features`, not yet split into heads."""
+    return len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1]
 
 
 def joined_projections(graph: Graph, own: Op, ops: Sequence[Op]) -> dict[int, set[int]]:
