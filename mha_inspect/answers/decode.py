@@ -23,6 +23,7 @@ from ..text import listed, plural, small
 from .check.arguments import CACHES, Arguments, Source, second_output, sources_of
 from .check.intent import Intent
 from .comparable_run import measured_in
+from .continuation import Continued, Reason, reason_of
 from .ranks import require_alone
 from .run_report import drops_at_random, environment_of, layer_of, report
 from .trace import run_of, traced
@@ -102,13 +103,49 @@ def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positi
     if proof.verdict == "differs" and not any("causal" in kind for kind in kinds_of(ran)):
         note = "no attention is causal: in the forward over all tokens, earlier tokens attend to later tokens"
         proof = DecodeProof(None, None, None, None, None, source.length, note)
+    if proof.verdict == "differs":
+        stop = _first_different(whole, ends, proof.noise_floor or 0.0)
+        with suppress(ForwardError):  # a call may raise when it is repeated
+            reason = _reason(subject, source, [0, *sorted(ends)], stop, cache, positions)
+            proof = proof if reason is None else replace(proof, reason=reason.sentence, fix=reason.fix)
     return replace(trace, steps=tuple(rows), decode=proof), run
 
 
-def _recorded(subject: Subject) -> tuple[Trace, Run]:
+def _first_different(whole: Tensor, ends: dict[int, Tensor], floor: float) -> int:
+    """Return the number of tokens so far in the first call whose last position differs from that of one forward."""
+    for stop in sorted(ends):
+        pair = _last_of(whole, ends[stop], stop, max(ends))
+        if pair is not None and judge(distances(*pair)[0], floor)[1] == "differs":
+            return stop
+    return max(ends)
+
+
+def _reason(
+    subject: Subject, source: Source, places: list[int], last: int, cache: str | None, positions: str | None
+) -> Reason | None:
+    """Return what the call up to a place has unlike one forward, from a repetition of the calls; None if unknown.
+
+    Raises `ForwardError` if a call raises now.
+    """
+    with subject.apart() as fresh:
+        whole = _recorded(fresh, keep=True)[1]
+        whole, leaves = whole.beside(fresh.wider_run(whole)), fresh.leaves(whole.recording)
+    with subject.apart() as fresh:
+        arguments, past = Arguments(fresh), None
+        for start, stop in pairwise(places):
+            changes = arguments.piece(source, start, stop, positions=positions)
+            called = _with(fresh, arguments, changes if past is None or cache is None else {**changes, cache: past})
+            run = _recorded(called, keep=stop == last)[1]
+            if stop == last:
+                return reason_of(Continued(whole, run, start, stop, leaves, called.leaves(run.recording)))
+            past = second_output(run.returned)
+    return None
+
+
+def _recorded(subject: Subject, *, keep: bool = False) -> tuple[Trace, Run]:
     """Return the trace of a recorded run, without notes, and the run. Raises `ForwardError` if it raises."""
     with subject.settings():
-        run = run_of(subject, Show(), keep=False, before=subject.state())
+        run = run_of(subject, Show(), keep=keep, before=subject.state())
     return report(run, Show(), environment=environment_of(subject), layer=layer_of(subject)), run
 
 

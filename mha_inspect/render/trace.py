@@ -266,6 +266,8 @@ def _decode(proof: DecodeProof) -> Paragraph:
         proof.verdict, "a call may differ from"
     )
     sentence = f"The last position of {verdict} that of {one}{_measured(proof)}"
+    if proof.reason:
+        sentence = " ".join(filter(None, (f"{sentence}.", proof.reason, proof.fix)))
     return Paragraph(sentence, "good" if proof.verdict == "same" else "bad" if proof.verdict == "differs" else "warn")
 
 

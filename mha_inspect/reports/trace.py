@@ -225,6 +225,10 @@ class DecodeProof(Difference):
     """Number of all tokens: the prompt and the steps."""
     note: str = ""
     """Why they were not compared; empty if they were."""
+    reason: str = ""
+    """The first thing that a call has unlike the one forward, if an output differs; empty if none was found."""
+    fix: str = ""
+    """How to mend it; empty if the runs do not show it."""
 
 
 @dataclass(frozen=True)

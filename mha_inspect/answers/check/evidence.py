@@ -138,17 +138,18 @@ class Evidence:
         return None
 
     @cached_property
-    def _leaves(self) -> dict[int, Tensor]:
+    def leaves(self) -> dict[int, Tensor]:
+        """The values of arguments, parameters and buffers, by tensor id."""
         return self.subject.leaves(self.run.recording)
 
     @cached_property
     def inner(self) -> InnerStepsReader:
         """Reads positions, norms and caches of the attentions."""
-        return InnerStepsReader(self.run, self._leaves)
+        return InnerStepsReader(self.run, self.leaves)
 
     def content(self, tensor: TensorRef) -> Tensor | None:
         """Return the value of a recorded tensor, argument, parameter or buffer; None if it was not kept."""
-        value: Tensor | None = self.run.recording.values.get(tensor.id, self._leaves.get(tensor.id))
+        value: Tensor | None = self.run.recording.values.get(tensor.id, self.leaves.get(tensor.id))
         return None if value is None else value.detach()
 
     @property
@@ -194,6 +195,17 @@ class Evidence:
             arguments = self.arguments.of_call(changes or {})
             subject = self.runner.prepared(arguments, go_on=go_on, more_seed=more_seed)
             return replace(subject, instead=instead or {}).plain()
+
+    def recorded(self, changes: Mapping[str, Any], *, go_on: bool = False) -> tuple[Run, Subject]:
+        """Return the run with changed arguments, recorded with its tensors, and the subject that was run.
+
+        Raises `RaisedError` if the forward raises.
+        """
+        with _errors_of_forward():
+            prepared = self.runner.prepared(self.arguments.of_call(changes), go_on=go_on)
+            run = prepared.recorded(keep=True)
+        _copy_written(run.recording)
+        return run, prepared
 
     def output_with(self, changes: Mapping[str, Any]) -> Tensor:
         """Return the output of a run with changed arguments. Raise `RaisedError` if the forward raises."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from ...record.arguments import with_copies
 from ...reports.check import Finding
 from ...running.subject import Subject
 from ...text import first_line
+from ..continuation import Continued, Reason, reason_of
 from ..diff import Side, diff
 from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
@@ -165,14 +166,15 @@ def _continued_calls(evidence: Evidence) -> Iterator[Finding]:
     proofs = (f"{way}: {f'{len(at)} of {length} positions differ' if at else 'equal'}" for way, at in wrong.items())
     for first in [way for way, places in wrong.items() if places][:1]:
         _require_cut(evidence)
-        cause, fix = _cause(wrong)
+        reason = _reason(evidence, memory, ways[first], wrong[first][0]) or Reason("", source=evidence.mask_line)
         yield Finding(
             "cache",
             f"Calls with the cache ({', '.join(way for way in wrong if wrong[way])}) differ from one call by "
-            f"{float(changed[first].max()):.3g}, from position {wrong[first][0]} on. {cause}",
+            f"{float(changed[first].max()):.3g}, from position {wrong[first][0]} on. {reason.sentence}".rstrip(),
             f"{'; '.join(proofs)}.",
-            source=evidence.mask_line,
-            fix=fix,
+            source=reason.source or evidence.mask_line,
+            module=reason.module,
+            fix=reason.fix,
         )
 
 
@@ -202,20 +204,26 @@ def _require_cut(evidence: Evidence) -> None:
         )
 
 
-def _cause(wrong: dict[str, list[int]]) -> tuple[str, str]:
-    """Return the cause of a difference and its fix, from the positions that differ in chunks and token by token."""
-    if not wrong[_SINGLES]:
-        return (
-            "Only several tokens at once differ: their mask is aligned top left, or a recurrent layer restarts.",
-            "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries.",
-        )
-    if any(0 in places for places in wrong.values()):
-        return "One call attends to future tokens, which are missing when tokens come one at a time.", ""
-    return (
-        "The cached keys differ from those of one call. Possible causes: positions restart at 0 in each call, keys are "
-        "cached before rotation, or new keys are not appended after the cached keys.",
-        "Offset positions by the length of the cache.",
-    )
+def _reason(evidence: Evidence, memory: _Cache, places: list[int], position: int) -> Reason | None:
+    """Return what the first call that differs, the one with a position, has unlike one call; None if unknown."""
+    for positions in _ways_to_advance(evidence, memory):
+        with suppress(NotPossibleError):
+            return reason_of(_call_with(evidence, memory, places, positions, position))
+    return None
+
+
+def _call_with(
+    evidence: Evidence, memory: _Cache, places: list[int], positions: str | None, position: int
+) -> Continued:
+    """Return the recorded call with a position, after the calls before it. Raises `NotPossibleError`."""
+    past = None
+    for start, stop in pairwise(places):
+        changes, go_on = _changes(evidence, memory, (start, stop), positions, past), memory.in_module and start > 0
+        if position < stop:
+            run, subject = evidence.recorded(changes, go_on=go_on)
+            return Continued(evidence.run, run, start, stop, evidence.leaves, subject.leaves(run.recording))
+        past = _past(memory, evidence.returned(changes, go_on=go_on))
+    raise NotPossibleError("no call has this position")
 
 
 def _cache_of(evidence: Evidence) -> _Cache:
@@ -261,9 +269,8 @@ def _continued(evidence: Evidence, memory: _Cache, places: list[int]) -> Tensor:
 
     If they differ from those of one call, positions that are None by default are given too. Raises `RaisedError`.
     """
-    unset = [name for name in evidence.arguments.positions(unset=True) if name != memory.name]
     outputs: list[Tensor | RaisedError] = []
-    for positions in ((memory.name or None) if memory.in_module else None, *unset):
+    for positions in _ways_to_advance(evidence, memory):
         try:
             output = _stepwise(evidence, memory, places, positions)
             if not _differences(evidence, output).any():
@@ -283,18 +290,37 @@ def _differences(evidence: Evidence, output: Tensor) -> Tensor:
 
 
 def _stepwise(evidence: Evidence, memory: _Cache, places: list[int], positions: str | None) -> Tensor:
-    source = evidence.source
     outputs, past = [], None
     for start, stop in pairwise(places):
-        changes = evidence.arguments.piece(source, start, stop, positions=positions)
-        if past is not None:
-            changes[memory.name] = past
+        changes = _changes(evidence, memory, (start, stop), positions, past)
         returned = evidence.returned(changes, go_on=memory.in_module and start > 0)
         outputs.append(evidence.output_of(returned))
-        past = None if memory.in_module else second_output(returned)
-        if past is None and not memory.in_module:
-            raise NotPossibleError("the forward has no second output that could be its cache")
-    return torch.cat(outputs, dim=source.positions or 0)
+        past = _past(memory, returned)
+    return torch.cat(outputs, dim=evidence.source.positions or 0)
+
+
+def _changes(
+    evidence: Evidence, memory: _Cache, place: tuple[int, int], positions: str | None, past: Any
+) -> dict[str, Any]:
+    """Return the arguments of a call with some of the tokens, after a call that returned the cache `past`."""
+    changes = evidence.arguments.piece(evidence.source, *place, positions=positions)
+    return changes if past is None else {**changes, memory.name: past}
+
+
+def _past(memory: _Cache, returned: Any) -> Any:
+    """Return the cache that a call returned; None where the module keeps it."""
+    if memory.in_module:
+        return None
+    past = second_output(returned)
+    if past is None:
+        raise NotPossibleError("the forward has no second output that could be its cache")
+    return past
+
+
+def _ways_to_advance(evidence: Evidence, memory: _Cache) -> list[str | None]:
+    """Return the further argument to advance, one a try; None for no further one."""
+    unset = [name for name in evidence.arguments.positions(unset=True) if name != memory.name]
+    return [(memory.name or None) if memory.in_module else None, *unset]
 
 
 def reference(evidence: Evidence) -> Iterator[Finding]:

@@ -1,0 +1,501 @@
+"""Find why a call that continues from a cache differs from one call over all tokens: the first thing that differs.
+
+Both runs are recorded with their tensors. For each attention, in order, the input, the values, the keys and queries,
+the visible keys and the bias of the call are compared with those of the one call, each in canonical axes. A row of the
+call's keys is the token whose value it has: a cache may drop rows, or have empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..graph.attention import Attention
+from ..naming.axes import AxisNames
+from ..naming.canonical import content_of
+from ..naming.inner_steps import InnerStepsReader
+from ..naming.visibility import sees
+from ..reports.trace import Position
+from ..running.subject import Run
+from ..text import plural, shortened, small, spans
+
+_ROUNDING = 1600.0
+"""Calls of other sizes round differently: numbers within this many epsilons of the largest are equal."""
+_TOP_LEFT_FIX = "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries."
+_POSITIONS_FIX = "Count positions from the number of all tokens so far."
+_APPEND_FIX = "Join the new keys and values to the cached ones, in order: torch.cat((past, new), dim=2)."
+
+
+@dataclass(frozen=True)
+class Reason:
+    """The first thing that a call has unlike one call over all tokens."""
+
+    sentence: str
+    fix: str = ""
+    source: str = ""
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class Continued:
+    """A call with the tokens from `start` to `stop`, which continues from a cache, beside one call over all tokens."""
+
+    whole: Run
+    call: Run
+    start: int
+    stop: int
+    whole_leaves: Mapping[int, Tensor]
+    """Values of inputs, parameters and buffers of the one call, by tensor id."""
+    call_leaves: Mapping[int, Tensor]
+
+    @cached_property
+    def named_call(self) -> Run:
+        """The call, with the names that the one call gives to axes of size one."""
+        return self.call.beside(self.whole)
+
+
+def reason_of(continued: Continued) -> Reason | None:
+    """Return the first thing that differs; None if the runs cannot be compared."""
+    pairs = [*zip(continued.whole.attentions, continued.named_call.attentions, strict=False)]
+    if not pairs or len(continued.whole.attentions) != len(continued.call.attentions):
+        return None
+    for place, (whole, call) in enumerate(pairs):
+        beside = _Beside(continued, place, *whole, *call)
+        if not beside.is_comparable:
+            return None
+        reason = beside.reason()
+        if reason is not None:
+            return reason
+    each = "The attention of this call equals" if len(pairs) == 1 else "Every attention of this call equals"
+    return Reason(f"{each} that of one call: an operation after it makes the difference.")
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """One attention of the call beside the same attention of the one call."""
+
+    continued: Continued
+    place: int
+    whole: Attention
+    whole_names: AxisNames
+    call: Attention
+    call_names: AxisNames
+
+    # -- stages -------------------------------------------------------------------------------------------------------
+
+    def _of_whole(self, stage: str) -> Tensor | None:
+        if stage not in self.whole.stages:
+            return None
+        return content_of(self.continued.whole, self.whole, self.whole_names, stage)
+
+    def _of_call(self, stage: str) -> Tensor | None:
+        if stage not in self.call.stages:
+            return None
+        return content_of(self.continued.named_call, self.call, self.call_names, stage)
+
+    @cached_property
+    def _values(self) -> tuple[Tensor, Tensor] | None:
+        """The values of the one call and of the call: `batch kv_heads key head_dim`."""
+        return self._pair("v_heads", 2)
+
+    def _pair(self, stage: str, positions: int) -> tuple[Tensor, Tensor] | None:
+        """Return a stage of both runs; None if it is missing, or they differ in another axis than the positions."""
+        whole, call = self._of_whole(stage), self._of_call(stage)
+        if whole is None or call is None:
+            return None
+        shapes = [[size for axis, size in enumerate(side.shape) if axis != positions] for side in (whole, call)]
+        return (whole, call) if shapes[0] == shapes[1] else None
+
+    def _of_queries(self, stage: str, axis: int) -> tuple[Tensor, Tensor] | None:
+        """Return a stage of the call's tokens in both runs; None if it is missing or has other positions."""
+        pair = self._pair(stage, axis)
+        if pair is None or pair[0].shape[axis] < self.continued.stop or pair[1].shape[axis] != self._queries:
+            return None
+        return pair[0].narrow(axis, self.continued.start, self._queries), pair[1]
+
+    @property
+    def _queries(self) -> int:
+        return self.continued.stop - self.continued.start
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether scores and values of both runs are known, with a query for each token of the call."""
+        return self._values is not None and self._scores is not None
+
+    @cached_property
+    def _scores(self) -> tuple[Tensor, Tensor] | None:
+        """The scores of the call's tokens in both runs: `batch heads query key`."""
+        return self._rows_of("scores")
+
+    def _rows_of(self, stage: str) -> tuple[Tensor, Tensor] | None:
+        whole, call = self._of_whole(stage), self._of_call(stage)
+        if whole is None or call is None or whole.shape[:2] != call.shape[:2] or call.shape[2] != self._queries:
+            return None
+        if whole.shape[2] < self.continued.stop:
+            return None
+        return whole[:, :, self.continued.start : self.continued.stop], call
+
+    @cached_property
+    def _tokens(self) -> Tensor:
+        """`key`: the token whose value is in this row of the call; -1 where it is none of them."""
+        whole, call = self._values or (torch.zeros(0), torch.zeros(0))
+        return _matches(whole, call, self._expected(call.shape[2], whole.shape[2]))
+
+    def _expected(self, rows: int, tokens: int) -> Tensor:
+        """Return the token that a row should have: all tokens in order, or the last ones if there are fewer rows."""
+        expected = torch.arange(rows) + max(self.continued.stop - rows, 0)
+        return expected.masked_fill(expected >= min(tokens, self.continued.stop), -1)
+
+    @cached_property
+    def _seen(self) -> tuple[Tensor, Tensor]:
+        """`batch query key` of the call's tokens in both runs: True if any head sees the key."""
+        seen = []
+        for stages in (self._of_whole, self._of_call):
+            weights, scores = stages("weights"), stages("masked_scores")
+            plain = stages("scores")
+            if weights is None:
+                weights = torch.ones_like(plain) if plain is not None else torch.zeros(1, 1, 1, 1)
+            seen.append(sees(weights, scores).cpu())
+        return seen[0][:, self.continued.start : self.continued.stop], seen[1]
+
+    @cached_property
+    def _filled(self) -> Tensor:
+        """The rows of the call that have a token."""
+        return (self._tokens >= 0).nonzero().flatten()
+
+    # -- what differs -------------------------------------------------------------------------------------------------
+
+    def reason(self) -> Reason | None:
+        """Return the first thing that differs in this attention; None without one."""
+        for each in (self._input, self._future, self._slots, self._missing, self._keys, self._visible, self._bias):
+            sentence, fix = each() or ("", "")
+            if sentence:
+                return Reason(sentence, fix, self._line(each.__name__), self.call.module)
+        output = self._of_queries("output", 1) or self._of_queries("context", 2)
+        if output is not None and not _near(*output):
+            return Reason("The output of the attention differs, although its scores and values are equal.")
+        return None
+
+    def _line(self, what: str) -> str:
+        masked = self.call.masks and what in ("_visible", "_bias")
+        return self.call.masks[-1].source if masked else self.call.score_product.op.source
+
+    def _input(self) -> tuple[str, str] | None:
+        """Return whether the input of the attention differs, e.g. by the positions that are added to it."""
+        pair = self._of_queries("query", 1)
+        if pair is None or _near(*pair):
+            return None
+        first = self.continued.start + _first_unlike(*pair, 1)
+        added = _added_positions(self.continued) if self.place == 0 else None
+        if added is not None:
+            own = self.continued.start
+            return f"Position {own} gets the embedding of position {added}{_restarts(added)}.", _POSITIONS_FIX
+        before = "before it" if self.place == 0 else f"between attentions {self.place} and {self.place + 1}"
+        differs = f"The input of attention {self.place + 1} differs at position {first}"
+        return f"{differs}: an operation {before} makes the difference.", ""
+
+    def _future(self) -> tuple[str, str] | None:
+        """Return whether the one call attends to tokens after the call's."""
+        seen, _ = self._seen
+        later = seen[..., self.continued.stop :].any(0)
+        if not bool(later.any()):
+            return None
+        query, key = (int(number) for number in later.nonzero()[0])
+        return (
+            f"In one call, position {self.continued.start + query} attends to the future position "
+            f"{self.continued.stop + key}, which is missing in this call.",
+            "",
+        )
+
+    def _slots(self) -> tuple[str, str] | None:
+        """Return whether the value of a token is in another row than its key, or keys and values are swapped."""
+        keys, values = self._pair("k_heads", 2), self._values
+        if keys is None or values is None:
+            return None
+        whole, call = keys
+        expected = self._expected(call.shape[2], whole.shape[2])
+        if keys[0].shape == values[0].shape and keys[1].shape == values[1].shape:
+            # A value that is the key of its token: the two were swapped.
+            old = expected.lt(self.continued.start) & expected.ge(0)
+            swapped = (_matches(keys[0], values[1], expected) == expected)[old]
+            right = (self._tokens == expected)[old]
+            if bool(swapped.any()) and not bool(right.any()):
+                return (
+                    "The cached values are the keys of the earlier calls.",
+                    "Return the cache in the order of its use.",
+                )
+        of_keys = _matches(whole, call, expected)
+        apart = (of_keys >= 0) & (self._tokens >= 0) & (of_keys != self._tokens)
+        unique = _is_unique(whole) and _is_unique(values[0])
+        if not unique or not bool(apart.any()):
+            return None
+        row = int(apart.nonzero()[0])
+        return (
+            f"Key {row} of this call is that of token {int(of_keys[row])}, and value {row} that of token "
+            f"{int(self._tokens[row])}.",
+            "Join keys and values in the same order.",
+        )
+
+    def _missing(self) -> tuple[str, str] | None:
+        """Return whether a token that the one call attends to has no value in the call, or another value."""
+        seen, _ = self._seen
+        attended = seen.any(0).any(0)[: self.continued.stop].nonzero().flatten().tolist()
+        kept = set(self._tokens.tolist())
+        missing = [token for token in attended if token not in kept]
+        if not missing:
+            return None
+        rows, start = len(self._tokens), self.continued.start
+        new = [token for token in missing if token >= start]
+        past = [token for token in missing if token < start]
+        query = start + int(seen.any(0)[:, missing[0]].nonzero()[0])
+        if rows <= self._queries and len(past) and not new:
+            return (
+                f"This call has {plural(rows, 'key')} for {plural(self._queries, 'token')}: the keys of the "
+                f"{plural(start, 'earlier token')} are missing.",
+                _APPEND_FIX,
+            )
+        if new:
+            return f"The value of the new position {new[0]} differs from that of one call.", ""
+        if bool((self._tokens >= 0).all()):
+            return (
+                f"The cache has lost position {missing[0]}: this call has {plural(rows, 'key')}, of positions "
+                f"{_places(self._tokens)}, and in one call position {query} attends to position {missing[0]}.",
+                "",
+            )
+        return f"The cached values of positions {_ranges(missing)} differ from those of one call.", ""
+
+    def _keys(self) -> tuple[str, str] | None:
+        """Return whether the scores differ where both runs attend, and which of queries and keys make them differ."""
+        pair = self._scores
+        if pair is None:
+            return None
+        whole, call = pair[0][..., self._tokens[self._filled]], pair[1][..., self._filled]
+        both = self._both[:, None].to(whole.device)
+        if _near(whole.masked_fill(~both, 0.0), call.masked_fill(~both, 0.0)):
+            return None
+        keys, queries = self._pair("k_heads", 2), self._of_queries("q_heads", 2)
+        if keys is None or queries is None:
+            return "The scores differ from those of one call.", ""
+        read, tokens = both.any(2)[:, 0].any(0).cpu(), self._tokens[self._filled]
+        equal = [_near(keys[0][:, :, t], keys[1][:, :, r]) for t, r in zip(tokens, self._filled, strict=True)]
+        unlike = [int(token) for token, same, is_read in zip(tokens, equal, read, strict=True) if is_read and not same]
+        cached = [token for token in unlike if token < self.continued.start]
+        return self._of_positions(cached) or self._of_operands(unlike, cached, queries, keys)
+
+    def _of_positions(self, cached: list[int]) -> tuple[str, str] | None:
+        """Return whether new tokens are rotated by other positions than their own; `cached` keys differ."""
+        position, start = self._position(self.call, self.call_names, of_call=True), self.continued.start
+        expected = self._position(self.whole, self.whole_names, of_call=False)
+        if position is None or expected is None or expected.query_offset is None:
+            return None
+        offset, rows = position.query_offset, len(self._tokens) - self._queries
+        right = expected.query_offset + start
+        if offset is None or offset == right or cached:
+            return None
+        if offset == rows + expected.query_offset and rows < start:
+            return (
+                f"Position {right} is rotated as position {offset}: positions count the {rows} rows that the cache "
+                f"keeps, instead of all {start} tokens so far.",
+                "Count all tokens so far, instead of the rows that the cache keeps.",
+            )
+        return f"Position {right} is rotated as position {offset}{_restarts(offset)}.", _POSITIONS_FIX
+
+    def _position(self, attention: Attention, names: AxisNames, *, of_call: bool) -> Position | None:
+        run = self.continued.named_call if of_call else self.continued.whole
+        leaves = self.continued.call_leaves if of_call else self.continued.whole_leaves
+        return InnerStepsReader(run, leaves).of(attention, names).position
+
+    def _of_operands(
+        self, unlike: list[int], cached: list[int], queries: tuple[Tensor, Tensor], keys: tuple[Tensor, Tensor]
+    ) -> tuple[str, str]:
+        """Return which of queries, new keys and cached keys differ."""
+        new = [token for token in unlike if token >= self.continued.start]
+        if cached and not new:
+            return f"The cached keys of positions {_ranges(cached)} differ from those of one call.", ""
+        sides = [name for name, differs in (("queries", not _near(*queries)), ("keys", bool(new))) if differs]
+        if sides and not cached:
+            first = self.continued.start
+            return f"The {' and the '.join(sides)} of the new position {first} differ from those of one call.", ""
+        if cached:
+            return f"The keys of positions {_ranges(unlike)} differ from those of one call.", ""
+        scales = self.whole.scale, self.call.scale
+        if scales[0] and scales[1] and abs(scales[0] / scales[1] - 1) > 1e-3:
+            return f"The scores are scaled by {scales[1]:.4g}, and in one call by {scales[0]:.4g}.", ""
+        return "The scores differ from those of one call, although queries and keys are equal.", ""
+
+    @cached_property
+    def _both(self) -> Tensor:
+        """`batch query row` for the rows that have a token: True where both runs attend to it."""
+        whole, call = self._seen
+        return whole[..., self._tokens[self._filled]] & call[..., self._filled]
+
+    def _visible(self) -> tuple[str, str] | None:
+        """Return whether a query of the call sees other keys than in the one call."""
+        whole, call = self._seen
+        rows, queries = call.shape[2], call.shape[1]
+        empty = call.any(0) & (self._tokens < 0)
+        if bool(empty.any()):
+            query, row = (int(number) for number in empty.nonzero()[0])
+            return f"Position {self.continued.start + query} attends to row {row} of the cache, which is no token.", ""
+        known = torch.zeros(call.shape[0], queries, whole.shape[2], dtype=torch.bool)
+        known[..., self._tokens[self._filled]] = call[..., self._filled]
+        if torch.equal(known, whole):
+            return None
+        if torch.equal(call, torch.ones(queries, rows, dtype=torch.bool).tril().expand_as(call)):
+            return (
+                f"The mask is aligned top left: with {_queries(queries)} and {rows} keys, position "
+                f"{self.continued.start} sees key 0 alone.",
+                _TOP_LEFT_FIX if self.call.masks and queries > 1 else _TOP_LEFT_FIX + " A single query needs no mask.",
+            )
+        query = int((known != whole).any(2).any(0).nonzero()[0])
+        opened, closed = ((known & ~whole).any(0)[query], (whole & ~known).any(0)[query])
+        position = self.continued.start + query
+        if bool(opened.any()):
+            future = bool(opened[position + 1 :].any())
+            what = "future positions" if future else "positions"
+            return f"Position {position} sees {what} {_places_of(opened)}, which are masked out in one call.", ""
+        return f"Position {position} does not see positions {_places_of(closed)}, which it sees in one call.", ""
+
+    def _bias(self) -> tuple[str, str] | None:
+        """Return whether what is added to the scores differs where both runs attend."""
+        pair, scores = self._rows_of("masked_scores"), self._scores
+        if pair is None or scores is None:
+            return None
+        whole, call = pair[0][..., self._tokens[self._filled]], pair[1][..., self._filled]
+        both = self._both[:, None].expand_as(whole).to(whole.device)
+        if _near(whole.masked_fill(~both, 0.0), call.masked_fill(~both, 0.0)):
+            return None
+        added = call - scores[1][..., self._filled]
+        expected = whole - scores[0][..., self._tokens[self._filled]]
+        apart = (added - expected).abs().masked_fill(~both, 0.0)
+        query = int((apart > _tolerance(whole)).any(3).any(1).any(0).nonzero()[0])
+        of_query = apart[:, :, query : query + 1]
+        batch, head, _, row = (int(number) for number in (of_query > 0.999 * of_query.max()).nonzero()[0])
+        key, position = int(self._tokens[self._filled][row]), self.continued.start + query
+        like = self._position_of_bias(added[:, :, query])
+        more = "" if like is None else f", as for a query at position {like}"
+        return (
+            f"The keys are equal, and the bias differs: position {position} adds "
+            f"{_term(added[batch, head, query, row])} to the score of key {key}{more}; expected "
+            f"{_term(expected[batch, head, query, row])}.",
+            "Count the positions of the queries in the bias from the number of all tokens so far.",
+        )
+
+    def _position_of_bias(self, added: Tensor) -> int | None:
+        """Return the only position of the one call whose bias is this, `batch heads row`; None if not exactly one."""
+        masked, scores, weights = (self._of_whole(stage) for stage in ("masked_scores", "scores", "weights"))
+        if masked is None or scores is None or weights is None:
+            return None
+        seen = sees(weights, masked).cpu()
+        whole, tokens = masked - scores, self._tokens[self._filled]
+        fits, near = [], _tolerance(masked)
+        for position in range(whole.shape[2]):
+            mark = seen[:, position, tokens][:, None].expand_as(added).to(added.device)
+            row = whole[:, :, position, tokens]
+            apart = (row - added).abs().masked_fill(~mark, 0.0)
+            if bool(mark.any()) and float(apart.max()) <= near:
+                fits.append(position)
+        return fits[0] if len(fits) == 1 else None
+
+
+def _added_positions(continued: Continued) -> int | None:
+    """Return the position whose embedding the first token of the call gets instead of its own; None if unknown.
+
+    In both runs, embeddings are the operands of additions before the first attention.
+    """
+    sides = (_operands_added(continued.whole), _operands_added(continued.call))
+    operands = [*zip(*sides, strict=False)] if len({*map(len, map(list, sides))}) == 1 else []
+    for whole, call in operands:
+        queries = continued.stop - continued.start
+        fits = call.dim() > 1 and whole.dim() > 1 and call.shape[-2] == queries and whole.shape[-2] >= continued.stop
+        if not fits or whole.shape[-1] != call.shape[-1]:
+            continue
+        if whole.dim() != call.dim() or whole.shape[:-2] != call.shape[:-2]:
+            continue
+        starts = range(whole.shape[-2] - queries + 1)
+        places = [at for at in starts if _near(whole.narrow(-2, at, queries), call)]
+        if places and continued.start not in places:
+            return places[0]
+    return None
+
+
+def _operands_added(run: Run) -> list[Tensor]:
+    """Return the values of the operands of additions before the first attention, in order."""
+    first = min(attention.score_product.op.index for attention, _ in run.attentions)
+    values = run.recording.values
+    operands: list[Tensor] = []
+    for op in run.recording.ops[:first]:
+        if op.base_name.rstrip("_") == "add" and len(op.inputs) == 2:
+            operands += [values[tensor.id] for tensor in op.inputs if tensor.id in values]
+    return operands
+
+
+def _matches(whole: Tensor, call: Tensor, expected: Tensor) -> Tensor:
+    """Return for each row of `batch heads row feature` the token with the same numbers; -1 without one.
+
+    Of several tokens, the expected one is taken.
+    """
+    tokens = torch.full((call.shape[2],), -1)
+    for row in range(call.shape[2]):
+        apart = (whole - call[:, :, row : row + 1]).abs().nan_to_num(torch.inf).amax((0, 1, 3))
+        fits = (apart <= _tolerance(whole)).nonzero().flatten().tolist()
+        if int(expected[row]) in fits:
+            tokens[row] = expected[row]
+        elif fits:
+            tokens[row] = fits[0]
+    return tokens
+
+
+def _is_unique(heads: Tensor) -> bool:
+    """Return whether no two tokens have the same numbers: `batch heads key feature`."""
+    rows = heads.movedim(2, 0).flatten(1)
+    return len(torch.unique(rows, dim=0)) == len(rows)
+
+
+def _tolerance(numbers: Tensor) -> float:
+    finite = numbers[numbers.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 1.0
+    return min(_ROUNDING * torch.finfo(numbers.dtype).eps, 1 / 8) * max(largest, 1e-6)
+
+
+def _near(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors are equal but for rounding; two NaNs and two equal infinities are."""
+    apart = (left.double() - right.double()).abs()
+    apart = apart.masked_fill((left == right) | (left.isnan() & right.isnan()), 0.0).nan_to_num(torch.inf)
+    return not apart.numel() or float(apart.max()) <= _tolerance(left)
+
+
+def _first_unlike(left: Tensor, right: Tensor, axis: int) -> int:
+    """Return the first position along an axis at which two tensors differ."""
+    positions = range(left.shape[axis])
+    return next((at for at in positions if not _near(left.narrow(axis, at, 1), right.narrow(axis, at, 1))), 0)
+
+
+def _restarts(position: int) -> str:
+    return ": positions restart at 0" if position == 0 else ""
+
+
+def _term(number: Tensor) -> str:
+    """Return a number that is added to a score."""
+    rounded = round(float(number), 5)
+    return small(rounded) if rounded else "0"
+
+
+def _queries(count: int) -> str:
+    return "1 query" if count == 1 else f"{count} queries"
+
+
+def _ranges(places: list[int]) -> str:
+    return shortened(spans(places), 40)
+
+
+def _places(tokens: Tensor) -> str:
+    return _ranges([int(token) for token in tokens])
+
+
+def _places_of(marks: Tensor) -> str:
+    return _ranges([int(place) for place in marks.nonzero().flatten()])
