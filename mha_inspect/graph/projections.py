@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..record.ops import Op, TensorRef
-from .attention import Attention
+from .attention import Attention, features_place
 from .axis import Axis, setting, wide
 from .dataflow import Graph, inside, made_of
 from .scores import mixing_of
@@ -204,7 +204,7 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: T
         if not graph.moves(op):
             break
         read = _output_read(op, [heads] if reader is None else reader.inputs)
-        if read.numel < piece.numel and _has_rows_of(whole, read):
+        if read.numel < piece.numel and _has_rows_of(whole, read, end.op):
             piece = read
         is_of_this_side = reader is None or reader.index not in shared_ops
         if piece is not whole and is_of_this_side:
@@ -234,9 +234,15 @@ def _output_read(op: Op, read: Iterable[TensorRef]) -> TensorRef:
     return op.output
 
 
-def _has_rows_of(whole: TensorRef, part: TensorRef) -> bool:
-    """Return whether only features are missing in a part: `batch position features`, not yet split into heads."""
-    return len(part.shape) <= len(whole.shape) and part.shape[:-1] == whole.shape[:-1]
+def _has_rows_of(whole: TensorRef, part: TensorRef, projection: Op) -> bool:
+    """Return whether only features are missing in a part: `batch position features`, not yet split into heads.
+
+    The features of a convolution are in the second dimension: `batch features position`.
+    """
+    rank = len(whole.shape)
+    if features_place(projection, rank) == -1:
+        return len(part.shape) <= rank and part.shape[:-1] == whole.shape[:-1]
+    return len(part.shape) == rank and part.shape[:1] == whole.shape[:1] and part.shape[2:] == whole.shape[2:]
 
 
 def joined_projections(graph: Graph, own: Op, ops: Sequence[Op]) -> dict[int, set[int]]:
