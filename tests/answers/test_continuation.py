@@ -134,13 +134,15 @@ def test_decode_says_the_reason_in_the_same_words(fault: str) -> None:
     torch.manual_seed(3)
     subject = Subject(Decoder(fault).eval(), (torch.randn(2, 12, 20),), {})
     proof = decoded(subject, Show(), 6, cache="past_kv")[0].decode
-    assert proof is not None and proof.verdict == "differs"
+    assert proof is not None
+    assert proof.verdict == "differs"
     assert proof.reason == REASONS[fault]
 
 
 def test_decode_of_a_right_cache_has_no_reason() -> None:
     proof = decoded(Subject(Decoder().eval(), (torch.randn(2, 12, 20),), {}), Show(), 6)[0].decode
-    assert proof is not None and (proof.verdict, proof.reason, proof.fix) == ("same", "", "")
+    assert proof is not None
+    assert (proof.verdict, proof.reason, proof.fix) == ("same", "", "")
 
 
 class FusedTopLeft(nn.Module):

@@ -23,7 +23,9 @@ def at(sizes: Sequence[int]) -> list[int]:
 CUTS: dict[str, Cut] = {
     "split": lambda made, sizes: made.split(list(sizes), dim=-1),
     "narrow": lambda made, sizes: [made.narrow(-1, start, size) for start, size in zip(at(sizes), sizes, strict=True)],
-    "indexing": lambda made, sizes: [made[..., start : start + size] for start, size in zip(at(sizes), sizes, strict=True)],
+    "indexing": lambda made, sizes: [
+        made[..., start : start + size] for start, size in zip(at(sizes), sizes, strict=True)
+    ],
 }
 EQUAL_CUTS: dict[str, Cut] = CUTS | {
     "chunk": lambda made, sizes: made.chunk(len(sizes), dim=-1),
