@@ -29,6 +29,7 @@ from .focus import compare_focus, focus_of_run
 from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
 from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
 from .run_report import environment_of, fate_of, layer_of, masked_sentence
+from .shared_weights import weights_by_name, write_by_name
 
 _RUNS, _SECONDS = 11, 5.0
 """Runs of each head count, and the seconds after which at least three runs are enough."""
@@ -143,10 +144,13 @@ def _require_comparable(run: HeadRun, base: HeadRun) -> None:
 
 
 def copy_weights(baseline: HeadRun, run: HeadRun) -> CopiedWeights:
-    """Copy the baseline's weights into a module: all by name, or else part by part of each attention."""
-    given, taken = baseline.subject.module.state_dict(), run.subject.module.state_dict()
+    """Copy the baseline's weights into a module: all by name, or else part by part of each attention.
+
+    Buffers are no weights: each head count keeps its own masks, and what else it computed from its sizes.
+    """
+    given, taken = weights_by_name(baseline), weights_by_name(run)
     fitting = {name: tensor for name, tensor in given.items() if name in taken and taken[name].shape == tensor.shape}
-    run.subject.module.load_state_dict(fitting, strict=False)
+    write_by_name(run, fitting)
     if fitting.keys() == given.keys() == taken.keys():
         return CopiedWeights(True)
     pairs = list(zip(baseline.weights, run.weights, strict=False))

@@ -17,10 +17,10 @@ from ..naming.visibility import Rows
 from ..reports.common import Difference
 from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
 from ..running.subject import Subject
-from ..text import listed, multiple, percent, plural, small
+from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
-from .shared_weights import AS_THEY_ARE, share
+from .shared_weights import AS_THEY_ARE, differing_buffers, share
 
 _LACKING = {
     "masked_scores": "mask",
@@ -127,8 +127,10 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         verdict="inconclusive" if output is None else output.verdict,
         notes=tuple(_notes(sides, compared=bool(given))),
         answer=(),
+        buffers=differing_buffers(left.subject.module, right.subject.module),
     )
-    return replace(report, answer=(*_answer(report, given), *_masked(sides, comparison.masked)))
+    sentences = (*_answer(report, given), *_of_buffers(report.buffers), *_masked(sides, comparison.masked))
+    return replace(report, answer=sentences)
 
 
 def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:
@@ -262,6 +264,14 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
         f"Not the same: {given}, the outputs of {left} and {right} differ. "
         f"The difference is {percent(relative)} of their size, {times}.{first}"
     )
+
+
+def _of_buffers(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a sentence about buffers that differ."""
+    if not names:
+        return ()
+    subject = f"The buffer {names[0]} differs" if len(names) == 1 else f"The buffers {first_few(names, 5)} differ"
+    return (f"{subject}: buffers are not weights, so each side keeps its own.",)
 
 
 def _masked(sides: tuple[Side, Side], masked: Sequence[Rows]) -> tuple[str, ...]:

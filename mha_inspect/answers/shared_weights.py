@@ -1,4 +1,4 @@
-"""Give two sides the same weights: one state dict, random weights for two layers, or a copy by head."""
+"""Give two sides the same weights: all by name, random weights for two layers, or a copy by head."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import WeightsError
 from ..measure.weights import PARTS, CopiedParts, NotCopied, Weights, copy_by_head, draw
-from ..record.rounding import same_bits
+from ..record.rounding import max_difference, same_bits
 from ..reports.diff import SharedWeights
 from ..text import first_few, listed, plural
 from .comparable_run import ComparableRun
@@ -42,8 +42,8 @@ class _Direction(NamedTuple):
 def share(left: ComparableRun, right: ComparableRun) -> Shared:
     """Give both sides the same weights as far as possible, and return how.
 
-    Two layers get the same random weights. Other modules share one state dict if its names and shapes agree. Otherwise
-    the weights of each attention are copied by head, in the direction in which all of them fit, or as far as they fit.
+    Two layers get the same random weights. Other modules share all weights if names and shapes agree. Otherwise the
+    weights of each attention are copied by head, in the direction in which all of them fit, or as far as they fit.
 
     Raises `WeightsError` if no weights fit both of two layers.
     """
@@ -51,15 +51,11 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     source, target = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
-    numbers, before = (_numbers(side) for side in (source, target))
-    if numbers and _agree(numbers, before):
-        target.subject.module.load_state_dict(numbers)
-        if any(not same_bits(tensor, before[name]) for name, tensor in target.subject.module.state_dict().items()):
-            target.forget()  # a run with the same numbers stays valid
-        return SharedWeights(True, "Both sides have the same state dict: names and shapes agree.", ()), _SAME
+    if _share_by_name(source, target):
+        return SharedWeights(True, "Both sides have the same parameters: names and shapes agree.", ()), _SAME
     direction = _direction(target, source) if source.subject.layer else _direction(source, target)
     if isinstance(direction, str):
-        if not any(side.subject.module.state_dict() for side in (left, right)):
+        if not any(weights_by_name(side) for side in (left, right)):
             return SharedWeights(True, "Neither side has weights.", ()), _SAME
         sentence = f"The weights could not be copied; each side keeps its own, built from seed {left.subject.seed}."
         return SharedWeights(False, sentence, (direction,)), ""
@@ -83,7 +79,7 @@ def copy_all(source: ComparableRun, target: ComparableRun) -> str:
 
     Buffers are not copied: a mask or a table of rotations is part of what is compared. Statistics of batch norms are.
     """
-    given, taken = _weights_by_name(source), _weights_by_name(target)
+    given, taken = weights_by_name(source), weights_by_name(target)
     if not _agree(given, taken):
         reason = _unreadable(source, target)
         if reason:
@@ -98,7 +94,8 @@ def copy_all(source: ComparableRun, target: ComparableRun) -> str:
         for name, tensor in taken.items():
             tensor.copy_(given[name])
     target.forget()
-    return ""
+    unlike = next((name for name, tensor in taken.items() if not same_bits(tensor, given[name].to(tensor))), "")
+    return f"{target.label} ties {unlike} to another weight, and {source.label} does not." if unlike else ""
 
 
 def _agree(given: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> bool:
@@ -106,15 +103,71 @@ def _agree(given: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> bool:
     return {name: t.shape for name, t in given.items()} == {name: t.shape for name, t in taken.items()}
 
 
-def _weights_by_name(side: ComparableRun) -> dict[str, Tensor]:
+def weights_by_name(side: ComparableRun) -> dict[str, Tensor]:
+    """Return the parameters of a side, each tied one by all its names, and the statistics of its batch norms.
+
+    Other buffers are no weights: a mask or a table of rotations is part of what is compared.
+    """
     module = side.subject.module
+    return dict(module.named_parameters(remove_duplicate=False)) | _statistics(module)
+
+
+def _statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that training fills: the running means and variances of batch norms."""
     norms = [path for path, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-    buffers = {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[0] in norms}
-    return {**dict(module.named_parameters()), **buffers}
+    return {name: buffer for name, buffer in module.named_buffers() if name.rpartition(".")[0] in norms}
+
+
+def differing_buffers(left: nn.Module, right: nn.Module) -> tuple[str, ...]:
+    """Return the names of buffers that both modules have with different shapes or numbers, without batch statistics."""
+    ours, theirs = (_buffers(module) for module in (left, right))
+    return tuple(name for name, buffer in ours.items() if name in theirs and not _same_numbers(buffer, theirs[name]))
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers with numbers, without the statistics of batch norms."""
+    statistics = _statistics(module)
+    return {name: buffer for name, buffer in module.named_buffers() if name not in statistics and not buffer.is_meta}
+
+
+def _same_numbers(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors have one shape and the same numbers, up to the rounding of the coarser dtype."""
+    if left.shape != right.shape:
+        return False
+    if left.is_floating_point() and right.is_floating_point() and left.dtype != right.dtype:
+        coarser = max((left.dtype, right.dtype), key=lambda dtype: torch.finfo(dtype).eps)
+        left, right = left.to(coarser), right.to(coarser)
+    return max_difference(left, right) == 0
 
 
 def _numbers(side: ComparableRun) -> dict[str, Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in side.subject.module.state_dict().items()}
+    return {name: tensor.detach().clone() for name, tensor in weights_by_name(side).items()}
+
+
+def write_by_name(side: ComparableRun, numbers: Mapping[str, Tensor]) -> None:
+    """Copy numbers into the weights of a side, by name."""
+    weights = weights_by_name(side)
+    with torch.no_grad():
+        for name, tensor in numbers.items():
+            weights[name].copy_(tensor)
+
+
+def _share_by_name(source: ComparableRun, target: ComparableRun) -> bool:
+    """Copy all weights by name if names and shapes agree; return whether both sides have the same numbers then.
+
+    They do not if names of the target are one tied tensor, and the source has a tensor for each: then nothing changes.
+    """
+    numbers, before = _numbers(source), _numbers(target)
+    if not numbers or not _agree(numbers, before):
+        return False
+    write_by_name(target, numbers)
+    after = weights_by_name(target)
+    if any(not same_bits(after[name], tensor.to(after[name])) for name, tensor in numbers.items()):
+        write_by_name(target, before)
+        return False
+    if any(not same_bits(tensor, before[name]) for name, tensor in after.items()):
+        target.forget()  # a run with the same numbers stays valid
+    return True
 
 
 def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str:
@@ -129,11 +182,11 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     # The other direction may work: a target without room for some parts may fit into the source. A layer only tries it
     # if sizes differ.
     if not target.subject.layer or there.not_copied[0].sizes:
-        target.subject.module.load_state_dict(before[0])
+        write_by_name(target, before[0])
         back = _copied(target, source)
         if not back.not_copied:
             return back
-        source.subject.module.load_state_dict(before[1])
+        write_by_name(source, before[1])
         there = _copied(source, target)
     if any(of_attention.copied for of_attention in there.copied):
         return there
@@ -174,22 +227,26 @@ def _why_not(not_copied: Iterable[NotCopied], label: str, source: str) -> tuple[
 
 
 def _copied_by_name(source: ComparableRun, target: ComparableRun) -> frozenset[str]:
-    """Copy the weights outside the projections that have the same name and shape on both sides; return their names."""
+    """Copy the weights outside the projections that have the same name and shape on both sides.
+
+    Return the names of those that have the same numbers then: a tied tensor has those of one of its names.
+    """
     given, taken = _outside(source), _outside(target)
-    same = frozenset(name for name, tensor in taken.items() if name in given and given[name].shape == tensor.shape)
+    same = [name for name, tensor in taken.items() if name in given and given[name].shape == tensor.shape]
     with torch.no_grad():
         for name in same:
             taken[name].copy_(given[name])
     if same:
         target.forget()
-    return same
+    return frozenset(name for name in same if same_bits(taken[name], given[name].to(taken[name])))
 
 
 def _rest(side: ComparableRun, copied: Collection[str] = ()) -> Iterator[str]:
     """Yield a sentence if a module has parameters outside the projections that were not `copied`, by name."""
     others = {name: tensor for name, tensor in _outside(side).items() if name not in copied}
     if others:
-        names, count = first_few(list(others), 1), sum(tensor.numel() for tensor in others.values())
+        numels = {id(tensor): tensor.numel() for tensor in others.values()}  # a tied tensor has several names
+        names, count = first_few(list(others), 1), sum(numels.values())
         yield f"{side.label}: not copied, outside the projections: {names} ({count:,} numbers)."
 
 
@@ -197,7 +254,7 @@ def _outside(side: ComparableRun) -> dict[str, Tensor]:
     """Return the weights outside the projections of the attentions, by name."""
     projections = [projection for weights in side.weights for projection in weights.projections.values()]
     known = {name for projection in projections for name in projection.parameters}
-    return {name: tensor for name, tensor in _weights_by_name(side).items() if name not in known}
+    return {name: tensor for name, tensor in weights_by_name(side).items() if name not in known}
 
 
 def _drawn(left: ComparableRun, right: ComparableRun, dtype: torch.dtype) -> Shared:

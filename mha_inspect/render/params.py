@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import text
-from ..reports.params import HeadCountColumn, HeadSlice, LikeModule, Parameter, ParametersTotal, ParamsReport
+from ..reports.params import HeadCountColumn, HeadSlice, LikeModule, Parameter, ParametersTotal, ParamsReport, StoredName
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, ranks_section, shape_cell, times
 
@@ -20,7 +20,8 @@ def params_page(report: ParamsReport) -> Page:
 def _sections(report: ParamsReport) -> Iterator[Section]:
     parameters, total = report.parameters, report.total
     if report.stored_attentions:
-        by = "the names of their tensors" if report.like is None else f"a run of {report.like.module}"
+        like = report.like
+        by = "the names of their tensors" if like is None or not like.called else f"a run of {like.module}"
         columns = [
             Column("module", lambda attention: attention.module or "the whole file", tone="strong"),
             Column("num_heads", lambda attention: attention.num_heads or "?", "right"),
@@ -68,10 +69,10 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     if like.prefix:
         inside, outside = (like.module, "the file") if like.prefix.startswith("-") else ("the file", like.module)
         yield facts(("names", f"Names in {inside} begin with {like.prefix.lstrip('-')}, names in {outside} do not."))
-    pieces = [("missing", tensor.name, "", text.shape(tensor.shape)) for tensor in like.missing]
+    pieces = [(_misfit("missing", tensor), tensor.name, "", text.shape(tensor.shape)) for tensor in like.missing]
     pieces += [("unexpected", tensor.name, text.shape(tensor.shape), "") for tensor in like.unexpected]
     for tensor in like.wrong_shape:
-        pieces.append(("wrong shape", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ())))
+        pieces.append((_misfit("wrong shape", tensor), tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ())))
     if pieces:
         columns = [
             Column("what", lambda group: group[0][0]),
@@ -80,6 +81,13 @@ def _fit(like: LikeModule) -> Iterator[Block]:
             Column(f"in {like.module}", lambda group: group[0][3]),
         ]
         yield table(grouped(pieces, lambda piece: (piece[0], alike(piece[1]), *piece[2:])), columns)
+
+
+def _misfit(what: str, tensor: StoredName) -> str:
+    """Return how a tensor of the module does not fit, and whether it is a buffer: `missing buffer`."""
+    if not tensor.buffer:
+        return what
+    return "missing buffer" if what == "missing" else f"{what} (buffer)"
 
 
 def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Table:

@@ -108,6 +108,8 @@ class DiffReport(Report):
     """Important sentences on this comparison."""
     answer: tuple[str, ...]
     """The answer in sentences, from the measurements."""
+    buffers: tuple[str, ...] = ()
+    """Names of buffers that differ. Buffers are not weights: they are not copied, and each side keeps its own."""
 
     @property
     def ok(self) -> bool:

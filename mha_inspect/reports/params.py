@@ -106,6 +106,8 @@ class StoredName:
     shape: tuple[int, ...]
     expected: tuple[int, ...] | None = None
     """The shape in the module if it is another; else None."""
+    buffer: bool = False
+    """Whether it is a buffer of the module: a mask or a table, and no weight."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class LikeModule:
     """Tensors that are only in the file."""
     wrong_shape: tuple[StoredName, ...]
     """Tensors with different shapes in the file and the module."""
+    called: bool = True
+    """Whether roles come from a run of the module; otherwise from names and shapes."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -283,7 +283,7 @@ def test_where_two_part(invoke, mine, line, stage):
 def test_one_state_dict_that_two_cut_otherwise(invoke, mine):
     """Names and shapes agree: what a checkpoint of the one does in the other is the answer."""
     data = report_of(invoke, mine, "mine:Interleaved mine:Packed")
-    assert data["weights"]["sentence"].startswith("Both sides have the same state dict")
+    assert data["weights"]["sentence"].startswith("Both sides have the same parameters")
     assert (data["verdict"], data["first_differing_stage"]) == ("differs", "q_heads")
 
 

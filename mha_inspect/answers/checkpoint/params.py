@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import InputError, SpecError
+from ...errors import InputError, MhaInspectError, SpecError, is_out_of_memory
 from ...files.attentions import Role, find_attentions, fitting_counts
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
@@ -25,7 +25,7 @@ from ...reports.params import (
     StoredAttention,
     StoredName,
 )
-from ...text import did_you_mean, first_few, listed, plural, shown, spans
+from ...text import did_you_mean, first_few, first_line, listed, plural, shown, spans
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -252,9 +252,16 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
 
     subject = beside if isinstance(beside, Subject) else Subject(beside, (), {})
     tensors, module, label, run = checkpoint.tensors, subject.module, subject.name, None
+    why_not_run: tuple[str, ...] = ()
     if subject is beside:
-        with torch.no_grad(), subject.replaying(subject.state()):
-            run = subject.recorded(keep=True)
+        try:
+            with torch.no_grad(), subject.replaying(subject.state()):
+                run = subject.recorded(keep=True)
+        except Exception as error:  # user code may raise anything on meta, e.g. for a tensor that it makes on the CPU
+            if is_out_of_memory(error) or isinstance(error, MhaInspectError):
+                raise
+            why_not_run = (f"{label} could not be run without memory, so it tells no roles: {first_line(error)}",)
+    buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if hasattr(tensor, "data")}
     shapes = {name: tuple(tensor.data.shape) for name, tensor in state.items()}
     prefix = _prefix({*tensors}, {*state})
@@ -272,12 +279,21 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
         label,
         prefix,
         len(fits),
-        tuple(StoredName(of, shapes[of]) for of, tensor in state.items() if id(tensor) not in tied),
+        tuple(
+            StoredName(of, shapes[of], buffer=of in buffers) for of, tensor in state.items() if id(tensor) not in tied
+        ),
         tuple(StoredName(name, tensor.shape) for name, tensor in tensors.items() if name not in names),
-        tuple(StoredName(name, tensors[name].shape, shapes[of]) for name, of in names.items() if name not in fits),
+        tuple(
+            StoredName(name, tensors[name].shape, shapes[of], buffer=of in buffers)
+            for name, of in names.items()
+            if name not in fits
+        ),
+        called=run is not None,
     )
+    stored_buffers = {name: tensors[name].numel for name, of in names.items() if of in buffers}
+    of_buffers = _about_buffers(stored_buffers, label, sum(tensor.numel for tensor in tensors.values()))
     if run is None:
-        return replace(by_names, like=like)
+        return replace(by_names, like=like, notes=(*by_names.notes, *why_not_run, *of_buffers))
     stored = by_names.attentions if checkpoint.config else ()
     counts = {attention.module: attention.num_heads for attention in stored}
     in_file = {of: name for name, of in fits.items()}
@@ -301,9 +317,17 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
     return Known(
         tuple(attentions),
         {name: Role(role.axes, role.text, role.heads if role.is_part else ()) for name, role in roles.items()},
-        tuple(notes),
+        (*notes, *of_buffers),
         like,
     )
+
+
+def _about_buffers(numels: Mapping[str, int], label: str, whole: int) -> Iterator[str]:
+    """Yield a sentence about the tensors of the file that are buffers in the module, with their numbers of elements."""
+    if numels:
+        names, numel = first_few([shown(name) for name in numels], 3), sum(numels.values())
+        are = "is a buffer" if len(numels) == 1 else "are buffers"
+        yield f"{names} {are} of {label}, not weights: {numel:,} of the {whole:,} numbers in the file."
 
 
 def _prefix(names: set[str], wanted: set[str]) -> str:
