@@ -90,6 +90,8 @@ class Recorder(TorchDispatchMode):
         self._lazy: dict[int, tuple[str, Tensor]] = {}
         """Parameters without a shape before the run, which gives them one."""
         self._compiled: list[str] = []
+        self.opens_compiled = False
+        """Whether the block runs the original code of compiled modules."""
         self._block: object | None = None
         """The identity of this block in `RUNNING`; None outside the block."""
         self._thread: int | None = None
@@ -183,7 +185,7 @@ class Recorder(TorchDispatchMode):
             outputs=tuple(outputs),
             producers=tensors.producers,
             fast_path_refusals=tuple(self._callers.refusals.values()),
-            notes=_of_compiled(self._compiled),
+            notes=_of_compiled(self._compiled, opened=self.opens_compiled),
             constants=tensors.constants(),
             values=tensors.values,
             sights=self._sights,
@@ -411,12 +413,17 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
-def _of_compiled(paths: Sequence[str]) -> tuple[str, ...]:
-    """Return a sentence on the compiled modules, whose operations are not all recorded; empty if there are none."""
+def _of_compiled(paths: Sequence[str], *, opened: bool) -> tuple[str, ...]:
+    """Return a sentence on the compiled modules; empty if there are none.
+
+    If they were `opened`, their original code was run; otherwise their operations are not all recorded.
+    """
     if not paths:
         return ()
     first = f"Module {paths[0]}" if paths[0] else "The module"
     others = f" and {plural(len(paths) - 1, 'other')} are" if len(paths) > 1 else " is"
+    if opened:
+        return (f"{first}{others} compiled (torch.compile). This run used the original Python code.",)
     return (
         f"{first}{others} compiled (torch.compile), and operations inside compiled kernels cannot be shown. "
         "Run the module before .compile(), or run its ._orig_mod.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,20 @@ def wait_for_result(returned: Any) -> None:
         raise RankError(f"Another rank ended before the forward had its result: {first_line(error)}") from None
 
 
+@contextmanager
+def original_code() -> Iterator[None]:
+    """Run the original Python code of compiled functions and modules in the body; do nothing if none is compiled.
+
+    A compiled kernel hides its operations from a recorder.
+    """
+    # torch imports it for the first compiled function, and it takes a second.
+    if "torch._dynamo" not in sys.modules or torch.compiler.is_compiling():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
 def run_and_record(
     module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = False
 ) -> Run:
@@ -65,9 +80,10 @@ def run_and_record(
     An exception that is no `Exception`, e.g. an interrupt, is raised.
     """
     recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
+    recorder.opens_compiled = True
     recorder.take_inputs(argument_names(module, args, kwargs))
     try:
-        with recorder:
+        with recorder, original_code():
             returned = module(*args, **kwargs)
         if wraps(type(tensor) for _, tensor in tensors_in(returned)):
             wait_for_result(returned)

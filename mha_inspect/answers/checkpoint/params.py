@@ -260,7 +260,7 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
         except Exception as error:  # user code may raise anything on meta, e.g. for a tensor that it makes on the CPU
             if is_out_of_memory(error) or isinstance(error, MhaInspectError):
                 raise
-            why_not_run = (f"{label} could not be run without memory, so it tells no roles: {first_line(error)}",)
+            why_not_run = (f"{label} could not be run without memory, so roles come from names: {first_line(error)}",)
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}
     state = {name: tensor for name, tensor in module.state_dict(keep_vars=True).items() if hasattr(tensor, "data")}
     shapes = {name: tuple(tensor.data.shape) for name, tensor in state.items()}

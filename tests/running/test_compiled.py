@@ -1,0 +1,65 @@
+"""Compiled functions and modules inside a module: their original code is recorded, and nothing stays switched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+
+import mha_inspect
+from mha_inspect.errors import ForwardError
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return (q @ k.mT / 2).softmax(-1) @ v
+
+
+class Attention(nn.Module):
+    def __init__(self, attend) -> None:
+        super().__init__()
+        self.qkv, self.proj, self.attend = nn.Linear(8, 24), nn.Linear(8, 8), attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.Sequential(Attention(attend))
+    module[0].compile()
+    return module
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Attention(torch.compile(attend)),
+        lambda: Attention(torch.compile(flex_attention)),
+        lambda: nn.Sequential(torch.compile(Attention(attend))),
+        lambda: torch.compile(Attention(attend)),
+        compiled_in_place,
+    ],
+    ids=["function", "flex", "submodule", "module", "in place"],
+)
+def test_the_code_of_what_is_compiled_is_recorded(make):
+    torch.manual_seed(0)
+    module, x = make().eval(), torch.randn(2, 5, 8)
+    before = torch._dynamo.eval_frame._stance
+    with torch.no_grad():
+        report = mha_inspect.trace(module, x)
+        (attention,) = report.attentions
+        assert attention.num_heads == 2
+        assert "weights" in {stage.name for stage in attention.stages}
+        assert not any("cannot be shown" in note for note in report.notes)
+    assert torch._dynamo.eval_frame._stance is before
+
+
+def test_the_setting_is_restored_when_the_forward_raises():
+    def broken(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        raise ValueError("broken")
+
+    module, before = Attention(torch.compile(broken)), torch._dynamo.eval_frame._stance
+    with pytest.raises(ForwardError):
+        mha_inspect.trace(module, torch.randn(2, 5, 8))
+    assert torch._dynamo.eval_frame._stance is before
