@@ -6,7 +6,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import text
-from ..reports.params import HeadCountColumn, HeadSlice, LikeModule, Parameter, ParametersTotal, ParamsReport, StoredName
+from ..reports.params import (
+    HeadCountColumn,
+    HeadSlice,
+    LikeModule,
+    Parameter,
+    ParametersTotal,
+    ParamsReport,
+    StoredName,
+)
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, facts, section, table
 from .parts import AXES, alike, contents, folded, grouped, layer_page, notes, ranks_section, shape_cell, times
 
@@ -72,7 +80,9 @@ def _fit(like: LikeModule) -> Iterator[Block]:
     pieces = [(_misfit("missing", tensor), tensor.name, "", text.shape(tensor.shape)) for tensor in like.missing]
     pieces += [("unexpected", tensor.name, text.shape(tensor.shape), "") for tensor in like.unexpected]
     for tensor in like.wrong_shape:
-        pieces.append((_misfit("wrong shape", tensor), tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ())))
+        pieces.append(
+            (_misfit("wrong shape", tensor), tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ()))
+        )
     if pieces:
         columns = [
             Column("what", lambda group: group[0][0]),

@@ -360,7 +360,10 @@ def _masks(facts: Facts) -> Iterator[Cause]:
     if rows not in (1, query) or columns not in (1, key):
         covers = f"{columns} keys" if rows == 1 else f"query {rows}, key {columns}"
         way = f"Build the mask for query {query} and key {key}, or pass fewer positions."
-        if (rows == 1 or rows >= query) and columns >= key:
+        if columns == query != key:
+            # Its columns are the queries: cutting them to the number of keys would mask other keys.
+            way = f"Give a mask of the {key} keys of this product: {columns} is the number of queries."
+        elif (rows == 1 or rows >= query) and columns >= key:
             way = f"Cut the mask to the lengths of this call: {mask.name}[..., :{query}, :{key}]."
         what = f"{mask.name} covers {covers}; expected query {query}, key {key} for scores {text.shape(scores)}."
         yield Cause("mask_size", what, way)
