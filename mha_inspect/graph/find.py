@@ -27,7 +27,7 @@ def attentions_of(graph: Graph) -> list[Attention]:
     attentions: list[Attention] = []
     for softmax in graph.softmaxes.values():
         values = softmax.values_product or value_product(graph, softmax.op.output, softmax.dim)
-        scores = None if values is None else score_product(graph, softmax.masked, softmax.dim)
+        scores = None if values is None else score_product(graph, softmax.masked, softmax.dim, softmax.op.module)
         attention = None if values is None or scores is None else _attention_around(graph, softmax, scores, values)
         attentions += [] if attention is None else [attention]
     taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}

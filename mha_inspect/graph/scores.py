@@ -17,7 +17,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Mixing
 from .axis import Axis, setting, wide
 from .dataflow import Graph, made_of
-from .products import Joint, Product, ProductPath, sides_of
+from .products import Joint, Product, ProductPath, product_of, sides_of
 from .rerun import between
 from .rules import reduced_places
 from .softmax import is_shift
@@ -26,11 +26,13 @@ _LAYERS = {"add": 1, "sub": 1, "cat": 2, "distance": 0}
 """How queries and keys are joined, and the maximal number of reductions from the join to the scores. Concatenated
 features are mixed before the nonlinear function. A distance is a score."""
 
+_BATCHED = ("bmm", "baddbmm")
+"""Products that a projection is not written with."""
 _ORDERS = {"sort": 1, "topk": 2}
 """Operations that sort numbers, and the position of their dimension argument."""
 
 
-def score_product(graph: Graph, masked: TensorRef, dim: int) -> ProductPath | None:
+def score_product(graph: Graph, masked: TensorRef, dim: int, module: str) -> ProductPath | None:
     """Return the product that gives the input of a softmax, or another join of queries and keys; None if there is none.
 
     A relative-position term is a product too, but it is gathered on the way or does not depend on the input.
@@ -39,7 +41,7 @@ def score_product(graph: Graph, masked: TensorRef, dim: int) -> ProductPath | No
     best: tuple[tuple[bool, bool, bool], ProductPath] | None = None
     for step in graph.back(masked, lambda op: graph.passes_on(op) or mixes(graph, op, over)):
         op = graph.recording.producer(step.tensor)
-        product = None if op is None else graph.product(op) or _of_learned_query(graph, op, over)
+        product = None if op is None else graph.product(op) or _of_learned_query(graph, op, over, module)
         if product is not None and _mixes_heads(graph, step.path, product):
             given = graph.comes_from_inputs(product.left, product.right)
             gathered = any(passed.does("gathers") for passed in step.path)
@@ -67,15 +69,25 @@ def _as_computed(graph: Graph, found: ProductPath) -> tuple[Op, ...]:
     return tuple(path)
 
 
-def _of_learned_query(graph: Graph, op: Op, over: set[Axis]) -> Product | None:
-    """Return a batched product of keys with a parameter in place of the queries; None for other operations.
+def _of_learned_query(graph: Graph, op: Op, over: set[Axis], module: str) -> Product | None:
+    """Return a product of keys with a parameter in place of the queries; None for other operations.
 
-    A projection has no batch. A router's weights are excluded: its softmax runs over the output features.
+    The softmax runs over positions of the keys: over the output features of a projection it would be a router's. A
+    layer of its own, as of a module that computes no softmax, is a scorer, and no query.
     """
-    factors = op.inputs[-2:] if op.base_name in ("bmm", "baddbmm") else ()
-    keys = [tensor for tensor in factors if not graph.is_weight(tensor)]
-    dims = graph.dimensions.of(keys[0])[-2:] if len(keys) == 1 else ()
-    return Product(op, op, *factors) if any(over & set(dim) for dim in dims) else None
+    if not over or (op.base_name not in _BATCHED and op.module != module):
+        return None
+    product = product_of(graph.recording, op)
+    if product is None or op.base_name == "addmm":
+        return None
+    keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
+    if len(keys) != 1 or not graph.comes_from_inputs(*keys):
+        return None
+    dims = graph.dimensions.of(keys[0])
+    if product.multiply.does("product"):
+        # Without the leading dimensions, which the factors of a batched product have in common.
+        dims = dims[-2:]
+    return product if any(over & set(dim) for dim in dims) else None
 
 
 def mixing_of(graph: Graph, op: Op) -> Mixing | None:

@@ -69,8 +69,8 @@ def softmaxed_side(
     The keys are the axis that the values are averaged over. Return None for softmaxes that are not attention: capsule
     routing (over an axis that every score has a product of its own for, without queries beside the keys, or of weights
     that average over the features of the scores), clusters of nodes (over the features of a projection), k-means (over
-    clusters that average the tensors compared with them), and pooling by learned queries that average the keys
-    themselves.
+    clusters that average the tensors compared with them), and slots of experts, to which learned queries hand out the
+    keys themselves.
     """
     axes = product.axes(graph.dimensions)
     rows, columns, over = set(axes.rows), set(axes.columns), graph.dimensions.along(masked, dim)
@@ -84,10 +84,13 @@ def softmaxed_side(
         keys = product.right if over_rows else product.left
         alike = _unmoved(graph, keys) == _unmoved(graph, values.values)
         return None if alike or _is_width(graph, product, over) else (not over_rows, True)
-    # Scores of features by a parameter that weigh the same features are pooling.
+    # Learned queries that average the keys themselves are experts or slots, if another softmax hands the tokens back.
     given = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
-    pools = len(given) == 1 and _unmoved(graph, given[0]) == _unmoved(graph, values.values)
-    return None if pools else (over_rows, False)
+    if len(given) != 1 or _unmoved(graph, given[0]) != _unmoved(graph, values.values):
+        return over_rows, False
+    readers = graph.forward(product.op.output, graph.passes_on)
+    softmaxes = {reader.index for reader, _ in readers if reader.index in graph.softmaxes}
+    return (over_rows, False) if len(softmaxes) < 2 else None
 
 
 def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
@@ -123,7 +126,7 @@ def find_pieces(graph: Graph) -> Iterator[tuple[Softmax, ProductPath, ProductPat
         total = next((reader for reader, _ in readers if reader.base_name == "sum"), None)
         places = () if total is None else reduced_places(total)
         values = value_product(graph, op.output, places[0]) if len(places) == 1 else None
-        scores = None if values is None else score_product(graph, masked, places[0])
+        scores = None if values is None else score_product(graph, masked, places[0], op.module)
         if total is None or values is None or scores is None or not _compares(graph, scores.product):
             continue
         after = [later for later in graph.recording.ops[op.index :] if not later.does("product")]
@@ -178,7 +181,7 @@ def _weighing(graph: Graph, values: ProductPath, taken: set[int]) -> Weighing | 
         start, bent, stop = part
         masked = next(tensor for tensor in path[start].inputs if start == 0 or tensor in path[start - 1].outputs)
         dim = _place_of(graph, masked, over)
-        scores = None if dim is None else score_product(graph, masked, dim)
+        scores = None if dim is None else score_product(graph, masked, dim, op.module)
         if dim is None or scores is None or scores.product.op.index in taken or not _compares(graph, scores.product):
             return None
         masks = tuple(op for op in path[bent:stop] if op.does("fills_where") or len(op.inputs) == 2)

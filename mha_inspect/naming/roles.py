@@ -96,14 +96,24 @@ class Roles:
         return () if attention.over_queries else _within(_without(wide(key), over), {*self._averaged.batch})
 
     def _outside(self) -> set[Axis]:
-        """Return the atoms of the input before its projection, except those of its features."""
+        """Return the atoms of the inputs before their projections, except those of their features.
+
+        The keys may have a batch that learned queries lack.
+        """
         stages = self._attention.stages
-        side = "query" if "query" in stages else "key"
-        dims = positions_of(self._attention, self._dimensions, side) if side in stages else []
-        op = self._attention.projections.get(side)
-        if op is not None and op.base_name == "convolution":  # a strided convolution has new positions
-            dims += self._dimensions.of(op.output)[2:]
-        return {atom for dim in dims for atom in dim}
+        outside: set[Axis] = set()
+        for side in ("query", "key"):
+            if side not in stages:
+                continue
+            dims = positions_of(self._attention, self._dimensions, side)
+            op = self._attention.projections.get(side)
+            if op is not None and op.base_name == "convolution":  # a strided convolution has new positions
+                dims += self._dimensions.of(op.output)[2:]
+            outside |= {atom for dim in dims for atom in dim}
+        if outside and "key" not in stages:
+            # Keys that are given without a projection have their batch first.
+            outside |= {*self._dimensions.of(stages["k_heads"])[0]} & self._dimensions.given_whole
+        return outside
 
     def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
         """Return whether queries and keys mix positions with features, or the view to heads cuts across features."""
