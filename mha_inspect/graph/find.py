@@ -19,7 +19,7 @@ from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
 from .softmax import Softmax
-from .values import find_pieces, find_weighings, softmaxed_side, value_product
+from .values import find_pieces, find_weighings, softmaxed_side, sums_over_all, value_product
 
 
 def attentions_of(graph: Graph) -> list[Attention]:
@@ -27,6 +27,8 @@ def attentions_of(graph: Graph) -> list[Attention]:
     attentions: list[Attention] = []
     for softmax in graph.softmaxes.values():
         values = softmax.values_product or value_product(graph, softmax.op.output, softmax.dim)
+        if values is not None and not sums_over_all(graph, softmax, values):
+            continue
         scores = None if values is None else score_product(graph, softmax.masked, softmax.dim, softmax.op.module)
         attention = None if values is None or scores is None else _attention_around(graph, softmax, scores, values)
         attentions += [] if attention is None else [attention]

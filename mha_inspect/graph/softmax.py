@@ -31,6 +31,8 @@ class Softmax(NamedTuple):
     """The product of such exponentials with the values; None if the weights are computed."""
     ops: tuple[Op, ...] = ()
     """The operations that compute weights without a softmax, in order; `op` is the last."""
+    beside: tuple[int, ...] = ()
+    """The other dimensions that the softmax runs over, e.g. the rows of an image beside its columns."""
 
 
 def softmax_of(recording: Recording, op: Op) -> Softmax | None:
@@ -43,7 +45,8 @@ def softmax_of(recording: Recording, op: Op) -> Softmax | None:
         return Softmax(op, op.inputs[0], int(op.args[1]) % max(len(op.output.shape), 1))
     if op.base_name.rstrip("_") == "exp":
         return _of_logarithm(recording, op)
-    for above, total, dim in _divisions(recording, op) if op.does("scales") else ():
+    for above, total in _divisions(recording, op) if op.does("scales") else ():
+        *beside, dim = reduced_places(total)
         exponential, masks = _exponential(recording, total.inputs[0])
         if exponential is None:
             continue
@@ -51,10 +54,10 @@ def softmax_of(recording: Recording, op: Op) -> Softmax | None:
         masked = shift.inputs[0] if shift is not None and is_shift(recording, shift) else exponential.inputs[0]
         whole = above.numel >= total.output.numel and len(above.shape) > dim
         if whole and _exponential(recording, above)[0] is exponential:
-            return Softmax(op, masked, dim, masks)
+            return Softmax(op, masked, dim, masks, beside=tuple(beside))
         maker = _maker(recording, above)
         values_product = None if maker is None else product_of(recording, maker)
-        if values_product is not None:
+        if values_product is not None and not beside:
             for factor in (values_product.left, values_product.right):
                 if _exponential(recording, factor)[0] is exponential:
                     return Softmax(exponential, masked, dim, masks, op, ProductPath(values_product, (), factor))
@@ -73,8 +76,8 @@ def _maker(recording: Recording, tensor: TensorRef, passes: Callable[[Op], bool]
     return op
 
 
-def _divisions(recording: Recording, op: Op) -> Iterator[tuple[TensorRef, Op, int]]:
-    """Yield the tensor that an operation divides by a sum, the sum, and the one dimension of the sum.
+def _divisions(recording: Recording, op: Op) -> Iterator[tuple[TensorRef, Op]]:
+    """Yield the tensor that an operation divides by a sum, and the sum.
 
     A product with the reciprocal of the sum counts too. The sum may be guarded against zero.
     """
@@ -84,9 +87,8 @@ def _divisions(recording: Recording, op: Op) -> Iterator[tuple[TensorRef, Op, in
         if name == "mul" and total is not None:
             inverse = total.base_name.rstrip("_") == "reciprocal"
             total = _maker(recording, total.inputs[0], _keeps_sum) if inverse else None
-        places = reduced_places(total) if total is not None and total.base_name == "sum" else ()
-        if total is not None and len(places) == 1:
-            yield above, total, places[0]
+        if total is not None and total.base_name == "sum" and reduced_places(total):
+            yield above, total
 
 
 def _keeps_sum(op: Op) -> bool:
@@ -130,5 +132,5 @@ def _of_logarithm(recording: Recording, op: Op) -> Softmax | None:
         total = _maker(recording, maker.inputs[-1])
     if maker is None or total is None or total.base_name not in ("_log_softmax", "logsumexp"):
         return None
-    places = reduced_places(total)
-    return Softmax(op, maker.inputs[0], places[0]) if len(places) == 1 else None
+    *beside, dim = reduced_places(total)
+    return Softmax(op, maker.inputs[0], dim, beside=tuple(beside))

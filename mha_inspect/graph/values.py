@@ -48,6 +48,13 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
     return single
 
 
+def sums_over_all(graph: Graph, softmax: Softmax, values: ProductPath) -> bool:
+    """Return whether the product with the values sums over every dimension of a softmax over several."""
+    places = (softmax.dim, *softmax.beside) if softmax.beside else ()
+    over = {axis for place in places for axis in graph.dimensions.along(softmax.op.output, place)}
+    return over <= set(wide(values.averaged(graph.dimensions)))
+
+
 def _is_outer(op: Op) -> bool:
     """Return whether this is a multiplication in which each factor is repeated along an axis of the other."""
     rank = len(op.output.shape)
