@@ -190,7 +190,7 @@ def _score_product(graph: Graph, tail: Sequence[Op], softmax: Op | None) -> Prod
     """Return the product of the scores: the one before the softmax, or without a softmax the last; None without it."""
     if softmax is not None:
         known = graph.softmaxes[softmax.index]
-        meeting = score_product(graph, known.masked, known.dim)
+        meeting = score_product(graph, known.masked, known.dim, known.op.module)
         return None if meeting is None else meeting.product
     products = [product for op in tail if (product := graph.product(op)) is not None]
     last = products[-1] if products else None
