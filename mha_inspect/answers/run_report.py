@@ -286,6 +286,8 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
 
 def _along(attention: Attention, names: AxisNames) -> str:
     """Return the name of the axis of the scores that pieces are cut from; empty without pieces."""
+    if attention.cut_place is not None:
+        return " and ".join(dims_of(names.of_stage("weights"))[attention.cut_place])
     shapes = (turn.stages["scores"].shape for turn in (attention, *attention.pieces[:1]))
     dims = zip(dims_of(names.of_stage("scores")), *shapes, strict=True)
     return next((" and ".join(words) for words, *sizes in dims if len(set(sizes)) > 1), "")

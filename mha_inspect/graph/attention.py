@@ -72,6 +72,8 @@ class Attention:
     pieces: tuple[Attention, ...] = ()
     """The attention of each piece of the queries, of the keys or of the batch, if they are computed in turn; otherwise
     empty. The stages, and the results of both products and of the softmax, are put together from the pieces."""
+    cut_place: int | None = None
+    """The dimension of the weights that is cut, if only the softmax is computed in pieces; otherwise None."""
     module: str = ""
     """Path of the module whose forward computes the scores, or calls one module for each head."""
 

@@ -14,7 +14,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import setting, wide
 from .dataflow import Graph, inside
-from .pieces import with_keys_joined, with_pieces_joined
+from .pieces import with_keys_joined, with_pieces_joined, with_softmaxes_joined
 from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
@@ -40,6 +40,7 @@ def attentions_of(graph: Graph) -> list[Attention]:
             pieces.setdefault(attention.stages["context"].id, []).append(attention)
     attentions += [with_keys_joined(graph, each) for each in pieces.values()]
     attentions.sort(key=lambda attention: attention.softmax.index)
+    attentions = with_softmaxes_joined(graph, attentions)
     attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.
     taken = {op.index for attention in attentions for op in attention.projections.values()}

@@ -7,7 +7,7 @@ ran, and its axis is the one that the code cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter, mul
 from typing import NamedTuple
@@ -231,4 +231,176 @@ def _whole(graph: Graph, tensors: Sequence[TensorRef], cut: Cut | None) -> Tenso
         )
         if all(piece.id in recording.values for piece in pieces):
             recording.values[joined.id] = torch.cat([recording.values[piece.id] for piece in pieces], at)
+    return joined
+
+
+# -- pieces of the softmax alone --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _ScoresPiece:
+    """The scores that one softmax reads, as a piece of all scores."""
+
+    turn: Attention
+    source: TensorRef
+    """All scores."""
+    tensor: TensorRef
+    """The piece."""
+    place: int
+    """The dimension of all scores that was cut."""
+    start: int
+    size: int
+    keeps_place: bool
+    """Whether the piece has the cut dimension; false for a single index of it."""
+
+    @property
+    def softmax_dim(self) -> int:
+        """The dimension of all scores that the softmax runs over."""
+        dim = self.turn.softmax_dim % len(self.turn.softmax.output.shape)
+        return dim if self.keeps_place or dim < self.place else dim + 1
+
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """Equal for pieces that were cut alike: the memory of all scores, the cut dimension, and the softmax."""
+        source = self.source
+        memory = source.storage, source.offset, source.shape, source.stride
+        return memory, self.place, self.keeps_place, self.softmax_dim
+
+
+def with_softmaxes_joined(graph: Graph, attentions: Sequence[Attention]) -> list[Attention]:
+    """Merge attentions of one product of queries and keys and of one product with the values.
+
+    Only their softmaxes are computed in pieces of the scores, e.g. in place by halves of the batch.
+    """
+    groups: dict[tuple[int, int], list[Attention]] = {}
+    for attention in attentions:
+        products = attention.score_product.op.index, attention.value_product.op.index
+        groups.setdefault(products, []).append(attention)
+    merged: list[Attention] = []
+    for group in groups.values():
+        whole = _with_softmax_joined(graph, group) if len(group) > 1 else None
+        merged += group if whole is None else [whole]
+    return sorted(merged, key=lambda attention: attention.softmax.index)
+
+
+def _with_softmax_joined(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
+    """Return one attention for those whose softmaxes read all pieces of the scores; None if some are missing."""
+    found = [_scores_piece(graph, turn) for turn in turns]
+    pieces = [each for each in found if each is not None]
+    if len(pieces) < len(turns) or len({each.layout for each in pieces}) > 1:
+        return None
+    pieces.sort(key=lambda each: each.start)
+    first = pieces[0]
+    ends = [*accumulate((each.size for each in pieces), initial=0)]
+    if [each.start for each in pieces] != ends[:-1] or ends[-1] != first.source.shape[first.place]:
+        return None
+    weights = _whole_weights(graph, pieces)
+    if weights is None or first.place == first.softmax_dim:
+        return None
+    stages = {name: _stage_of_pieces(graph, pieces, name) for name in ("scores", "masked_scores")}
+    known = {name: tensor for name, tensor in stages.items() if tensor is not None}
+    if any(name in turns[0].stages and name not in known for name in stages):
+        return None
+    # The first in the order of the run: what was written before is no step of its scores.
+    turn = turns[0]
+    made = graph.recording.producers.get(weights.id, -1)
+    return replace(
+        turn,
+        softmax=replace(turn.softmax, outputs=(weights,)),
+        softmax_dim=first.softmax_dim,
+        stages=turn.stages | known | {"weights": weights},
+        weights_path=tuple(op for op in turn.weights_path if op.index > made),
+        pieces=tuple(each.turn for each in pieces),
+        cut_place=first.place,
+    )
+
+
+def _scores_piece(graph: Graph, turn: Attention) -> _ScoresPiece | None:
+    """Return the scores that a softmax reads as a piece of all scores; None if they are no piece."""
+    softmax = graph.softmaxes.get(turn.softmax.index)
+    if softmax is None:
+        return None
+    shape = turn.softmax.output.shape
+    read: dict[int, TensorRef] = {}
+    for step in graph.back(softmax.masked, graph.passes_on):
+        op = graph.recording.producer(step.tensor)
+        # Pieces that were written before are further back: the nearest tensor of the memory is the piece.
+        if step.tensor.shape == shape:
+            read.setdefault(step.tensor.storage, step.tensor)
+        if op is None or not (op.does("cuts") or op.base_name in ("select", "unbind")):
+            continue
+        source = op.inputs[0]
+        piece = read.get(source.storage)
+        if piece is None or source.numel != turn.score_product.op.output.numel:
+            continue
+        place = _cut_place(source, piece)
+        if place is None:
+            return None
+        start = (piece.offset - source.offset) // max(source.stride[place], 1)
+        keeps_place = len(shape) == len(source.shape)
+        return _ScoresPiece(turn, source, piece, place, start, shape[place] if keeps_place else 1, keeps_place)
+    return None
+
+
+def _cut_place(source: TensorRef, piece: TensorRef) -> int | None:
+    """Return the one dimension of a tensor that a piece has a part of, or a single index; None for other views."""
+    layout, whole = (list(zip(tensor.shape, tensor.stride, strict=True)) for tensor in (piece, source))
+    if len(layout) == len(whole):
+        places = [place for place, size in enumerate(piece.shape) if size != source.shape[place]]
+        return places[0] if len(places) == 1 and piece.stride == source.stride else None
+    single = [place for place in range(len(whole)) if [*whole[:place], *whole[place + 1 :]] == layout]
+    return single[0] if len(single) == 1 else None
+
+
+def _whole_weights(graph: Graph, pieces: Sequence[_ScoresPiece]) -> TensorRef | None:
+    """Return the first tensor with the weights of all pieces, of the shape of the scores; None if there is none."""
+    turn, shape = pieces[0].turn, pieces[0].source.shape
+    product = turn.value_product
+    factor = product.right if turn.value_first else product.left
+    ops = graph.recording.ops[: product.multiply.index + 1]
+    made = [made_of({each.turn.softmax.output.id}, ops) for each in pieces]
+    steps = graph.back(factor, graph.passes_on)
+    whole = [step.tensor for step in steps if step.tensor.shape == shape and all(step.tensor.id in ids for ids in made)]
+    return whole[-1] if whole else None
+
+
+def _stage_of_pieces(graph: Graph, pieces: Sequence[_ScoresPiece], stage: str) -> TensorRef | None:
+    """Return a stage before the softmax for all pieces; None if the pieces do not have it, or it is unknown."""
+    first = min(pieces, key=lambda each: each.turn.softmax.index)
+    own = first.turn.stages.get(stage)
+    if own is None or own.shape == first.source.shape:
+        return own
+    if own.id == first.tensor.id:
+        return first.source
+    tensors = [each.turn.stages.get(stage, each.turn.stages["scores"]) for each in pieces]
+    # Steps of a piece may include what was written for another one: only the input of the softmax is sure.
+    sure = stage == "masked_scores" or len({each.turn.scoring for each in pieces}) == 1
+    if not sure or any(tensor.shape != each.tensor.shape for tensor, each in zip(tensors, pieces, strict=True)):
+        return None
+    return _together(graph, tensors, first)
+
+
+def _together(graph: Graph, tensors: Sequence[TensorRef], cut: _ScoresPiece) -> TensorRef:
+    """Return a tensor that torch never made: the pieces, concatenated or stacked as the scores were cut."""
+    shape, number = cut.source.shape, -1 - abs(hash(tuple(tensor.id for tensor in tensors)))
+    stride = tuple([*accumulate(reversed(shape), mul, initial=1)][-2::-1])
+    joined = replace(tensors[0], id=number, shape=shape, stride=stride, offset=0, storage=number)
+    graph.dimensions.put(joined, graph.dimensions.of(cut.source))
+    recording = graph.recording
+    maker = recording.producer(tensors[0])
+    if maker is None:
+        return joined
+    recording.joins[number] = replace(
+        maker,
+        index=len(recording.ops) + len(recording.joins),
+        name="aten.cat.default" if cut.keeps_place else "aten.stack.default",
+        args=(tuple(tensors), cut.place),
+        inputs=tuple(tensors),
+        outputs=(joined,),
+        kind="view",
+        call=-1,
+    )
+    if all(tensor.id in recording.values for tensor in tensors):
+        join = torch.cat if cut.keeps_place else torch.stack
+        recording.values[number] = join([recording.values[tensor.id] for tensor in tensors], cut.place)
     return joined

@@ -262,10 +262,11 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
     def result(masked: TensorRef, sinks: Op | None = None) -> Scoring:
         return Scoring(scores, masked, scale, multiply(late_scales), masks, mixed, steps, sinks)
 
-    for op in path:
+    for op, reader in zip(path, [*path[1:], None], strict=False):
+        made = _read_by(op, reader, softmax_input)
         name = op.base_name.rstrip("_")
         is_plain = not masks and not steps
-        if name == "cat" or (name == "constant_pad_nd" and op.output.id == softmax_input.id):
+        if name == "cat" or (name == "constant_pad_nd" and made.id == softmax_input.id):
             return result(scores if is_plain else tensor, op)
         mixing = mixing_of(graph, op)
         if mixing is not None:
@@ -276,7 +277,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             steps.append(("mixed", None))
         elif graph.is_scale(op) and is_plain:
             before_scale, last_scale = tensor, graph.scale_of(op)
-            scale, scores = multiply((scale, last_scale)), op.output
+            scale, scores = multiply((scale, last_scale)), made
         elif graph.is_scale(op) or name == "neg":
             number = -1.0 if name == "neg" else graph.scale_of(op)
             late_scales.append(number)
@@ -305,14 +306,20 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
                 masks.append(op)
                 steps.append(("times", None))
             elif is_plain:
-                scale, scores = None, op.output
+                scale, scores = None, made
             else:
                 late_scales.append(None)
                 steps.append(("scale", None))
-        elif is_plain and name != "_to_copy" and op.output.numel >= smallest:
-            scores = op.output
-        tensor = op.output
+        elif is_plain and name != "_to_copy" and made.numel >= smallest:
+            scores = made
+        tensor = made
     return result(softmax_input)
+
+
+def _read_by(op: Op, reader: Op | None, softmax_input: TensorRef) -> TensorRef:
+    """Return the output of an operation that the next one reads, or else the softmax: a split gives several pieces."""
+    read = (softmax_input,) if reader is None else reader.inputs
+    return next((made for made in op.outputs if made in read), op.output)
 
 
 def adds_mask(op: Op) -> bool:

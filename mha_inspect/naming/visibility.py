@@ -127,6 +127,8 @@ def noted(graph: Graph, turn: Attention) -> Sight | None:
     if turn.pieces:
         known = [sight for piece in turn.pieces if (sight := noted(graph, piece)) is not None]
         whole, *shapes = (each.softmax.output.shape for each in (turn, *turn.pieces))
+        if len(shapes[0]) != len(whole):
+            return None
         place = next((at for at, size in enumerate(whole) if size != shapes[0][at]), None)
         dim, complete = turn.softmax_dim % len(whole), len(known) == len(shapes)
         return joined_sight(known, shapes, place, dim) if complete and place is not None else None
