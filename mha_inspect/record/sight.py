@@ -69,6 +69,14 @@ def sight_of(scores: Tensor | None, weights: Any, dim: int | None) -> Sight | No
     return _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim, blind)
 
 
+def hides_by_scores(asked: AttentionCall) -> bool:
+    """Return whether the bias of a kernel has finite numbers that may hide a key, which depends on the scores."""
+    bias = asked.bias
+    if bias is None or bias.is_meta or not bias.is_floating_point() or not bias.numel():
+        return False
+    return bool(((bias > MASKED_BELOW) & (bias <= -_SPREAD)).any())
+
+
 def sight_of_kernel(asked: AttentionCall) -> Sight | None:
     """Return which query sees which key, from the arguments of a fused kernel; None if too large or on meta."""
     shape = asked.scores_shape

@@ -28,7 +28,7 @@ from .kernels import run as compute
 from .ops import RESULT, Kernel, Kind, Op, Recording
 from .recorder import Entry, Recorder
 from .rounding import STEP, Rounding, max_difference, rounding_error
-from .sight import Sight, sight_of, sight_of_kernel
+from .sight import Sight, hides_by_scores, sight_of, sight_of_kernel
 from .site import put_on, take_off
 from .tensors import Tensors
 from .without_numbers import described
@@ -193,12 +193,27 @@ class XRay(Recorder):
         """Return which query sees which key in a kernel's weights; None if not known. Cached without tensors."""
         if isinstance(call, PartCall):
             return sight_of(None, results[0], -1) if "softmax" in call.name else None
+        if hides_by_scores(call):
+            return self._sight_of_steps(call) if call.size(results) <= self._budget else None
         if call.bias is not None or call.starts is not None:
             return sight_of_kernel(call.heads_first(compute))
         key = (call.scores_shape, call.causal, call.from_end, call.window, call.rows_first)
         if key not in self._sights_of_masks:
             self._sights_of_masks[key] = sight_of_kernel(call.heads_first(compute))
         return self._sights_of_masks[key]
+
+    def _sight_of_steps(self, call: AttentionCall) -> Sight | None:
+        """Return which query sees which key in the weights of a kernel's steps; None if there are no weights."""
+        sights: list[Sight | None] = []
+
+        def do(func: Any, *args: Any, **kwargs: Any) -> Any:
+            step, known = func(*args, **kwargs), about(func)
+            if known.weighs:
+                sights.append(self._sight_of(known, args, step))
+            return step
+
+        call.steps(do)
+        return sights[-1] if sights else None
 
     def _later(self, few: KernelCall, rows: Sequence[Tensor]) -> Callable[[], Rounding]:
         """Return a function that compares a few rows after the run, without a reference to the run's tensors."""
