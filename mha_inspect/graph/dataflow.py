@@ -27,6 +27,7 @@ True
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
@@ -43,6 +44,8 @@ _FAR = 60
 """Steps after which a walk gives up. Every attention is shorter."""
 _INDICES = ("int64", "int32")
 """Dtypes of indices: an index has no numbers of the tensors that it was computed from."""
+_NORM = re.compile(r"(?:batch|group|layer|rms)_norm")
+"""The kind of a norm in the name of its operation."""
 _LINEAR = ("neg", "add", "sub", "rsub", "positive", "conj")
 """Pointwise operations of one tensor that are linear."""
 
@@ -205,6 +208,11 @@ class Graph:
         """Index of the operation that reads the factors to its product; the sum may be a later operation."""
         return {product.multiply.index: product for product in self.products.values()}
 
+    def norm_name(self, op: Op) -> str:
+        """Return the kind of a norm that is one operation: `layer_norm`; empty for other operations."""
+        found = _NORM.search(op.base_name) if self.norms_scores(op) else None
+        return "" if found is None else found[0]
+
     def product(self, op: Op) -> Product | None:
         """Return the product without a parameter that an operation completes; None if it completes no such product."""
         return self.products.get(op.index)
@@ -263,6 +271,11 @@ class Graph:
         """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
         moves = op.kind in ("view", "copy") or op.does("adds_ranks")
         return moves and not op.does("joins") and bool(op.inputs)
+
+    def norms_scores(self, op: Op) -> bool:
+        """Return whether this is a norm as one operation, whose result has the shape of its input."""
+        is_whole = bool(op.outputs and op.inputs) and op.output.shape == op.inputs[0].shape
+        return op.kind == "compute" and is_whole and op.does("norms") and _NORM.search(op.base_name) is not None
 
     def passes_on(self, op: Op) -> bool:
         """Return whether scores pass through this as scores: viewed, masked, scaled, dropped or cast."""

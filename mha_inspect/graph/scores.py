@@ -39,7 +39,7 @@ def score_product(graph: Graph, masked: TensorRef, dim: int, module: str) -> Pro
     """
     over = graph.dimensions.along(masked, dim)
     best: tuple[tuple[bool, bool, bool], ProductPath] | None = None
-    for step in graph.back(masked, lambda op: graph.passes_on(op) or mixes(graph, op, over)):
+    for step in graph.back(masked, lambda op: graph.passes_on(op) or graph.norms_scores(op) or mixes(graph, op, over)):
         op = graph.recording.producer(step.tensor)
         product = None if op is None else graph.product(op) or _of_learned_query(graph, op, over, module)
         if product is not None and _mixes_heads(graph, step.path, product):
@@ -271,8 +271,7 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
         mixing = mixing_of(graph, op)
         if mixing is not None:
             # The permutation of heads for the mixing projection is no part of the scores.
-            plain = graph.before_moves(scores)
-            scores = scores if not is_plain else graph.after_call(product) if plain.id == product.output.id else plain
+            scores = _unmoved(graph, scores, product) if is_plain else scores
             mixed.append(mixing)
             steps.append(("mixed", None))
         elif graph.is_scale(op) and is_plain:
@@ -294,6 +293,11 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
                 steps.append(("scale", -1.0))
             masks.append(op)
             steps.append(("fill" if op.does("fills") else "add", None))
+        elif graph.norms_scores(op):
+            # A permutation for the norm is no part of the scores, and what follows no longer multiplies q·kᵀ.
+            scores = _unmoved(graph, scores, product) if is_plain else scores
+            late_scales.append(None)
+            steps.append((graph.norm_name(op), None))
         elif op.does("bends"):
             if name == "tanh" and is_plain and last_scale and scale is not None and scores.id == tensor.id:
                 scale, scores = scale / last_scale, before_scale
@@ -314,6 +318,12 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             scores = made
         tensor = made
     return result(softmax_input)
+
+
+def _unmoved(graph: Graph, scores: TensorRef, product: Op) -> TensorRef:
+    """Return scores before they were permuted or reshaped, in the layout that the product was called for."""
+    plain = graph.before_moves(scores)
+    return graph.after_call(product) if plain.id == product.output.id else plain
 
 
 def _read_by(op: Op, reader: Op | None, softmax_input: TensorRef) -> TensorRef:
