@@ -19,7 +19,7 @@ from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
 from .softmax import Softmax
-from .values import find_pieces, find_weighings, softmaxed_side, sums_over_all, value_product
+from .values import find_pieces, find_weighings, is_made_of_weights, softmaxed_side, sums_over_all, value_product
 
 
 def attentions_of(graph: Graph) -> list[Attention]:
@@ -68,10 +68,8 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
     """Return the attention around a softmax or around other weights; None if this is no attention."""
     product, averaged = with_keys_of(graph, scores.product, values.values), values.product
     side = softmaxed_side(graph, product, values, softmax.masked, softmax.dim)
-    if side is None or any(
-        step.tensor.id == softmax.op.output.id for step in graph.back(values.values, graph.passes_on)
-    ):
-        return None  # weights multiplied by themselves, e.g. to invert a matrix
+    if side is None or is_made_of_weights(graph, values.values, softmax, scores.product):
+        return None
     key_first, over_queries = side
     query, key = (product.right, product.left) if key_first else (product.left, product.right)
     if graph.comes_from_inputs(key) and values.values.id not in graph.given_or_learned:

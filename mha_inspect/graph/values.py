@@ -48,6 +48,38 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
     return single
 
 
+def is_made_of_weights(graph: Graph, values: TensorRef, softmax: Softmax, scored: Product) -> bool:
+    """Return whether these values are weights: a pseudo-inverse of them, or powers of an adjacency matrix.
+
+    They depend on these very weights element by element, or on nothing but weights and constants.
+    """
+    if any(step.tensor.id == softmax.op.output.id for step in graph.back(values, graph.passes_on)):
+        return True
+    has_weights = False
+    for step in graph.back(values, lambda op: op is not scored.op and not _is_given_or_weights(graph, op)):
+        op = graph.recording.producer(step.tensor)
+        if op is scored.op or (op is not None and _gives_weights(graph, op)):
+            has_weights = True
+        elif (op is None and step.tensor.id in graph.given_or_learned) or (
+            op is not None and _is_given_or_weights(graph, op)
+        ):
+            return False
+    return has_weights
+
+
+def _is_given_or_weights(graph: Graph, op: Op) -> bool:
+    """Return whether a walk back from values ends here: at a projection, or at a softmax."""
+    return graph.is_projection(op) or op.index in graph.softmaxes
+
+
+def _gives_weights(graph: Graph, op: Op) -> bool:
+    """Return whether this is a softmax of scores; one over the features of a tensor gives no weights."""
+    softmax = graph.softmaxes.get(op.index)
+    if softmax is None:
+        return False
+    return score_product(graph, softmax.masked, softmax.dim, softmax.op.module) is not None
+
+
 def sums_over_all(graph: Graph, softmax: Softmax, values: ProductPath) -> bool:
     """Return whether the product with the values sums over every dimension of a softmax over several."""
     places = (softmax.dim, *softmax.beside) if softmax.beside else ()

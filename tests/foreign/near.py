@@ -381,6 +381,48 @@ class Inverted(nn.Module):
         return guess @ (2 * torch.eye(x.shape[1]) - weights @ guess)
 
 
+class Rolled(nn.Module):
+    """Rollout: the weights of one layer times those of another, each with the residual beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c, self.d = (nn.Linear(E, A) for _ in range(4))
+
+    def layers(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.a(x) @ self.b(x).mT).softmax(-1), (self.c(x) @ self.d(x).mT).softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = (weights + torch.eye(x.shape[1]) for weights in self.layers(x))
+        return second @ first / 4
+
+
+class Composed(Rolled):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.layers(x)
+        return torch.bmm(second, first / first.sum(-1, keepdim=True).amax())
+
+
+class Landmarks(Rolled):
+    """The first half of Nyström's way: weights for landmarks times the pseudo-inverse of other weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k = self.a(x), self.b(x)
+        few = k[:, :K]
+        inner = (q[:, :K] @ few.mT).softmax(-1)
+        guess = inner.mT / inner.sum(-2).max()
+        for _ in range(2):
+            guess = guess @ (2 * torch.eye(K) - inner @ guess)
+        return (q @ few.mT).softmax(-1) @ guess
+
+
+class SigmoidPowers(Rolled):
+    """Powers of an adjacency matrix without a softmax."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        edges = (self.a(x) @ self.b(x).mT).sigmoid() / x.shape[1]
+        return edges @ edges @ edges
+
+
 NEAR = [
     SigmoidPool,
     Sampled,
@@ -410,4 +452,8 @@ NEAR = [
     DynamicDispatch,
     SoftmaxClusters,
     Inverted,
+    Rolled,
+    Composed,
+    Landmarks,
+    SigmoidPowers,
 ]

@@ -154,3 +154,24 @@ def test_two_calls_with_the_same_scores_are_no_loop_over_heads() -> None:
     for one, half in zip(found, v.chunk(2, dim=1), strict=True):
         assert_close(one.canonical("weights", "batch heads query key"), weights)
         assert_close(one.canonical("context", "batch heads query head_dim"), weights @ half.repeat(1, 2, 1, 1))
+
+
+class Nystrom(Base):
+    """Three softmaxes, of which only the last weighs values: the others are multiplied with each other."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        few_q, few_k = q[..., :3, :], k[..., :3, :]
+        outer, inner, last = (
+            (a @ b.mT / math.sqrt(D)).softmax(-1) for a, b in ((q, few_k), (few_q, few_k), (few_q, k))
+        )
+        return outer @ torch.linalg.pinv(inner) @ (last @ v)
+
+
+def test_weights_times_weights_are_no_attention() -> None:
+    torch.manual_seed(0)
+    module, x = Nystrom().eval(), torch.randn(B, N, E)
+    (attention,) = attentions(module, x)
+    assert attention.found.stages["weights"].shape[-2:] == (3, N)
+    v = attention.canonical("v_heads", "batch heads key head_dim")
+    weights = attention.canonical("weights", "batch heads query key")
+    assert_close(attention.canonical("context", "batch heads query head_dim"), weights @ v)
