@@ -87,7 +87,7 @@ def test_help_imports_these_modules_alone(environment, line):
     typer = told(subprocess.run(command, capture_output=True, text=True, env=environment(), check=True).stderr)
     more = {name.removeprefix("mha_inspect.") for name in imported(line, env=environment()) - typer}
     of_typer = {name for name in more if name.startswith("typer.")}
-    assert more - of_typer - {"mha_inspect"} == HELP_IMPORTS
+    assert more - of_typer - {"mha_inspect"} <= HELP_IMPORTS
 
 
 def test_a_completion_needs_no_torch(environment):
