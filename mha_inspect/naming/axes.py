@@ -80,6 +80,8 @@ class AxisNames:
         """Numbers of queries and of keys of one softmax; with windows, of one window."""
         self.mixes_positions = roles.mixes_positions
         """Whether a view without a transpose splits the heads, so that each head sees features of a few positions."""
+        self.within_tokens = roles.within_tokens
+        """Whether the heads of one token attend to one another, and no token to another token."""
         self.over_features = roles.over_features
         """Whether the features of a head attend to one another, instead of positions."""
         self.num_windows = size_of(roles.windows)
@@ -117,6 +119,8 @@ class AxisNames:
         # Batch and heads are named by evidence only.
         words = CANONICAL_AXES[stage].replace("(", "").replace(")", "").split()
         expected = [name for name in words if name not in ("heads", "kv_heads", "batch")]
+        if roles.within_tokens:
+            expected = [name for name in expected if name != "query"]
         side = self._sides[letter]
         atoms = [atom for dim in self._dimensions.of(tensor) for atom in dim]
         own_keys = roles.own_keys

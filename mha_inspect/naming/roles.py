@@ -57,7 +57,11 @@ class Roles:
             of_queries, of_output = (self._features(side, by_head=step) for side in ("query", "output"))
             features = self._features() if many_rows else of_queries & of_output
             head_rows = _without(_within(query, features), outside)
-        self.mixes_positions = self._mixes_positions(outside, head_rows, query)
+        self.within_tokens = self._is_within_tokens(outside, query, folded)
+        """Whether the heads of one token attend to one another: they are the rows and the columns of its scores."""
+        if self.within_tokens:
+            head_rows = query
+        self.mixes_positions = not self.within_tokens and self._mixes_positions(outside, head_rows, query)
         """Whether a view without a transpose splits the heads, so that each head sees features of a few positions."""
         head_rows = () if self.mixes_positions else head_rows
         self.query, self._source_query = _without(query, head_rows), _without(self._source_query, head_rows)
@@ -128,6 +132,20 @@ class Roles:
         packed = sum(op is projections["query"] for op in projections.values())
         return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
 
+    def _is_within_tokens(self, outside: set[Axis], query: Dim, folded: Dim) -> bool:
+        """Return whether rows and columns of the scores are features of one token, and each token has its own scores.
+
+        A matrix as input may be a vector per batch item, whose features are split into tokens on purpose.
+        """
+        stages = self._attention.stages
+        if "q_proj" not in stages or "k_proj" not in stages or len(stages["q_proj"].shape) < 3:
+            return False
+        rows, columns = set(wide(self._source_query)), set(wide(self._source_key))
+        if not rows or not columns or not set(wide(query)) <= rows:
+            return False
+        of_features = rows <= self._features("query") - outside and columns <= self._features("key") - outside
+        return of_features and set(wide(folded)) == set(wide(tuple(outside)))
+
     def _apart(self, folded: Dim) -> Dim:
         """Return the axes of the input's positions that the product of scores runs over; otherwise empty."""
         given = "query" in self._attention.stages and wide(self._source_key)  # otherwise one query and one key
@@ -156,6 +174,8 @@ class Roles:
     def _split(self, folded: Dim, outside: set[Axis], head_rows: Dim) -> tuple[Dim, Dim, Dim]:
         """Return the batch, the heads and the windows among the axes that the product of scores runs over."""
         q_heads = self._dimensions.of(self._attention.stages["q_heads"])
+        if self.within_tokens:
+            return _within(folded, outside), head_rows, ()
         if not outside:  # without a projection: batch comes before heads
             rank = len(q_heads)
             if (rank <= 3 and len(folded) < 2) or (rank < 3 and not self._attention.is_dot):
@@ -193,7 +213,7 @@ class Roles:
     @cached_property
     def kv_heads(self) -> Dim:
         """The head axes that keys and values were projected to."""
-        if "k_proj" not in self._attention.stages or self.mixes_positions:
+        if "k_proj" not in self._attention.stages or self.mixes_positions or self.within_tokens:
             return self.heads
         projected = self._atoms("k_proj")
         once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))

@@ -29,6 +29,9 @@ _FAR = 60
 _LARGEST = 1 << 24
 """Largest number of elements of a mask whose content is read."""
 
+WITHIN_TOKENS = "over the heads within each token"
+"""The kind of attention that no token has to another: heads are its queries and keys."""
+
 Rows = tuple[tuple[int, int], ...]
 """(batch item, query) of each."""
 
@@ -256,13 +259,16 @@ def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:
 def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
     """Return the kind of each attention of a run, in order.
 
-    In self attention, query and key come from one tensor. In causal attention, no query attends to a later key.
+    In self attention, query and key come from one tensor. In causal attention, no query attends to a later key. If
+    heads attend to heads, no key is later.
     """
     kinds = []
     for attention, names in run.attentions:
         causal = "causal" if _is_causal_attention(run.graph, attention, names) else ""
         grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
-        kinds.append(tuple(word for word in (_source(run, attention), causal, grouped) if word))
+        within = WITHIN_TOKENS if names.within_tokens else ""
+        causal = "" if within else causal
+        kinds.append(tuple(word for word in (_source(run, attention), within, causal, grouped) if word))
     return kinds
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .. import text
+from ..naming.visibility import WITHIN_TOKENS
 from ..reports.trace import AttentionReport, DecodeProof, Failure, OpLine, OpTensor, Path, Proof, Stage, Step, Trace
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Verbatim, facts, section, table
 from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, ranks_section, shape_cell
@@ -48,7 +49,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if trace.ops is not None:
         yield section("operations", _ops(trace.ops), detail=f"{len(trace.ops):,}")
     if trace.failure is None:
-        yield section("", *([_decode(trace.decode)] if trace.decode else []), _proof(trace.proof))
+        yield section("", *([_decode(trace.decode)] if trace.decode else []), _closing(trace))
     else:
         yield from _failure(trace.failure, trace.environment.dtype)
 
@@ -275,6 +276,14 @@ def _measured(proof: Proof | DecodeProof) -> str:
     numbers = {"difference": proof.max_abs_difference, "rounding error": proof.noise_floor}
     said = ", ".join(f"{name} {text.small(number)}" for name, number in numbers.items() if number is not None)
     return f": {said}" if said else ""
+
+
+def _closing(trace: Trace) -> Paragraph:
+    """Return the last line: the proof, and a warning if attention runs within tokens, which is right of no sequence."""
+    proof = _proof(trace.proof)
+    if not any(WITHIN_TOKENS in attention.kind for attention in trace.attentions):
+        return proof
+    return Paragraph(f"{proof.text} Attention runs {WITHIN_TOKENS}: no token attends to another.", "warn")
 
 
 def _proof(proof: Proof) -> Paragraph:

@@ -54,7 +54,7 @@ _CHECKS = {
     "grouped": Check(grouped),
     "rotary": Check(rotary),
     "batch": Check(batch, runs=True, follows=("heads", "softmax")),
-    "mixing": Check(mixing, runs=True, follows=("heads", "softmax", "batch", "finite")),
+    "mixing": Check(mixing, runs=True, follows=("heads", "softmax", "masking", "batch", "finite")),
     "parameters": Check(parameters, runs=True, on_meta="every projection is used once"),
     "repeat": Check(repeat, runs=True, follows=("finite",)),
     "training": Check(training, runs=True, follows=("finite",)),
@@ -214,7 +214,8 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
         (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module) for each, names in pairs
     ]
     facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in pairs]
-    facts += [(Fact("who sees whom", sight.words(), sight.picture), sight.module) for sight in evidence.sights]
+    if "heads" not in evidence.failed:  # otherwise a position of a head is not a token
+        facts += [(Fact("who sees whom", sight.words(), sight.picture), sight.module) for sight in evidence.sights]
     modules: dict[Fact, list[str]] = {}
     for fact, module in facts:
         modules.setdefault(fact, []).append(module)
@@ -231,4 +232,6 @@ def _over(attention: Attention, names: AxisNames) -> str:
     """Return what is attended over if it is not the keys; else empty."""
     if attention.over_queries:
         return "the queries: they compete for each key"
+    if names.within_tokens:
+        return "the heads of one token, instead of positions"
     return "the features of a head, instead of positions" if names.over_features else ""

@@ -232,9 +232,12 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
     weights, padded = evidence.content(attention.softmax.output), evidence.padded
     if weights is not None and weights.dim() == 4 and padded is not None and weights.shape[::2] == padded.shape:
         weights = weights.masked_fill(padded[:, None, :, None].to(weights.device), 0.0)  # padding may see anything
-    for op in attention.masks:
-        values = [evidence.content(tensor) for tensor in op.inputs]
-        if fault := _weak_mask(op, values, weights) or _undone(evidence, attention, op):
+    contents = [[evidence.content(tensor) for tensor in op.inputs] for op in attention.masks]
+    faults = [(op, _weak_mask(op, values, weights)) for op, values in zip(attention.masks, contents, strict=True)]
+    if not any(fault for _, fault in faults):  # a mask that is too weak is masked out by no step after it
+        faults = [(op, _undone(evidence, attention, op)) for op in attention.masks]
+    for op, fault in faults:
+        if fault:
             sentence, proof, fix = fault
             yield Finding("masking", sentence, proof, source=op.source, fix=fix)
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial, wraps
 from math import prod
 
@@ -16,10 +16,12 @@ from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
 from ...reports.check import Finding
 from ...running.subject import Run
-from ...text import listed
+from ...text import listed, plural
 from .evidence import Evidence, NotPossibleError
 from .replay import SIDES, Factor, LostError, NotHereError, Row, changed_by, content_of
 
+_MOST_TOKENS = 64
+"""The largest number of tokens to follow."""
 Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
 """Yields the faults of one attention."""
 
@@ -67,7 +69,7 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
 @partial(of_each_kind, "no heads were found")
 def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     """Yield a fault if splitting or merging heads mixes tokens."""
-    split: dict[tuple[str, bool], dict[str, str]] = defaultdict(dict)
+    split: dict[bool, list[_Split]] = defaultdict(list)
     shared: dict[str, int] = {}
     for side in ("key", "value", "query"):
         try:
@@ -86,22 +88,17 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
         start, other, group, row, other_row = apart
         here, there = (f"features {at}–{at + width - 1}" if width > 1 else f"feature {at}" for at in (start, other))
         line = _splitting(evidence, factor) or attention.score_product.op.source
-        split[line, factor.features == 1][side] = (
-            f"{side[0]}_proj {here} of token {list(token)} end{'s' * (width == 1)} up at position {row} of head "
-            f"{group}, {there} at position {other_row}."
+        moved = f"{side[0]}_proj {here} of token {list(token)} end{'s' * (width == 1)} up at "
+        is_whole = _is_whole(factor, group, {row for rows in pieces.values() for row in rows})
+        alone = f"row {row} of scores [{group}], {there} at row {other_row}: the other rows are of the same token."
+        apart_in_head = f"position {row} of head {group}, {there} at position {other_row}."
+        split[factor.features == 1].append(
+            _Split(
+                side, line, moved + (alone if is_whole else apart_in_head), is_whole, _tokens_of_a_head(factor, group)
+            )
         )
-    for (source, convolved), proofs in split.items():
-        sides = [side for side in SIDES if side in proofs]
-        yield Finding(
-            "heads",
-            f"The heads of the {listed(sides)} are split without transpose. view() puts parts of one token into "
-            "different positions of a head, so each head sees only a few tokens.",
-            proofs[sides[0]],
-            source=source,
-            fix="Use view(batch, heads, head_dim, positions), then transpose(2, 3)."
-            if convolved
-            else "Use view(batch, positions, heads, head_dim), then transpose(1, 2).",
-        )
+    for convolved, sides in split.items():
+        yield _split_finding(sorted(sides, key=lambda each: SIDES.index(each.side)), convolved)
     if not split:
         try:
             yield from _merged(evidence, attention, names)
@@ -113,6 +110,58 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
                     return
             if not shared:
                 raise
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Heads of one side that were split in a wrong way."""
+
+    side: str
+    line: str
+    """The line of the view that splits the heads."""
+    proof: str
+    within_token: bool
+    """Whether all rows of a product are of one token."""
+    tokens: int | None
+    """The number of tokens in one head; None if there are too many to count."""
+
+
+def _split_finding(sides: Sequence[_Split], convolved: bool) -> Finding:
+    """Return one finding for all sides that are split in the same wrong way, at the first of their lines."""
+    lines = {each.side: each.line for each in sides if each.line != sides[0].line}
+    more = f" The same at {listed([f'{line} ({side})' for side, line in lines.items()])}." if lines else ""
+    by_channel = "Use view(batch, heads, head_dim, positions), then transpose(2, 3)."
+    fix = by_channel if convolved else "Use view(batch, positions, heads, head_dim), then transpose(1, 2)."
+    return Finding("heads", _split_sentence(sides), sides[0].proof + more, source=sides[0].line, fix=fix)
+
+
+def _split_sentence(sides: Sequence[_Split]) -> str:
+    """Return what is wrong, and what follows for the keys, the values or the queries."""
+    known = {each.side: each for each in sides}
+    split = f"The heads of the {listed([*known])} are split without transpose"
+    if all(side in known and known[side].within_token for side in ("query", "key")):
+        return f"{split}: attention runs over the heads within each token, and no token attends to another."
+    split = f"{split}. view() puts parts of one token into different positions of a head, so "
+    if "key" not in known:
+        return f"{split}the {listed([*known])} at a position of a head is not of the token at this position."
+    tokens = known["key"].tokens
+    if tokens is None:
+        return f"{split}a position of a head is not a token."
+    return f"{split}each head sees only {plural(tokens, 'token')}."
+
+
+def _is_whole(factor: Factor, group: int, rows: set[Row]) -> bool:
+    """Return whether these rows are all rows of a group."""
+    return len({row for place, row in rows if place == group}) == factor.target.shape[factor.rows]
+
+
+def _tokens_of_a_head(factor: Factor, group: int) -> int | None:
+    """Return the number of tokens with a part in a group of the product; None if there are too many to try."""
+    total = prod(factor.tokens)
+    if total > _MOST_TOKENS:
+        return None
+    tokens = map(factor.token, range(total))
+    return sum(any(place == group for place, _ in factor.changed(token)) for token in tokens)
 
 
 def _apart(pieces: dict[int, set[Row]]) -> tuple[int, int, int, int, int] | None:
