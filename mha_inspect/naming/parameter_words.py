@@ -6,6 +6,7 @@ The text of `in_proj_weight` of torch's layer with 3 heads of 4 features is
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
@@ -23,7 +24,7 @@ from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
 from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_of
-from .pattern import in_words
+from .pattern import dims_of, in_words
 from .projection import Part, coordinates
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values", "g": "gates"}
@@ -53,6 +54,16 @@ _EARLY = ("norm before", "shift before", "filter before")
 """Kinds of use before the projection; in the slices of heads they are called `norm`, `shift` and `filter`."""
 _BESIDE = ("reduction", "scores", "in scores", "in weights", "sinks", "learned")
 """Kinds of use outside the queries, keys, values and output of the heads."""
+_TRANSPOSED = {
+    "rows are the heads stacked": "columns are the heads side by side",
+    "columns are the heads side by side": "rows are the heads stacked",
+    "stacked: rows": "side by side: columns",
+    "side by side: columns": "stacked: rows",
+    "rows": "columns",
+    "columns": "rows",
+    "one row per head": "one column per head",
+}
+"""Words about a matrix to those about its transpose; longer ones come first."""
 _PACKED = ("qkv", "kv", "qk")
 """Names of the axis that counts the parts in one parameter."""
 
@@ -67,6 +78,17 @@ class ParameterRole:
     heads: tuple[HeadSlice, ...] = ()
     is_part: bool = False
     """Whether the head of each element is known, including elements that belong to no head."""
+
+    def transposed(self) -> ParameterRole:
+        """Return the role of the transposed matrix: `stacked: rows 0–63` becomes `side by side: columns 0–63`."""
+        dims = dims_of(self.axes)
+        if len(dims) != 2:
+            return self
+        text = re.sub("|".join(_TRANSPOSED), lambda word: _TRANSPOSED[word[0]], self.text)
+        heads = tuple(
+            replace(piece, rows=piece.columns, columns=piece.rows) for piece in self.heads if piece.columns is not None
+        )
+        return replace(self, axes=in_words(dims[::-1]), text=text, heads=heads)
 
 
 @dataclass

@@ -70,6 +70,7 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         "only in " + like.module: like.missing,
         "only in the file": like.unexpected,
         "with another shape": like.wrong_shape,
+        "transposed": like.transposed,
     }
     fits = [f"{like.matching} with the same name and shape"]
     fits += [f"{len(tensors)} {what}" for what, tensors in counts.items() if tensors]
@@ -83,6 +84,8 @@ def _fit(like: LikeModule) -> Iterator[Block]:
         pieces.append(
             (_misfit("wrong shape", tensor), tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ()))
         )
+    for tensor in like.transposed:
+        pieces.append(("transposed", tensor.name, text.shape(tensor.shape), text.shape(tensor.expected or ())))
     if pieces:
         columns = [
             Column("what", lambda group: group[0][0]),

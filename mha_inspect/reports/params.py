@@ -119,15 +119,17 @@ class LikeModule:
     prefix: str
     """Prefix of the names in the file that the module lacks; after a minus sign, prefix that only the module has."""
     matching: int
-    """Number of tensors with the same name and shape."""
+    """Number of tensors with the same name and shape, without transposed square weights."""
     missing: tuple[StoredName, ...]
     """Tensors that are only in the module."""
     unexpected: tuple[StoredName, ...]
     """Tensors that are only in the file."""
     wrong_shape: tuple[StoredName, ...]
-    """Tensors with different shapes in the file and the module."""
+    """Tensors with different shapes in the file and the module, without the transposed ones."""
     called: bool = True
     """Whether roles come from a run of the module; otherwise from names and shapes."""
+    transposed: tuple[StoredName, ...] = ()
+    """Weights that the file has transposed: by their shape, and square ones if all others of their block are."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -158,5 +160,6 @@ class ParamsReport(Report):
     @property
     def ok(self) -> bool:
         """Whether the number of parameters matches the formula, and a checkpoint fits the given module."""
-        misfits = self.like and (self.like.missing or self.like.unexpected or self.like.wrong_shape)
+        like = self.like
+        misfits = like and (like.missing or like.unexpected or like.wrong_shape or like.transposed)
         return self.total.formula_numel in (None, self.total.numel) and not misfits

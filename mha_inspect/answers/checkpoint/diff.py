@@ -21,6 +21,7 @@ from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, Tens
 from ...reports.params import StoredName
 from ...text import listed, percent, plural, shown, spans
 from .params import numbers_of
+from .transposed import is_transposed
 
 _SAME: tuple[TensorVerdict, ...] = ("same bits", "same within rounding")
 _WORSE: tuple[TensorVerdict, ...] = (*_SAME, "same, permuted", "other shape", "differs")
@@ -169,18 +170,32 @@ def _pair(name: str, other: str, left: _Side, right: _Side) -> TensorPair:
     """Compare two tensors."""
     ours, theirs, pair = left.tensors[name], right.tensors[other], _beside(name, other, left, right)
     is_turned = ours.shape != theirs.shape
-    if is_turned and (ours.shape != theirs.shape[::-1] or len(ours.shape) != 2):
+    if is_turned and not is_transposed(ours.shape, theirs.shape):
         return pair
     if not ours.numel:
         return replace(pair, verdict="same bits")
     if not (ours.has_numbers and theirs.has_numbers):
         absent = ours.read is None or theirs.read is None
         return replace(pair, verdict="differs", note="the file has no numbers for it" if absent else "complex numbers")
-    numbers = left.read(name).T.contiguous() if is_turned else left.read(name)
-    verdict, largest, relative = _distance(numbers, right.read(other))
+    numbers, others = left.read(name), right.read(other)
     if is_turned:
-        return replace(pair, verdict="same, permuted", note="transposed") if verdict in _SAME else pair
+        return _transposed(pair) if _is_same_transposed(numbers, others) else pair
+    verdict, largest, relative = _distance(numbers, others)
+    if verdict == "differs" and _is_same_transposed(numbers, others):
+        return _transposed(pair)
     return replace(pair, verdict=verdict, max_abs_difference=largest, relative_difference=relative)
+
+
+def _transposed(pair: TensorPair) -> TensorPair:
+    return replace(pair, verdict="same, permuted", note="transposed")
+
+
+def _is_same_transposed(left: Tensor, right: Tensor) -> bool:
+    """Return whether a matrix is the transpose of another; its first row is compared before the rest."""
+    if left.dim() != 2 or left.shape != right.shape[::-1]:
+        return False
+    first = _distance(left[0], right[:, 0].contiguous()).verdict
+    return first in _SAME and _distance(left.T.contiguous(), right).verdict in _SAME
 
 
 def _renamed(

@@ -26,11 +26,13 @@ from ...reports.params import (
     StoredName,
 )
 from ...text import did_you_mean, first_few, first_line, listed, plural, shown, spans
+from .transposed import Transposed, find_transposed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...layers.spec import Show
+    from ...naming.parameter_words import ParameterRole
     from ...naming.projection import Projection
     from ...running.subject import Subject
 
@@ -273,7 +275,10 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
             f"The file has no tensor name of {label}: the file has {there}, the module {wanted}. "
             "Give the class that the file was saved from, or a part of it."
         )
-    fits = {name: of for name, of in names.items() if tensors[name].shape == shapes[of]}
+    transposed = find_transposed(module, shapes, tensors, names)
+    fits = {
+        name: of for name, of in names.items() if tensors[name].shape == shapes[of] and name not in transposed.names
+    }
     tied = {id(state[of]) for of in names.values()}  # of tied tensors, one in the file is enough
     like = LikeModule(
         label,
@@ -286,21 +291,31 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
         tuple(
             StoredName(name, tensors[name].shape, shapes[of], buffer=of in buffers)
             for name, of in names.items()
-            if name not in fits
+            if name not in fits and name not in transposed.names
         ),
         called=run is not None,
+        transposed=tuple(StoredName(name, tensors[name].shape, shapes[names[name]]) for name in transposed.names),
     )
     stored_buffers = {name: tensors[name].numel for name, of in names.items() if of in buffers}
-    of_buffers = _about_buffers(stored_buffers, label, sum(tensor.numel for tensor in tensors.values()))
+    further = [
+        *_about_transposed(transposed, tensors, label),
+        *_about_buffers(stored_buffers, label, sum(tensor.numel for tensor in tensors.values())),
+    ]
     if run is None:
-        return replace(by_names, like=like, notes=(*by_names.notes, *why_not_run, *of_buffers))
+        roles_by_name = _with_transposed(by_names.roles, transposed)
+        notes = [*by_names.notes, *why_not_run, *further]
+        return replace(by_names, roles=roles_by_name, like=like, notes=tuple(notes))
     stored = by_names.attentions if checkpoint.config else ()
     counts = {attention.module: attention.num_heads for attention in stored}
-    in_file = {of: name for name, of in fits.items()}
+    in_file = {of: name for name, of in names.items() if name in fits or name in transposed.names}
     parameters = {id(parameter): of for of, parameter in module.named_parameters()}
     for name, of in fits.items():  # a tied tensor gets the name that it has in the run
         in_file.setdefault(parameters.get(id(state[of]), of), name)
-    roles = {in_file[of]: role for of, role in roles_of(run).items() if of in in_file}
+    roles: dict[str, ParameterRole] = {}
+    for of, role in roles_of(run).items():
+        if of in in_file:
+            name = in_file[of]
+            roles[name] = role.transposed() if name in transposed.names else role
     notes = [f"Roles come from a run of {label}."]
     if not run.attentions:
         notes.append("No attention was found in that run.")
@@ -316,10 +331,72 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
         notes.append(f"Head counts are from {label}. Every head count that fits would load without an error.")
     return Known(
         tuple(attentions),
-        {name: Role(role.axes, role.text, role.heads if role.is_part else ()) for name, role in roles.items()},
-        (*notes, *of_buffers),
+        {name: _stored_role(role, is_transposed=name in transposed.names) for name, role in roles.items()},
+        (*notes, *further),
         like,
     )
+
+
+def _stored_role(role: ParameterRole, *, is_transposed: bool) -> Role:
+    """Return a role in a run as the role of a tensor in a file."""
+    heads = role.heads if role.is_part else ()
+    # In a transposed matrix the heads may be columns, with the same rows for all.
+    by_columns = is_transposed and len({piece.rows for piece in heads}) == 1
+    return Role(role.axes, role.text, heads, int(by_columns))
+
+
+def _about_transposed(transposed: Transposed, tensors: Mapping[str, StoredTensor], label: str) -> Iterator[str]:
+    """Yield sentences about the weights that the file has transposed, and about square ones that may be."""
+    names, unknown = transposed.names, transposed.unknown
+    if names:
+        yield _are_transposed(transposed, label)
+    square = [name for name in names if tensors[name].shape[0] == tensors[name].shape[1]]
+    if square:
+        fits = "is square, so it loads" if len(square) == 1 else "are square, so they load"
+        yield (
+            f"{first_few([*map(shown, square)], 3)} {fits} without an error and would be wrong: "
+            "the other weights of the same block are all transposed."
+        )
+    if unknown:
+        are = "is" if len(unknown) == 1 else "are"
+        yield (
+            f"{first_few([*map(shown, unknown)], 3)} {are} square: could not determine whether transposed, "
+            "as some weights of the same block are and others are not."
+        )
+
+
+def _are_transposed(transposed: Transposed, label: str) -> str:
+    """Return the sentence about the transposed weights, with the fix."""
+    names = first_few([*map(shown, transposed.names)], 3)
+    is_one = len(transposed.names) == 1
+    fix = f"Use .t() on {'it' if is_one else 'each of them'} before loading."
+    if transposed.of_linear:
+        it = "it" if is_one else "them"
+        return (
+            f"{names} {'is' if is_one else 'are'} transposed: the file has {it} as [in, out], the layout of GPT-2's "
+            f"Conv1D; nn.Linear expects [out, in]. {fix}"
+        )
+    are = "is the transpose of the weight" if is_one else "are the transposes of the weights"
+    return f"{names} {are} in {label}. {fix}"
+
+
+def _with_transposed(roles: Mapping[str, Role], transposed: Transposed) -> dict[str, Role]:
+    """Return the roles from names; those of transposed weights have the features of the heads in the other dimension.
+
+    The names of GPT-2 show its layout already.
+    """
+    from ...naming.parameter_words import ParameterRole
+
+    turned = dict(roles)
+    for name in transposed.names if transposed.of_linear else ():
+        role = roles.get(name)
+        if role is None or not role.axes:
+            continue
+        axis = 0 if role.text.startswith("W_o") else 1
+        if role.axis != axis:
+            other = ParameterRole(role.axes, role.text, role.heads).transposed()
+            turned[name] = Role(other.axes, other.text, other.heads, axis)
+    return turned
 
 
 def _about_buffers(numels: Mapping[str, int], label: str, whole: int) -> Iterator[str]:

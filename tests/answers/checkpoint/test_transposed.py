@@ -1,0 +1,244 @@
+"""Weights that a file has transposed: non-square ones by their shape, square ones by the others of their block."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect
+from mha_inspect.answers.checkpoint.params import params_of_checkpoint
+from mha_inspect.running.subject import Subject
+
+from ...fuzz.files import saved
+
+NAMES = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, heads: int, make: Any, bias: bool) -> None:
+        super().__init__()
+        self.heads, self.c_attn, self.c_proj = heads, make(dim, 3 * dim, bias), make(dim, dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (u.unflatten(-1, (self.heads, -1)).transpose(1, 2) for u in self.c_attn(x).chunk(3, -1))
+        context = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.c_proj(context.transpose(1, 2).flatten(2))
+
+
+class Separate(nn.Module):
+    """Queries, keys and values with square weights of their own."""
+
+    def __init__(self, dim: int, heads: int, make: Any, bias: bool) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (make(dim, dim, bias) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = (self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        context = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o_proj(context.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, dim: int, make: Any, bias: bool) -> None:
+        super().__init__()
+        self.c_fc, self.c_proj = make(dim, 4 * dim, bias), make(4 * dim, dim, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.c_fc(x).relu())
+
+
+class Block(nn.Module):
+    def __init__(self, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attn, self.mlp = attention, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+def linear(inner: int, outer: int, bias: bool) -> nn.Module:
+    return nn.Linear(inner, outer, bias)
+
+
+class Model(nn.Module):
+    """Blocks, with a head that is a Linear in every layout."""
+
+    def __init__(self, kind: Any = Attention, layers: int = 2, make: Any = linear, bias: bool = True) -> None:
+        super().__init__()
+        blocks = (Block(kind(24, 4, make, bias), FeedForward(24, make, bias)) for _ in range(layers))
+        self.h, self.lm_head = nn.ModuleList(blocks), nn.Linear(24, 30, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.h:
+            x = block(x)
+        return self.lm_head(x)
+
+
+def with_transposed(state: dict[str, Tensor], pattern: str) -> dict[str, Tensor]:
+    return {n: t.T.contiguous() if t.dim() == 2 and re.search(pattern, n) else t for n, t in state.items()}
+
+
+def like_of(tmp_path: Path, file: dict[str, Tensor], module: nn.Module) -> Any:
+    subject = Subject(module, (torch.zeros(2, 5, 24),), {})
+    return params_of_checkpoint(saved(tmp_path / "x.safetensors", file), like=subject, per_head=True)
+
+
+def names_of(tensors: Any) -> list[str]:
+    return sorted(tensor.name for tensor in tensors)
+
+
+def test_a_file_of_conv1d_for_a_module_of_linear(tmp_path):
+    model = Model()
+    report = like_of(tmp_path, with_transposed(model.state_dict(), r"^h\."), model)
+    expected = sorted(f"h.{layer}.{name}.weight" for layer in (0, 1) for name in NAMES)
+    assert names_of(report.like.transposed) == expected
+    assert report.like.wrong_shape == ()
+    assert report.like.matching == len(model.state_dict()) - 8
+    assert not report.ok
+    said = " ".join(report.notes)
+    assert "layout of GPT-2's Conv1D" in said
+    assert "Use .t() on each of them" in said
+    # By hand: the file has head 1 of the queries in columns 6 to 11, and the output's head 1 in rows 6 to 11.
+    parameters = {parameter.name: parameter for parameter in report.parameters}
+    packed, output = parameters["h.0.attn.c_attn.weight"], parameters["h.0.attn.c_proj.weight"]
+    assert packed.role == "W_q, W_k, W_v side by side: columns 0–23, 24–47, 48–71"
+    assert packed.axes == "embed (qkv heads head_dim)"
+    assert output.role == "W_o: rows are the heads stacked, 6 each"
+    assert output.axes == "(heads head_dim) embed"
+    slices = {(piece.part, piece.head): (piece.rows, piece.columns) for piece in (*packed.heads, *output.heads)}
+    assert slices["W_q", 1] == ((0, 24), (6, 12))
+    assert slices["W_v", 0] == ((0, 24), (48, 54))
+    assert slices["W_o", 1] == ((6, 12), (0, 24))
+
+
+def test_norms_of_heads_are_those_of_the_transposed_matrix(tmp_path):
+    model = Model(layers=1)
+    path = saved(tmp_path / "x.safetensors", with_transposed(model.state_dict(), r"^h\."))
+    subject = Subject(model, (torch.zeros(2, 5, 24),), {})
+    norms = {each.part: each.norms for each in params_of_checkpoint(path, like=subject, norms=True).head_norms}
+    attention = model.h[0].attn
+    rows = attention.c_attn.weight.detach().double().unflatten(0, (3, 4, 6))
+    assert norms["W_k"] == pytest.approx(rows[1].flatten(1).norm(dim=1).tolist())
+    columns = attention.c_proj.weight.detach().double().T.unflatten(0, (4, 6))
+    assert norms["W_o"] == pytest.approx(columns.flatten(1).norm(dim=1).tolist())
+
+
+@pytest.mark.parametrize("run", [True, False])
+def test_the_feed_forward_is_the_only_evidence(tmp_path, run):
+    model = Model(kind=Separate, layers=1)
+    file = with_transposed(model.state_dict(), r"^h\.")
+    path = saved(tmp_path / "x.safetensors", file)
+    report = like_of(tmp_path, file, model) if run else params_of_checkpoint(path, like=model)
+    squares = [f"h.0.attn.{name}_proj.weight" for name in "koqv"]
+    assert names_of(report.like.transposed) == [*squares, "h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight"]
+    roles = {parameter.name: parameter.role for parameter in report.parameters}
+    assert roles["h.0.attn.k_proj.weight"].startswith("W_k: columns are the heads side by side")
+    assert roles["h.0.attn.o_proj.weight"].startswith("W_o: rows are the heads stacked")
+
+
+@pytest.mark.parametrize("kind", [Attention, Separate])
+def test_a_file_of_the_same_layout_has_nothing_to_say(tmp_path, kind):
+    report = like_of(tmp_path, Model(kind).state_dict(), Model(kind))
+    assert (report.like.transposed, report.like.wrong_shape, report.ok) == ((), (), True)
+    assert "transposed" not in " ".join(report.notes)
+
+
+def test_only_square_weights_say_nothing(tmp_path):
+    module = Separate(24, 4, linear, True)
+    report = like_of(tmp_path, with_transposed(module.state_dict(), ""), module)
+    assert (report.like.transposed, report.ok) == ((), True)
+    assert "transposed" not in " ".join(report.notes)
+
+
+def test_only_some_are_transposed(tmp_path):
+    """The square weight may be either; its block says both."""
+    model = Model(layers=1)
+    report = like_of(tmp_path, with_transposed(model.state_dict(), r"attn\.c_attn"), model)
+    assert names_of(report.like.transposed) == ["h.0.attn.c_attn.weight"]
+    said = " ".join(report.notes)
+    assert "h.0.attn.c_attn.weight is transposed" in said
+    assert "h.0.attn.c_proj.weight is square: could not determine whether transposed" in said
+
+
+def test_one_layer_is_transposed_and_another_is_not(tmp_path):
+    model = Model()
+    report = like_of(tmp_path, with_transposed(model.state_dict(), r"^h\.1"), model)
+    assert names_of(report.like.transposed) == [f"h.1.{name}.weight" for name in NAMES]
+
+
+def test_without_biases(tmp_path):
+    """c_fc and c_proj could be exchanged; c_attn shows that they are transposed."""
+    model = Model(layers=1, bias=False)
+    report = like_of(tmp_path, with_transposed(model.state_dict(), r"^h\."), model)
+    assert names_of(report.like.transposed) == [f"h.0.{name}.weight" for name in NAMES]
+
+
+def test_exchanged_layers_are_not_transposed(tmp_path):
+    model = Model(kind=Separate, layers=1, bias=False)
+    state = model.state_dict()
+    state["h.0.mlp.c_fc.weight"], state["h.0.mlp.c_proj.weight"] = (
+        state["h.0.mlp.c_proj.weight"],
+        state["h.0.mlp.c_fc.weight"],
+    )
+    report = like_of(tmp_path, state, model)
+    assert report.like.transposed == ()
+    assert names_of(report.like.wrong_shape) == ["h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight"]
+
+
+def test_a_layer_of_other_features_is_not_transposed(tmp_path):
+    """The biases show it: `Linear(96, 24)` is stored where the module has `Linear(24, 96)`."""
+    model = Model(layers=1)
+    state = model.state_dict()
+    state["h.0.mlp.c_fc.weight"], state["h.0.mlp.c_fc.bias"] = torch.zeros(24, 96), torch.zeros(24)
+    report = like_of(tmp_path, state, model)
+    assert report.like.transposed == ()
+    assert "h.0.mlp.c_fc.weight" in names_of(report.like.wrong_shape)
+
+
+def test_a_module_of_conv1d(tmp_path):
+    """Its own file has nothing to say; a file of Linear is the transpose."""
+    conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
+
+    def make(inner: int, outer: int, bias: bool) -> nn.Module:
+        return conv1d(outer, inner)
+
+    model = Model(layers=1, make=make)
+    report = like_of(tmp_path, model.state_dict(), model)
+    assert (report.like.transposed, report.ok) == ((), True)
+    assert "transpose" not in " ".join(report.notes)
+    report = like_of(tmp_path, Model(layers=1).state_dict(), model)
+    assert names_of(report.like.transposed) == [f"h.0.{name}.weight" for name in NAMES]
+    assert "Conv1D" not in " ".join(report.notes)
+    output = next(parameter for parameter in report.parameters if parameter.name == "h.0.attn.c_proj.weight")
+    assert output.role == "W_o: columns are the heads side by side, 6 each"
+
+
+def test_an_attention_alone(tmp_path):
+    module = Attention(24, 4, linear, True)
+    report = like_of(tmp_path, with_transposed(module.state_dict(), ""), module)
+    assert names_of(report.like.transposed) == ["c_attn.weight", "c_proj.weight"]
+
+
+def test_a_block_alone_with_the_feed_forward_as_the_only_evidence(tmp_path):
+    module = Block(Separate(24, 4, linear, True), FeedForward(24, linear, True))
+    report = like_of(tmp_path, with_transposed(module.state_dict(), ""), module)
+    squares = [f"attn.{name}_proj.weight" for name in "koqv"]
+    assert names_of(report.like.transposed) == [*squares, "mlp.c_fc.weight", "mlp.c_proj.weight"]
+
+
+def test_a_square_weight_is_transposed_in_the_other_file(tmp_path):
+    left = {"h.0.attn.c_proj.weight": torch.randn(24, 24), "h.0.attn.other.weight": torch.randn(24, 24)}
+    right = {"h.0.attn.c_proj.weight": left["h.0.attn.c_proj.weight"].T, "h.0.attn.other.weight": torch.randn(24, 24)}
+    paths = [saved(tmp_path / f"{n}.safetensors", side) for n, side in (("left", left), ("right", right))]
+    report = mha_inspect.diff(*paths)
+    found = {pair.name: (pair.verdict, pair.note) for pair in report.tensors}
+    assert found["h.0.attn.c_proj.weight"] == ("same, permuted", "transposed")
+    assert found["h.0.attn.other.weight"] == ("differs", "")
