@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from itertools import groupby
-from math import isfinite, isnan, sqrt
+from math import floor, isfinite, isnan, log10, sqrt
 
 TYPED = 60
 """Maximum number of characters of the user's text in a message."""
@@ -153,6 +153,9 @@ def _special(number: float) -> str | None:
     return "NaN" if isnan(number) else "inf" if number > 0 else "-inf"
 
 
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def small(number: float) -> str:
     """Return a difference: `1.2e-07`, `0.314`."""
     return _special(number) or (f"{number:.1e}" if abs(number) < 1e-3 else f"{number:.3g}")
@@ -164,15 +167,30 @@ def statistic(number: float) -> str:
 
 
 def times(number: float) -> str:
-    """Return a multiple of a rounding error in two digits, as the others differ between processors: `1,300,000`."""
+    """Return a ratio in two digits: `1.3`, `1,300`."""
     return _special(number) or (f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.1f}")
 
 
 def multiple(number: float | None) -> str:
-    """Return a multiple for a sentence; None, for a rounding error of 0, becomes `infinitely many`."""
+    """Return a multiple of a rounding error for a sentence: `about 10⁶`; None, for an error of 0: `infinitely many`."""
     if number is None or number == float("inf"):
         return "infinitely many"
-    return times(number) if number < 1e15 else f"{number:.2g}".replace("e+", "e")
+    size = magnitude(number)
+    return f"about {size}" if number >= 10 else size
+
+
+def magnitude(number: float) -> str:
+    """Return a multiple of a rounding error: `10⁶` for 2,500,000, which is 1,400,000 on another processor.
+
+    From 10 on only the order of magnitude is the same on every machine; below, a digit decides a verdict: `0.7`.
+    """
+    special = _special(number)
+    if special is not None:
+        return special
+    if number < 10:
+        return f"{number:.1f}"
+    exponent = floor(log10(number))
+    return "10" if exponent == 1 else f"10{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
 def percent(share: float) -> str:

@@ -56,6 +56,27 @@ def test_multiples():
     assert [text.times(n) for n in (0.04, 17.25, 1302118.4)] == ["0.0", "17", "1,300,000"]
 
 
+@pytest.mark.parametrize(
+    ("number", "said", "in_sentence"),
+    [
+        (0.0, "0", "0"),
+        (0.74, "0.7", "0.7"),
+        (10.0, "10", "about 10"),
+        (99.9, "10", "about 10"),
+        (100.0, "10²", "about 10²"),
+        (2_500_000.0, "10⁶", "about 10⁶"),
+        (1_400_000.0, "10⁶", "about 10⁶"),
+        (3e16, "10¹⁶", "about 10¹⁶"),
+        (float("nan"), "NaN", "NaN"),
+        (float("inf"), "inf", "infinitely many"),
+    ],
+)
+def test_a_multiple_of_a_rounding_error_is_an_order_of_magnitude(number, said, in_sentence):
+    """It differed by a factor of 1.8 between two machines."""
+    assert text.magnitude(number) == said
+    assert text.multiple(number) == in_sentence
+
+
 def test_bounds_include_both_ends():
     assert [text.span(b) for b in ((0, 256), (3, 4), (5, 5))] == ["0–255", "3", "none"]
     assert text.spans([7, 0, 1, 2, 3, 9, 2]) == "0–3, 7, 9"

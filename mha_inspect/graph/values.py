@@ -51,7 +51,7 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
 def is_made_of_weights(graph: Graph, values: TensorRef, softmax: Softmax, scored: Product) -> bool:
     """Return whether these values are weights: a pseudo-inverse of them, or powers of an adjacency matrix.
 
-    They depend on these very weights element by element, or on nothing but weights and constants.
+    They depend on these very weights element by element, or on weights and constants alone.
     """
     if any(step.tensor.id == softmax.op.output.id for step in graph.back(values, graph.passes_on)):
         return True

@@ -113,7 +113,7 @@ def _parting(report: DiffReport) -> Iterator[tuple[str, str]]:
     elif row.max_abs_difference is not None and isinf(row.max_abs_difference):
         distance = "not finite on one side"
     else:
-        distance = f"{text.times(row.times_noise)} times the rounding error"
+        distance = f"{text.multiple(row.times_noise)} times the rounding error"
     yield "stage", f"{row.name}, {distance}" + (f", in attention {row.attention}" if row.attention else "")
     for name, side in (("left", row.left), ("right", row.right)):
         if side is not None:

@@ -104,8 +104,8 @@ class Destination:
 def _fault(asked: Path, real: Path) -> str:
     """Return why a file cannot be written, and what to do; empty if it can.
 
-    Raises `OSError` for a name that the system does not take, e.g. one that is too long. `Path.exists` tells that on
-    some versions of Python, and says on newer ones that there is no such file.
+    Raises `OSError` for a name that the system does not take, e.g. one that is too long. `Path.exists` raises it on
+    some versions of Python, and returns False on newer ones.
     """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         os.lstat(real)

@@ -66,8 +66,8 @@ def number(value: float | None) -> str:
 
 
 def multiple(value: float | None) -> str:
-    """Return a multiple of the rounding error as text; empty for None."""
-    return "" if value is None else text.times(value)
+    """Return the order of magnitude of a multiple of the rounding error; empty for None."""
+    return "" if value is None else text.magnitude(value)
 
 
 def verdict_column(is_baseline: Callable[[Any], bool] = lambda row: False) -> Column:

@@ -9,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from functools import cache
+from html import escape
 from xml.etree import ElementTree
 
 import pytest
@@ -203,3 +204,13 @@ def test_only_terminal_formats_import_rich_and_none_imports_torch(format, rich):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == [str(rich), "False"]
+
+
+@pytest.mark.parametrize("name", [name for name, report in REPORTS.items() if page_of(report).closing is not None])
+def test_html_says_the_verdict_before_the_first_section(name):
+    """A file of check or trace lacked the line that a terminal ends with."""
+    closing = page_of(REPORTS[name]).closing
+    assert closing is not None
+    before, _, after = rendered(name, "html").partition("<section>")
+    assert escape(closing.text) in before
+    assert after
