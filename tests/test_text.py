@@ -94,8 +94,7 @@ def test_wide_characters_take_two_columns_and_combining_ones_none():
 
 def test_words_that_are_listed_and_multiples_in_a_sentence():
     assert [text.listed("abc"[:n]) for n in range(4)] == ["", "a", "a and b", "a, b and c"]
-    assert [text.multiple(n) for n in (None, math.inf, 17.25)] == ["infinitely many", "infinitely many", "17"]
-    assert text.multiple(1.5e15) == "1.5e15"
+    assert [text.multiple(n) for n in (None, math.inf, 7.25)] == ["infinitely many", "infinitely many", "7.2"]
     assert [text.percent(share) for share in (0.749, 0.0, 1.2e-5)] == ["74.9 %", "0.0 %", "0.001 %"]
 
 

@@ -459,6 +459,8 @@ def _is_unique(heads: Tensor) -> bool:
 def _tolerance(numbers: Tensor) -> float:
     finite = numbers[numbers.isfinite()]
     largest = float(finite.abs().max()) if finite.numel() else 1.0
+    if not (numbers.is_floating_point() or numbers.is_complex()):
+        return 0.0  # positions and ids: whole numbers are equal, or they are not
     return min(_ROUNDING * torch.finfo(numbers.dtype).eps, 1 / 8) * max(largest, 1e-6)
 
 

@@ -65,7 +65,9 @@ class Call:
     @property
     def hint(self) -> str:
         """How to replace guessed inputs; empty if none were guessed."""
-        ways = [f"--input-shape {name}={shape}" for name, shape in self.guessed.items()]
+        # Sizes are left open: those of the guess are the ones that failed.
+        dtypes = {name: shape.partition(":")[2] for name, shape in self.guessed.items()}
+        ways = [f"--input-shape {name}=SIZES:{dtype}" for name, dtype in dtypes.items()]
         hint = f"If it takes something else, use {' '.join(ways)}, or --set." if ways else ""
         masks = [name for name, value in self.kwargs.items() if value is None and "mask" in name]
         return f"{hint} No mask was given: --causal or --padding makes {masks[0]}." if hint and masks else hint
@@ -218,6 +220,21 @@ class TargetFailedError(MhaInspectError):
 
     exit_code = ExitCode.CONDITION
 
+    def __init__(self, said: str, way: str = "", subject: Subject | None = None, *, is_tried: bool = False) -> None:
+        super().__init__(f"{said} {way}".rstrip())
+        self.said = said
+        """The call and its error, as a sentence."""
+        self.way = way
+        """A way out, as a sentence; empty if none is known."""
+        self.subject = subject
+        """The module and the arguments with which it failed."""
+        self.is_tried = is_tried
+        """Whether the way out was tried, and the forward ran."""
+
+    def with_way(self, *sentences: str, is_tried: bool = False) -> TargetFailedError:
+        """Return the error with these sentences in place of its way out."""
+        return TargetFailedError(self.said, " ".join(filter(None, sentences)), self.subject, is_tried=is_tried)
+
 
 @contextmanager
 def explaining(subject: Subject, how: str = "") -> Iterator[None]:
@@ -233,8 +250,8 @@ def explaining(subject: Subject, how: str = "") -> Iterator[None]:
         if not subject.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not of_forward:
             raise
         called = subject.described or "a call without tensors"
-        said = f"{subject.label}{how} failed on {called}: {in_one_line(error)}. {way_out(subject)}"
-        raise TargetFailedError(said.rstrip()) from error
+        said = f"{subject.label}{how} failed on {called}: {in_one_line(error)}."
+        raise TargetFailedError(said, way_out(subject), subject) from error
 
 
 def way_out(subject: Subject) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 from ..build.vocabulary import flag_of
 from ..errors import ExitCode, SpecError
 from ..layers.spec import divisors, require_steps
-from ..text import listed, shown
+from ..text import listed, plural, shown
 from . import subject
 from .app import command
 from .options import FAIL_IF, NUMBERS, TARGET, Options, counts, option, require_numbers, size
@@ -65,20 +66,24 @@ def compare_heads(
     named = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{named} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
-        from ..call.call import explaining
+        from ..call.call import TargetFailedError, explaining
 
         subjects = _subjects(target, options, compared)
         baseline = subjects[0][1]
         with explaining(baseline):
-            report = report_of(
-                subjects,
-                gradients=gradients,
-                steps=steps or 0,
-                focus=focus,
-                time=time,
-                tick=tick,
-                see=partial(_keep_weights, weights) if picture else None,
-            )
+            try:
+                report = report_of(
+                    subjects,
+                    gradients=gradients,
+                    steps=steps or 0,
+                    focus=focus,
+                    time=time,
+                    tick=tick,
+                    see=partial(_keep_weights, weights) if picture else None,
+                )
+            except TargetFailedError as failed:
+                way = _counts_that_run(target, options, subjects, failed.subject)
+                raise failed if not way else failed.with_way(way, is_tried=True) from failed
     drawn = None
     if picture:
         from ..pictures.stages import counts_pictures
@@ -135,6 +140,52 @@ def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -
         call = subject.call_of(module, options, call)
         subjects.append((count, subject_of(module, call, options.seed)))
     return subjects
+
+
+def _counts_that_run(
+    target: str | None, options: Options, subjects: Sequence[tuple[int, Subject]], failed: Subject | None
+) -> str:
+    """Return sentences with the head counts whose forward runs, where that of another one raised.
+
+    E.g. 1 head cannot share 2 key heads, and 2, 4 and 8 can. Empty if fewer than two run.
+    """
+    runs: list[int] = []
+    failing = 0
+    for count, each in subjects:
+        if each is failed:
+            failing = count
+        elif _runs(each):
+            runs.append(count)
+    if len(runs) < 2:
+        return ""
+    way = f"It runs with {listed([str(count) for count in runs])} heads: --heads {','.join(map(str, runs))}."
+    key_heads = _key_heads(target, options, failing)
+    if key_heads and failing % key_heads:
+        rule = f"{plural(failing, 'head')}, {plural(key_heads, 'key head')}: the key heads must divide the heads."
+        return f"{rule} {way}"
+    return way
+
+
+def _key_heads(target: str | None, options: Options, count: int) -> int:
+    """Return the number of key heads with which a target is built for this number of heads; 0 if it has none."""
+    if target is None:
+        return 0
+    arguments = subject.load_target(target, subject.with_heads(options, count)).arguments
+    for name, value in arguments.items():
+        if flag_of(name) == "num_kv_heads" and isinstance(value, int):
+            return value
+    return 0
+
+
+def _runs(subject: Subject) -> bool:
+    import torch
+
+    try:
+        with torch.no_grad(), subject.apart() as fresh:
+            fresh.plain()
+    except Exception:  # whatever the forward of a target raises
+        return False
+    return True
 
 
 def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: ComparableRun) -> None:

@@ -239,6 +239,11 @@ def on_every_rank(run: Callable[[], int]) -> int:
     return member.leave(run())
 
 
+def is_one_of_several() -> bool:
+    """Return whether this process is one of several ranks."""
+    return member is not None
+
+
 def join() -> None:
     """Watch the other ranks, if there are any, while a command runs a module."""
     if member is not None:

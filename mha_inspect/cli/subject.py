@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..build.vocabulary import Flags, dashed, flag_of
-from ..errors import SpecError, is_out_of_memory
+from ..errors import ForwardError, MhaInspectError, SpecError, is_out_of_memory
 from ..files.memory import limited_to_what_is_free
 from ..layers.catalog import LAYERS
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
@@ -18,12 +18,14 @@ from ..render.screen import Tick, progress
 from ..text import first_few, shown
 from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
+from .output import give
 from .process import resume_collection
-from .ranks import join, with_group
+from .ranks import is_one_of_several, join, with_group
 
 if TYPE_CHECKING:
     from ..build.target import Target
-    from ..call.call import Call
+    from ..call.call import Call, TargetFailedError
+    from ..reports.trace import Trace
     from ..running.subject import Subject
 
 
@@ -192,7 +194,41 @@ def waiting(options: Options, words: str) -> Iterator[Tick]:
 
 @contextmanager
 def running(options: Options, words: str) -> Iterator[Tick]:
-    """Build and run subjects in the block, as `waiting`. Their output goes to stderr; gradients are as asked."""
+    """Build and run subjects in the block, as `waiting`. Their output goes to stderr; gradients are as asked.
+
+    If a forward raises, stdout gets what `trace` shows of that run, and the error its cause.
+    """
+    try:
+        with _building(options, words) as tick:
+            yield tick
+    except MhaInspectError as error:
+        failed = getattr(error, "subject", None)
+        trace = None if failed is None or is_one_of_several() else _failed_trace(failed, options)
+        if trace is None or trace.failure is None:
+            raise
+        give(trace, options, None)
+        cause, failed_call = trace.failure.cause, cast("TargetFailedError", error)
+        if cause is None or failed_call.is_tried:
+            raise
+        raise failed_call.with_way(cause.explanation, cause.fix) from error
+
+
+def _failed_trace(failed: Subject, options: Options) -> Trace | None:
+    """Return the trace of a forward that raised, as `trace` shows it; None if it does not raise again."""
+    from ..answers.trace import traced
+
+    try:
+        with _building(options, f"tracing {failed.label}"):
+            traced(failed, Show(), keep=False)
+    except ForwardError as error:
+        return error.trace
+    except Exception:  # its arguments do not fit, or memory ran out: the first error says so
+        return None
+    return None
+
+
+@contextmanager
+def _building(options: Options, words: str) -> Iterator[Tick]:
     with progress(words, quiet=options.quiet) as tick:
         import torch
 
