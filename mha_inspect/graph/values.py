@@ -51,23 +51,24 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
 def is_made_of_weights(graph: Graph, values: TensorRef, softmax: Softmax, scored: Product) -> bool:
     """Return whether these values are weights: a pseudo-inverse of them, or powers of an adjacency matrix.
 
-    They depend on these very weights element by element, or on weights and constants alone.
+    They depend on these very weights element by element, or are computed from weights and constants alone.
     """
     if any(step.tensor.id == softmax.op.output.id for step in graph.back(values, graph.passes_on)):
         return True
     has_weights = False
-    for step in graph.back(values, lambda op: op is not scored.op and not _is_given_or_weights(graph, op)):
+    for step in graph.back(values, lambda op: op is not scored.op and not _ends_values(graph, op)):
         op = graph.recording.producer(step.tensor)
-        if op is scored.op or (op is not None and _gives_weights(graph, op)):
+        if op is None:
+            if step.tensor.id in graph.given_or_learned:
+                return False
+        elif op is scored.op or _gives_weights(graph, op):
             has_weights = True
-        elif (op is None and step.tensor.id in graph.given_or_learned) or (
-            op is not None and _is_given_or_weights(graph, op)
-        ):
+        elif _ends_values(graph, op):
             return False
     return has_weights
 
 
-def _is_given_or_weights(graph: Graph, op: Op) -> bool:
+def _ends_values(graph: Graph, op: Op) -> bool:
     """Return whether a walk back from values ends here: at a projection, or at a softmax."""
     return graph.is_projection(op) or op.index in graph.softmaxes
 

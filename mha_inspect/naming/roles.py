@@ -177,11 +177,18 @@ class Roles:
         if self.within_tokens:
             return _within(folded, outside), head_rows, ()
         if not outside:  # without a projection: batch comes before heads
-            rank = len(q_heads)
+            rank, windows = len(q_heads), self._cut_from_sequence(folded)
+            if windows:
+                whole = _without(folded, windows)
+                return whole[:1], wide(whole[1:]), windows
             if (rank <= 3 and len(folded) < 2) or (rank < 3 and not self._attention.is_dot):
                 return folded, (), ()
             batch = _within(folded, q_heads[0] if rank > 3 else folded[:-1] if rank == 3 else ())
-            return batch, wide(_without(folded, batch)) or _without(folded, batch)[:1], ()
+            rest = _without(folded, batch)
+            several = sum(bool({*wide(dim)} & {*rest}) for dim in q_heads[1:]) > 1
+            if several and {*wide(rest)} <= self._given_keys():
+                return batch, (), ()  # nothing shows which of them are heads
+            return batch, wide(rest) or rest[:1], ()
         batch, rest = _within(folded, outside), _without(folded, outside)
         # Windows are cut from the sequence, so they are next to the rest of it somewhere; the batch never is.
         whole = {*batch[:1], *self._dimensions.given_whole}
@@ -198,6 +205,16 @@ class Roles:
             heads = ones[:1] if len(set(ones)) == 1 else ()
         return batch, heads, windows
 
+    def _given_keys(self) -> set[Axis]:
+        """Return the axes of the keys before any repeat."""
+        return {*wide(*self._dimensions.of(self._attention.before_repeats["key"]))}
+
+    def _cut_from_sequence(self, folded: Dim) -> Dim:
+        """Return the axes that the product of scores runs over and that are cut from the sequence: the windows."""
+        rows = set(wide(self.query, self.key))
+        cut = self._dimensions.beside(rows, apart_from=self._dimensions.given_whole)
+        return _within(_without(wide(folded), self._dimensions.given_whole), cut)
+
     @property
     def own_values(self) -> Dim:
         """Query axes if every query averages its own gathered values (top-k attention); otherwise empty."""
@@ -213,8 +230,10 @@ class Roles:
     @cached_property
     def kv_heads(self) -> Dim:
         """The head axes that keys and values were projected to."""
-        if "k_proj" not in self._attention.stages or self.mixes_positions or self.within_tokens:
+        if self.mixes_positions or self.within_tokens:
             return self.heads
+        if "k_proj" not in self._attention.stages:
+            return _within(wide(self.heads), self._given_keys()) if self._attention.is_dot else self.heads
         projected = self._atoms("k_proj")
         once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))
         count = size_of(self.heads)

@@ -85,7 +85,7 @@ def test_axes_beside_the_windows_are_told_by_what_they_are() -> None:
 
 def test_a_packed_convolution_counts_its_projections() -> None:
     (found,) = trace(claims.PackedConvolution(), torch.randn(2, claims.WIDTH, 3, 5)).attentions
-    assert axes(found, "q_proj").split()[1:4] == ["(qkv", "heads", "head_dim)"]
+    assert axes(found, "q_proj").split()[1:3] == ["(heads", "head_dim)"]
 
 
 def test_the_stage_where_nan_begins_is_told() -> None:
