@@ -16,7 +16,7 @@ from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
 from .axis import Axis, setting, wide
-from .dataflow import Graph, made_of
+from .dataflow import Graph, inside, made_of
 from .products import Joint, Product, ProductPath, product_of, sides_of
 from .rerun import between
 from .rules import reduced_places
@@ -73,9 +73,9 @@ def _of_learned_query(graph: Graph, op: Op, over: set[Axis], module: str) -> Pro
     """Return a product of keys with a parameter in place of the queries; None for other operations.
 
     The softmax runs over positions of the keys: over the output features of a projection it would be a router's. A
-    layer of its own, as of a module that computes no softmax, is a scorer, and no query.
+    layer of its own, outside the module of the softmax, is a scorer, and no query.
     """
-    if not over or (op.base_name not in _BATCHED and op.module != module):
+    if not over or (op.base_name not in _BATCHED and not inside(module, op.module)):
         return None
     product = product_of(graph.recording, op)
     if product is None or op.base_name == "addmm":

@@ -39,6 +39,15 @@ class Learned(nn.Module):
         return weighed(self.latents, self.k(x), self.v(x))
 
 
+class BySoftmaxModule(Learned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.softmax = nn.Softmax(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.softmax(self.latents @ self.k(x).mT / math.sqrt(WIDTH)) @ self.v(x)
+
+
 class Expanded(Learned):
     def forward(self, x: Tensor) -> Tensor:
         return weighed(self.latents.expand(len(x), -1, -1), self.k(x), self.v(x))
@@ -123,6 +132,7 @@ class OneQueryAHead(Learned):
 
 KINDS = [
     Learned,
+    BySoftmaxModule,
     Expanded,
     Unprojected,
     OneVector,
