@@ -18,6 +18,7 @@ from ..graph.dataflow import Graph, inside
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW, Sight, joined_sight
+from ..reports.trace import WITHIN_TOKENS
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
 from .named_run import NamedRun
@@ -29,8 +30,6 @@ _FAR = 60
 _LARGEST = 1 << 24
 """Largest number of elements of a mask whose content is read."""
 
-WITHIN_TOKENS = "over the heads within each token"
-"""The kind of attention that no token has to another: heads are its queries and keys."""
 
 Rows = tuple[tuple[int, int], ...]
 """(batch item, query) of each."""

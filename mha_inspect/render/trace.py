@@ -7,8 +7,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from .. import text
-from ..naming.visibility import WITHIN_TOKENS
-from ..reports.trace import AttentionReport, DecodeProof, Failure, OpLine, OpTensor, Path, Proof, Stage, Step, Trace
+from ..reports.trace import (
+    WITHIN_TOKENS,
+    AttentionReport,
+    DecodeProof,
+    Failure,
+    OpLine,
+    OpTensor,
+    Path,
+    Proof,
+    Stage,
+    Step,
+    Trace,
+)
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Verbatim, facts, section, table
 from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, ranks_section, shape_cell
 

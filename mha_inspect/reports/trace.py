@@ -10,6 +10,9 @@ from .common import Difference, Environment, LayerInfo, Report, Stats, Values
 Memory = Literal["input", "view", "copy", "new"]
 """Where a tensor's memory comes from: an input, shared with the tensor it was made from, copied, or computed."""
 
+WITHIN_TOKENS = "over the heads within each token"
+"""The kind of an attention whose heads were never transposed: no token attends to another."""
+
 
 @dataclass(frozen=True)
 class Path:
