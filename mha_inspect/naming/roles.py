@@ -191,10 +191,10 @@ class Roles:
             return batch, wide(rest) or rest[:1], ()
         batch, rest = _within(folded, outside), _without(folded, outside)
         # Windows are cut from the sequence, so they are next to the rest of it somewhere; the batch never is.
-        whole = {*batch[:1], *self._dimensions.given_whole}
+        not_cut = {*batch[:1], *self._dimensions.given_whole}
         rows = set(wide(self.query, self.key))
-        cut = self._dimensions.beside(rows, apart_from=whole) if not set(batch) <= whole else set()
-        windows = _within(_without(batch, whole), cut)
+        cut = self._dimensions.beside(rows, apart_from=not_cut) if not set(batch) <= not_cut else set()
+        windows = _within(_without(batch, not_cut), cut)
         batch, heads, features = _without(batch, windows), wide(rest), self._features()
         if "query" in self._attention.stages and features & {*heads, *head_rows}:
             windows, heads = (*windows, *_without(heads, features)), _within(heads, features)

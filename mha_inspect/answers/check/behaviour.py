@@ -152,6 +152,8 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.follows or evidence.source.length < 2:
         raise NotPossibleError("the output has no entry for each token")
     source, sights, reach = evidence.source, evidence.sights, evidence.reach_in_bits
+    if evidence.padded is not None and int((~evidence.padded[0]).sum()) < 2:
+        raise NotPossibleError("batch item 0 has one real token: all others are padding")
     if not any(_changes_beside(changed[:1], place) for place, changed in reach.items()):
         if any(bool((changed[1:] > 0).any()) for changed in reach.values()):
             return  # the check `batch` reports this
@@ -179,6 +181,8 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
         return
     # A weight close to zero changes no output: the softmax is saturated.
     counts = torch.stack([sight.heavy for sight in sights]).all(0)
+    if evidence.padded is not None:
+        counts &= ~evidence.padded[0][:, None]
     unchanged = [(p, int(i)) for p, changed in reach.items() for i in (~(changed[0] > 0) & counts[:, p]).nonzero()]
     if unchanged:
         place, position = unchanged[0]

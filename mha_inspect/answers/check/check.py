@@ -126,7 +126,7 @@ def check(
         held=tuple(r for r in results if isinstance(r, PassedCheck) and r.check not in failed),
         left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
         runs=runner.runs,
-        notes=(*subject.notes, *unlike_dot(evidence.run)),
+        notes=(*subject.notes, *unlike_dot(evidence.run), *evidence.notes),
     )
 
 

@@ -108,6 +108,8 @@ class Evidence:
     """The runs with a changed mask, once the check of padding needed them."""
     failed: set[str] = field(default_factory=set)
     """The checks that have a sure finding so far."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences of checks about what is no fault."""
 
     @property
     def values(self) -> dict[str, Any]:
@@ -127,15 +129,30 @@ class Evidence:
             return None
         sights, shape = sights_of(self.run, partial(first_key, self)), (source.rows, source.length)
         seen = [sight.seen for sight in sights if sight.seen.shape == (*shape, source.length)]
-        for name, value in self.values.items() if seen else ():
+        for pads in self._marked(source) if seen else ():
+            if all(_hides(each, pads) for each in seen):
+                return pads
+        return next(filter(self._is_dropped, self._marked(source)), None)
+
+    def _marked(self, source: Source) -> Iterator[Tensor]:
+        """Yield the tokens, `batch position`, with one of the two values of an argument."""
+        shape = (source.rows, source.length)
+        for name, value in self.values.items():
             if not isinstance(value, Tensor) or value.numel() != prod(shape) or value.is_complex():
                 continue
             marks = torch.unique(value) if name not in source.names else ()
             for mark in marks if len(marks) == 2 else ():
-                pads: Tensor = (value == mark).reshape(shape).cpu()
-                if all(_hides(each, pads) for each in seen):
-                    return pads
-        return None
+                yield (value == mark).reshape(shape).cpu()
+
+    def _is_dropped(self, pads: Tensor) -> bool:
+        """Return whether nested tensors leave these tokens out: all of them, and no others, have one output."""
+        if not any("nested" in op.base_name for op in self.run.recording.ops):
+            return False
+        if self.on_meta or not self.follows or self.source.batch is None or not bool(pads.any()):
+            return False
+        output = self.output.movedim(self.source.axes, (0, 1)).cpu()
+        filled = output[pads][0]
+        return torch.equal((output == filled).flatten(2).all(2), pads)
 
     @cached_property
     def leaves(self) -> dict[int, Tensor]:
@@ -287,8 +304,15 @@ class Evidence:
         """Return the difference of each output token from another run, `batch position`; 0 within rounding.
 
         `times` multiplies the tolerance for rounding; 0 compares bit for bit. Two NaNs are equal, and so are two
-        infinities of the same sign. Raises `RaisedError` if the shapes differ.
+        infinities of the same sign. Outputs of padded tokens are no outputs: their difference is 0. Raises
+        `RaisedError` if the shapes differ.
         """
+        apart, padded = self.differences_with_padding(output, base, times=times), self.padded
+        is_padded = padded is not None and self.follows and padded.shape == apart.shape
+        return apart.masked_fill(padded.to(apart.device), 0.0) if padded is not None and is_padded else apart
+
+    def differences_with_padding(self, output: Tensor, base: Tensor | None = None, *, times: float = 1.0) -> Tensor:
+        """Return what `differences` does, with the differences of padded tokens."""
         base = self.output if base is None else base
         if output.shape != base.shape:
             raise RaisedError(f"expected output shape {list(base.shape)}, got {list(output.shape)}")

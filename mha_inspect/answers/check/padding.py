@@ -277,7 +277,7 @@ def _nan(evidence: Evidence, run: Masked) -> Iterator[Finding]:
     if not evidence.follows or bool(run.base.isnan().any()) or not bool(nan.any()):
         return
     marked = run.keys if run.source is evidence.source and run.hides else torch.zeros_like(run.keys)
-    rows = evidence.differences(nan.float(), torch.zeros_like(evidence.output), times=0) > 0
+    rows = evidence.differences_with_padding(nan.float(), torch.zeros_like(evidence.output), times=0) > 0
     real = marked.shape != rows.shape or bool((rows & ~marked).any())
     yield Finding(
         "finite",
@@ -308,7 +308,7 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
         yield Finding("padding", "Padding makes the outputs of real tokens NaN.", f"With {ends} by {name}.")
         return
     padded = evidence.output_with({**mask, **source.others(pads, by=6.0)})
-    leaks = float(evidence.differences(padded, base)[0, places].max())
+    leaks = float(run.differences(padded)[0, places].max())
     if leaks:
         more, fix = "" if means else ", whichever value of the mask means ignore", _KEYS_FIX
         lengths = evidence.source.length, source.length

@@ -89,6 +89,7 @@ def training(evidence: Evidence) -> Iterator[Finding]:
         output = evidence.output_with({})
         apart = evidence.apart(output, times=_OTHER_KERNELS)
         if not apart:
+            evidence.notes.extend(_of_padded_outputs(evidence, output))
             return
         if evidence.apart(output, evidence.output_of(evidence.returned(more_seed=1))):
             raise NotPossibleError("train draws a dropout that cannot be set to 0")
@@ -97,6 +98,18 @@ def training(evidence: Evidence) -> Iterator[Finding]:
         f"With dropout off, train and eval differ by {apart:.3g}.",
         "Both modes had the same input and seed, and every dropout was 0.",
     )
+
+
+def _of_padded_outputs(evidence: Evidence, output: Tensor) -> Iterator[str]:
+    """Yield a sentence if the outputs of padded tokens differ in train, although those of real tokens are equal."""
+    padded = evidence.padded
+    if padded is None or not bool(evidence.differences_with_padding(output, times=_OTHER_KERNELS).any()):
+        return
+    outputs = evidence.output.movedim(evidence.source.axes, (0, 1)).cpu()
+    if bool((outputs[padded] == 0).all()):
+        yield "Outputs of padded tokens are 0 in eval and not in train; those of real tokens are equal."
+    else:
+        yield "Outputs of padded tokens differ in train and eval; those of real tokens are equal."
 
 
 def _train_without_dropout(module: nn.Module) -> None:
@@ -150,7 +163,7 @@ def _continued_calls(evidence: Evidence) -> Iterator[Finding]:
         for way, places in ways.items():
             if declared is None and changed and not bool(changed[_CHUNKS].any()):
                 break  # an undeclared cache gets the cheaper test only
-            changed[way] = _differences(evidence, _continued(evidence, memory, places)).amax(0)
+            changed[way] = evidence.differences(_continued(evidence, memory, places), times=OTHER_SIZES).amax(0)
     except RaisedError as error:
         _require_cut(evidence)
         if declared is None:
@@ -273,7 +286,7 @@ def _continued(evidence: Evidence, memory: _Cache, places: list[int]) -> Tensor:
     for positions in _ways_to_advance(evidence, memory):
         try:
             output = _stepwise(evidence, memory, places, positions)
-            if not _differences(evidence, output).any():
+            if not evidence.differences(output, times=OTHER_SIZES).any():
                 return output
             outputs.append(output)
         except RaisedError as error:
@@ -281,12 +294,6 @@ def _continued(evidence: Evidence, memory: _Cache, places: list[int]) -> Tensor:
     if isinstance(outputs[0], RaisedError):
         raise outputs[0]
     return outputs[0]
-
-
-def _differences(evidence: Evidence, output: Tensor) -> Tensor:
-    """Return the difference of each output token, `batch position`; 0 at padding, whose queries may see anything."""
-    apart, padded = evidence.differences(output, times=OTHER_SIZES), evidence.padded
-    return apart if padded is None else apart.masked_fill(padded.to(apart.device), 0.0)
 
 
 def _stepwise(evidence: Evidence, memory: _Cache, places: list[int], positions: str | None) -> Tensor:

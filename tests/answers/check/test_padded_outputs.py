@@ -1,0 +1,107 @@
+"""Outputs of padded tokens are no outputs: torch writes zeros there in eval, where it drops padded tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect.answers.check.check import check
+from mha_inspect.answers.check.intent import Intent
+from mha_inspect.reports.check import CheckReport
+from mha_inspect.running.subject import Subject
+
+ZEROS = "Outputs of padded tokens are 0 in eval and not in train; those of real tokens are equal."
+CONSTANT = "Outputs of padded tokens differ in train and eval; those of real tokens are equal."
+
+
+def encoder(**settings: Any) -> nn.TransformerEncoder:
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True, norm_first=settings.pop("norm_first", False))
+    return nn.TransformerEncoder(layer, 2, **settings).eval()
+
+
+def pads(*lengths: int, size: int = 8) -> Tensor:
+    return torch.arange(size)[None] >= torch.tensor(lengths)[:, None]
+
+
+def report_of(module: nn.Module, mask: Tensor, intent: Intent | None = None, **more: Any) -> CheckReport:
+    torch.manual_seed(1)
+    args = (torch.randn(*mask.shape, 16),)
+    return check(Subject(module, args, {"src_key_padding_mask": mask, **more}), intent or Intent())
+
+
+class Tagger(nn.Module):
+    """An encoder between layers with a bias, which make another number of a zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.encoder, self.head = nn.Linear(16, 16), encoder(), nn.Linear(16, 7)
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x), src_key_padding_mask=src_key_padding_mask))
+
+
+@pytest.mark.parametrize("lengths", [(5, 4, 3), (8, 5, 6), (6, 6, 6), (1, 8, 3)])
+def test_zeros_of_padded_tokens_are_no_finding(lengths: tuple[int, ...]) -> None:
+    mask = pads(*lengths)
+    report = report_of(encoder(), mask)
+    assert report.findings == ()
+    assert ZEROS in report.notes
+    # The oracle: real tokens are equal in train and eval, and padded ones are zeros in eval.
+    module, x = encoder(), torch.randn(len(lengths), 8, 16)
+    with torch.no_grad():
+        fast = module(x, src_key_padding_mask=mask)
+        for part in module.modules():
+            part.training = not isinstance(part, nn.Dropout)
+            if isinstance(part, nn.MultiheadAttention):
+                part.dropout = 0.0
+        slow = module(x, src_key_padding_mask=mask)
+    assert torch.allclose(fast[~mask], slow[~mask], atol=1e-5)
+    assert not bool(fast[mask].any())
+
+
+def test_a_bias_behind_the_encoder_changes_nothing_of_that() -> None:
+    report = report_of(Tagger().eval(), pads(5, 4, 3))
+    assert (report.findings, CONSTANT in report.notes) == ((), True)
+
+
+@pytest.mark.parametrize("lengths", [(5, 4, 3), (8, 5, 6)])
+def test_without_nested_tensors_there_is_no_finding_either(lengths: tuple[int, ...]) -> None:
+    report = report_of(encoder(enable_nested_tensor=False), pads(*lengths))
+    assert (report.findings, [note for note in report.notes if "padded" in note]) == ((), [])
+
+
+def test_a_declared_mask_passes() -> None:
+    report = report_of(encoder(), pads(8, 5, 6), Intent(padding="src_key_padding_mask", padding_true="ignore"))
+    assert report.findings == ()
+    assert "padding" in {passed.check for passed in report.held}
+
+
+class Leaks(nn.Module):
+    """An encoder that hands on the mean of all tokens, the real ones included, in train alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = encoder()
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+        y = self.encoder(x, src_key_padding_mask=src_key_padding_mask)
+        return y + x.mean(1, keepdim=True) if self.training else y
+
+
+class MixesItems(Leaks):
+    """An encoder whose outputs take something of the next batch item."""
+
+    def forward(self, x: Tensor, src_key_padding_mask: Tensor) -> Tensor:
+        y = self.encoder(x, src_key_padding_mask=src_key_padding_mask)
+        return y + 0.1 * y.roll(1, 0)
+
+
+@pytest.mark.parametrize(("module", "found"), [(Leaks, "training"), (MixesItems, "batch")])
+@pytest.mark.parametrize("lengths", [(5, 4, 3), (8, 5, 6)])
+def test_a_difference_of_real_tokens_is_found(module: type[nn.Module], found: str, lengths: tuple[int, ...]) -> None:
+    report = report_of(module().eval(), pads(*lengths))
+    assert found in {finding.check for finding in report.findings if finding.sure}
