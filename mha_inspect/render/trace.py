@@ -341,8 +341,9 @@ def _failure(failure: Failure, dtype: str) -> Iterator[Section]:
         yield section("operations", table(failure.last_ops, columns), detail=detail, more="")
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:
-        explained, fix = Paragraph(failure.cause.explanation, "bad"), facts(("fix", failure.cause.fix))
-        yield section("cause", explained, fix, detail=failure.cause.name.replace("_", " "))
+        cause = failure.cause
+        fix = [facts(("fix", cause.fix))] if cause.fix else []
+        yield section("cause", Paragraph(cause.explanation, "bad"), *fix, detail=cause.name.replace("_", " "))
 
 
 def _failed(failure: Failure, dtype: str) -> Iterator[Block]:

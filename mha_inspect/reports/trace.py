@@ -251,14 +251,14 @@ class FailedOperand:
 
 @dataclass(frozen=True)
 class Cause:
-    """A mistake that the evidence shows, with a fix."""
+    """A mistake that the evidence shows, with a fix that was tried."""
 
     name: str
     """A key of `mha_inspect.answers.failure.causes`: `heads_not_transposed`."""
     explanation: str
     """The mistake, with the real numbers."""
     fix: str
-    """The code to write instead."""
+    """The code to write instead: the failing call ran with it. Empty if no fix was found that runs."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,14 @@ of the traceback show the dispatched operation instead.
 from __future__ import annotations
 
 import ast
+import copy
 import dis
 import inspect
 import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType, TracebackType
@@ -74,6 +75,8 @@ class Call:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     layer: nn.Module | None = None
     """The called nn.MultiheadAttention or nn.Transformer; None for other calls."""
+    function: Callable[..., Any] | None = None
+    """Runs the call again with such arguments; None if it must not run again."""
 
     @property
     def base(self) -> str:
@@ -185,7 +188,7 @@ class CallWatch(TorchFunctionMode):
         try:
             return func(*args, **(kwargs or {}))
         except Exception as error:
-            self._raised = error, Call(_name_of(func), tuple(args), kwargs or {})
+            self._raised = error, Call(_name_of(func), tuple(args), kwargs or {}, function=func)
             raise
 
     def take(self, error: BaseException) -> Call | None:
@@ -197,6 +200,9 @@ class CallWatch(TorchFunctionMode):
 def _name_of(function: Any) -> str:
     """Return the usual name of a torch function: `torch.matmul`, `Tensor.view`, `F.linear`."""
     name = str(resolve_name(function) or getattr(function, "__qualname__", None) or function)
+    called = getattr(function, "__name__", "")
+    if name.startswith("torch.") and getattr(torch, called, None) is function:
+        name = f"torch.{called}"  # an alias may be found first: torch.spmm is torch.mm
     for long, short in (("torch.nn.functional.", "F."), ("torch.Tensor.", "Tensor."), ("torch.functional.", "torch.")):
         name = short + name[len(long) :] if name.startswith(long) else name
     return name
@@ -206,16 +212,20 @@ def dispatched(error: BaseException) -> Call | None:
     """Return the innermost operation that was dispatched when a recorded run raised; None without one."""
     code = Recorder.__torch_dispatch__.__code__
     frames = [frame.f_locals for frame, _ in _entries(error) if frame.f_code is code]
-    return Call(str(frames[-1]["func"]), tuple(frames[-1]["args"]), frames[-1]["kwargs"] or {}) if frames else None
+    if not frames:
+        return None
+    func = frames[-1]["func"]
+    return Call(str(func), tuple(frames[-1]["args"]), frames[-1]["kwargs"] or {}, function=func)
 
 
 def method_of(error: BaseException) -> Call | None:
     """Return the method of a tensor, written in Python, in which an error was raised: `unflatten`; None if none was."""
     frame = _entries(error)[-1][0]
     code = frame.f_code
-    is_method = getattr(getattr(torch.Tensor, code.co_name, None), "__code__", None) is code
+    method = getattr(torch.Tensor, code.co_name, None)
+    is_method = getattr(method, "__code__", None) is code
     args = tuple(frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount])
-    return Call(f"Tensor.{code.co_name}", args) if is_method else None
+    return Call(f"Tensor.{code.co_name}", args, function=method) if is_method else None
 
 
 def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
@@ -233,8 +243,30 @@ def call_of_layer(error: BaseException, *, in_block: bool) -> Call | None:
             dtypes = {value.dtype for value in given.values() if value.is_floating_point()}
             if {value.device for value in given.values()} - {weight.device} or dtypes - {weight.dtype}:
                 given["weight"] = weight
-            return Call(_LAYER_FORWARDS[frame.f_code], kwargs=given, layer=layer)
+            again = again_of(layer, bound.arguments)
+            return Call(_LAYER_FORWARDS[frame.f_code], kwargs=given, layer=layer, function=again)
     return None
+
+
+def again_of(layer: nn.Module, arguments: Mapping[str, Any]) -> Callable[..., Any] | None:
+    """Return a function that runs a layer's forward again, with some arguments replaced.
+
+    None if hooks or modules of the user would run again. If the layer's weight among the arguments was converted, a
+    copy of the layer is.
+    """
+    inside = [*layer.modules()]
+    is_torchs = all(type(each).__module__.startswith("torch.nn.") for each in inside)
+    has_hooks = any(each._forward_hooks or each._forward_pre_hooks for each in inside if each is not layer)
+    if not is_torchs or has_hooks:
+        return None
+
+    def again(**replaced: Any) -> Any:
+        weight, own = replaced.pop("weight", None), next(layer.parameters())
+        is_converted = weight is not None and (weight.dtype, weight.device) != (own.dtype, own.device)
+        called = copy.deepcopy(layer).to(weight.device, weight.dtype) if is_converted else layer
+        return called.forward(**{**arguments, **replaced})
+
+    return again
 
 
 def tensors_of(call: Call | None, site: Site) -> Iterator[tuple[str, torch.Tensor]]:
