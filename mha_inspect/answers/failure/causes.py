@@ -549,42 +549,61 @@ def _masks(facts: Facts) -> Iterator[Suspect]:
         projected = _projects_keys(facts, key, columns)
         if projected:
             what += f" {projected} projected the {columns} keys to {key}: apply a mask of keys before it."
-        yield Suspect("mask_size", what, () if projected else (_of_size(facts, mask, scores),))
+        yield Suspect("mask_size", what, tuple(_of_size(facts, mask, scores)))
 
 
-def _of_size(facts: Facts, mask: Operand, scores: Shape) -> Fix:
-    """Return how to give a mask the sizes of the scores."""
+def _of_size(facts: Facts, mask: Operand, scores: Shape) -> Iterator[Fix]:
+    """Yield how to give a mask the sizes of the scores; nothing if it is unknown which entries are the right ones."""
     (rows, columns), (query, key) = (1, *mask.shape)[-2:], scores[-2:]
-    leading = mask.shape[:-2]
-    built = [(mask, of_shape((*leading, 1 if rows == 1 else query, key)))]
+    built = [(mask, of_shape((*mask.shape[:-2], 1 if rows == 1 else query, key)))]
     result = _result(facts, scores)
+    inputs, source = _inputs_of_keys(facts)
+    if columns > key and any(columns in shape for shape in inputs) and not any(key in shape for shape in inputs):
+        return  # the module has cut, pooled or projected the keys, and the mask is for those before
     if columns == query != key:
         # Its columns are the queries: cutting them to the number of keys would mask other keys.
-        source = _source_of_keys(facts)
-        of_source = f", which come from {source}" if source else ""
-        way = f"give a mask of the {key} keys of this product{of_source}: {columns} is the number of queries"
-        return Fix(way, built, result)
+        if source:
+            yield Fix(
+                f"give a mask of the {key} keys of this product, which come from {source}: "
+                f"{columns} is the number of queries",
+                built,
+                result,
+            )
+        return
     # With fewer queries than keys, the queries may be the last positions: which rows are right is unknown.
     is_first = rows == 1 or rows == query or query == key
     if is_first and (rows == 1 or rows >= query) and columns >= key:
-        way = f"cut the mask to the lengths of this call: {mask.name}[..., :{query}, :{key}]"
-        if len(mask.shape) < 2:
-            way = f"cut the mask to the lengths of this call: {mask.name}[:{key}]"
-            return Fix(way, [(mask, lambda tensor: tensor[:key])], result)
-        return Fix(way, [(mask, lambda tensor: tensor[..., :query, :key])], result)
-    return Fix(f"build the mask for query {query} and key {key}, or pass fewer positions", built, result)
+        cut = f"[..., :{query}, :{key}]" if len(mask.shape) > 1 else f"[:{key}]"
+        way = f"cut the mask to the lengths of this call: {mask.name}{cut}"
+        yield Fix(way, [(mask, lambda tensor: _first_entries(tensor, query, key))], result)
+        return
+    fewer = ", or pass fewer positions" if rows < query or columns < key else ""
+    yield Fix(f"build the mask for query {query} and key {key}{fewer}", built, result)
 
 
-def _source_of_keys(facts: Facts) -> str:
-    """Return the input that the keys come from and the queries do not; empty if there are none or several."""
+def _first_entries(mask: Tensor, query: int, key: int) -> Tensor:
+    """Return the first entries of a mask: `… query key`, or `key`."""
+    return mask[..., :query, :key] if mask.dim() > 1 else mask[:key]
+
+
+def _inputs_of_keys(facts: Facts) -> tuple[list[Shape], str]:
+    """Return the shapes of the inputs that the keys come from, and the only one that the queries do not come from.
+
+    The second is the name, empty if there are none or several.
+    """
     graph, pair = facts.reached.graph, facts.mask_and_scores
-    ops = [] if pair is None else [op for _, op in facts.reached.steps_back(pair[1].given.tensor) if op is not None]
-    product = next((product for op in ops if (product := graph.product(op)) is not None), None)
-    if product is None:
-        return ""
-    queries, keys = ({t.id for t in behind_of(graph, factor)} for factor in (product.left, product.right))
-    names = [n.name for n in graph.recording.inputs if n.tensor.id in keys and n.tensor.id not in queries]
-    return names[0] if len(names) == 1 else ""
+    query, key = facts.given("query"), facts.given("key")
+    factors = None if query is None or key is None else (query.given.tensor, key.given.tensor)
+    if pair is not None:
+        ops = [op for _, op in facts.reached.steps_back(pair[1].given.tensor) if op is not None]
+        product = next((product for op in ops if (product := graph.product(op)) is not None), None)
+        factors = None if product is None else (product.left, product.right)
+    if factors is None:
+        return [], ""
+    of_queries, of_keys = ({tensor.id for tensor in behind_of(graph, factor)} for factor in factors)
+    inputs = [named for named in graph.recording.inputs if named.tensor.id in of_keys]
+    names = [named.name for named in inputs if named.tensor.id not in of_queries]
+    return [named.tensor.shape for named in inputs], names[0] if len(names) == 1 else ""
 
 
 def _result(facts: Facts, scores: Shape) -> Shape | None:

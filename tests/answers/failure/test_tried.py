@@ -135,6 +135,28 @@ def test_a_mask_of_the_queries():
     )
 
 
+@pytest.mark.parametrize("mask", [torch.ones(2, 1, 1, 12).bool(), torch.ones(12, 12).bool()])
+@pytest.mark.parametrize(
+    "fewer",
+    [
+        lambda keys: keys[:, -6:],
+        lambda keys: F.avg_pool1d(keys.mT, 2).mT,
+        lambda keys: torch.einsum("kn,bnd->bkd", torch.ones(6, 12), keys),
+    ],
+)
+@pytest.mark.parametrize("queries", [12, 4])
+def test_a_mask_of_keys_before_the_module_reduced_them(mask, fewer, queries):
+    """Which of its entries are right is unknown: it is neither cut nor a mask of queries."""
+
+    def body(x, mask, q, k):
+        scores = heads(q(x)[:, :queries], 4) @ heads(fewer(k(x)), 4).mT
+        return scores.masked_fill(~mask, float("-inf"))
+
+    failure = trace_of(Body(body, q=nn.Linear(24, 24), k=nn.Linear(24, 24)), floats(2, 12, 24), mask).failure
+    assert failure is not None
+    assert failure.cause is None or (failure.cause.name, failure.cause.fix) == ("mask_size", "")
+
+
 def test_a_square_mask_is_not_cut_to_the_first_query_of_a_cache():
     """The only query is the last of 16 positions; the first row of the mask would leave one key."""
     cause = cause_of(Attention(), floats(2, 2, 32), floats(2, 16, 32), torch.ones(16, 16, dtype=torch.bool).tril())
