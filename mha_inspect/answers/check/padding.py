@@ -5,7 +5,7 @@ Each mask is changed at some keys, and the visible keys before and after are com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -23,6 +23,7 @@ _MOST = 2
 """The largest number of mask arguments to examine."""
 _FURTHER = ("encoder", "memory", "key", "src", "context")
 """Words in the name of a mask of the keys of another sequence."""
+_BATCH_FIX = "Give the batch axis of the mask its place: mask[:, None, None, :] for scores of batch heads query key."
 _KEYS_FIX = "Apply the mask to the keys: mask[:, None, None, :] for scores of batch heads query key."
 
 
@@ -73,12 +74,24 @@ def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
         for form in _whole_masks(evidence, name):
             tried += filter(None, [_masked_run(evidence, name, form)])
             if tried and isinstance(tried[-1], Masked):
+                evidence.notes.append(_which_form(name, form, tried[:-1]))
                 break
         runs += [run for run in tried if isinstance(run, Masked)] or tried[:1]
     for name, value in masks.items():
         runs += filter(None, [_masked_run(evidence, name, value) if value.dim() > 1 and len(runs) < _MOST else None])
     evidence.masked_runs.extend(runs)
     return runs
+
+
+def _which_form(name: str, form: Tensor, rejected: Sequence[Masked | Fact]) -> str:
+    """Return a sentence with the form of a declared mask that ran, and why the first form did not."""
+    ran = f"{name} ran as {_form(form)}"
+    facts = [fact for fact in rejected if isinstance(fact, Fact)]
+    return f"{ran}. {facts[0].sentence}." if facts else f"{ran}."
+
+
+def _form(mask: Tensor) -> str:
+    return f"{str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}"
 
 
 def _whole_masks(evidence: Evidence, name: str) -> Iterator[Tensor]:
@@ -120,7 +133,7 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor, *, added: bool = F
         outputs = whole.output, masked.output
         faults = [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
     except NotPossibleError as error:
-        return Fact("mask", f"{name}: the forward rejects another value ({error})")
+        return Fact("mask", f"{name}: the forward rejects {_form(given)} ({error})")
     with suppress(NotPossibleError):
         faults += softmax(masked)
     pairs = tuple(
@@ -158,7 +171,7 @@ def mask_facts(evidence: Evidence) -> Iterator[Fact]:
         elif run.hides != run.opens:
             kept, ignored = run.meaning
             yield Fact("mask", f"{run.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
-        elif run.pairs and not run.hides:
+        elif run.pairs and not run.hides and torch.equal(run.output, run.base):
             place = int(run.keys[0].nonzero()[0])
             yield Fact("mask", f"{run.name} has no effect on key {place}: it is equally visible with either value")
 
@@ -242,6 +255,15 @@ def _joined(evidence: Evidence, run: Masked) -> list[Finding]:
 
 def _of_other_items(run: Masked) -> Finding:
     other = int((~run.keys.any(1)).nonzero()[0])
+    if any(_is_by_head(run, before, after) for before, after in run.pairs):
+        return Finding(
+            "padding",
+            f"The batch axis of {run.name} lies on the heads of the scores: the mask of batch item 0 masks out keys in "
+            "head 0 of every item.",
+            f"With {run.name} {_word(run.other)} at {run.places} alone, head 0 of batch item {other} changes too.",
+            source=run.line,
+            fix=_BATCH_FIX,
+        )
     return Finding(
         "padding",
         "The mask of one batch item masks out keys of another item.",
@@ -249,6 +271,18 @@ def _of_other_items(run: Masked) -> Finding:
         source=run.line,
         fix="Repeat the mask in the order of the joined dimension: repeat_interleave(heads, 0) for (batch heads).",
     )
+
+
+def _is_by_head(run: Masked, before: SeenKeys, after: SeenKeys) -> bool:
+    """Return whether a change in the mask of some batch items changed the heads of the same numbers, in every item.
+
+    So it is where the mask's batch axis lies on the heads, of which there are as many as items.
+    """
+    rows = run.keys.any(1)
+    if before.zeros.shape != after.zeros.shape or before.zeros.shape[1] != len(rows):
+        return False
+    changed = (before.zeros != after.zeros).flatten(2).any(2)  # batch heads
+    return torch.equal(changed, rows[None].expand_as(changed))
 
 
 def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:

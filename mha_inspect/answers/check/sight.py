@@ -42,6 +42,8 @@ class SeenKeys:
         masks, stages, seen = attention.masks, attention.stages, torch.ones(weights[:, 0].shape, dtype=torch.bool)
         self.seen = seen = sees(weights, scores).cpu() if masks or scores is not None else seen
         """`batch query key`: True if any head sees the key."""
+        self.zeros = (weights == 0).cpu()
+        """`batch heads query key`: True where a head gives no weight to a key."""
         self.line, self.module = (masks[-1] if masks else attention.softmax).source, attention.module
         self.masked = bool(masks)
         """Whether the scores are masked."""
