@@ -258,7 +258,8 @@ def _of_other_items(run: Masked) -> Finding:
     if any(_is_by_head(run, before, after) for before, after in run.pairs):
         return Finding(
             "padding",
-            f"The batch axis of {run.name} lies on the heads of the scores: head 0 of every item gets the mask of item 0.",
+            f"The batch axis of {run.name} lies on the heads of the scores: head 0 of every item "
+            "gets the mask of item 0.",
             f"With {run.name} {_word(run.other)} at {run.places} alone, head 0 of batch item {other} changes too.",
             source=run.line,
             fix=_BATCH_FIX,
