@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ...graph.dataflow import Graph
 from ...record.ops import Op
 from .facts import BROADCASTS, Facts, Operand
-from .reached import behind_of
+from .reached import SDPA, behind_of
 from .tried import Fix, of_shape
 
 
@@ -33,7 +33,7 @@ def split_positions(facts: Facts) -> SplitView | None:
             name = _name_of(facts, op)
             says = (
                 f"{name} has {tokens} tokens of {width} features, and the view at {op.source} makes {positions} "
-                f"positions of them: {heads} heads of {head_dim} are only {heads * head_dim} features."
+                f"positions of them: {heads} heads of {head_dim} are {heads * head_dim} features."
             )
             return SplitView(says, tuple(_fixes(facts, op, operand, stand_in)))
     return None
@@ -47,7 +47,8 @@ def _splits(graph: Graph) -> Iterator[Op]:
         before, after = op.inputs[0].shape, op.output.shape
         if len(before) < 2 or len(after) != len(before) + 1 or before[:-2] != after[:-3]:
             continue
-        if before[-2] == after[-3] or after[-3] % before[-2]:
+        tokens, positions = before[-2], after[-3]
+        if tokens == positions or max(tokens, positions) % min(tokens, positions):
             continue
         projected = graph.recording.producer(graph.before_moves(op.inputs[0]))
         if projected is not None and graph.is_projection(projected):
@@ -65,8 +66,7 @@ def _explained(facts: Facts, op: Op) -> Iterator[tuple[Operand, tuple[int, ...]]
         takes = _features_expected(facts, operand)
         if takes and operand.shape[-1] * positions == takes * tokens and operand.shape[-2] == positions:
             yield operand, (*operand.shape[:-2], tokens, takes)
-        is_clash = facts.base in BROADCASTS and any(_clashes(operand, o, positions, tokens) for o in others)
-        if is_clash:
+        if any(_clashes(facts, operand, other, positions, tokens) for other in others):
             yield operand, tuple(tokens if size == positions else size for size in operand.shape)
 
 
@@ -79,10 +79,18 @@ def _features_expected(facts: Facts, operand: Operand) -> int:
     return 0
 
 
-def _clashes(operand: Operand, other: Operand, positions: int, tokens: int) -> bool:
-    """Return whether the positions of an operand are the tokens of another, in one dimension."""
-    sizes = zip(reversed(operand.shape), reversed(other.shape), strict=False)
-    return any(pair == (positions, tokens) for pair in sizes)
+def _clashes(facts: Facts, operand: Operand, other: Operand, positions: int, tokens: int) -> bool:
+    """Return whether the positions of an operand meet the tokens of another in one dimension."""
+    if facts.base in BROADCASTS:
+        sizes = zip(reversed(operand.shape), reversed(other.shape), strict=False)
+        return any(pair == (positions, tokens) for pair in sizes)
+    if facts.base == SDPA:
+        return other.role == "attn_mask" and operand.shape[-2] == positions and tokens in other.shape[-2:]
+    if facts.pair is None or min(len(operand.shape), len(other.shape)) < 2:
+        return False
+    left, right = facts.pair
+    met = {id(left): left.shape[-1], id(right): right.shape[-2]}
+    return met.get(id(operand)) == positions and met.get(id(other)) == tokens
 
 
 def _fixes(facts: Facts, op: Op, operand: Operand, stand_in: tuple[int, ...]) -> Iterator[Fix]:

@@ -84,7 +84,7 @@ def test_a_view_that_makes_positions_of_features(batch, tokens, head_dim, count)
     assert cause.name == "wrong_head_dim"
     assert f"has {tokens} tokens of {count * head_dim} features" in cause.explanation
     assert f"makes {positions} positions" in cause.explanation
-    assert f"{count} heads of {taken} are only 32 features" in cause.explanation
+    assert f"{count} heads of {taken} are 32 features" in cause.explanation
     assert cause.fix == f"Use head_dim {head_dim} in that view ({count} heads, width {count * head_dim})."
 
 
@@ -93,6 +93,33 @@ def test_the_mask_shows_a_view_that_makes_positions_of_features():
     cause = cause_of(Attention(head_dim=16), x, x, torch.ones(12, 12, dtype=torch.bool))
     assert cause.name == "wrong_head_dim"
     assert "12 tokens of 64 features" in cause.explanation
+
+
+def test_the_mask_of_a_kernel_shows_it_too():
+    def body(x, mask, q):
+        u = q(x).reshape(2, -1, 4, 8).transpose(1, 2)
+        return F.scaled_dot_product_attention(u, u, u, attn_mask=mask)
+
+    cause = cause_of(Body(body, q=nn.Linear(32, 64)), floats(2, 12, 32), torch.ones(12, 12, dtype=torch.bool))
+    assert cause.name == "wrong_head_dim"
+
+
+def test_values_have_other_positions_than_the_weights_have_keys():
+    def body(x, q, v):
+        q, v = (u.view(2, -1, 4, 8).transpose(1, 2) for u in (q(x), v(x)))
+        return (q @ q.mT).softmax(-1) @ v
+
+    cause = cause_of(Body(body, q=nn.Linear(32, 32), v=nn.Linear(32, 64)), floats(2, 12, 32))
+    assert "has 12 tokens of 64 features" in cause.explanation
+
+
+def test_a_view_that_joins_tokens():
+    """The heads are too wide: 4 heads of 8 of only 16 features take two tokens for one position."""
+    body = Body(lambda x, q, o: o(q(x).view(2, -1, 4, 8).flatten(2)), q=nn.Linear(32, 16), o=nn.Linear(16, 32))
+    cause = cause_of(body, floats(2, 12, 32))
+    assert "has 12 tokens of 16 features" in cause.explanation
+    assert "makes 6 positions" in cause.explanation
+    assert cause.fix == "Use head_dim 4 in that view (4 heads, width 16)."
 
 
 def test_a_projection_of_another_width_is_no_wrong_view():
