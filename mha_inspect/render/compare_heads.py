@@ -47,8 +47,8 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     size = f"the rounding error {text.small(floors.pop())}" if len(floors) == 1 else "its rounding error"
     floor = f"{size} ({MEASURED[report.measured_against]})"
     noise = (
-        "relative difference: ‖output − baseline‖ / ‖baseline‖. × noise: the order of magnitude of the largest "
-        f"difference divided by {floor}. Above 10, the difference is too large to be rounding."
+        "relative difference: ‖output − baseline‖ / ‖baseline‖. × noise: the largest difference over "
+        f"{floor}, a power of ten. Above 10, the difference is too large to be rounding."
     )
     detail = f"same weights, same input; baseline {text.plural(report.baseline, 'head')}"
     columns = [
