@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import isclose, prod
 
+import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
@@ -17,6 +19,8 @@ from .axes import AxisNames
 
 _REDUCED = {"mean": "rms", "sum": "l2", "linalg_vector_norm": "l2", "var": "layer", "var_mean": "layer"}
 """What a norm is that divides by such a statistic."""
+_LARGEST = 1 << 24
+"""Elements of memory that are compared one by one."""
 _NORMS = {"native_layer_norm": "layer", "_fused_rms_norm": "rms"}
 
 
@@ -30,6 +34,10 @@ class OperandPath:
         first = attention.value_first if side == "value" else attention.key_first == (side == "key")
         self.target = product.left if first else product.right
         self.projection = attention.first_projection(side) if from_first else attention.projections.get(side)
+        self.forward = _Forward.around(graph, attention, self.projection)
+        """The call that these queries, keys or values are projected and used in."""
+        self.own_projections = frozenset(op.index for op in _projections(attention))
+        """Indices of the projections that this attention shows."""
         self.ops: list[Op] = []
         self.reached: set[int] = set()
         """Ids of the tensors on the way."""
@@ -54,6 +62,52 @@ class OperandPath:
     def others(self, op: Op) -> list[TensorRef]:
         """Return what an operation reads besides the tensors on the way."""
         return [tensor for tensor in op.inputs if tensor.id not in self.reached]
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """One call of the module that projects and uses keys; of a script, what ran since the attention before."""
+
+    numbers: tuple[int, ...]
+    """`Op.forwards` of the operations directly in the call; empty in a script that calls no module around both."""
+    start: int
+    """In a script: index of the last softmax before the projection; -1 if there is none."""
+
+    @classmethod
+    def around(cls, graph: Graph, attention: Attention, projection: Op | None) -> _Forward:
+        """Return the innermost call that has both the projection and the softmax of an attention."""
+        if projection is None:
+            return cls((), -1)
+        numbers = []
+        for number, other in zip(projection.forwards, attention.softmax.forwards, strict=False):
+            if number != other:
+                break
+            numbers.append(number)
+        if numbers:
+            return cls(tuple(numbers), -1)
+        before = [softmax.op.index for softmax in graph.softmaxes.values() if softmax.op.index < projection.index]
+        return cls((), max(before, default=-1))
+
+    def has(self, op: Op) -> bool:
+        """Return whether an operation ran in this call."""
+        if not self.numbers:
+            return op.index > self.start
+        return op.forwards[: len(self.numbers)] == self.numbers
+
+    def is_earlier_turn(self, op: Op, projection: Op) -> bool:
+        """Return whether an operation is `projection` in an earlier call of the same module, or ran before any."""
+        if self.has(op):
+            return False
+        if not self.numbers or op.forwards[:1] != self.numbers[:1]:
+            return True
+        # What the caller projects by itself, with a matrix of this module, is of the same forward.
+        return op.module == projection.module and len(op.forwards) == len(projection.forwards)
+
+
+def _projections(attention: Attention) -> list[Op]:
+    """Return all projections of an attention, with those before the last of each side."""
+    earlier = [op for ops in attention.earlier.values() for op in ops]
+    return [*earlier, *attention.projections.values()]
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
@@ -126,6 +180,9 @@ def cache_of(
 ) -> tuple[Cache, set[int]] | None:
     """Return the cache behind keys or values, and the indices of the operations that fill it; None without one.
 
+    A cache was there before the call: keys of other tokens that the same call projects, e.g. of global tokens beside
+    local ones, are none.
+
     Args:
         path: the operations of that side.
         constants: values of indices.
@@ -158,27 +215,93 @@ def cache_of(
     past = last - new
     if past < 0 or (past == 0 and last == keys):
         return None
+    if past and not _was_there(path, written):
+        return None
     ops = {written.index, *(op.index for op in ends)}
     return Cache(past, new, keys - last, "paged" if ends else "in place"), ops
 
 
 def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:
-    """Return whether a tensor came in, or was projected by the same weight in an earlier call."""
+    """Return whether a tensor came in, or was projected by the same weight in an earlier call.
+
+    The tokens that the new keys are projected from came in too, and are not earlier.
+    """
     graph, projection = path.graph, path.projection
     assert projection is not None
     weights = {read.storage for read in projection.inputs if graph.is_weight(read)}
     outside = projected = False
+    tokens = _tokens(path, projection)
     for step in graph.back(tensor, lambda op: not graph.is_projection(op)):
         op = graph.recording.producer(step.tensor)
         if op is None:
-            outside = outside or step.tensor.id not in graph.recording.parameter_names
+            given = step.tensor.id not in graph.recording.parameter_names and step.tensor.id not in tokens
+            outside = outside or given
             if step.tensor.id in graph.recording.parameter_names and len(step.tensor.shape) > 1:
                 return False
         elif graph.is_projection(op):
             if weights & {read.storage for read in op.inputs}:
-                return True
+                return path.forward.is_earlier_turn(op, projection)
             projected = True  # keys and values may be in one tensor
     return outside and not projected
+
+
+def _tokens(path: OperandPath, projection: Op) -> set[int]:
+    """Return the ids of the tensors that a projection reads, before any norm or embedding, without products."""
+    start = path.graph.projected(projection)
+    return {step.tensor.id for step in path.graph.back(start, lambda op: not op.does("product", "convolution"))}
+
+
+def _was_there(path: OperandPath, written: Op) -> bool:
+    """Return whether the memory that new keys are written into was there before this call, with other keys.
+
+    It was not if this call made it, or wrote the keys of other tokens into it too.
+    """
+    graph, storage = path.graph, written.output.storage
+    for op in graph.recording.ops[: written.index]:
+        makes = op.kind in ("compute", "copy") and any(output.storage == storage for output in op.outputs)
+        if makes and path.forward.has(op) and not any(_is_earlier(path, tensor) for tensor in op.inputs):
+            return False
+    read = _read_after(path, written)
+    for op in graph.recording.ops[: max(path.ops[-1].index, written.index)]:
+        if op.kind != "write" or op.index == written.index or not path.forward.has(op):
+            continue
+        if op.output.storage == storage and _overlap(op.output, read) and _writes_other_keys(path, op):
+            return False
+    return True
+
+
+def _read_after(path: OperandPath, written: Op) -> TensorRef:
+    """Return the smallest part of the written memory that is read for the product."""
+    parts = [tensor for op in path.ops for tensor in op.inputs if op.index > written.index]
+    views = [tensor for tensor in parts if tensor.storage == written.output.storage and tensor.numel]
+    return min(views, key=lambda tensor: tensor.numel, default=written.output)
+
+
+def _overlap(first: TensorRef, second: TensorRef) -> bool:
+    """Return whether two tensors of one storage have an element in common; also if that takes too long to find out."""
+    starts = first.offset, second.offset
+    ends = [t.offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) for t in (first, second)]
+    size = max(ends) - min(starts) + 1
+    if max(starts) > min(ends) or size > _LARGEST:
+        return max(starts) <= min(ends)
+    # E.g. the keys of two layers, side by side for each token.
+    taken = [torch.zeros(size, dtype=torch.bool) for _ in starts]
+    for tensor, elements in zip((first, second), taken, strict=True):
+        elements.as_strided(tensor.shape, tensor.stride, tensor.offset - min(starts)).fill_(True)
+    return bool((taken[0] & taken[1]).any())
+
+
+def _writes_other_keys(path: OperandPath, op: Op) -> bool:
+    """Return whether an operation writes what this call projected, other than by the projections of the attention."""
+    graph = path.graph
+    for value in op.inputs[1:]:
+        for step in graph.back(value, lambda through: not graph.is_projection(through)):
+            made = graph.recording.producer(step.tensor)
+            if made is None or not graph.is_projection(made) or made.index in path.own_projections:
+                continue
+            if path.forward.has(made):
+                return True
+    return False
 
 
 def _is_paged(path: OperandPath, op: Op, keys: int) -> bool:

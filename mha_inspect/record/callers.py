@@ -44,6 +44,8 @@ class Callers:
         self._paths: dict[int, tuple[ref[nn.Module], str]] = {}
         self._key = f".recorder {next(_NUMBERS)}"
         """The variable name of the mark in the frame of each module call."""
+        self._numbers = count()
+        """Numbers of the module calls to come."""
         self._module_calls: dict[int, tuple[ref[_Mark], ModuleCall]] = {}
         """Module calls by the ids of their frames, each valid as long as its mark exists."""
 
@@ -118,7 +120,8 @@ class Callers:
             path = ""
             self.add(module, path)
         mark = frame.f_locals[self._key] = _Mark()
-        call = ModuleCall(path, self._site_of(frame.f_back)[0])
+        above = self._site_of(frame.f_back)[0]
+        call = ModuleCall(path, above, next(self._numbers))
         self._module_calls[id(frame)] = ref(mark), call
         return call
 

@@ -88,6 +88,8 @@ class Op:
     kernel: int | None = None
     """Index in `Recording.kernels` of the fused kernel that this operation is, or is a step of; else None. For a kernel
     run by another kernel, the index of the outer one."""
+    forwards: tuple[int, ...] = ()
+    """Numbers of the module calls that it ran in, the outermost first; empty outside of modules."""
 
     @property
     def base_name(self) -> str:

@@ -45,7 +45,7 @@ from .catalog import ABOUT, About, about, adds_scores
 from .ops import Kind, Named, Op, Recording, TensorRef
 from .ranks import gathered, runs_on_shapes, wait, wraps
 from .sight import Sight, sight_of
-from .site import RUNNING, Site, place_of_site, put_on, take_off
+from .site import RUNNING, Site, numbers_of_site, place_of_site, put_on, take_off
 from .tensors import DENSE, PLAIN, Look, Tensors, uncollected
 
 _VIEWS_IN_PLACE = frozenset({"transpose_", "t_", "squeeze_", "unsqueeze_", "detach_"})
@@ -253,6 +253,7 @@ class Recorder(TorchDispatchMode):
             *self._place[1],
             call,
             kernel,
+            numbers_of_site(site),
         )
         self._ops.append(op)
         return op

@@ -117,12 +117,19 @@ frames inside the recorded block if no module is called."""
 class ModuleCall:
     """One call of a module, running or finished."""
 
-    __slots__ = ("above", "path")
+    __slots__ = ("above", "numbers", "path")
 
-    def __init__(self, path: str, above: Site) -> None:
+    def __init__(self, path: str, above: Site, number: int) -> None:
         self.path = path
         self.above = above
         """The frames that called the module."""
+        self.numbers: tuple[int, ...] = (*numbers_of_site(above), number)
+        """Numbers of the module calls that this one runs in, the outermost first, and its own."""
+
+
+def numbers_of_site(site: Site) -> tuple[int, ...]:
+    """Return the numbers of the module calls that an operation ran in, the outermost first; empty outside of any."""
+    return site[-1].numbers if site and isinstance(site[-1], ModuleCall) else ()
 
 
 def place_of_site(site: Site) -> tuple[str, str]:

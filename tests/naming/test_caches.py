@@ -1,0 +1,335 @@
+"""Keys that were there before the call are a cache; those of other tokens of the same call are none.
+
+The truth is how each module is written, and the number of keys that it gets from before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mha_inspect
+from mha_inspect.reports.trace import Cache
+
+H, D = 3, 8
+E = H * D
+B, N, M, PAST = 2, 8, 4, 5
+
+
+def split(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (H, D)).transpose(1, 2)
+
+
+class Projections(nn.Module):
+    """Projections of the tokens, others for other tokens, and a way to attend."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(E, E) for _ in range(4))
+        self.other_k, self.other_v = nn.Linear(E, E), nn.Linear(E, E)
+        self.learned = nn.Parameter(torch.randn(1, M, E))
+        self.register_buffer("constant", torch.randn(B, M, E))
+
+    def sides(self, x: Tensor) -> list[Tensor]:
+        return [split(each(x)) for each in (self.q, self.k, self.v)]
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+    def attend_with(self, x: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, *own = self.sides(x)
+        return self.attend(q, *(torch.cat(pair, 2) for pair in zip((k, v), own, strict=True)))
+
+
+# -- no cache ---------------------------------------------------------------------------------------------------------
+
+
+class GlobalTokens(Projections):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        return self.attend_with(x, *self.sides(more)[1:])
+
+
+class GlobalTokensLast(Projections):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        q, k, v = self.sides(x)
+        _, other_k, other_v = self.sides(more)
+        return self.attend(q, torch.cat([k, other_k], 2), torch.cat([v, other_v], 2))
+
+
+class GlobalTokensOfTheirOwnMatrices(Projections):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        return self.attend_with(x, split(self.other_k(more)), split(self.other_v(more)))
+
+
+class FirstTokens(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend_with(x[:, M:], *self.sides(x[:, :M])[1:])
+
+
+class PooledTokens(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend_with(x, *self.sides(x.unflatten(1, (-1, 2)).mean(2))[1:])
+
+
+class LearnedTokens(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend_with(x, *self.sides(self.learned.expand(len(x), -1, -1))[1:])
+
+
+class ConstantTokens(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend_with(x, *self.sides(self.constant)[1:])
+
+
+class LearnedKeys(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        keys = split(self.learned.expand(len(x), -1, -1))
+        return self.attend_with(x, keys, keys)
+
+
+class TokensThemselves(Projections):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attend_with(x, split(x), split(x))
+
+
+class CrossStreams(Projections):
+    def forward(self, x: Tensor, more: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = self.attend_with(x, *self.sides(more)[1:]), self.attend_with(more, *self.sides(x)[1:])
+        return first, second
+
+
+class Blocks(Projections):
+    """Pegasus-X: the tokens of a block see one another, and global tokens."""
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        q, k, v = (side.unflatten(2, (-1, 4)) for side in self.sides(x))
+        others = (side[:, :, None].expand(-1, -1, q.shape[2], -1, -1) for side in self.sides(more)[1:])
+        k, v = (torch.cat(pair, 3) for pair in zip(others, (k, v), strict=True))
+        weights = torch.einsum("bhnqd,bhnkd->bhnqk", q, k).softmax(-1)
+        context = torch.einsum("bhnqk,bhnkd->bhnqd", weights, v)
+        return self.o(context.flatten(2, 3).transpose(1, 2).flatten(2))
+
+
+class WrittenSideBySide(Projections):
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        q, *own = self.sides(x)
+        joined = []
+        for mine, others in zip(own, self.sides(more)[1:], strict=True):
+            whole = torch.zeros(len(x), H, M + N, D)
+            whole[:, :, :M], whole[:, :, M:] = others, mine
+            joined.append(whole)
+        return self.attend(q, *joined)
+
+
+class WrittenIntoABuffer(Projections):
+    """The memory was there before, and its content was not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("room", torch.zeros(2, B, H, M + N, D))
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        q, *own = self.sides(x)
+        others = split(self.other_k(more)), split(self.other_v(more))
+        for side in range(2):
+            self.room[side, :, :, :M] = others[side]
+            self.room[side, :, :, M:] = own[side]
+        return self.attend(q, *self.room)
+
+
+class GivenByTheCaller(nn.Module):
+    """The model projects global tokens with the layer's matrices, and gives the keys to the layer."""
+
+    class Layer(Projections):
+        def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
+            return self.attend_with(x, *past)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = self.Layer()
+
+    def forward(self, x: Tensor, more: Tensor) -> Tensor:
+        return self.layer(x, (split(self.layer.k(more)), split(self.layer.v(more))))
+
+
+TOKENS = [FirstTokens, PooledTokens, LearnedTokens, ConstantTokens, LearnedKeys, TokensThemselves]
+WITH_OTHERS = [GlobalTokens, GlobalTokensLast, GlobalTokensOfTheirOwnMatrices, CrossStreams, Blocks]
+WITH_OTHERS += [WrittenSideBySide, WrittenIntoABuffer, GivenByTheCaller]
+
+
+@pytest.mark.parametrize("kind", [*TOKENS, *WITH_OTHERS])
+def test_keys_of_other_tokens_of_the_same_call_are_no_cache(kind: Any) -> None:
+    torch.manual_seed(0)
+    args = torch.randn(B, N, E), torch.randn(B, M, E)
+    trace = mha_inspect.trace(kind().eval(), *args[: 1 + (kind in WITH_OTHERS)])
+    assert trace.attentions
+    for attention in trace.attentions:
+        assert attention.cache is None
+        assert not any("cache" in stage.formula for stage in attention.stages)
+
+
+def test_global_tokens_of_pegasus_x_are_no_cache() -> None:
+    hf = pytest.importorskip("transformers")
+    sizes = {
+        f"{part}_{name}": 2 for part in ("encoder", "decoder") for name in ("layers", "attention_heads", "ffn_dim")
+    }
+    config = hf.PegasusXConfig(vocab_size=30, d_model=16, block_size=4, num_global_tokens=3, **sizes)
+    torch.manual_seed(0)
+    ids = torch.randint(3, 30, (2, 8))
+    trace = mha_inspect.trace(hf.PegasusXModel(config).eval(), input_ids=ids, decoder_input_ids=ids[:, :5])
+    assert len(trace.attentions) >= 6
+    assert [attention.cache for attention in trace.attentions] == [None] * len(trace.attentions)
+
+
+# -- caches -----------------------------------------------------------------------------------------------------------
+
+
+class Past(Projections):
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
+        return self.attend_with(x, *past)
+
+
+class Stacked(Projections):
+    def forward(self, x: Tensor, past: Tensor) -> Tensor:
+        q, *own = self.sides(x)
+        return self.attend(q, *torch.cat([past, torch.stack(own)], 3))
+
+
+class Buffers(Projections):
+    """Keys and values are written into one buffer, the values first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.randn(2, B, H, 20, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.sides(x)
+        end = PAST + x.shape[1]
+        self.kept[1, :, :, PAST:end] = v
+        self.kept[0, :, :, PAST:end] = k
+        return self.attend(q, *self.kept[:, :, :, :end])
+
+
+class LayersSideBySide(nn.Module):
+    """One buffer has the keys and values of both layers, next to each other for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(E, 3 * E) for _ in range(2))
+        self.register_buffer("kept", torch.randn(B, 20, 2, 2, H, D))
+
+    def forward(self, x: Tensor) -> Tensor:
+        end = PAST + x.shape[1]
+        for place, layer in enumerate(self.layers):
+            q, *own = (side.unflatten(-1, (H, D)) for side in layer(x).chunk(3, -1))
+            for side, mine in enumerate(own):
+                self.kept[:, PAST:end, place, side] = mine
+            k, v = self.kept[:, :end, place].unbind(2)
+            heads = (each.transpose(1, 2) for each in (q, k, v))
+            x = x + F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+        return x
+
+
+class Cloned(Projections):
+    """The past is copied to a larger tensor, and the new keys are written behind it."""
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
+        q, *own = self.sides(x)
+        joined = []
+        for mine, old in zip(own, past, strict=True):
+            whole = F.pad(old, (0, 0, 0, x.shape[1]))
+            whole[:, :, old.shape[2] :] = mine
+            joined.append(whole)
+        return self.attend(q, *joined)
+
+
+class BesideGlobalTokens(Projections):
+    """A cache, and projected global tokens in another attention of the same forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cached, self.of_tokens = Past(), GlobalTokens()
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
+        return self.cached(self.of_tokens(x, self.constant), past)
+
+
+def given_past() -> tuple[Tensor, Tensor]:
+    return torch.randn(B, H, PAST, D), torch.randn(B, H, PAST, D)
+
+
+CACHES: list[tuple[Any, Any, str]] = [
+    (Past, lambda: (given_past(),), "concatenated"),
+    (Stacked, lambda: (torch.randn(2, B, H, PAST, D),), "concatenated"),
+    (Buffers, lambda: (), "in place"),
+    (LayersSideBySide, lambda: (), "in place"),
+    (Cloned, lambda: (given_past(),), "in place"),
+    (BesideGlobalTokens, lambda: (given_past(),), "concatenated"),
+]
+
+
+@pytest.mark.parametrize("new", [1, N])
+@pytest.mark.parametrize(("kind", "given", "way"), CACHES)
+def test_keys_from_before_the_call_are_a_cache(kind: Any, given: Any, way: str, new: int) -> None:
+    torch.manual_seed(0)
+    trace = mha_inspect.trace(kind().eval(), torch.randn(B, new, E), *given())
+    cached = trace.attentions[1:] if kind is BesideGlobalTokens else trace.attentions
+    assert cached
+    assert [attention.cache for attention in cached] == [Cache(PAST, new, 0, way)] * len(cached)
+    if kind is BesideGlobalTokens:
+        assert trace.attentions[0].cache is None
+
+
+class Returning(Projections):
+    def forward(self, x: Tensor, past: Any = None) -> tuple[Tensor, Any]:
+        q, k, v = self.sides(x)
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return self.attend(q, k, v), (k, v)
+
+
+class Generates(nn.Module):
+    """The loop over calls is a forward itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Returning()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, past = self.layer(x)
+        for _ in range(2):
+            y, past = self.layer(y[:, -1:], past)
+        return y
+
+
+@pytest.mark.parametrize("way", ["calls", "one forward", "functions"])
+def test_keys_of_an_earlier_call_are_a_cache(way: str) -> None:
+    torch.manual_seed(0)
+    model, x = Generates().eval(), torch.randn(B, N, E)
+    steps = (x, x[:, :1] * 2, x[:, :1] * 3)
+    if way == "one forward":
+        attentions = mha_inspect.trace(model, x).attentions
+    else:
+        layer, past = model.layer, None
+        with torch.no_grad(), mha_inspect.recording() as recording:
+            for step in steps:
+                _, past = layer(step, past) if way == "calls" else Returning.forward.__get__(layer)(step, past)
+        attentions = recording.trace.attentions
+    expected = [None, Cache(N, 1, 0, "concatenated"), Cache(N + 1, 1, 0, "concatenated")]
+    assert [attention.cache for attention in attentions] == expected
+
+
+def test_a_script_without_modules_has_a_cache_from_the_attention_before_and_no_other() -> None:
+    torch.manual_seed(0)
+    parts, x, more = Projections().eval(), torch.randn(B, N, E), torch.randn(B, M, E)
+    with torch.no_grad(), mha_inspect.recording() as recording:
+        _, other_k, other_v = parts.sides(more)
+        q, k, v = parts.sides(x)
+        k, v = torch.cat([other_k, k], 2), torch.cat([other_v, v], 2)
+        parts.attend(q, k, v)
+        parts.attend_with(x[:, :1], k, v)
+    assert [each.cache for each in recording.trace.attentions] == [None, Cache(M + N, 1, 0, "concatenated")]
