@@ -129,6 +129,11 @@ class ComparableRun:
         known = visibility(self.run.graph, *self.attentions[place]) if place < len(self.attentions) else None
         return () if known is None else known.blind
 
+    def masked_heads(self, place: int) -> tuple[int, ...] | None:
+        """Return in which heads these queries have every key masked out: `Visibility.blind_heads`."""
+        known = visibility(self.run.graph, *self.attentions[place]) if place < len(self.attentions) else None
+        return None if known is None else known.blind_heads
+
     @property
     def returned(self) -> Tensor:
         """The forward's first tensor, in its own layout."""

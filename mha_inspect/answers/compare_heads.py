@@ -20,6 +20,7 @@ from ..naming.canonical import is_by_turn
 from ..naming.pattern import STAGES
 from ..naming.score_formulas import unlike_dot
 from ..naming.stage_facts import StageFacts
+from ..naming.visibility import Rows
 from ..reports.common import Verdict
 from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
 from ..running.subject import Run, Subject
@@ -106,7 +107,7 @@ def compare_heads(
         verdict=overall([row.verdict for row in rows[1:]]),
         answer=(
             *answer(rows, copied, all_nan=all_nan),
-            *((masked_sentence(masked, f"their weights are {listed(list(effects))}"),) if masked else ()),
+            *_masked(baseline, masked, list(effects)),
             *unlike_dot(baseline.run),
         ),
         gradients=compare_gradients(learners) if gradients else None,
@@ -116,6 +117,12 @@ def compare_heads(
         timing=_compare_times(counted, flops) if time else None,
         measured_against=baseline.measured_against,
     )
+
+
+def _masked(baseline: HeadRun, masked: Rows, effects: list[str]) -> tuple[str, ...]:
+    """Return a sentence about queries with every key masked out, in any head; none without such queries."""
+    weights = f"their weights are {listed(effects)}"
+    return (masked_sentence(masked, weights, baseline.masked_heads(0)),) if masked else ()
 
 
 def _require_comparable(run: HeadRun, base: HeadRun) -> None:

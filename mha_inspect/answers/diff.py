@@ -282,7 +282,8 @@ def _masked(sides: tuple[Side, Side], masked: Sequence[Rows]) -> tuple[str, ...]
     ours, theirs = (fate_of(side.content(place, "weights"), masked[place]) for side in sides)
     different = f"{ours} in {sides[0].label} and {theirs} in {sides[1].label}"
     fate = f"{ours} on both sides" if ours == theirs else different
-    return (masked_sentence(masked[place], f"their weights are {fate}"),)
+    heads = {side.masked_heads(place) for side in sides if side.masked_queries(place)}
+    return (masked_sentence(masked[place], f"their weights are {fate}", heads.pop() if len(heads) == 1 else None),)
 
 
 def sizes_of(side: Side) -> dict[str, Any]:

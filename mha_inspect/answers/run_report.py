@@ -25,6 +25,7 @@ from ..record.ops import Kernel, Op, TensorRef
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import AttentionReport, Collective, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
 from ..running.subject import Run, Subject
+from ..text import listed
 
 _UNSAID = "torch gives no reason; its fast path requires biases"
 """The reason if torch gives none, e.g. without in_proj_bias."""
@@ -361,8 +362,17 @@ def fate_of(weights: Tensor | None, rows: Rows) -> str:
     return "uniform" if bool((high - low <= 1e-2 * high).any()) else "numbers"
 
 
-def masked_sentence(rows: Rows, fate: str) -> str:
-    """Return a sentence about queries with every key masked out; `fate` says what their weights are."""
+def in_heads(heads: tuple[int, ...] | None) -> str:
+    """Return in which heads queries have every key masked out, e.g. ` in head 2`: `Visibility.blind_heads` in words."""
+    if heads is None:
+        return " in at least one head"
+    if not heads:
+        return ""
+    return f" in head{'s' if len(heads) > 1 else ''} {listed([*map(str, heads)])}"
+
+
+def masked_sentence(rows: Rows, fate: str, heads: tuple[int, ...] | None = ()) -> str:
+    """Return a sentence about queries with every key masked out in `heads`; `fate` says what their weights are."""
     have = "1 query has" if len(rows) == 1 else f"{len(rows):,} queries have"
     batch, query = rows[0]
-    return f"{have} every key masked out (first: query {query} of batch item {batch}): {fate}."
+    return f"{have} every key masked out{in_heads(heads)} (first: query {query} of batch item {batch}): {fate}."

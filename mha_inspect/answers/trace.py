@@ -10,7 +10,7 @@ from torch import nn
 
 from ..layers.spec import Show
 from ..naming.canonical import content_of
-from ..naming.visibility import Rows, kinds_of, mask_notes, visibility
+from ..naming.visibility import Visibility, kinds_of, mask_notes, visibility
 from ..record.arguments import tensors_in
 from ..record.ranks import local, needs_ranks
 from ..reports.common import Environment, LayerInfo
@@ -65,21 +65,22 @@ def _of_numbers(subject: Subject, before: State, run: Run, keep: bool) -> str:
     blind = _blind(run)
     if blind is None:
         return _nan_note(subject, before, run, keep)
-    place, rows = blind
+    place, visible = blind
     again = _kept(subject, before, run, keep)
     if again is None:
-        return masked_sentence(rows, f"their weights are unknown, because {_no_second_run(subject, run)}")
+        unknown = f"their weights are unknown, because {_no_second_run(subject, run)}"
+        return masked_sentence(visible.blind, unknown, visible.blind_heads)
     again = again.beside(run.wider)
-    fate = fate_of(content_of(again, *again.attentions[place], "weights"), rows)
-    return masked_sentence(rows, f"their weights are {fate}")
+    fate = fate_of(content_of(again, *again.attentions[place], "weights"), visible.blind)
+    return masked_sentence(visible.blind, f"their weights are {fate}", visible.blind_heads)
 
 
-def _blind(run: Run) -> tuple[int, Rows] | None:
-    """Return the place of the first attention with queries that have every key masked out, and the queries, or None."""
+def _blind(run: Run) -> tuple[int, Visibility] | None:
+    """Return the place and the visible keys of the first attention with queries that have every key masked out."""
     if all(sight.blind is None for sight in run.recording.sights.values()):
         return None
     known = ((place, visibility(run.graph, *attention)) for place, attention in enumerate(run.attentions))
-    return next(((place, visible.blind) for place, visible in known if visible is not None and visible.blind), None)
+    return next(((place, visible) for place, visible in known if visible is not None and visible.blind), None)
 
 
 def _kept(subject: Subject, before: State, run: Run, keep: bool) -> Run | None:

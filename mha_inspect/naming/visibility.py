@@ -40,10 +40,15 @@ def sees(weights: Tensor, scores: Tensor | None = None) -> Tensor:
 
     A query with every key masked out attends to none, whatever its weights. Masked `scores` show it; NaN is no mask.
     """
+    return sees_by_head(weights, scores).any(1)
+
+
+def sees_by_head(weights: Tensor, scores: Tensor | None = None) -> Tensor:
+    """Return which query attends to which key in each head, as `sees` does: a bool `batch heads query key`."""
     seen = weights.nan_to_num(0.0) != 0
     if scores is not None and scores.shape == weights.shape:
         seen = seen & (scores.amax(-1, keepdim=True) > MASKED_BELOW) | scores.isnan()
-    return seen.any(1)
+    return seen
 
 
 def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
@@ -71,6 +76,9 @@ class Visibility:
     """`query key`: whether the query attends to the key in any batch item and head; None if too large to keep."""
     blind: Rows
     """The queries with every key masked out in at least one head, in order."""
+    blind_heads: tuple[int, ...] | None = None
+    """The heads in which every query of `blind` has every key masked out, if it has a key in every other head; empty if
+    these are all heads. None if they differ by query, or are unknown."""
 
 
 def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibility | None:
@@ -82,7 +90,26 @@ def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibili
     pairs = [turn.seen for turn in known if turn.seen is not None]
     whole = len(pairs) == len(known) and len({seen.shape for seen in pairs}) == 1
     blind = sorted({row for turn in known for row in turn.blind})
-    return Visibility(torch.stack(pairs).any(0) if whole else None, tuple(blind))
+    heads = known[0].blind_heads if len(known) == 1 else _blind_heads_of_turns(known, attention, names)
+    return Visibility(torch.stack(pairs).any(0) if whole else None, tuple(blind), heads)
+
+
+def _blind_heads_of_turns(turns: list[Visibility], attention: Attention, names: AxisNames) -> tuple[int, ...] | None:
+    """Return `Visibility.blind_heads` of a loop over heads, from that of each turn."""
+    blind = {turn.blind for turn in turns if turn.blind}
+    if len(turns) != names.num_heads or not attention.branches or len(blind) != 1:
+        return None
+    heads = tuple(head for head, turn in enumerate(turns) if turn.blind)
+    return () if len(heads) == len(turns) else heads
+
+
+def _blind_heads(rows: Tensor) -> tuple[int, ...] | None:
+    """Return `Visibility.blind_heads` of marked rows, `batch heads query`."""
+    heads = {tuple(rows[item, :, query].nonzero().flatten().tolist()) for item, query in rows.any(1).nonzero().tolist()}
+    if len(heads) != 1:
+        return None
+    (same,) = heads
+    return () if len(same) == rows.shape[1] else same
 
 
 def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
@@ -111,11 +138,14 @@ def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNam
         is_last = bool(seen[:, names.lengths[1] :].all())
         seen = seen[:, : names.lengths[1]] if is_last else seen[:, -names.lengths[1] :]
     blind: Rows = ()
+    heads: tuple[int, ...] | None = None
     if sight.blind is not None and sight.blind.shape[key] == 1:  # otherwise the softmax is over another axis
         whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
         rows = canonical(whole, stage, axes, sizes, names.head_order)
-        blind = () if rows is None else tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
-    return Visibility(seen, blind)
+        if rows is not None:
+            blind = tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
+            heads = _blind_heads(rows[..., 0])
+    return Visibility(seen, blind, heads)
 
 
 def _pair(sight: Sight, first: int, second: int) -> Tensor | None:

@@ -60,7 +60,7 @@ def test_one_head_without_keys_is_enough(layer: str, tmp_path: Path) -> None:
     torch.save(mask, tmp_path / "mask.pt")
     inputs = InputSpec(batch=3, seq_len=5, attn_mask=tmp_path / "mask.pt")
     trace = trace_layer(AttentionSpec(**SIZES), inputs, RunSpec(), layer=layer)
-    assert said(trace).startswith("1 query has every key masked out (first: query 3 of batch item 2)")
+    assert said(trace).startswith("1 query has every key masked out in head 1 (first: query 3 of batch item 2)")
 
 
 def test_nothing_is_said_where_every_query_has_a_key() -> None:

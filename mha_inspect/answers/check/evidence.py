@@ -377,7 +377,12 @@ class Evidence:
 
 
 def _hides(seen: Tensor, pads: Tensor) -> bool:
-    """Return whether no token that is no padding sees padding, and not because of the order of tokens alone."""
+    """Return whether no token that is no padding sees padding, and not because of the order of tokens alone.
+
+    If the other tokens see nothing at all, e.g. because the marks are turned round, nothing is hidden from them.
+    """
+    if not bool((seen & ~pads[:, :, None]).any()):
+        return False
     past = torch.ones(seen.shape[1:], dtype=torch.bool).tril(-1)
     pairs, later = ~pads[:, :, None] & pads[:, None], pads[:, None] & past
     in_order = not bool((seen & past.mT).any())

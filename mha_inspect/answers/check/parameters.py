@@ -5,8 +5,10 @@ Also the effect of removing each head.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,8 +27,8 @@ from ...naming.pattern import dims_of
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding, Head, SkippedCheck
-from ...text import listed, shortened, spans
-from .evidence import Evidence, NotPossibleError
+from ...text import first_few, listed, shortened, spans
+from .evidence import Evidence, NotPossibleError, RaisedError
 from .replay import SIDES, LostError, again, content_of, replayed
 from .scores import masks_everything
 from .tokens import kinds, of_each_kind
@@ -37,6 +39,13 @@ _LARGEST = 1 << 24
 """The largest output of a projection, in elements, whose unread features are searched."""
 _MOST_HEADS = 64
 """The largest number of heads to measure."""
+
+_SHOWN = 4
+"""The largest number of parameters to name."""
+_NAN = "NaN"
+"""The brief reason of a backward that gives NaN."""
+_FIRST_NAN = re.compile(r"Function '(\w+)' returned nan values")
+"""What autograd raises if it searches for NaN."""
 
 Gradients = dict[str, Tensor | None]
 
@@ -230,6 +239,9 @@ def _unread_features(evidence: Evidence, readers: Readers, attention: Attention)
 def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]:
     """Yield projections that the output depends on without a gradient, for the whole weight or for some heads."""
     gradients, weights = gradients_of(evidence), dict(evidence.subject.module.named_parameters())
+    if any(gradient is not None and bool(gradient.isnan().any()) for gradient in gradients.values()):
+        yield from _of_nan(evidence)
+        return
     for attention, _, _ in kinds(evidence.run):
         # A softmax that gives all of its weight to one key has zero gradient although nothing cuts it.
         found = (sight.shares for sight in evidence.sights if sight.attention is attention)
@@ -298,31 +310,82 @@ def gradients_of(evidence: Evidence) -> Gradients:
     Covered are each kind of attention, and the attentions of the first 64 heads. Raises `NotPossibleError` if no
     gradient can be computed.
     """
-    runner, arguments = evidence.runner, evidence.arguments
     attentions = [attention for attention, _ in _first_heads(evidence)]
     attentions += [attention for attention, _, _ in kinds(evidence.run)]
     names = {_weight_of(evidence, op) for attention in attentions for op in attention.projections.values()}
     wanted = {n: p for n, p in evidence.subject.module.named_parameters() if n in names and p.requires_grad}
     if not wanted:
         raise NotPossibleError("no projection requires a gradient")
+    outputs, found = _gradients(evidence, wanted)
+    if not found:
+        raise NotPossibleError("the output depends on no projection that requires a gradient")
+    if any(gradient is None for gradient in found.values()) and _has_own_backward(outputs):
+        return {name: gradient for name, gradient in found.items() if gradient is not None}  # it may give the others
+    return found
+
+
+def _gradients(
+    evidence: Evidence, wanted: Mapping[str, nn.Parameter], *, finite: bool = False
+) -> tuple[list[Tensor], Gradients]:
+    """Return the outputs of a run, and the gradient of each parameter; no gradients if no output has one.
+
+    With `finite` the loss leaves out outputs with NaN or infinity. Raises `NotPossibleError` if the run raises.
+    """
+    arguments, found = evidence.arguments, Gradients()
     without_cache = {"use_cache": False} if "use_cache" in arguments.parameters else {}
-    gradients = tuple[Tensor | None, ...]()
-    subject = replace(runner.prepared(arguments.of_call(without_cache)), grad=True)
+    subject = replace(evidence.runner.prepared(arguments.of_call(without_cache)), grad=True)
     try:
         with subject.settings():
             returned = subject.module(*subject.args, **subject.kwargs)
             outputs = [t for _, t in tensors_in(returned) if t.is_floating_point() and t.requires_grad and t.dim()]
+            outputs = [t for t in outputs if not finite or bool(t.isfinite().all())]
             if outputs:
                 loss = torch.stack([_mixed(output).to(outputs[0].dtype) for output in outputs]).sum()
                 gradients = torch.autograd.grad(loss, [*wanted.values()], allow_unused=True)
+                found = dict(zip(wanted, gradients, strict=True))
     except Exception as error:  # user code may raise anything under autograd
-        raise NotPossibleError(f"no gradient can be computed: {type(error).__name__}") from error
-    if not gradients:
-        raise NotPossibleError("the output depends on no projection that requires a gradient")
-    found = dict(zip(wanted, gradients, strict=True))
-    if any(gradient is None for gradient in gradients) and _has_own_backward(outputs):
-        return {name: gradient for name, gradient in found.items() if gradient is not None}  # it may give the others
-    return found
+        nan = _FIRST_NAN.search(str(error))
+        reason = nan[1] if nan else f"no gradient can be computed: {type(error).__name__}"
+        raise NotPossibleError(reason, _NAN * bool(nan)) from error
+    return outputs, found
+
+
+def _of_nan(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the parameters whose gradients are NaN although the output is finite, and where the NaN begins.
+
+    Raises `NotPossibleError` if no output is finite.
+    """
+    wanted = {name: weight for name, weight in evidence.subject.module.named_parameters() if weight.requires_grad}
+    outputs, gradients = _gradients(evidence, wanted, finite=True)
+    if not outputs:
+        raise NotPossibleError("the output is not finite, so its gradients are NaN", "until finite passes")
+    names = [name for name, gradient in gradients.items() if gradient is not None and bool(gradient.isnan().any())]
+    if not names:
+        return
+    blind = next((sight for sight in evidence.sights if sight.has_blind_query), None)
+    begins = _first_nan(evidence, wanted)
+    proof = f"The NaN begins in {begins}, in the backward. " if begins else ""
+    if blind is not None:
+        proof += "A query has every key masked out: the output leaves its NaN out, but in the backward 0 · NaN is NaN. "
+    yield Finding(
+        "parameters",
+        f"{first_few(names, _SHOWN)} get{'s' * (len(names) == 1)} NaN gradients, although the output is finite.",
+        f"{proof}The gradients are of a random weighted sum of the output.",
+        source=blind.line if blind is not None else "",
+        module=blind.module if blind is not None else "",
+    )
+
+
+def _first_nan(evidence: Evidence, wanted: Mapping[str, nn.Parameter]) -> str:
+    """Return the first function of the backward that gives NaN, e.g. `SoftmaxBackward0`; empty if it is unknown."""
+    with warnings.catch_warnings(), suppress(RaisedError):
+        warnings.simplefilter("ignore")  # autograd warns that this is slow
+        try:
+            with torch.autograd.detect_anomaly(check_nan=True):
+                _gradients(evidence, wanted, finite=True)
+        except NotPossibleError as error:
+            return str(error) if error.brief == _NAN else ""
+    return ""
 
 
 def _has_own_backward(outputs: Sequence[Tensor]) -> bool:

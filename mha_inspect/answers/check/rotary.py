@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
-from ...record.ops import Op
+from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
 from .replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
@@ -20,6 +21,12 @@ from .tokens import of_each_kind
 
 _NEAR = 1e-3
 """Relative differences below this count as equal."""
+_SAME = 1e-6
+"""Relative differences below this are of rounding alone, where the same numbers are computed in several places."""
+_CUTS = ("index", "index_select", "gather", "embedding", "cat", "stack", "repeat", "_to_copy")
+"""Operations whose result has numbers of their first tensor alone, or of tensors like it."""
+_MOST_TOKENS = 64
+"""The largest number of tokens of each axis to follow."""
 
 
 @partial(of_each_kind, "no rotary embedding was found")
@@ -40,7 +47,8 @@ def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Iter
     factors = {side: Factor(evidence, attention, names, side, from_first=True) for side in SIDES}
     turns = {side: _turning(evidence, factor) for side, factor in factors.items()}
     if not any(turns.values()):
-        raise NotHereError
+        yield from _at_position_zero(evidence, factors, names)
+        return
     drawn = {side: [_of_equal_tokens(factor, seed=seed) for seed in (1, 2)] for side, factor in factors.items()}
     drawn["query"] = [_once(rows, names.lengths[0]) for rows in drawn["query"]]
     # Other rows are of a cache, of tokens that are joined, or of zeros that pad a sequence to whole windows.
@@ -51,7 +59,7 @@ def _of_rows(evidence: Evidence, attention: Attention, names: AxisNames) -> Iter
         raise LostError
     rows = {side: one[:, own[side]] for side, (one, _) in drawn.items()}
     other_key, context = drawn["key"][1][:, own["key"]], attention.value_product.op.output
-    yield from _of_scores(factors, rows, turns, other_key)
+    yield from _of_scores(evidence, factors, rows, turns, other_key)
     end = attention.stages.get("output") or attention.stages.get("concat")
     by_value, values = turns["value"], rows["value"]
     if by_value is None or not _vary(values) or _vary(values.norm(dim=-1, keepdim=True)):
@@ -115,7 +123,11 @@ def _once(rows: Tensor, length: int) -> Tensor:
 
 
 def _of_scores(
-    factors: dict[str, Factor], rows: dict[str, Tensor], turns: dict[str, Op | None], other_key: Tensor
+    evidence: Evidence,
+    factors: dict[str, Factor],
+    rows: dict[str, Tensor],
+    turns: dict[str, Op | None],
+    other_key: Tensor,
 ) -> Iterator[Finding]:
     """Yield the first fault in the rotation of queries and keys; `other_key` is the rows of another token."""
     q, k = rows["query"], rows["key"]
@@ -138,14 +150,10 @@ def _of_scores(
         return
     if by_query is None or by_key is None:
         return
-    if not turned and _vary(q.transpose(0, 1)) and _vary(k.transpose(0, 1)):
-        yield _finding(
-            by_query,
-            "The rotation depends on the head instead of the position.",
-            "Equal tokens give equal queries at all positions, and rotated queries in other heads.",
-            "Rotate along the position axis.",
-        )
-    if not turned or q.shape[1:] != k.shape[1:]:
+    if not turned:
+        yield from _not_by_position(evidence, factors["key"], q, k, by_query)
+        return
+    if q.shape[1:] != k.shape[1:]:
         return
     groups = min(len(q), len(k))
     q, k, other_key = q[:groups], k[:groups], other_key[:groups]
@@ -164,6 +172,64 @@ def _of_scores(
             "Rotate both with the same function: x · cos + rotate_half(x) · sin, rotate_half(x) = (-x2, x1).",
         )
         return
+
+
+def _not_by_position(evidence: Evidence, key: Factor, q: Tensor, k: Tensor, op: Op) -> Iterator[Finding]:
+    """Yield a fault if equal tokens have equal rows at all positions, although `op` rotates them."""
+    if _vary(q.transpose(0, 1)) and _vary(k.transpose(0, 1)):
+        by = _turned_by(key, k)
+        if by:
+            yield _finding(
+                op,
+                f"The rotation depends on the {by} instead of the position.",
+                f"Equal tokens give equal queries at all positions, and rotated queries in other {by}s.",
+                "Rotate along the position axis.",
+            )
+        return
+    if max(_spread(q) / float(q.abs().max()), _spread(k) / float(k.abs().max())) < _SAME:
+        given = any(evidence.run.graph.inputs_of(tensor) for _, tensor, _ in _tables(evidence, key))
+        yield replace(
+            _finding(
+                op,
+                "All positions are rotated by the same angles, so the rotation has no effect on the scores.",
+                "Equal tokens give equal queries and equal keys at all positions.",
+                "",
+            ),
+            sure=not given,
+        )
+
+
+def _turned_by(key: Factor, rows: Tensor) -> str:
+    """Return whether rows, `group row feature`, differ by `head` or by `batch item`; empty if it is unknown."""
+    items = _groups_of_items(key)
+    if sum(map(len, items)) != len({group for groups in items for group in groups}):
+        return ""  # one token is in the groups of several
+    if any(_vary(rows[sorted(groups)].transpose(0, 1)) for groups in items):
+        return "head"
+    return "batch item" if len(items) > 1 else ""
+
+
+def _groups_of_items(factor: Factor) -> set[frozenset[int]]:
+    """Return for each batch item the groups of the product that have its tokens."""
+    tokens = [list(factor.token(0))]
+    for axis, size in enumerate(factor.tokens):
+        for place in range(1, min(size, _MOST_TOKENS)):
+            tokens.append(list(factor.token(0)))
+            tokens[-1][axis] = place
+    return {frozenset(group for group, _ in factor.changed(tuple(token))) for token in tokens}
+
+
+def _at_position_zero(evidence: Evidence, factors: dict[str, Factor], names: AxisNames) -> Iterator[Finding]:
+    """Yield a fault if cosines of 1 and sines of 0 are applied to several positions. Raise `NotHereError` if not."""
+    ops = [op for side in SIDES[:2] if (op := _turning_by_nothing(evidence, factors[side])) is not None]
+    if not ops or min(names.lengths) < 2:
+        raise NotHereError
+    yield _finding(
+        ops[0],
+        "Cosines and sines are applied, all of position 0: nothing is rotated.",
+        f"Every cosine is 1 and every sine is 0, at each of {names.lengths[1]} positions.",
+        "Index the cosines and sines by position.",
+    )
 
 
 def _spread(rows: Tensor) -> float:
@@ -192,22 +258,72 @@ def _of_equal_tokens(factor: Factor, *, seed: int) -> Tensor:
     return rows.reshape(-1, *rows.shape[-2:])
 
 
-def _turning(evidence: Evidence, factor: Factor) -> Op | None:
-    """Return the operation that rotates tokens by cosines and sines, rightly or not; None without one."""
+def _tables(evidence: Evidence, factor: Factor) -> list[tuple[Op, TensorRef, Tensor]]:
+    """Return the tensors that do not come from the tokens and multiply them, each with its operation and value."""
     path = between(evidence.run.recording, {factor.source.id}, factor.target)
     reached = {factor.source.id, *(tensor.id for op in path for tensor in op.outputs)}
-    tables: list[tuple[Op, Tensor]] = []
+    tables: list[tuple[Op, TensorRef, Tensor]] = []
     for op in path:
         for tensor in op.inputs:
             if tensor.id in reached:
                 continue
             value = evidence.content(tensor)
             if op.base_name.rstrip("_") in ("mul", "addcmul") and value is not None and value.numel() > 1:
-                tables.append((op, value))
+                tables.append((op, tensor, value))
+    return tables
+
+
+def _turning(evidence: Evidence, factor: Factor) -> Op | None:
+    """Return the operation that rotates tokens by cosines and sines, rightly or not; None without one."""
+    tables = [(op, value) for op, _, value in _tables(evidence, factor)]
     for op, table in tables:
         if table.is_complex() and bool((table.imag.abs() > _NEAR).any()):  # scaled by position too, as in xPos
             return op
     return next((op for (op, cos), (_, sin) in combinations(tables, 2) if _are_cos_and_sin(cos, sin)), None)
+
+
+def _turning_by_nothing(evidence: Evidence, factor: Factor) -> Op | None:
+    """Return the operation that multiplies tokens by cosines of 1 beside sines of 0; None without one.
+
+    That they are cosines and sines is known from the operations that made them, from the numbers of a larger table that
+    they are cut from, or from complex numbers.
+    """
+    tables = [each for each in _tables(evidence, factor) if not _is_learned(evidence, each[1])]
+    ones = [(op, tensor) for op, tensor, value in tables if bool((value == 1).all())]
+    zeros = [tensor for _, tensor, value in tables if not value.is_complex() and bool((value == 0).all())]
+    for op, tensor in ones:
+        if tensor.dtype.startswith("complex"):
+            return op
+        if any(_were_cos_and_sin(evidence, tensor, sin) for sin in zeros):
+            return op
+    return None
+
+
+def _is_learned(evidence: Evidence, tensor: TensorRef) -> bool:
+    """Return whether a table is computed from a parameter: its numbers may change in training."""
+    recording = evidence.run.recording
+    steps = evidence.run.graph.back(tensor, lambda _: True)
+    return any(step.tensor.storage in recording.parameter_storages for step in steps)
+
+
+def _were_cos_and_sin(evidence: Evidence, cos: TensorRef, sin: TensorRef) -> bool:
+    """Return whether two tensors were made by cos and sin, or are cut from tables of cosines and sines."""
+    whole = [_before_cuts(evidence, tensor) for tensor in (cos, sin)]
+    makers = [evidence.run.recording.producer(tensor) for tensor in whole]
+    if [maker.base_name.rstrip("_") if maker else "" for maker in makers] == ["cos", "sin"]:
+        return True
+    values = [evidence.content(tensor) for tensor in whole]
+    return values[0] is not None and values[1] is not None and _are_cos_and_sin(values[0], values[1])
+
+
+def _before_cuts(evidence: Evidence, tensor: TensorRef) -> TensorRef:
+    """Return the table that a tensor is cut or picked from, or repeated of."""
+    producer = evidence.run.recording.producer
+    while (op := producer(tensor)) is not None and op.inputs:
+        if op.kind not in ("view", "copy") and op.base_name not in _CUTS:
+            break
+        tensor = op.inputs[0]
+    return tensor
 
 
 def _are_cos_and_sin(cos: Tensor, sin: Tensor) -> bool:

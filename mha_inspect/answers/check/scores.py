@@ -22,6 +22,7 @@ from ...naming.visibility import visibility
 from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
+from ..run_report import in_heads
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .replay import NotHereError, content_of
 from .sight import SeenKeys
@@ -357,8 +358,10 @@ def _unfinite(
             raise NotPossibleError("cannot be judged until causal passes", "until causal passes")
         sentence = f"A query with every key masked out gives NaN, first in {stage}."
         more = f" (and {len(known.blind) - 1} more)" if len(known.blind) > 1 else ""
-        proof = f"Query {query} of item {row}{more} has every key masked out; {nan} of {tensor.numel} numbers are NaN."
-        fix = "Leave each query a key, or set the weights of fully masked queries to zero."
+        where = in_heads(known.blind_heads)
+        proof = f"Query {query} of item {row}{more} has every key masked out{where}; "
+        proof += f"{nan} of {tensor.numel} numbers are NaN."
+        fix = "Leave each query a key, or give its scores a finite number before the softmax."
     elif infinite and tensor.dtype in ("float16", "bfloat16") and stage == "scores":
         sentence = f"The {stage} overflow in {tensor.dtype}: {infinite} of {tensor.numel} are infinite."
         proof, fix = f"The largest number of this dtype is {torch.finfo(value.dtype).max:.3g}.", _SMALLER_SCORES
@@ -369,7 +372,7 @@ def _unfinite(
         proof, fix = "Every argument is finite.", ""
     context = evidence.content(attention.stages["context"])
     replaced = stage == "weights" and context is not None and bool(context.isfinite().all())
-    proof += " The weights are replaced before the context, but their gradients may still be NaN." if replaced else ""
+    proof += " The weights are replaced before the context." if replaced else ""
     return Finding("finite", sentence, proof, not replaced, evidence.line_of(tensor), attention.module, fix)
 
 

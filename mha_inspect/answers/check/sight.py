@@ -12,7 +12,7 @@ from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.canonical import canonical, content_of, sizes_in
-from ...naming.visibility import is_causal, masks_of, sees
+from ...naming.visibility import is_causal, masks_of, sees, sees_by_head
 from ...reports.check import Finding
 from ...running.subject import Run
 
@@ -40,10 +40,18 @@ class SeenKeys:
         self.attention = attention
         """The attention that these are the keys of."""
         masks, stages, seen = attention.masks, attention.stages, torch.ones(weights[:, 0].shape, dtype=torch.bool)
-        self.seen = seen = sees(weights, scores).cpu() if masks or scores is not None else seen
+        by_head = sees_by_head(weights, scores).cpu() if masks or scores is not None else seen[:, None]
+        self.has_blind_query = bool(masks) and not bool(by_head.any(-1).all())
+        """Whether a query has every key masked out in a head."""
+        self.seen = seen = by_head.any(1)
         """`batch query key`: True if any head sees the key."""
         self.zeros = (weights == 0).cpu()
         """`batch heads query key`: True where a head gives no weight to a key."""
+        none, every = ~by_head.any(-1).any(-1).any(0), by_head.any(0)
+        self.blind_heads = tuple(none.nonzero().flatten().tolist()) if not bool(none.all()) else ()
+        """The heads that see no key, if others see any."""
+        self.heads_differ = bool(masks) and not bool((every[~none] == every[~none][:1]).all())
+        """Whether the heads that see any key have different masks."""
         self.line, self.module = (masks[-1] if masks else attention.softmax).source, attention.module
         self.masked = bool(masks)
         """Whether the scores are masked."""
@@ -144,7 +152,18 @@ class SeenKeys:
         )
 
     def words(self) -> str:
-        """Return a name for who sees whom."""
+        """Return a name for who sees whom, and say if it is not so in every head."""
+        words = self._words()
+        if self.heads_differ:
+            words = f"{words}, in at least one head: the masks of the heads differ"
+        if not self.blind_heads:
+            return words
+        numbers, several = text.listed([*map(str, self.blind_heads)]), len(self.blind_heads) > 1
+        blind = f"heads {numbers} see no key" if several else f"head {numbers} sees no key"
+        return f"{blind}; in the other heads, {words}"
+
+    def _words(self) -> str:
+        """Return a name for who sees whom in any head."""
         if self.open:
             return "every query sees every key"
         if self.alone:
@@ -163,6 +182,8 @@ class SeenKeys:
         if self.alike:
             numbers = sorted({*map(int, self.seen.any(1).sum(-1).aminmax())})  # of the batch items
             return f"every query sees {' to '.join(map(str, numbers))} of {self.keys} keys"
+        if self.almost_causal == "reversed":
+            return "causal, reversed: each query sees itself and later tokens"
         return f"causal, {self.almost_causal}" if self.almost_causal else "a custom pattern"
 
     def masks_out(self, keys: Tensor) -> bool:
