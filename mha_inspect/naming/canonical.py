@@ -9,6 +9,7 @@ import torch
 from einops import EinopsError, rearrange
 
 from ..graph.attention import Attention
+from ..record.ops import TensorRef
 from .axes import AxisNames
 from .named_run import NamedRun
 from .pattern import CANONICAL_AXES, POSITIONS, WITHIN, at_size, dims_of
@@ -51,8 +52,42 @@ def _returned(run: NamedRun) -> tuple[str, ...]:
         last = (run.attentions[-1][1], "") if run.attentions else None
         of_side = next((sides[step.tensor.id] for step in steps if step.tensor.id in sides), last)
         of_size = " ".join(map(str, named.tensor.shape))
-        patterns.append(of_size if of_side is None else of_side[0].of(named.tensor, of_side[1]))
+        pattern = of_size if of_side is None else of_side[0].of(named.tensor, of_side[1])
+        patterns.append(_of_stream(run, named.tensor, pattern))
     return tuple(patterns)
+
+
+def _of_stream(run: NamedRun, tensor: TensorRef, pattern: str) -> str:
+    """Return the axes of a returned tensor: those of the stage `output` where it is one of several joined streams.
+
+    SD3 and Flux join two sequences, `batch positions embed` each, attend over all of them, and cut the context into
+    streams again, each with a projection of its own. The stages are those of one stream.
+    """
+    if not run.attentions:
+        return pattern
+    attention, names = run.attentions[-1]
+    output = names.of_stage("output") if "output" in attention.stages else ""
+    words = pattern.split()
+    is_sequence = output == f"batch {POSITIONS} embed" and len(words) == len(tensor.shape) == 3
+    if not is_sequence or words[0] != "batch" or not _is_projected_piece(run, attention, tensor):
+        return pattern
+    return output
+
+
+def _is_projected_piece(run: NamedRun, attention: Attention, tensor: TensorRef) -> bool:
+    """Return whether a tensor, `batch positions embed`, depends on a projection of as many positions of the context."""
+    graph, context = run.graph, attention.stages["context"]
+    batch, positions, width = tensor.shape
+    for step in graph.back(tensor, lambda op: op is not attention.value_product.op):
+        op = run.recording.producer(step.tensor)
+        if op is None or not graph.is_projection(op) or op.output.shape[-1] != width:
+            continue
+        piece = graph.projected(op)
+        if piece.numel >= context.numel or piece.numel != batch * positions * piece.shape[-1]:
+            continue
+        if any(moved.tensor.id == context.id for moved in graph.back(piece, graph.moves)):
+            return True
+    return False
 
 
 def _ranks(run: NamedRun) -> list[tuple[str, int]]:
