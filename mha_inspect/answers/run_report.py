@@ -99,6 +99,8 @@ def proof_of(run: Run) -> Proof:
     """Return the largest difference between the kernels' results and their recomputed steps."""
     kernels = run.recording.kernels
     meta = any(tensor.is_meta for _, tensor in tensors_in(run.returned))
+    if not kernels and not meta and run.recording.hides_compiled:
+        return Proof(None, None, None, "the operations of compiled code are not shown")
     if not kernels and not meta:
         return Proof(0.0, None, True, "No fused kernels: every stage is exactly what PyTorch computed.")
     checked = [(kernel.check, kernel) for kernel in kernels if kernel.opened and kernel.check is not None]

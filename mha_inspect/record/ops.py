@@ -176,6 +176,8 @@ class Recording:
     """torch's own reasons for not taking the fast path of multi-head attention, one per module; else empty."""
     notes: tuple[str, ...] = ()
     """Sentences about operations that could not be recorded."""
+    hides_compiled: bool = False
+    """Whether code from torch.compile may have run, whose operations are not recorded."""
     kernels: tuple[Kernel, ...] = ()
     """Every fused kernel that ran, in order."""
     scalars: dict[int, float] = field(default_factory=dict)

@@ -26,11 +26,12 @@ A module of two operations, y = softmax(x · W):
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from threading import get_ident
-from types import FrameType
+from types import CellType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ class Recorder(TorchDispatchMode):
         self._lazy: dict[int, tuple[str, Tensor]] = {}
         """Parameters without a shape before the run, which gives them one."""
         self._compiled: list[str] = []
+        self._with_compiled_function: list[str] = []
         self.opens_compiled = False
         """Whether the block runs the original code of compiled modules."""
         self._block: object | None = None
@@ -145,6 +147,8 @@ class Recorder(TorchDispatchMode):
                 self._callers.add(module, path)
                 if _is_compiled(module):
                     self._compiled.append(path)
+                elif _uses_compiled_function(module):
+                    self._with_compiled_function.append(path)
             start = f"{path}." if path else ""
             for names, tensors in ((parameters, module._parameters), (buffers, module._buffers)):
                 for name, tensor in tensors.items():
@@ -185,7 +189,11 @@ class Recorder(TorchDispatchMode):
             outputs=tuple(outputs),
             producers=tensors.producers,
             fast_path_refusals=tuple(self._callers.refusals.values()),
-            notes=_of_compiled(self._compiled, opened=self.opens_compiled),
+            notes=(
+                *_of_compiled(self._compiled, "compiled", opened=self.opens_compiled),
+                *_of_compiled(self._with_compiled_function, "using a compiled function", opened=self.opens_compiled),
+            ),
+            hides_compiled=bool(self._compiled or self._with_compiled_function) and not self.opens_compiled,
             constants=tensors.constants(),
             values=tensors.values,
             sights=self._sights,
@@ -414,8 +422,37 @@ def _is_compiled(module: nn.Module) -> bool:
     return "_orig_mod" in module._modules or vars(module).get("_compiled_call_impl") is not None
 
 
-def _of_compiled(paths: Sequence[str], *, opened: bool) -> tuple[str, ...]:
-    """Return a sentence on the compiled modules; empty if there are none.
+def _uses_compiled_function(module: nn.Module) -> bool:
+    """Return whether a module has a function from torch.compile, or its forward names one.
+
+    E.g. `flex_attention = torch.compile(flex_attention)` at the top of a file, as torch's pages recommend.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled
+        return False
+    values = [*vars(module).values()]
+    for kind in type(module).__mro__:
+        if kind is nn.Module:
+            break
+        values += vars(kind).values()
+    forward = inspect.unwrap(type(module).forward)
+    code = getattr(forward, "__code__", None)
+    if code is not None:
+        values += [forward.__globals__.get(name) for name in code.co_names]
+        values += [cell.cell_contents for cell in forward.__closure__ or () if _is_filled(cell)]
+    functions = [value for value in values if isinstance(value, FunctionType)]
+    return any("_torchdynamo_orig_callable" in vars(function) for function in functions)
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # the variable has no value yet
+        return False
+    return True
+
+
+def _of_compiled(paths: Sequence[str], how: str, *, opened: bool) -> tuple[str, ...]:
+    """Return a sentence on the modules that are `compiled` or `using a compiled function`; empty if there are none.
 
     If they were `opened`, their original code was run; otherwise their operations are not all recorded.
     """
@@ -424,8 +461,6 @@ def _of_compiled(paths: Sequence[str], *, opened: bool) -> tuple[str, ...]:
     first = f"Module {paths[0]}" if paths[0] else "The module"
     others = f" and {plural(len(paths) - 1, 'other')} are" if len(paths) > 1 else " is"
     if opened:
-        return (f"{first}{others} compiled (torch.compile). This run used the original Python code.",)
-    return (
-        f"{first}{others} compiled (torch.compile), and operations inside compiled kernels cannot be shown. "
-        "Run the module before .compile(), or run its ._orig_mod.",
-    )
+        return (f"{first}{others} {how} (torch.compile). This run used the original Python code.",)
+    way = "Run the module before .compile(), or run its ._orig_mod." if how == "compiled" else "Use trace for its code."
+    return (f"{first}{others} {how} (torch.compile), and operations inside compiled kernels cannot be shown. {way}",)

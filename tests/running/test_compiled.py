@@ -63,3 +63,37 @@ def test_the_setting_is_restored_when_the_forward_raises():
     with pytest.raises(ForwardError):
         mha_inspect.trace(module, torch.randn(2, 5, 8))
     assert torch._dynamo.eval_frame._stance is before
+
+
+attend_compiled = torch.compile(attend)
+
+
+class Named(Attention):
+    """The compiled function is a name of the file, as torch's pages recommend for flex attention."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 4)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+        return self.proj(attend_compiled(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("make", [lambda: Attention(torch.compile(attend)), Named], ids=["attribute", "name"])
+def test_a_block_says_that_compiled_functions_cannot_be_seen(make):
+    module, x = make().eval(), torch.randn(2, 5, 8)
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        module(x)
+    (note,) = [note for note in seen.trace.notes if "compiled" in note]
+    assert note.startswith("The module is using a compiled function (torch.compile), and operations inside")
+    assert "every stage is exactly what PyTorch computed" not in str(seen.trace)
+    (note,) = [note for note in mha_inspect.trace(module, x).notes if "compiled" in note]
+    assert note == "The module is using a compiled function (torch.compile). This run used the original Python code."
+
+
+def test_a_module_without_compiled_functions_has_no_note():
+    module, x = Attention(attend).eval(), torch.randn(2, 5, 8)
+    with torch.no_grad(), mha_inspect.recording() as seen:
+        module(x)
+    assert not any("compiled" in note for note in seen.trace.notes)
+    assert "every stage is exactly what PyTorch computed" in str(seen.trace)
