@@ -434,10 +434,11 @@ def _uses_compiled_function(module: nn.Module) -> bool:
         if kind is nn.Module:
             break
         values += vars(kind).values()
-    forward = inspect.unwrap(type(module).forward)
-    code = getattr(forward, "__code__", None)
-    if code is not None:
-        values += [forward.__globals__.get(name) for name in code.co_names]
+    forward = getattr(type(module), "forward", None)
+    if isinstance(forward, FunctionType):  # not a script of torch.jit, which is no Python
+        forward = inspect.unwrap(forward)
+    if isinstance(forward, FunctionType):
+        values += [forward.__globals__.get(name) for name in forward.__code__.co_names]
         values += [cell.cell_contents for cell in forward.__closure__ or () if _is_filled(cell)]
     functions = [value for value in values if isinstance(value, FunctionType)]
     return any("_torchdynamo_orig_callable" in vars(function) for function in functions)

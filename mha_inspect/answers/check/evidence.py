@@ -346,7 +346,7 @@ class Evidence:
         seen = [place for place in real if place in self.seen_by_others] or real
         if not real:
             raise NotPossibleError("the first batch item is padding throughout")
-        places = {seen[len(seen) // 2], real[-1]}
+        places = {seen[len(seen) // 2], seen[0] if padded is not None else real[-1], real[-1]}
         if all(sight.queries != source.length for sight in self.sights):
             places.add(seen[0])  # the others may be the last of a window
         outputs = {place: self.output_with(source.others(place)) for place in sorted(places) if not self.once}
@@ -354,12 +354,13 @@ class Evidence:
 
     @cached_property
     def seen_by_others(self) -> frozenset[int]:
-        """Positions in the first batch item that another query sees in some attention; all where no scores show it."""
+        """Positions in the first batch item that another real query sees in some attention; all if no scores show it."""
         length = self.source.length
         alike = [sight for sight in self.sights if sight.queries == length <= sight.keys]
         places = set[int]() if alike else set(range(length))
+        real = slice(None) if self.padded is None else ~self.padded[0]
         for sight in alike:
-            others = (sight.seen[0] & (sight.distance != 0)).any(0)[sight.first :][:length]
+            others = (sight.seen[0] & (sight.distance != 0))[real].any(0)[sight.first :][:length]
             places.update(others.nonzero().flatten().tolist())
         return frozenset(places)
 

@@ -99,9 +99,15 @@ class SeenKeys:
         self.is_causal = self.queries > 1 and not self.open and not self.alone and not self.sees_future
         past = self.distance[self.any_row & (self.distance >= 0)]
         far = int(past.max()) + 1 if past.numel() else 0
-        self.width = far if far < min(self.keys, self.first + self.queries) and self.keys > 2 else None
+        is_padding = torch.zeros(self.queries, dtype=torch.bool) if pads is None else _in_every_item(pads, self.queries)
+        """`query`: True where the token is padding in every batch item."""
+        possible = int(self.distance[~is_padding].max()) + 1 if not bool(is_padding.all()) else 0
+        self.width = far if far < min(self.keys, possible) and self.keys > 2 else None
         """The largest number of positions that a query sees, including its own; None if it is all of them."""
         in_width = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
+        # Queries of padding may see anything: they count as if they saw what the others do.
+        expected = self.known.expand_as(self.any_row) if self.sees_future else in_width & self.known
+        self.any_row = torch.where(is_padding[:, None], expected, self.any_row)
         self.is_regular = torch.equal(self.any_row, in_width & self.known)
         """Whether every query sees as many positions, its own the last."""
 
@@ -267,6 +273,11 @@ class SeenKeys:
         distance = int(self.distance[query, key])
         place = f"{distance} before it" if distance > 0 else f"{-distance} after it" if distance else "its own"
         return f"Query {query} gives {what} to key {key}, {place}"
+
+
+def _in_every_item(pads: Tensor, queries: int) -> Tensor:
+    """Return `query`, True where `pads`, `batch query`, is True for every batch item."""
+    return pads.all(0) if pads.shape[1] == queries else torch.zeros(queries, dtype=torch.bool)
 
 
 def sights_of(
