@@ -20,7 +20,7 @@ from ..record.rounding import beside, distances, judge, rounding_error
 from ..reports.trace import AttentionReport, DecodeProof, Stage, Step, Trace
 from ..running.subject import Run, Subject
 from ..text import listed, plural, small
-from .check.arguments import CACHES, Arguments, Source, second_output, sources_of
+from .check.arguments import CACHES, Arguments, Source, masks_by_item, second_output, sources_of
 from .check.intent import Intent
 from .comparable_run import measured_in
 from .continuation import Continued, Reason, reason_of
@@ -71,7 +71,7 @@ def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positi
     rows: list[Step] = []
     with subject.apart() as fresh, _saying("The forward over all tokens raised.", rows):
         ran = _recorded(fresh)[1]
-        whole = first_tensor(ran.returned).detach()
+        whole, by_item = first_tensor(ran.returned).detach(), masks_by_item(ran)
     with subject.apart() as fresh:
         arguments = Arguments(fresh)
         for name in filter(None, (cache, positions)):
@@ -79,7 +79,7 @@ def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positi
         source = _source(fresh, arguments, whole, steps)
         past, sizes, ends = None, list[int](), dict[int, Tensor]()
         for step, (start, stop) in enumerate(pairwise([0, *range(source.length - steps, source.length + 1)])):
-            changes = arguments.piece(source, start, stop, positions=positions)
+            changes = arguments.piece(source, start, stop, by_item=by_item, positions=positions)
             if past is not None:
                 cache = cache or _cache_argument(fresh, arguments, changes, past)
                 changes |= {cache: past} if cache else {}
@@ -133,7 +133,7 @@ def _reason(
     with subject.apart() as fresh:
         arguments, past = Arguments(fresh), None
         for start, stop in pairwise(places):
-            changes = arguments.piece(source, start, stop, positions=positions)
+            changes = arguments.piece(source, start, stop, by_item=masks_by_item(whole), positions=positions)
             called = _with(fresh, arguments, changes if past is None or cache is None else {**changes, cache: past})
             run = _recorded(called, keep=stop == last)[1]
             if stop == last:

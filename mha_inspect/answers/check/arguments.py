@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...call.guess import batch_axis_in_words, said_batch_first
 from ...errors import InputError
+from ...naming.named_run import NamedRun
 from ...record.arguments import with_copies
 from ...running.subject import Subject
 from ...text import did_you_mean, shown
@@ -74,12 +75,20 @@ class Arguments:
         return bound.args, bound.kwargs
 
     def piece(
-        self, source: Source, start: int, stop: int, *, first: int = 0, positions: str | None = None
+        self,
+        source: Source,
+        start: int,
+        stop: int,
+        *,
+        by_item: Collection[str] = (),
+        first: int = 0,
+        positions: str | None = None,
     ) -> dict[str, Any]:
         """Return the arguments of a call with the tokens from `start` to `stop` only.
 
-        Masks keep the keys from `first` on. Positions are advanced: those with a usual name, and the argument
-        `positions`. A forward that takes `use_cache` is to return its cache.
+        Masks keep the keys from `first` on. `by_item` names those that are `batch key`, as from `masks_by_item`: with
+        as many items as tokens, masks of `query key` have the same sizes. Positions are advanced: those
+        with a usual name, and the argument `positions`. A forward that takes `use_cache` is to return its cache.
         """
         unset = {name: p.default for name, p in self.parameters.items() if type(p.default) is int}
         counts = {name: value for name, value in unset.items() if _POSITION.search(name) or name == positions}
@@ -90,7 +99,7 @@ class Arguments:
         advanced = {name for name in values if _POSITION.search(name)} | {positions}
         changes = {}
         for name, value in values.items():
-            cut = _advanced if name in advanced else partial(_part, name)
+            cut = _advanced if name in advanced else partial(_part, name, is_by_item=name in by_item)
             changes[name] = cut(value, source, start, stop, first)
         return changes | ({"use_cache": True} if "use_cache" in self.parameters else {})
 
@@ -115,7 +124,7 @@ class Arguments:
     def uncut(self, source: Source) -> list[str]:
         """Return the arguments with a size for each token that `piece` leaves whole: no rule says how to cut them."""
         tensors = {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
-        pieces = self.piece(source, 0, 1)
+        pieces = self.piece(source, 0, 1, by_item=())
         return [n for n, value in tensors.items() if source.length in value.shape and pieces[n].shape == value.shape]
 
 
@@ -222,7 +231,16 @@ def _advanced(value: Any, source: Source, start: int, stop: int, first: int) -> 
     return value + start - first if isinstance(value, Tensor) or type(value) is int else value
 
 
-def _part(name: str, value: Any, source: Source, start: int, stop: int, first: int) -> Any:
+def masks_by_item(run: NamedRun) -> frozenset[str]:
+    """Return the names of the inputs of a run that are `batch key`, by what its dataflow does with them."""
+    names = set[str]()
+    for named in run.recording.inputs:
+        if len(named.tensor.shape) == 2 and any(axes.of(named.tensor) == "batch key" for _, axes in run.attentions):
+            names.add(named.name)
+    return frozenset(names)
+
+
+def _part(name: str, value: Any, source: Source, start: int, stop: int, first: int, *, is_by_item: bool = False) -> Any:
     """Return the part of an argument for positions `start` to `stop`; a mask keeps the keys from `first` on."""
     length, count = source.length, stop - start
     if isinstance(value, (tuple, list)) and _ROTATION.search(name):
@@ -232,7 +250,8 @@ def _part(name: str, value: Any, source: Source, start: int, stop: int, first: i
     if name in source.names or ("type_ids" in name and value.shape == source.value.shape):
         return value[source.at(slice(None), slice(start, stop))]
     if "mask" in name or value.dtype == torch.bool:
-        value = value.narrow(-2, start, count) if value.dim() > 1 and value.shape[-2] == length else value
+        has_queries = value.dim() > 1 and value.shape[-2] == length and not (is_by_item and value.dim() == 2)
+        value = value.narrow(-2, start, count) if has_queries else value
         return value.narrow(-1, first, stop - first) if value.shape[-1:] == (length,) else value
     rows = [axis for axis, size in enumerate(value.shape[:-1]) if size == length]
     return value.narrow(rows[-1], start, count) if rows and _ROTATION.search(name) else value

@@ -23,7 +23,7 @@ from ...record.ops import Op, Recording, TensorRef
 from ...record.ranks import needs_ranks
 from ...running.subject import Run, Subject
 from ...text import message_of
-from .arguments import Arguments, Source, sources_of
+from .arguments import Arguments, Source, masks_by_item, sources_of
 from .intent import Intent
 from .replay import first_key
 from .sight import SeenKeys, sights_of
@@ -235,6 +235,17 @@ class Evidence:
             subject = replace(self.subject, args=args, kwargs=kwargs, without_ones=None)
             return evidence_of(self.runner, subject, self.intent, once=True, wider=self.run.wider)
 
+    def piece(
+        self, source: Source, start: int, stop: int, *, first: int = 0, positions: str | None = None
+    ) -> dict[str, Any]:
+        """Return the arguments of a call with the tokens from `start` to `stop` only, as `Arguments.piece`."""
+        return self.arguments.piece(source, start, stop, by_item=self.by_item, first=first, positions=positions)
+
+    @cached_property
+    def by_item(self) -> frozenset[str]:
+        """Names of the masks that are `batch key`: a declared padding mask, and those that the dataflow shows."""
+        return masks_by_item(self.run) | {self.intent.padding or ""}
+
     # -- outputs ------------------------------------------------------------------------------------------------------
 
     @cached_property
@@ -354,7 +365,10 @@ class Evidence:
 
     @cached_property
     def seen_by_others(self) -> frozenset[int]:
-        """Positions in the first batch item that another real query sees in some attention; all if no scores show it."""
+        """Positions in the first batch item that another real query sees in some attention.
+
+        All positions if no scores show it.
+        """
         length = self.source.length
         alike = [sight for sight in self.sights if sight.queries == length <= sight.keys]
         places = set[int]() if alike else set(range(length))

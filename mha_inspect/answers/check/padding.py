@@ -115,7 +115,8 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor, *, added: bool = F
     causal = any(not bool(sight.seen[:, 0, 1:].any()) for sight in evidence.sights)
     # Few queries see the last keys under a causal mask. The first key stays, so that every query has a key.
     keys[:, slice(1, 1 + count) if causal else slice(source.length - count, None)] = True
-    by_row = given.shape[0] == source.rows > 1 and (given.dim() > 2 or given.shape[0] != given.shape[1])
+    is_by_item = given.dim() > 2 or given.shape[0] != given.shape[1] or name in evidence.by_item
+    by_row = given.shape[0] == source.rows > 1 and is_by_item
     if by_row:
         keys[1:] = False
     given_there = given[slice(0, 1) if by_row else slice(None), ..., keys[0]]
@@ -357,7 +358,7 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
         yield Finding("padding", f"The content of padding changes real outputs{more}.", f"{proof}{leaks:.3g}.", fix=fix)
         return
     try:
-        alone = run.arguments.piece(source, start, stop, first=start)
+        alone = run.piece(source, start, stop, first=start)
         short = evidence.output_with(alone)[evidence.source.at(slice(0, 1), slice(None))[: base.dim()]]
         apart = evidence.apart(short, base[row], times=OTHER_SIZES)
     except NotPossibleError as error:

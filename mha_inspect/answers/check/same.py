@@ -266,7 +266,7 @@ def _takes_chunks(evidence: Evidence, name: str, half: int) -> bool:
     A ring of slots may take several tokens in the first call alone.
     """
     source, every, ends = evidence.source, slice(None), pairwise((0, half, evidence.source.length))
-    first, later = (evidence.arguments.piece(source, *each, positions=name) for each in ends)
+    first, later = (evidence.piece(source, *each, positions=name) for each in ends)
     others = source.others(slice(0, half), row=every)
     outputs = []
     with suppress(RaisedError):
@@ -310,7 +310,7 @@ def _changes(
     evidence: Evidence, memory: _Cache, place: tuple[int, int], positions: str | None, past: Any
 ) -> dict[str, Any]:
     """Return the arguments of a call with some of the tokens, after a call that returned the cache `past`."""
-    changes = evidence.arguments.piece(evidence.source, *place, positions=positions)
+    changes = evidence.piece(evidence.source, *place, positions=positions)
     return changes if past is None else {**changes, memory.name: past}
 
 

@@ -243,7 +243,7 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
 def _with_fewer_tokens(evidence: Evidence, attention: Attention) -> tuple[Evidence, Attention, AxisNames]:
     """Return an attention of another run, with all tokens but the last. Raise `LostError` if there is none."""
     try:
-        fewer = evidence.with_arguments(evidence.arguments.piece(evidence.source, 0, evidence.source.length - 1))
+        fewer = evidence.with_arguments(evidence.piece(evidence.source, 0, evidence.source.length - 1))
     except NotPossibleError as error:
         raise LostError from error
     place = next(at for at, (known, _) in enumerate(evidence.run.attentions) if known is attention)
