@@ -129,10 +129,21 @@ class Evidence:
             return None
         sights, shape = sights_of(self.run, partial(first_key, self)), (source.rows, source.length)
         seen = [sight.seen for sight in sights if sight.seen.shape == (*shape, source.length)]
-        for pads in self._marked(source) if seen else ():
-            if all(_hides(each, pads) for each in seen):
+        declared = self._declared_padding(source)
+        if declared is not None and seen and not any(_sees_padding(each, declared) for each in seen):
+            return declared
+        for pads in self._marked(source) if seen and declared is None else ():
+            if not bool(pads[0].all()) and all(_hides(each, pads) for each in seen):
                 return pads
         return next(filter(self._is_dropped, self._marked(source)), None)
+
+    def _declared_padding(self, source: Source) -> Tensor | None:
+        """Return the tokens, `batch position`, that a declared mask marks as padding; None without such a mask."""
+        mask, means = self.values.get(self.intent.padding or ""), self.intent.padding_true
+        if not isinstance(mask, Tensor) or mask.shape != (source.rows, source.length) or not means:
+            return None
+        is_boolean = mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all())
+        return ((mask != 0) == (means == "ignore")).cpu() if is_boolean else None
 
     def _marked(self, source: Source) -> Iterator[Tensor]:
         """Yield the tokens, `batch position`, with one of the two values of an argument."""
@@ -389,6 +400,11 @@ class Evidence:
         further = {place: source for place, source in enumerate(self.sources) if place and len(source.axes) == 2}
         outputs = {place: self.output_with(source.others(source.length // 2)) for place, source in further.items()}
         return {place: self.differences(output) for place, output in outputs.items()}
+
+
+def _sees_padding(seen: Tensor, pads: Tensor) -> bool:
+    """Return whether a token that is no padding sees padding: `batch query key` and `batch position`."""
+    return bool((seen & ~pads[:, :, None] & pads[:, None]).any())
 
 
 def _hides(seen: Tensor, pads: Tensor) -> bool:

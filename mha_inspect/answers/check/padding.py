@@ -23,8 +23,13 @@ _MOST = 2
 """The largest number of mask arguments to examine."""
 _FURTHER = ("encoder", "memory", "key", "src", "context")
 """Words in the name of a mask of the keys of another sequence."""
-_BATCH_FIX = "Give the batch axis of the mask its place: mask[:, None, None, :] for scores of batch heads query key."
-_KEYS_FIX = "Apply the mask to the keys: mask[:, None, None, :] for scores of batch heads query key."
+_PLACES = {
+    "batch heads query key": "mask[:, None, None, :] for scores of batch heads query key",
+    "batch query key": "mask[:, None, :] for scores of batch query key",
+    "(batch heads) query key": "mask.repeat_interleave(heads, 0)[:, None, :] for scores of (batch heads) query key",
+    "(heads batch) query key": "mask.repeat(heads, 1)[:, None, :] for scores of (heads batch) query key",
+}
+"""How a mask of `batch key` is laid over scores, by their axes."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,25 @@ class Masked:
     """The changed keys of the first batch item, in words."""
     line: str
     """The line of the mask; empty if no attention has these keys."""
+
+    @property
+    def is_meaning_known(self) -> bool:
+        """Whether the change masks the keys out, or is undone by doing so, and not for some queries alone.
+
+        A mask of segments, `mask[:, :, None] == mask[:, None]`, has no value that keeps a key.
+        """
+        if self.hides == self.opens:
+            return False
+        masked = [after if self.hides else before for before, after in self.pairs]
+        return any(_hides_keys(sight, self.keys) for sight in masked)
+
+
+def _hides_keys(sight: SeenKeys, keys: Tensor) -> bool:
+    """Return whether no query sees these keys, `batch key`, but queries of which each sees all or its own."""
+    seen = sight.seen & keys[:, None] & ~sight.seen.all(-1, keepdim=True)
+    if sight.queries == sight.keys:
+        seen &= sight.distance != 0
+    return not bool(seen.any())
 
 
 def masked_runs(evidence: Evidence) -> list[Masked | Fact]:
@@ -169,7 +193,7 @@ def mask_facts(evidence: Evidence) -> Iterator[Fact]:
     for run in masked_runs(evidence):
         if isinstance(run, Fact):
             yield run
-        elif run.hides != run.opens:
+        elif run.is_meaning_known:
             kept, ignored = run.meaning
             yield Fact("mask", f"{run.name}: {_word(kept)} keeps a key, {_word(ignored)} ignores it")
         elif run.pairs and not run.hides and torch.equal(run.output, run.base):
@@ -213,6 +237,11 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
         yield replace(result, source=evidence.mask_line) if isinstance(result, Finding) else result
 
 
+def _fix(sentence: str, layout: str) -> str:
+    """Return how a mask of `batch key` is laid over scores of these axes; empty for other axes than the usual."""
+    return f"{sentence}: {_PLACES[layout]}." if layout in _PLACES else ""
+
+
 def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
     """Yield the first attention that masks queries, or the wrong keys, or keys of another batch item."""
     kept, ignored = run.meaning
@@ -220,7 +249,8 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
     for before, after in run.pairs if run.hides != run.opens else ():
         changed = before.seen != after.seen
         # Queries of padding do not matter.
-        real = changed & ~keys[:, :, None] if before.queries == before.keys else changed
+        is_self = before.queries == before.keys
+        real = changed & ~keys[:, :, None] if is_self else changed
         by_key, sure, fix = real.any(1), True, ""
         proof = f"With {run.name} {_word(run.other)} at {run.places}"
         if bool(changed[~rows].any()):
@@ -229,11 +259,14 @@ def _misplaced(run: Masked, *, declared: bool) -> Iterator[Finding]:
         if run.hides and bool(changed.any()) and not bool(real.any()):
             if bool((after.seen & (after.distance != 0))[0, keys[0]].any()):
                 continue
+            # Padding sees these keys neither before nor after.
+            if not bool((before.seen & after.seen)[0, ~keys[0]][:, keys[0]].any() if is_self else True):
+                continue
             sentence = (
                 "The mask is applied to queries instead of keys: the other queries still attend to the masked tokens."
             )
             proof += ", these queries see no other key, and the other queries see the same keys as before."
-            fix = _KEYS_FIX
+            fix = _fix("Apply the mask to the keys", after.layout)
         elif bool((by_key & ~keys).any()):
             sentence = f"The mask masks out the wrong keys; expected the keys where {run.name} is {_word(ignored)}."
             proof += f", the masking of keys {_places(by_key[0])} changes. {_word(kept)} keeps a key."
@@ -256,21 +289,23 @@ def _joined(evidence: Evidence, run: Masked) -> list[Finding]:
 
 def _of_other_items(run: Masked) -> Finding:
     other = int((~run.keys.any(1)).nonzero()[0])
-    if any(_is_by_head(run, before, after) for before, after in run.pairs):
+    layout = run.pairs[0][1].layout if run.pairs else ""
+    is_joined = layout.startswith("(")
+    if not is_joined and any(_is_by_head(run, before, after) for before, after in run.pairs):
         return Finding(
             "padding",
             f"The batch axis of {run.name} lies on the heads of the scores: head 0 of every item "
             "gets the mask of item 0.",
             f"With {run.name} {_word(run.other)} at {run.places} alone, head 0 of batch item {other} changes too.",
             source=run.line,
-            fix=_BATCH_FIX,
+            fix=_fix("Give the batch axis of the mask its place", layout),
         )
     return Finding(
         "padding",
         "The mask of one batch item masks out keys of another item.",
         f"With {run.name} {_word(run.other)} at {run.places} alone, batch item {other} changes too.",
         source=run.line,
-        fix="Repeat the mask in the order of the joined dimension: repeat_interleave(heads, 0) for (batch heads).",
+        fix=_fix("Repeat the mask in the order of the joined dimension", layout) if is_joined else "",
     )
 
 
@@ -296,7 +331,7 @@ def _of_declared(evidence: Evidence, run: Masked) -> Iterator[Finding]:
         yield Finding(
             "padding", sentence, proof, source=run.line, fix="Apply the mask to the scores before the softmax."
         )
-    if run.hides != run.opens and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
+    if run.is_meaning_known and means and {float(kept), float(ignored)} == {0, 1} and bool(kept) != (means == "keep"):
         sentence = f"The mask is inverted: the keys that {name} keeps are masked out."
         proof = (
             f"With {_word(ignored)} at {run.places}, no query sees these keys. "
@@ -345,7 +380,8 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
     padded = evidence.output_with({**mask, **source.others(pads, by=6.0)})
     leaks = float(run.differences(padded)[0, places].max())
     if leaks:
-        more, fix = "" if means else ", whichever value of the mask means ignore", _KEYS_FIX
+        more = "" if means else ", whichever value of the mask means ignore"
+        fix = _fix("Apply the mask to the keys", run.sights[0].layout if run.sights else "")
         lengths = evidence.source.length, source.length
         seen = [each.seen[0, places] for each in run.sights if each.seen.shape[1:] == lengths]
         if any(not bool(each.any(-1).all()) for each in seen):
@@ -384,7 +420,7 @@ def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) ->
     for run in masked_runs(evidence):
         if isinstance(run, Masked) and run.name == name:
             like = run.given if like is None else like
-            kept, ignored = run.meaning if run.hides != run.opens else (kept, ignored)
+            kept, ignored = run.meaning if run.is_meaning_known else (kept, ignored)
     mask = torch.where(padded, ignored.cpu(), kept.cpu())
     if not isinstance(like, Tensor):
         return mask

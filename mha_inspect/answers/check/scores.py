@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -213,6 +214,7 @@ def masking(evidence: Evidence) -> Iterator[Finding]:
     sight = next(filter(masks_everything, evidence.sights), None)
     if sight is None:
         yield from weak_masks(evidence)
+        yield from _finite_masks(evidence)
         return
     yield sight.finding(
         "masking",
@@ -220,6 +222,21 @@ def masking(evidence: Evidence) -> Iterator[Finding]:
         f"With the given mask, all {sight.seen.numel()} pairs of a query and a key are masked out.",
         "Invert the mask where it is applied, or pass the inverted mask.",
     )
+
+
+def _finite_masks(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first mask of a finite number that leaves masked keys a weight, although one too small for a sum."""
+    for sight in evidence.sights:
+        # Smaller ones are no longer normal numbers, e.g. with -100 in float32, the mask of Swin.
+        if sight.faint > 1e-37:
+            finding = sight.finding(
+                "masking",
+                f"The mask is a finite number, and leaves masked keys a weight of up to {sight.faint:.2g}.",
+                "It is too small to change a sum in this dtype; larger scores or other dtypes may show it.",
+                "Use masked_fill(mask, float('-inf')).",
+            )
+            yield replace(finding, sure=False)
+            return
 
 
 def masks_everything(sight: SeenKeys) -> bool:
@@ -230,7 +247,7 @@ def masks_everything(sight: SeenKeys) -> bool:
 @partial(of_each_kind, "")
 def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
     """Yield masks that leave weight on masked keys."""
-    weights, padded = evidence.content(attention.softmax.output), evidence.padded
+    weights, padded = _final_weights(evidence, attention), evidence.padded
     if weights is not None and weights.dim() == 4 and padded is not None and weights.shape[::2] == padded.shape:
         weights = weights.masked_fill(padded[:, None, :, None].to(weights.device), 0.0)  # padding may see anything
     contents = [[evidence.content(tensor) for tensor in op.inputs] for op in attention.masks]
@@ -243,14 +260,25 @@ def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterat
             yield Finding("masking", sentence, proof, source=op.source, fix=fix)
 
 
+def _final_weights(evidence: Evidence, attention: Attention) -> Tensor | None:
+    """Return the weights that meet the values, if they are laid out as those of the softmax; else those."""
+    product = attention.value_product
+    final = evidence.content(product.right if attention.value_first else product.left)
+    weights = evidence.content(attention.softmax.output)
+    if final is None or weights is None or final.numel() != weights.numel():
+        return weights
+    return final.reshape(weights.shape) if final.shape[-2:] == weights.shape[-2:] else weights
+
+
 def _undone(evidence: Evidence, attention: Attention, op: Op) -> tuple[str, str, str] | None:
     """Return sentence, evidence and fix if a later step, e.g. a tanh that caps the scores, undoes a mask; else None."""
     number = _filled(op, [evidence.content(tensor) for tensor in op.inputs]) if op.does("fills_where") else None
-    stages = (op.output, attention.softmax.inputs[0], attention.softmax.output)
-    filled, scores, weights = (evidence.content(tensor) for tensor in stages)
+    filled, scores = (evidence.content(tensor) for tensor in (op.output, attention.softmax.inputs[0]))
+    weights = _final_weights(evidence, attention)
     if number is None or filled is None or scores is None or number > -1e3 or filled.shape != scores.shape:
         return None
-    undone = (filled == number) & (scores > -1e3)
+    # A query with every key masked out has no weights of a meaning, e.g. zeros against NaN.
+    undone = (filled == number) & (scores > -1e3) & ~(filled == number).all(-1, keepdim=True)
     if not undone.any() or not _weighs(weights, undone):
         return None
     return (
@@ -267,6 +295,8 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
         number = _filled(op, values)
         masked = next((v for v in values if v is not None and v.dtype == torch.bool), None)
         masked = ~masked if masked is not None and name == "where" and op.inputs[-1].numel == 1 else masked
+        if masked is not None and weights is not None:
+            masked = _with_other_keys(masked, weights)
         if number is not None and number >= _STRONG and _weighs(weights, masked):
             return _opposite(f"fills in {number:.3g}")
         if number is None or abs(number) > _WEAK or not _weighs(weights, masked):
@@ -292,11 +322,31 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
         if value is not None and _STRONG <= bonus < math.inf and _weighs(weights, value != 0):
             return _opposite(f"adds {bonus:.3g}")
         if 0 < abs(number) < 1e-3 or number == 1:
-            sentence = f"The mask adds {number:.3g}, which has no effect on the weights."
-            if number == 1:
-                sentence = "The mask is added as zeros and ones: it masks out no key, and keys with 1 gain weight."
-            return sentence, "The mask is added before the softmax.", ""
+            return _of_zeros_and_ones(name) if number == 1 else _without_effect(number)
     return None
+
+
+def _of_zeros_and_ones(name: str) -> tuple[str, str, str]:
+    does, effect = ("subtracted", "lose") if name == "sub" else ("added", "gain")
+    return (
+        f"The mask is {does} as zeros and ones: it masks out no key, and keys with 1 {effect} weight.",
+        f"A score that is {'lower' if name == 'sub' else 'higher'} by 1 changes a weight by a factor of at most e.",
+        "",
+    )
+
+
+def _without_effect(number: float) -> tuple[str, str, str]:
+    sentence = f"The mask adds {number:.3g}, which has no effect on the weights."
+    return sentence, "The mask is added before the softmax.", ""
+
+
+def _with_other_keys(masked: Tensor, weights: Tensor) -> Tensor:
+    """Return a mask without the queries of which it masks every key, e.g. padding: their weights have no meaning."""
+    try:
+        whole = masked.expand(weights.shape)
+    except RuntimeError:  # laid out otherwise
+        return masked
+    return whole & ~whole.all(-1, keepdim=True)
 
 
 def _opposite(what: str) -> tuple[str, str, str]:

@@ -12,7 +12,9 @@ from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...naming.canonical import canonical, content_of, sizes_in
+from ...naming.stage_facts import StageFacts
 from ...naming.visibility import is_causal, masks_of, sees, sees_by_head
+from ...record.ops import Op
 from ...reports.check import Finding
 from ...running.subject import Run
 
@@ -35,8 +37,15 @@ class SeenKeys:
         scores: Tensor | None,
         first: int | None,
         padded: Tensor | None,
+        *,
+        faint: float,
+        layout: str,
     ) -> None:
         """Read the weights and the scores before them: `batch heads query key`, from a run with its tensors."""
+        self.layout = layout
+        """The axes of the scores, as the code lays them out, e.g. `(batch heads) query key`."""
+        self.faint = faint
+        """The largest weight that a mask of finite numbers leaves to a key, too small to change a sum; else 0."""
         self.attention = attention
         """The attention that these are the keys of."""
         masks, stages, seen = attention.masks, attention.stages, torch.ones(weights[:, 0].shape, dtype=torch.bool)
@@ -221,7 +230,8 @@ class SeenKeys:
             )
         if self.sees_future and self.queries > 1:  # after the slot of one token, a ring has older ones
             future = self.any_row & (self.distance < 0)
-            late = bool((self.distance[future] == -1).all())
+            next_pairs = (self.distance == -1) & self.known
+            late = torch.equal(future, next_pairs)
             inverted = not bool((self.any_row & (self.distance > 0)).any()) or self.almost_causal == "inverted"
             return self.finding(
                 "causal",
@@ -295,28 +305,65 @@ def sights_of(
         )
         if weights is None or weights.dim() != 4 or _has_keys_of_other_ranks(run, attention):
             continue
-        if _loses_its_future(run, attention, names):
-            weights, scores = weights.tril(), torch.zeros_like(weights) if scores is None else scores
+        zeroed, faint = _zeroed_after_softmax(run, attention, names), 0.0
+        if zeroed is not None and zeroed.shape == weights.shape:
+            weights, scores = weights.masked_fill(zeroed, 0.0), torch.zeros_like(weights) if scores is None else scores
         elif scores is not None and plain is not None and plain.shape == scores.shape == weights.shape:
             # A weight may be too small for its dtype although nothing masks it.
             lowered = (plain.double() - scores.double()).nan_to_num(torch.inf)
             small = (weights == 0) & (lowered - lowered.amin(-1, keepdim=True) < _MASKED_BY)
-            weights = weights.masked_fill(small, torch.finfo(weights.dtype).tiny)
+            is_faint = _masked_by_a_number(weights, scores, lowered)
+            faint = float(weights[is_faint].max()) if bool(is_faint.any()) else 0.0
+            weights = weights.masked_fill(small, torch.finfo(weights.dtype).tiny).masked_fill(is_faint, 0.0)
         first = first_key(attention, names) if weights.shape[-2] < weights.shape[-1] else None
-        sights.append(SeenKeys(run, attention, weights, scores, first, padded))
+        layout = names.of_stage("scores") if "scores" in attention.stages else ""
+        sights.append(SeenKeys(run, attention, weights, scores, first, padded, faint=faint, layout=layout))
     return tuple(sights)
 
 
-def _loses_its_future(run: Run, attention: Attention, names: AxisNames) -> bool:
-    """Return whether a step after the softmax gives every future key weight 0, e.g. tril; a sum may follow it."""
-    stage = attention.stages["weights"]
-    made = [op.output for op in attention.weights_path if op.output.shape == stage.shape]
-    value = run.recording.values.get(made[-1].id) if made and names.lengths[0] == names.lengths[1] else None
-    if value is None or attention.branches:
-        return False
+def _masked_by_a_number(weights: Tensor, scores: Tensor, lowered: Tensor) -> Tensor:
+    """Return where a mask of one finite number leaves a weight that is too small to change a sum.
+
+    All are `batch heads query key`. With scores of -30 the weights are about 1e-13, and no output in float32 differs.
+    A bias by distance lowers far scores as much, but by several numbers: nothing is masked by it.
+    """
+    is_faint = (weights > 0) & (weights < torch.finfo(weights.dtype).eps / 8) & (lowered > 0)
+    if not bool(is_faint.any()):
+        return is_faint
+    filled, added = scores[is_faint], lowered[is_faint]
+    is_one_number = bool((filled == filled[0]).all()) or bool(torch.isclose(added, added[0]).all())
+    return is_faint if is_one_number else torch.zeros_like(is_faint)
+
+
+def _zeroed_after_softmax(run: Run, attention: Attention, names: AxisNames) -> Tensor | None:
+    """Return the weights that steps after the softmax set to zero: `batch heads query key`; None if there are none.
+
+    Such are tril, and a product with a mask of zeros and ones; a sum that divides the weights may follow.
+    """
+    stage, values = attention.stages["weights"], run.recording.values
+    steps = [op for op in attention.weights_path if op.output.shape == stage.shape]
+    if attention.branches or StageFacts(run.graph, attention, {}).drops():
+        return None
+    masking = [op for op in steps if _sets_to_zero(run, attention, op)]
+    value = values.get(masking[-1].output.id) if masking else None
+    if value is None or bool((value == 0).all()):
+        return None
     sizes = sizes_in(attention, names, "weights")
-    known = canonical(value, "weights", names.of_stage("weights"), sizes, names.head_order)
-    return known is not None and bool((known.triu(1) == 0).all()) and not bool((known == 0).all())
+    return canonical(value == 0, "weights", names.of_stage("weights"), sizes, names.head_order)
+
+
+def _sets_to_zero(run: Run, attention: Attention, op: Op) -> bool:
+    """Return whether an operation sets weights to zero, at places that do not depend on the weights."""
+    after = run.recording.values.get(op.output.id)
+    before = run.recording.values.get(op.inputs[0].id) if op.inputs else None
+    if after is None or before is None or int((after == 0).sum()) <= int((before == 0).sum()):
+        return False
+    if op.base_name.rstrip("_") in ("tril", "triu"):
+        return True
+    # A threshold or the largest k of the weights follow the scores, and are no mask.
+    softmax = attention.softmax.output.id
+    masks = [tensor for tensor in op.inputs if tensor.id != softmax and not between(run.recording, {softmax}, tensor)]
+    return bool(masks) and op.does("scales", "masks", "fills", "fills_where")
 
 
 def _laid_over(weights: Tensor, scores: Tensor | None) -> str:

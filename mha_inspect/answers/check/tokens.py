@@ -89,13 +89,12 @@ def heads(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
         here, there = (f"features {at}–{at + width - 1}" if width > 1 else f"feature {at}" for at in (start, other))
         line = _splitting(evidence, factor) or attention.score_product.op.source
         moved = f"{side[0]}_proj {here} of token {list(token)} end{'s' * (width == 1)} up at "
-        is_whole = _is_whole(factor, group, {row for rows in pieces.values() for row in rows})
+        tokens, total = _tokens_of_a_head(factor, group), names.lengths[side != "query"]
+        is_whole = tokens == 1 and _is_whole(factor, group, {row for rows in pieces.values() for row in rows})
         alone = f"row {row} of scores [{group}], {there} at row {other_row}: the other rows are of the same token."
         apart_in_head = f"position {row} of head {group}, {there} at position {other_row}."
         split[factor.features == 1].append(
-            _Split(
-                side, line, moved + (alone if is_whole else apart_in_head), is_whole, _tokens_of_a_head(factor, group)
-            )
+            _Split(side, line, moved + (alone if is_whole else apart_in_head), is_whole, tokens, total)
         )
     for convolved, sides in split.items():
         yield _split_finding(sorted(sides, key=lambda each: SIDES.index(each.side)), convolved)
@@ -124,6 +123,8 @@ class _Split:
     """Whether all rows of a product are of one token."""
     tokens: int | None
     """The number of tokens in one head; None if there are too many to count."""
+    total: int
+    """The number of tokens of the side."""
 
 
 def _split_finding(sides: Sequence[_Split], convolved: bool) -> Finding:
@@ -145,7 +146,7 @@ def _split_sentence(sides: Sequence[_Split]) -> str:
     if "key" not in known:
         return f"{split}the {listed([*known])} at a position of a head is not of the token at this position."
     tokens = known["key"].tokens
-    if tokens is None:
+    if tokens is None or tokens == known["key"].total:
         return f"{split}a position of a head is not a token."
     return f"{split}each head sees only {plural(tokens, 'token')}."
 

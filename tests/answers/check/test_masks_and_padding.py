@@ -101,3 +101,208 @@ def test_a_padding_mask_of_torch_with_as_many_items_as_tokens(items: int) -> Non
     report = check(subject, Intent(padding="src_key_padding_mask", padding_true="ignore"))
     assert report.findings == ()
     assert "padding" in {passed.check for passed in report.held}
+
+
+class Scored(nn.Module):
+    """Attention by hand, with scores `batch heads query key`; subclasses say how a mask `batch key` acts on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q, k, v = (side.unflatten(-1, (HEADS, -1)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
+        weights = self.weights(q @ k.mT * (WIDTH // HEADS) ** -0.5, mask.bool())
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+
+
+class Pairs(Scored):
+    """A token sees real tokens if it is one, and itself."""
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        seen = (keep[:, :, None] & keep[:, None]) | torch.eye(scores.shape[-1], dtype=torch.bool)
+        return scores.masked_fill(~seen[:, None], -1e9).softmax(-1)
+
+
+class Segments(Scored):
+    """A token sees the tokens with its own mark: neither mark keeps a key."""
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        seen = keep[:, :, None] == keep[:, None]
+        return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+
+
+class CausalSegments(Scored):
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        size = scores.shape[-1]
+        seen = (keep[:, :, None] == keep[:, None]) & torch.ones(size, size, dtype=torch.bool).tril()
+        return scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+
+
+class Safe(Scored):
+    """Rows with every key masked out are filled with 0 against NaN, and weights of masked keys are set to 0."""
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        seen = (keep[:, :, None] & keep[:, None])[:, None]
+        masked = scores.masked_fill(~seen, -torch.inf).masked_fill(~seen.any(-1, keepdim=True), 0.0)
+        return masked.softmax(-1) * seen
+
+
+class Divided(Scored):
+    """The weights are set to 0 after the softmax, and divided by their sum."""
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        weights = scores.softmax(-1) * keep[:, None, None]
+        return weights / weights.sum(-1, keepdim=True).clamp_min(1e-9)
+
+
+def sided(module: nn.Module, lengths: tuple[int, ...], size: int, *, left: bool, **intent: object) -> CheckReport:
+    subject = subject_of(module, lengths, size)
+    x, mask = subject.args
+    return check(Subject(module, (x, mask.flip(1) if left else mask), {}), Intent(**intent))
+
+
+@pytest.mark.parametrize("left", [False, True])
+@pytest.mark.parametrize("lengths", [(2, 8), (3, 8), (8, 5), (4, 6, 8)])
+@pytest.mark.parametrize("module", [Pairs, Segments, Safe, Divided])
+def test_right_masks_of_padding_are_not_accused(module: type[Scored], lengths: tuple[int, ...], left: bool) -> None:
+    report = sided(module(), lengths, 8, left=left, padding="mask", padding_true="keep")
+    assert faults(report) == []
+    assert "padding" in {passed.check for passed in report.held}
+
+
+@pytest.mark.parametrize("module", [Segments, CausalSegments])
+def test_no_mark_of_a_mask_of_segments_keeps_a_key(module: type[Scored]) -> None:
+    report = sided(module(), (2, 8), 8, left=True, padding="mask", padding_true="keep")
+    assert [fact for fact in report.facts if fact.name == "mask"] == []
+
+
+@pytest.mark.parametrize("lengths", [(8, 5), (3, 5), (5, 5)])
+def test_an_item_of_one_mark_throughout_is_judged(lengths: tuple[int, ...]) -> None:
+    report = sided(CausalSegments(), lengths, 8, left=False, causal=True, padding="mask", padding_true="keep")
+    assert faults(report) == []
+    assert {"causal", "padding"} <= {passed.check for passed in report.held}
+
+
+def test_weights_that_are_set_to_zero_are_not_seen() -> None:
+    report = sided(Divided(), (1, 8), 8, left=False, padding="mask", padding_true="keep")
+    assert faults(report) == []
+    (seen,) = [fact.sentence for fact in report.facts if fact.name == "who sees whom"]
+    assert seen == "every query sees 1 to 8 of 8 keys"
+
+
+class Lowered(Scored):
+    """Causal by a finite number."""
+
+    number = -30.0
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        return scores.masked_fill(future, self.number).softmax(-1)
+
+
+@pytest.mark.parametrize(("number", "suspected"), [(-30.0, True), (-69.0, True), (-100.0, False), (-1e4, False)])
+def test_a_finite_mask_that_changes_no_output_is_at_most_suspected(number: float, suspected: bool) -> None:
+    module = Lowered()
+    module.number = number
+    report = checked(module, (8, 8), 8, causal=True)
+    assert faults(report) == []
+    assert ["masking"] * suspected == [finding.check for finding in report.findings]
+
+
+def test_a_finite_mask_that_changes_outputs_is_a_fault() -> None:
+    module = Lowered()
+    module.number = -5.0
+    assert "causal" in faults(checked(module, (8, 8), 8, causal=True))
+
+
+class Prefix(Scored):
+    """Causal, but the first two tokens see each other: one pair of fifteen is of the future."""
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+        seen[:, :2] = True
+        return scores.masked_fill(~seen, -1e9).softmax(-1)
+
+
+def test_one_pair_of_the_future_is_no_late_diagonal() -> None:
+    (finding,) = checked(Prefix(), (6, 6), 6, causal=True).findings
+    assert finding.sentence == "Positions can see future tokens."
+    assert "1 of 15" in finding.evidence
+
+
+class Subtracted(Scored):
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        return (scores - torch.ones(scores.shape[-2:]).triu(1)).softmax(-1)
+
+
+def test_a_mask_of_ones_that_is_subtracted_loses_weight() -> None:
+    (finding,) = [f for f in checked(Subtracted(), (6, 6), 6).findings if f.check == "masking"]
+    assert "subtracted" in finding.sentence
+    assert finding.sentence.endswith("lose weight.")
+
+
+class Joined(nn.Module):
+    """Scores of `(batch heads) query key` or `(heads batch) query key`, and a mask of `batch key` in some order."""
+
+    def __init__(self, *, heads_first: bool, tiled: bool, of_queries: bool = False) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.heads_first, self.tiled, self.of_queries = heads_first, tiled, of_queries
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        order = (2, 0, 1, 3) if self.heads_first else (0, 2, 1, 3)
+        q, k, v = (s.unflatten(-1, (HEADS, -1)).permute(order).flatten(0, 1) for s in self.qkv(x).chunk(3, -1))
+        keep = mask.bool().repeat(HEADS, 1) if self.tiled else mask.bool().repeat_interleave(HEADS, 0)
+        hidden = ~(keep[:, :, None] if self.of_queries else keep[:, None])
+        context = (q @ k.mT * (WIDTH // HEADS) ** -0.5).masked_fill(hidden, -1e9).softmax(-1) @ v
+        if self.heads_first:
+            return self.out(context.unflatten(0, (HEADS, -1)).permute(1, 2, 0, 3).flatten(2))
+        return self.out(context.unflatten(0, (-1, HEADS)).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("lengths", [(6, 4), (6, 4, 5)])
+def test_a_fix_is_laid_out_as_the_scores_are(heads_first: bool, lengths: tuple[int, ...]) -> None:
+    padding = {"padding": "mask", "padding_true": "keep"}
+    assert checked(Joined(heads_first=heads_first, tiled=heads_first), lengths, 6, **padding).findings == ()
+    expected = "mask.repeat(heads, 1)" if heads_first else "mask.repeat_interleave(heads, 0)"
+    wrong = Joined(heads_first=heads_first, tiled=not heads_first)
+    (finding,) = checked(wrong, lengths, 6, **padding).findings
+    assert finding.sentence == "The mask of one batch item masks out keys of another item."
+    assert f"{expected}[:, None, :]" in finding.fix
+    of_queries = Joined(heads_first=heads_first, tiled=heads_first, of_queries=True)
+    (finding,) = checked(of_queries, lengths, 6, **padding).findings
+    assert "queries instead of keys" in finding.sentence
+    assert f"{expected}[:, None, :]" in finding.fix
+
+
+class Channels(nn.Module):
+    """Convolutions of `batch channels positions`, whose heads are split by a view in a wrong order, or right."""
+
+    def __init__(self, *, right: bool) -> None:
+        super().__init__()
+        self.right = right
+        self.query, self.key, self.value, self.out = (nn.Conv1d(WIDTH, WIDTH, 1) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, width, positions = x.shape
+        sides = [side(x) for side in (self.query, self.key, self.value)]
+        if self.right:
+            q, k, v = (side.view(batch, HEADS, width // HEADS, positions).mT for side in sides)
+        else:
+            q, k, v = (side.view(batch, HEADS, positions, width // HEADS) for side in sides)
+        context = (q @ k.mT * (width // HEADS) ** -0.5).softmax(-1) @ v
+        return self.out((context.mT if self.right else context).reshape(batch, width, positions))
+
+
+def test_positions_that_a_view_mixes_are_not_called_heads_within_a_token() -> None:
+    x = torch.randn(2, WIDTH, 6)
+    assert check(Subject(Channels(right=True).eval(), (x,), {}), Intent()).findings == ()
+    (finding,) = check(Subject(Channels(right=False).eval(), (x,), {}), Intent()).findings
+    assert "split without transpose" in finding.sentence
+    assert "within each token" not in finding.sentence
+    assert "sees only" not in finding.sentence
