@@ -21,6 +21,11 @@ from .output import unwritable
 _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
 """Names that other programs have for an option."""
+GONE = {
+    "--edge-items": "--values --json prints every element.",
+    "--precision": "--values --json prints every digit.",
+}
+"""Options that were removed, with the way that is left. A key such as `params --module` is of one command."""
 
 
 def explain(error: BaseException) -> ExitCode:
@@ -96,6 +101,9 @@ def _no_such_option(asked: str, ctx: Any) -> str:
     if len(asked) == 2:  # the parser keeps one letter of -num-heads
         asked = next((word for word in sys.argv if re.match(rf"-\w*{re.escape(asked[1])}", word) and word[2:]), asked)
     name, word, options = shown(asked), asked.strip("-").replace("-", "_"), _options(ctx.command)
+    way = GONE.get(f"{ctx.info_name} {asked}", GONE.get(asked))
+    if way is not None:
+        return f"{ctx.info_name} has no option {name} any more: {way}"
     flag = dashed(_ELSEWHERE.get(word) or flag_of(word) or "")
     near = f" Did you mean {flag}?" if flag in options else did_you_mean(asked, options)
     group = ctx.find_root().command

@@ -28,7 +28,7 @@ FORMATS = ("table", "plain", "json")
 COLORS = ("auto", "always", "never")
 _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 """Torch's other names for data types."""
-NUMBERS = ("ops", "stats", "values", "precision", "edge_items")
+NUMBERS = ("ops", "stats", "values")
 """Options that add numbers to a report, beyond names, shapes and axes."""
 OUTPUTS = ("format", "json", "export", "color", "quiet")
 """Options of every command: where its report goes, and how."""
@@ -200,8 +200,6 @@ class Options:
     ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched.", False)
     stats: bool = option(OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.", False)
     values: bool = option(OUTPUT, "Print the tensors.", False)
-    precision: int = size(OUTPUT, "Digits after the point, with --values.", 4)
-    edge_items: int = size(OUTPUT, "Elements at each edge, with --values.", 3)
     format: Literal["table", "plain", "json"] | None = option(
         OUTPUT, "Output format.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
     )

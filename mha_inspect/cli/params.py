@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 PANEL = "Params"
 _OF_INPUTS = ("causal", "padding", "attn_mask", "input")
 """Options of the inputs, besides their sizes: a layer's parameters do not depend on them."""
-_OF_CHECKPOINT = ("num_heads", "stats", "values", "precision", "edge_items")
+_OF_CHECKPOINT = ("num_heads", "stats", "values")
 """Options that apply to a checkpoint alone; with a module beside it, all of them apply."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..build.vocabulary import Flags, dashed, flag_of
+from ..build.vocabulary import Flags, flag_of
 from ..errors import ForwardError, MhaInspectError, SpecError, is_out_of_memory
 from ..files.memory import limited_to_what_is_free
 from ..layers.catalog import LAYERS
@@ -77,13 +77,7 @@ def run(options: Options) -> RunSpec:
 
 
 def show(options: Options) -> Show:
-    """Return the numbers to report beyond shapes and axes. Raises `SpecError` for an impossible number of digits."""
-    if not 0 <= options.precision <= 17:
-        raise SpecError(f"precision {options.precision} is out of range: it must be 0 to 17. Try --precision 4.")
-    if options.edge_items < 1:
-        raise SpecError(f"edge_items {options.edge_items} shows nothing: it must be 1 or more. Try --edge-items 3.")
-    for flag in () if options.values else sorted({"precision", "edge_items"} & options.typed):
-        raise SpecError(f"{dashed(flag)} {getattr(options, flag)} only affects printed tensors. Add --values.")
+    """Return the numbers to report beyond shapes and axes."""
     for_a_machine = "json" in (options.format, options.ending[1:])
     return Show(**_same(Show, options), full_values=options.values and for_a_machine)
 
@@ -128,7 +122,6 @@ def flags(options: Options) -> Flags:
 
 def check(text: str | None, options: Options, command: str) -> None:
     """Check a layer or a target as far as possible before torch is imported."""
-    show(options)
     if text is not None:
         check_target(text, options, command)
         return

@@ -196,10 +196,6 @@ class Show:
     """The content of each tensor as text, shortened as torch shortens it."""
     full_values: bool = False
     """Whether every element is added as data, beside the shortened text."""
-    precision: int = 4
-    """Digits after the point in shortened text."""
-    edge_items: int = 3
-    """Elements at each edge in shortened text."""
 
     def without_numbers(self, device: str) -> tuple[str, ...]:
         """Return a note if numbers were requested on device meta, which has none; otherwise empty."""

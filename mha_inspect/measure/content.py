@@ -50,7 +50,7 @@ def values_of(tensor: Tensor, show: Show) -> Values | None:
     if tensor.is_meta:
         return None
     plain = tensor.detach().cpu()
-    with printoptions(precision=show.precision, edgeitems=show.edge_items, threshold=1000, linewidth=80, sci_mode=None):
+    with printoptions(precision=4, edgeitems=3, threshold=1000, linewidth=80, sci_mode=None):
         text = repr(plain)
     data = (plain if plain.dim() else plain.reshape(1)).tolist() if show.full_values else None
     return Values(text=text, data=data)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mha_inspect.cli.app import COMMANDS
+from mha_inspect.cli.messages import GONE
 
 FILES = {
     "model.py": "",
@@ -114,9 +115,6 @@ LINES: list[tuple[str, ...]] = [
     ("compare-heads --heads 0", "heads 0 is not a number of heads: each must be 1 or more."),
     ("trace --padding x", "padding x"),
     ("trace --seed -1", "seed -1", "2**64 - 1"),
-    ("trace --precision 99", "precision 99", "0 to 17"),
-    ("trace --precision 3", "only affects printed tensors. Add --values."),
-    ("trace --edge-items 0", "edge_items 0", "1 or more"),
     ("trace --attention 2 --embed-dim 8", "attention 2", "there is only 1"),
     ("trace --module layer --embed-dim 8", "module layer", "Drop --module."),
     ("check --padding-side left", "needs a padding mask. Add --mask NAME=keep."),
@@ -218,6 +216,15 @@ def test_each_is_answered_in_a_line_or_two(invoke, folder, monkeypatch, case):
     assert "Traceback" not in err
     told = " ".join(err.split())
     assert [part for part in said if part not in told] == [], err
+
+
+@pytest.mark.parametrize("key", GONE)
+def test_a_removed_option_is_refused_in_one_line_with_the_way_that_is_left(invoke, key):
+    command, flag = ["trace", *key.split()][-2:]
+    for line in ([command, flag], [command, flag, "1"], [command, f"{flag}=1"]):
+        code, out, err = invoke(*line)
+        assert (code, out) == (2, "")
+        assert err == f"mha-inspect: {command} has no option {flag} any more: {GONE[key]}\n"
 
 
 NO_BFLOAT16 = """
