@@ -74,9 +74,7 @@ def params_of_checkpoint(
     """
     checkpoint = read_checkpoint(path)
     tensors = checkpoint.tensors
-    known = _by_names(checkpoint, num_heads)
-    if like is not None:
-        known = _by_run(checkpoint, known, like)
+    known = _by_names(checkpoint, num_heads) if like is None else _by_run(checkpoint, num_heads, like)
     attentions, notes = known.attentions, [*checkpoint.notes, *known.notes]
     if module:
         tensors = _below(module, tensors)
@@ -125,8 +123,11 @@ def _below(module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
     return inside
 
 
-def _by_names(checkpoint: Checkpoint, num_heads: int | None) -> Known:
-    """Return the roles from names and shapes. Raises `SpecError` if no attention can have that many heads."""
+def _by_names(checkpoint: Checkpoint, num_heads: int | None, *, fits: bool = True) -> Known:
+    """Return the roles from names and shapes. Raises `SpecError` if no attention can have that many heads.
+
+    `fits` says whether the shapes are those of the module that the file is for.
+    """
     named = find_attentions(checkpoint.tensors, checkpoint.config, num_heads)
     attentions = [attention.stored for attention in named]
     if num_heads is not None and named and not any(stored.num_heads == num_heads for stored in attentions):
@@ -136,7 +137,7 @@ def _by_names(checkpoint: Checkpoint, num_heads: int | None) -> Known:
     return Known(
         tuple(attentions),
         {name: role for attention in named for name, role in attention.roles.items()},
-        tuple(_notes(attentions, from_config=num_heads is None and bool(checkpoint.config))),
+        tuple(_notes(attentions, from_config=num_heads is None and bool(checkpoint.config), fits=fits)),
     )
 
 
@@ -166,16 +167,20 @@ def _parameter(
     )
 
 
-def _notes(attentions: Sequence[StoredAttention], *, from_config: bool) -> Iterator[str]:
+def _notes(attentions: Sequence[StoredAttention], *, from_config: bool, fits: bool) -> Iterator[str]:
     if not attentions:
         yield "No tensor has the name of an attention's projection, so their roles are unknown."
         return
     yield "Roles come from names and shapes; nothing was run."
-    for fits, number in Counter(stored.fits for stored in attentions if stored.fits).items():
+    for counts, number in Counter(stored.fits for stored in attentions if stored.fits).items():
         yield (
-            f"num_heads is not in the file: {listed(list(map(str, fits)))} fit the shapes of "
-            f"{plural(number, 'attention')}. Each of them loads without an error. Give the right one: --num-heads N."
+            f"num_heads is not in the file: {listed(list(map(str, counts)))} fit the shapes of "
+            f"{plural(number, 'attention')}."
         )
+    if any(stored.fits for stored in attentions):
+        # A file of other shapes than the module's does not load with any number of heads.
+        loads = "Each of these head counts loads without an error. " if fits else ""
+        yield f"{loads}Give the right head count: --num-heads N."
     if from_config and any(stored.num_heads for stored in attentions):
         yield "Head counts are from config.json, or the only ones that fit the shapes."
     without = sum(not stored.fits and stored.num_heads is None for stored in attentions)
@@ -241,7 +246,7 @@ def _heads_are(heads: list[int]) -> str:
 # -- a module beside the file -----------------------------------------------------------------------------------------
 
 
-def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module) -> Known:
+def _by_run(checkpoint: Checkpoint, num_heads: int | None, beside: Subject | nn.Module) -> Known:
     """Return the roles from a run of a subject; for a module, those from names; each with how it fits the file.
 
     Raises `InputError` if no name of the module is in the file.
@@ -301,6 +306,9 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
         *_about_transposed(transposed, tensors, label),
         *_about_buffers(stored_buffers, label, sum(tensor.numel for tensor in tensors.values())),
     ]
+    loads = not transposed.names and not like.wrong_shape
+    as_linear = _with_linears_turned(checkpoint, transposed)
+    by_names = _by_names(as_linear, num_heads, fits=loads)
     if run is None:
         roles_by_name = _with_transposed(by_names.roles, transposed)
         notes = [*by_names.notes, *why_not_run, *further]
@@ -328,7 +336,9 @@ def _by_run(checkpoint: Checkpoint, by_names: Known, beside: Subject | nn.Module
         if counts.get(path) not in (None, axes.num_heads):
             notes.append(f"{shown(path)} has {axes.num_heads} heads in {label}, but {counts[path]} in config.json.")
     if any(len(attention.fits) > 1 for attention in attentions):
-        notes.append(f"Head counts are from {label}. Every head count that fits would load without an error.")
+        notes.append(f"Head counts are from {label}.")
+        if loads:
+            notes.append("Every head count that fits would load without an error.")
     return Known(
         tuple(attentions),
         {name: _stored_role(role, is_transposed=name in transposed.names) for name, role in roles.items()},
@@ -380,22 +390,29 @@ def _are_transposed(transposed: Transposed, label: str) -> str:
     return f"{names} {are} in {label}. {fix}"
 
 
-def _with_transposed(roles: Mapping[str, Role], transposed: Transposed) -> dict[str, Role]:
-    """Return the roles from names; those of transposed weights have the features of the heads in the other dimension.
+def _with_linears_turned(checkpoint: Checkpoint, transposed: Transposed) -> Checkpoint:
+    """Return a checkpoint with the shapes of nn.Linear, `out in`, for the weights that the file has as `in out`.
 
-    The names of GPT-2 show its layout already.
+    Names and shapes are read in this layout. A file whose module has another layout, as Conv1D, has it already.
     """
+    if not transposed.of_linear:
+        return checkpoint
+    tensors = dict(checkpoint.tensors)
+    for name in transposed.names:
+        tensors[name] = replace(tensors[name], shape=tensors[name].shape[::-1])
+    return replace(checkpoint, tensors=tensors)
+
+
+def _with_transposed(roles: Mapping[str, Role], transposed: Transposed) -> dict[str, Role]:
+    """Return the roles of the file's layout, from the roles of nn.Linear's layout."""
     from ...naming.parameter_words import ParameterRole
 
     turned = dict(roles)
     for name in transposed.names if transposed.of_linear else ():
         role = roles.get(name)
-        if role is None or not role.axes:
-            continue
-        axis = 0 if role.text.startswith("W_o") else 1
-        if role.axis != axis:
+        if role is not None and role.axes:
             other = ParameterRole(role.axes, role.text, role.heads).transposed()
-            turned[name] = Role(other.axes, other.text, other.heads, axis)
+            turned[name] = Role(other.axes, other.text, other.heads, 1 - role.axis)
     return turned
 
 

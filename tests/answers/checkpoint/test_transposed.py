@@ -242,3 +242,57 @@ def test_a_square_weight_is_transposed_in_the_other_file(tmp_path):
     found = {pair.name: (pair.verdict, pair.note) for pair in report.tensors}
     assert found["h.0.attn.c_proj.weight"] == ("same, permuted", "transposed")
     assert found["h.0.attn.other.weight"] == ("differs", "")
+
+
+class Grouped(nn.Module):
+    """Four query heads and two key heads of 6 features; as a mistake, the key heads are not repeated."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(24, 24, bias), nn.Linear(24, 24, bias)
+        self.k_proj, self.v_proj = nn.Linear(24, 12, bias), nn.Linear(24, 12, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (side(x).unflatten(-1, (-1, 6)).transpose(1, 2) for side in (self.q_proj, self.k_proj, self.v_proj))
+        return self.o_proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("runs", [True, False])
+def test_names_are_read_in_the_layout_of_the_module(tmp_path, bias, runs):
+    """The forward fails, so roles come from names: the shapes that they are read with are the module's own."""
+    module = Grouped(bias)
+    file = saved(tmp_path / "x.safetensors", with_transposed(module.state_dict(), ""))
+    like = Subject(module, (torch.zeros(2, 5, 24),), {}) if runs else module
+    report = params_of_checkpoint(file, like=like, num_heads=4, per_head=True)
+    (attention,) = report.stored_attentions
+    assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 6)
+    parameters = {parameter.name: parameter for parameter in report.parameters}
+    assert parameters["k_proj.weight"].axes == "embed (kv_heads head_dim)"
+    assert parameters["q_proj.weight"].axes == "embed (heads head_dim)"
+    heads = [(piece.rows, piece.columns) for piece in parameters["k_proj.weight"].heads]
+    assert heads == [((0, 24), (0, 6)), ((0, 24), (6, 12))]
+    if bias:
+        assert parameters["k_proj.bias"].axes == "(kv_heads head_dim)"
+        assert parameters["k_proj.bias"].role.startswith("b_k")
+
+
+def test_no_head_count_is_said_to_load_with_transposed_weights(tmp_path):
+    """24 and 12 features: a head count of 2, 4, 8 gives 1, 2, 4 heads of keys. None of them loads."""
+    module = Grouped(bias=True)
+    turned = params_of_checkpoint(
+        saved(tmp_path / "t.safetensors", with_transposed(module.state_dict(), "")), like=module
+    )
+    straight = params_of_checkpoint(saved(tmp_path / "x.safetensors", module.state_dict()), like=module)
+    assert [each.fits for each in turned.stored_attentions] == [each.fits for each in straight.stored_attentions]
+    assert turned.stored_attentions[0].fits == (2, 4, 6, 8, 12, 24)
+    with pytest.raises(RuntimeError):
+        module.load_state_dict(with_transposed(module.state_dict(), ""))
+    assert "loads without an error" in " ".join(straight.notes)
+    assert "loads without an error" not in " ".join(turned.notes)
+
+
+def test_no_head_count_of_a_run_is_said_to_load_with_transposed_weights(tmp_path):
+    model = Model()
+    assert "would load" not in " ".join(like_of(tmp_path, with_transposed(model.state_dict(), r"^h\."), model).notes)
+    assert "would load" in " ".join(like_of(tmp_path, model.state_dict(), model).notes)
