@@ -44,15 +44,18 @@ def split_target(text: str) -> tuple[str, str]:
         if name:
             file = where.rstrip(":").removesuffix(".py")
             raise InputError(f"{shown(where)} is not a Python file. Write {shown(file)}.py:{name}.")
-        classes = first_few([f"{where}:{name}" for name in _names_in_file(Path(where))], 6)
-        there = f"Choose from {classes}." if classes else f"Write {shown(where)}:Name."
-        raise InputError(f"{shown(text)} is missing the name of a class. {there}")
+        raise InputError(f"{shown(text)} is missing the name of a class. Write {shown(where.rstrip(':'))}:Name.")
     if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
         raise InputError(f"{shown(text)} is not a target: write {FORMS}.")
     return where, name
 
 
-def _names_in_file(path: Path) -> list[str]:
+def is_file_alone(text: str) -> bool:
+    """Return whether a target is a Python file without the name of a class: `model.py`."""
+    return text.endswith(".py") and ":" not in text
+
+
+def names_in_file(path: Path) -> list[str]:
     """Return the classes that a file defines, without running it."""
     try:
         with opened(path, ".py") as (file, _):
@@ -69,7 +72,7 @@ def load_object(text: str) -> tuple[Any, ModuleType]:
     """
     where, name = split_target(text)
     try:
-        module = _load_file(where) if where.endswith(".py") else _load_module(where)
+        module = load_file(where) if where.endswith(".py") else _load_module(where)
     except InputError:
         raise
     except (Exception, SystemExit) as error:
@@ -125,7 +128,7 @@ def _load_module(name: str) -> ModuleType:
         ) from None
 
 
-def _load_file(where: str) -> ModuleType:
+def load_file(where: str) -> ModuleType:
     """Import a file by its path, with its folder on the import path as in `python file.py`.
 
     A file in a package is imported as a part of it, so that its relative imports work.

@@ -20,8 +20,9 @@ from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, LETTERS, OPTIONAL
 from ..render import screen
 from ..text import did_you_mean, shown
-from .options import OUTPUTS, SHARED, Options, is_target
+from .options import OUTPUTS, SHARED, Options
 from .output import give, prepare, write
+from .target_text import command_for, completed
 
 PROGRAM = "mha-inspect"
 COMPLETE = "_MHA_INSPECT_COMPLETE"
@@ -35,6 +36,8 @@ COMMANDS = {
     "layers": "List the built-in attention layers, for --layer and diff.",
 }
 """Each command with its line in the help. All but `layers` have a file of that name, imported on first use."""
+_NAMES_OF_TARGETS = ("target", "left", "right", "reference", "like")
+"""Parameters of commands that name a target."""
 TARGETS = (
     "TARGET is a class, a function that returns a module, or a module. Its arguments come from --set and from options "
     "of a matching name, e.g. --embed-dim sets d_model. Its inputs follow the signature of its forward. A function may "
@@ -114,12 +117,13 @@ class Commands(_Grouped, TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Find the command by its name. Raises `SpecError` with the nearest name for an unknown one."""
         asked = args[0]
+        meant = None if asked in COMMANDS or asked.startswith("-") else command_for(completed(asked))
+        if meant is not None and not ctx.resilient_parsing:
+            return super().resolve_command(ctx, [meant, *args])
         if asked not in COMMANDS and not asked.startswith("-") and not ctx.resilient_parsing:
-            near = did_you_mean(asked, COMMANDS)
-            if not near and is_target(asked):
-                near = f" Did you mean {PROGRAM} trace {shown(asked)}?"
             raise SpecError(
-                f"{shown(asked)} is not a command. Commands: {', '.join(COMMANDS)}.{near} See `{PROGRAM} --help`."
+                f"{shown(asked)} is no command, no file, no class in a file here and no layer."
+                f"{did_you_mean(asked, [*COMMANDS, *LAYERS])} Commands: {', '.join(COMMANDS)}. See `{PROGRAM} --help`."
             )
         return super().resolve_command(ctx, args)
 
@@ -197,7 +201,15 @@ def command(
                 parameter.default.param_decls = (dashed(parameter.name),)
 
         def flat(ctx: typer.Context, **given: Any) -> ExitCode:
-            return function(Options.parsed(ctx, {option.name: given.pop(option.name) for option in shared}), **given)
+            values = {option.name: given.pop(option.name) for option in shared}
+            for name in _NAMES_OF_TARGETS:
+                if given.get(name) is not None:
+                    given[name] = completed(given[name])
+            options = Options.parsed(ctx, values)
+            if given.get("target") in LAYERS:
+                options.take_layer(given["target"])
+                given["target"] = None
+            return function(options, **given)
 
         context, _ = inspect.signature(flat, eval_str=True).parameters.values()
         signature = inspect.Signature([context, *parameters, *shared])

@@ -19,6 +19,8 @@ from ..text import did_you_mean, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..build.in_file import ChosenTarget
+
 N = TypeVar("N", int, float)
 FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
@@ -219,6 +221,8 @@ class Options:
         """Options that the user set, on the command line or by a variable."""
         self.typed = frozenset[str]()
         """Options that the user set on the command line."""
+        self.chosen: dict[str, ChosenTarget] = {}
+        """The targets that were chosen in files that were named alone, by file."""
         self.ids: Tensor | None = None
         """Token ids of --text, `batch seq`: the input of a target."""
 
@@ -243,6 +247,13 @@ class Options:
         if options.json:
             options.format = "json"
         return options
+
+    def take_layer(self, name: str) -> None:
+        """Take the layer that was named as the target. Raises `SpecError` if --layer names another one."""
+        if "layer" in self.typed and self.layer != name:
+            raise SpecError(f"{name} and --layer {self.layer} are two layers. Drop one.")
+        self.layer = name
+        self.given, self.typed = self.given | {"layer"}, self.typed | {"layer"}
 
     def require_no_target_settings(self, command: str) -> None:
         """Raise `SpecError` if a target-only option was given without a target."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -143,7 +143,7 @@ def check_target(
     With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
     """
     from ..build.arguments import parse_settings, parse_shapes
-    from ..build.importing import split_target
+    from ..build.importing import is_file_alone, split_target
     from ..files.checkpoint import is_checkpoint
 
     if not is_target(text):
@@ -167,7 +167,7 @@ def check_target(
         if text in LAYERS and not beside_layer:
             way = f"for the layer of this name: mha-inspect {command} --layer {text}"
         raise SpecError(f"{shown(text)} is not a target: write {FORMS}. {way[0].upper()}{way[1:]}.")
-    if not text.startswith("hf:"):
+    if not text.startswith("hf:") and not is_file_alone(text):
         split_target(text)
     if "layer" in options.typed and not beside_layer:
         raise SpecError(f"--layer {options.layer} and {shown(text)} are two layers. Drop one.")
@@ -273,6 +273,8 @@ def load_target(
     `sizes` replace options that the user did not set. Options in `elsewhere` apply to the other side.
     """
     from ..build.arguments import parse_settings
+    from ..build.importing import is_file_alone
+    from ..build.in_file import choose_in_file
     from ..build.target import TargetSpec
     from ..build.target import load_target as build
 
@@ -286,7 +288,32 @@ def load_target(
         seed=options.seed,
     )
     settings = parse_settings([*(options.settings or []), *side_settings])
-    return with_group(lambda: build(text, settings, spec))
+    if not is_file_alone(text):
+        return with_group(lambda: build(text, settings, spec))
+    if text not in options.chosen:
+
+        def attends(target: Target) -> bool | None:
+            return _attends(target, options)
+
+        options.chosen[text] = with_group(
+            lambda: choose_in_file(text, lambda name: build(name, settings, spec), attends)
+        )
+    chosen = options.chosen[text]
+    target = with_group(lambda: build(chosen.target, settings, spec))
+    return replace(target, notes=(*filter(None, [chosen.note]), *target.notes))
+
+
+def _attends(target: Target, options: Options) -> bool | None:
+    """Return whether a run of a target has an attention; None if it raises."""
+    from ..call.load import subject_of
+
+    try:
+        subject = subject_of(target, call_of(target, options), options.seed, options.grad)
+        return bool(subject.fresh().recorded().attentions)
+    except Exception as error:  # code of the user may raise anything
+        if is_out_of_memory(error):
+            raise
+        return None
 
 
 def call_of(target: Target, options: Options, like: Call | None = None, *, may_fail: bool = False) -> Call:

@@ -232,7 +232,7 @@ def test_one_line_of_an_import_that_fails(tmp_path, monkeypatch, content, said):
         ("absent.py:X", ["absent.py is not there"]),
         ("no.such.package:X", ["no module no"]),
         ("torch.nn.no_such:X", ["no module torch.nn.no_such"]),
-        (STYLES, [":Configured"]),
+        (STYLES, ["missing the name of a class"]),
         ("torch.nn", ["package.module:Name"]),
         ("torch.nn:", ["package.module:Name"]),
         ("torch nn:X", ["package.module:Name"]),

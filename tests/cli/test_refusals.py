@@ -64,9 +64,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LINES: list[tuple[str, ...]] = [
     # commands and options
-    ("trcae", "trcae is not a command", "Did you mean trace?"),
+    ("trcae", "trcae is no command", "Did you mean trace?"),
     ("compare", "Did you mean compare-heads?"),
-    ("model.py:Attention", "Did you mean mha-inspect trace model.py:Attention?"),
+    ("model.py:Attention", "model.py has no Attention"),
     ("--versoin", "Did you mean --version?"),
     ("-help", "there is no option -help before the command. Did you mean --help?"),
     ("--verbose", "there is no option --verbose before the command. All options: mha-inspect --help"),
@@ -174,7 +174,7 @@ LINES: list[tuple[str, ...]] = [
     *((f"{c} --set d=1", "--set d=1 needs a TARGET") for c in ("trace", "params", "compare-heads", "diff")),
     ("trace --input-shape x=2x3", "--input-shape x=2x3 needs a TARGET"),
     ("trace mine.py:Needy --num-heads 1,2", "a target takes one number", "mha-inspect params --num-heads 1,2"),
-    ("trace bert", "--layer bert"),
+    ("trace bert --layer torch", "two layers"),
     ("trace mine.py:Needy --layer bert", "two layers"),
     ("trace 512", "512 is not a target", "package.module:Name", "--embed-dim 512"),
     ("trace torch.nn.MultiheadAttention", "a target has a colon. Write torch.nn:MultiheadAttention."),

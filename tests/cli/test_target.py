@@ -186,7 +186,6 @@ def test_train_dtype_and_gradients(invoke):
     ("target", "said"),
     [
         ("STYLES:Nope", "has no Nope"),
-        ("STYLES", "STYLES:Configured"),
         ("STYLES:Plain", "not a torch.nn.Module"),
         ("STYLES:make_nothing", "not a torch.nn.Module"),
         ("STYLES:attention", "takes tensors"),

@@ -1,0 +1,128 @@
+"""Find the modules that a Python file defines, the outermost first, for a target that names a file alone."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+
+from torch import nn
+
+from ..errors import InputError, MhaInspectError
+from ..text import first_few, listed, shown
+from .importing import load_file
+from .target import Target
+
+
+@dataclass(frozen=True)
+class ChosenTarget:
+    """The target that was chosen in a file."""
+
+    target: str
+    """In full, e.g. `model.py:Block`."""
+    note: str = ""
+    """A sentence on the file's other modules; empty if there are none."""
+
+
+def choose_in_file(file: str, build: Callable[[str], Target], attends: Callable[[Target], bool | None]) -> ChosenTarget:
+    """Choose the outermost module of a file that can be built and attends, or else raises when it is called.
+
+    `build` raises `MhaInspectError` for a target that cannot be built; `attends` returns None if the forward raises.
+    Neither is called if there is no choice. Raises `InputError` if the file defines nothing that can be a target, and
+    the error of the first target if none can be built.
+    """
+    levels = names_by_level(file)
+    names = [name for level in levels for name in level]
+    if not names:
+        raise InputError(
+            f"{shown(file)} defines no torch.nn.Module, and no function without arguments that could return one. "
+            f"Name what to inspect: {shown(file)}:NAME."
+        )
+    if len(names) == 1:
+        return ChosenTarget(f"{file}:{names[0]}")
+    raised = list[str]()
+    without = list[str]()
+    errors = list[MhaInspectError]()
+    for level in levels:
+        for name in level:
+            try:
+                target = build(f"{file}:{name}")
+            except MhaInspectError as error:
+                errors.append(error)
+                continue
+            if len(level) == 1 and not without:
+                return _chosen(file, name, names)
+            has_attention = attends(target)
+            if has_attention:
+                return _chosen(file, name, names)
+            (raised if has_attention is None else without).append(name)
+        if raised:
+            break
+    built = [*raised, *without]
+    if not built:
+        raise errors[0]
+    return _chosen(file, built[0], names)
+
+
+def _chosen(file: str, name: str, names: list[str]) -> ChosenTarget:
+    others = [other for other in names if other != name]
+    verb = "is" if len(others) == 1 else "are"
+    there = first_few(others, 6) if len(others) > 2 else listed(others)
+    note = f"{name} of {file} is looked at. Also there {verb} {there}: name one as {file}:{others[0]}."
+    return ChosenTarget(f"{file}:{name}", note)
+
+
+def names_by_level(file: str) -> list[list[str]]:
+    """Import a file, and return the names that can be targets: outermost first, each level in the file's order.
+
+    The levels are modules that the file built, classes that no other class of the file uses, the other classes, and
+    functions without required arguments. Empty levels are left out. For
+
+        class Attention(nn.Module): ...
+        class Block(nn.Module): ...  # builds an Attention
+
+    they are `[["Block"], ["Attention"]]`. Raises `InputError` if the file cannot be imported.
+    """
+    module = load_file(file)
+    named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    built = [name for name, value in named.items() if isinstance(value, nn.Module)]
+    classes = [name for name, value in named.items() if _is_class_of(module, value)]
+    functions = [name for name, value in named.items() if _is_free_function_of(module, value)]
+    inner = _used_by_others(module, classes)
+    outermost = [name for name in classes if name not in inner]
+    if not outermost:  # they use each other
+        outermost, inner = classes, set()
+    others = [name for name in classes if name in inner]
+    return [level for level in (built, outermost, others, functions) if level]
+
+
+def _is_class_of(module: ModuleType, value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == module.__name__
+
+
+def _is_free_function_of(module: ModuleType, value: object) -> bool:
+    """Return whether a value is a function of this file that can be called without arguments."""
+    if not inspect.isfunction(value) or value.__module__ != module.__name__:
+        return False
+    parameters = inspect.signature(value).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+
+
+def _used_by_others(module: ModuleType, classes: list[str]) -> set[str]:
+    """Return the classes whose names the body of another class reads, as a subclass or one that builds it does."""
+    used = set[str]()
+    for name, node in _class_definitions(module).items():
+        if name in classes:
+            read = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+            used |= read & set(classes) - {name}
+    return used
+
+
+def _class_definitions(module: ModuleType) -> Mapping[str, ast.ClassDef]:
+    try:
+        tree = ast.parse(inspect.getsource(module))
+    except (OSError, TypeError, SyntaxError, RecursionError):
+        return {}
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}

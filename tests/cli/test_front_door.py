@@ -1,0 +1,164 @@
+"""What a file, a class or a layer alone means: it is traced, and a file's outermost module that attends is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ..warm import Answer
+
+Program = Callable[..., Answer]
+
+MODEL = """
+import torch
+from torch import nn
+
+class MLP(nn.Module):
+    def __init__(self, embed_dim=16):
+        super().__init__()
+        self.linear = nn.Linear(embed_dim, embed_dim)
+    def forward(self, x):
+        return self.linear(x)
+
+class Attention(nn.Module):
+    def __init__(self, embed_dim=16, num_heads=2):
+        super().__init__()
+        self.heads = num_heads
+        self.qkv, self.out = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).flatten(2))
+"""
+BLOCK = """
+class Block(nn.Module):
+    def __init__(self, embed_dim=16, num_heads=2):
+        super().__init__()
+        self.attention, self.mlp = Attention(embed_dim, num_heads), MLP(embed_dim)
+    def forward(self, x):
+        return x + self.mlp(self.attention(x))
+"""
+FAILING = """
+class Failing(nn.Module):
+    def __init__(self, embed_dim=16):
+        super().__init__()
+        self.query, self.key = nn.Linear(embed_dim, embed_dim), nn.Linear(embed_dim, embed_dim)
+    def forward(self, x):
+        return (self.query(x) @ self.key(x)).softmax(-1) @ x
+"""
+NEEDY = """
+class Model(nn.Module):
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.attention = Attention()
+    def forward(self, x):
+        return self.attention(x)
+"""
+MLP_ALONE = MODEL.partition("class Attention")[0]
+FUNCTION = "import torch\n\ndef make():\n    return torch.nn.MultiheadAttention(8, 2), (torch.ones(3, 1, 8),) * 3\n"
+BUILT = MODEL + "\nmodel = Attention(8, 4)\n"
+FILES = {
+    "whole.py": MODEL + BLOCK,
+    "pair.py": MODEL,
+    "failing.py": MLP_ALONE + FAILING,
+    "needy.py": MODEL + NEEDY,
+    "function.py": FUNCTION,
+    "built.py": BUILT,
+    "mlp.py": MLP_ALONE,
+    "nothing.py": "number = 1\n",
+}
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(invoke: Program, line: str) -> dict[str, Any]:
+    answer = invoke(*line.split(), "--json")
+    assert answer.code in (0, 1), answer.err
+    found: dict[str, Any] = json.loads(answer.out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "attentions"),
+    [
+        ("whole.py", "Block", 1),
+        ("whole", "Block", 1),
+        ("Block", "Block", 1),
+        ("pair.py", "Attention", 1),
+        ("pair.py:MLP", "MLP", 0),
+        ("failing.py", "Failing", 0),
+        ("needy.py", "Attention", 1),
+        ("function.py", "MultiheadAttention", 1),
+        ("built.py", "Attention", 1),
+        ("mlp.py", "MLP", 0),
+        ("bert", "bert", 1),
+        ("trace bert", "bert", 1),
+        ("trace whole.py", "Block", 1),
+        ("torch.nn:MultiheadAttention", "MultiheadAttention", 1),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_target_alone_is_traced(invoke: Program, typed: str, name: str, attentions: int) -> None:
+    found = report(invoke, typed)
+    assert found["command"] == "trace"
+    assert found["layer"]["name"] == name
+    assert len(found["attentions"]) == attentions
+
+
+@pytest.mark.usefixtures("here")
+def test_a_module_that_the_file_built_is_taken_as_it_is(invoke: Program) -> None:
+    (attention,) = report(invoke, "built.py")["attentions"]
+    assert (attention["num_heads"], attention["head_dim"]) == (4, 2)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_others_of_a_file_are_named(invoke: Program) -> None:
+    (note,) = [note for note in report(invoke, "whole.py")["notes"] if "looked at" in note]
+    assert "MLP" in note
+    assert "Attention" in note
+    assert report(invoke, "whole.py:Attention")["layer"]["name"] == "Attention"
+
+
+@pytest.mark.parametrize(
+    "line", ["params whole.py", "check whole", "compare-heads whole.py --heads 2,4", "diff pair.py bert --embed-dim 16"]
+)
+@pytest.mark.usefixtures("here")
+def test_every_command_takes_a_file_alone(invoke: Program, line: str) -> None:
+    answer = invoke(*line.split())
+    assert answer.code in (0, 1), answer.err
+
+
+@pytest.mark.usefixtures("here")
+def test_a_checkpoint_alone_is_its_parameters(invoke: Program) -> None:
+    torch.save({"q_proj.weight": torch.ones(8, 8), "k_proj.weight": torch.ones(8, 8)}, "weights.pt")
+    assert report(invoke, "weights.pt")["command"] == "params"
+
+
+@pytest.mark.parametrize(
+    ("typed", "said"),
+    [
+        ("Attention", "is defined in 4 files here"),
+        ("nothing.py", "defines no torch.nn.Module"),
+        ("absent.py", "absent.py is not there"),
+        ("trcae", "Did you mean trace?"),
+        ("nobody", "no command, no file"),
+        ("trace bert --layer torch", "two layers"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_what_cannot_be_meant_is_refused_with_a_way(invoke: Program, typed: str, said: str) -> None:
+    answer = invoke(*typed.split())
+    assert answer.code == 2
+    assert said in answer.err
+    assert answer.out == ""
