@@ -74,7 +74,7 @@ TYPER_ALONE = "import sys, typer; print('imported:', *sorted(sys.modules), file=
 HELP_IMPORTS = {
     *("gc", "dataclasses", "unicodedata"),
     *("__main__", "build", "build.vocabulary", "errors", "files", "files.memory", "layers", "layers.catalog", "text"),
-    *("cli", "cli.app", "cli.messages", "cli.options", "cli.output", "cli.process", "cli.ranks"),
+    *("cli", "cli.app", "cli.messages", "cli.target_text", "cli.options", "cli.output", "cli.process", "cli.ranks"),
     *("render", "render.export", "render.screen"),
 }
 """What the page of help may import beside what `import typer` does; names of the package without its own."""
