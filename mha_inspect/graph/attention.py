@@ -74,6 +74,8 @@ class Attention:
     empty. The stages, and the results of both products and of the softmax, are put together from the pieces."""
     cut_place: int | None = None
     """The dimension of the weights that is cut, if only the softmax is computed in pieces; otherwise None."""
+    is_over_memory: bool = False
+    """Whether the keys depend on no input: they are parameters, or computed from parameters."""
     module: str = ""
     """Path of the module whose forward computes the scores, or calls one module for each head."""
 

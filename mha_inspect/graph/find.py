@@ -14,6 +14,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import setting, wide
 from .dataflow import Graph, inside
+from .memory import memory_paths
 from .pieces import with_keys_joined, with_pieces_joined, with_softmaxes_joined
 from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
@@ -30,6 +31,8 @@ def attentions_of(graph: Graph) -> list[Attention]:
         if values is not None and not sums_over_all(graph, softmax, values):
             continue
         scores = None if values is None else score_product(graph, softmax.masked, softmax.dim, softmax.op.module)
+        if values is None or scores is None:
+            scores, values = memory_paths(graph, softmax) or (None, None)
         attention = None if values is None or scores is None else _attention_around(graph, softmax, scores, values)
         attentions += [] if attention is None else [attention]
     taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
@@ -119,6 +122,7 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
         projections={name: end.op for name, end in ends.items()},
         earlier={name: end.earlier for name, end in ends.items() if end.earlier},
         before_repeats={"key": graph.before_repeats(k_heads)},
+        is_over_memory=not graph.comes_from_inputs(key),
         module=module,
     )
 

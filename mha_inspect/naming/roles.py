@@ -45,6 +45,9 @@ class Roles:
         # Key axes that the softmax does not run over count as axes that the product runs over.
         folded, self.key = (*axes.batch, *beside), _without(key, beside)
         self._source_key = _without(self._source_key, beside)
+        batch_rows = self._batch_of_queries(query)
+        folded, query = (*batch_rows, *folded), _without(query, batch_rows)
+        self._source_query = _without(self._source_query, batch_rows)
         outside = self._outside()
         rows, summed = set(wide(query)), set(wide(self.head_dim))
         self.over_features = bool(rows and summed) and summed <= outside and rows <= self._features() - outside
@@ -98,6 +101,15 @@ class Roles:
         attention = self._attention
         over = self._dimensions.along(attention.softmax.output, attention.softmax_dim)
         return () if attention.over_queries else _within(_without(wide(key), over), {*self._averaged.batch})
+
+    def _batch_of_queries(self, query: Dim) -> Dim:
+        """Return the batch among the rows of `batch query embed` times the keys of a memory, which have no batch."""
+        if not self._attention.is_over_memory or "query" not in self._attention.stages:
+            return ()
+        dims = positions_of(self._attention, self._dimensions, "query")
+        if len(dims) < 2:
+            return ()
+        return _within(wide(query), set(wide(dims[0])))
 
     def _outside(self) -> set[Axis]:
         """Return the atoms of the inputs before their projections, except those of their features.

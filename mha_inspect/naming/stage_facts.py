@@ -57,7 +57,7 @@ class StageFacts:
             same = next((f"the {name}" for name in before if stages[name].id == stages[stage].id), "")
             source, ops = ("", ()) if same else reduction_of(self._graph, attention, stage)
             names = ", ".join(dict.fromkeys(op.base_name for op in ops))
-            return same or (f"{source}, then {names}" if names else "given")
+            return same or (f"{source}, then {names}" if names else self._origin(stages[stage]))
         if stage in _PROJECTED:
             return self._projection(stage)
         if stage in ("scores", "masked_scores"):
@@ -205,12 +205,25 @@ class StageFacts:
         mixes = any(mixing.op is op for mixing in self._attention.mixed_weights)
         return computes and not mixes and not self._drops(op)
 
+    def _origin(self, tensor: TensorRef) -> str:
+        """Return where the first stage of a side comes from: `given` for an input or the result of another layer."""
+        if self._graph.comes_from_inputs(tensor):
+            return "given"
+        source, recording = self._graph.before_moves(tensor), self._graph.recording
+        for kind, named in (("parameter", recording.parameters), ("buffer", recording.buffers)):
+            for each in named:
+                if each.tensor.storage == source.storage:
+                    return f"the {kind} {each.name}"
+        if tensor.id in self._graph.learned:
+            return "computed from parameters"
+        return "computed from no input"
+
     def _rearranged(self, stage: str, *, brief: bool) -> str:
         """Return how a stage rearranges its source, with anything computed or repeated on the way."""
         stages, branches = self._attention.stages, self._attention.branches
         source = next((name for name in _BEFORE[stage] if name in stages), None)
         if source is None:
-            return "given"
+            return self._origin(stages[stage])
         made, before, after = self._made(stage)[::-1], stages[source].numel, stages[stage].numel
         joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
         if stage == "concat" and not branches and joined:

@@ -169,6 +169,39 @@ def test_the_query_is_the_parameter(kind: type[Learned]) -> None:
     assert_close(q.broadcast_to(BATCH, 1, QUERIES, WIDTH), module.latents.detach().double())
 
 
+class OfABuffer(Learned):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(QUERIES, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(weighed(self.q(self.table), self.k(x), self.v(x)))
+
+
+class WithPositions(OfABuffer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(weighed(self.q(self.latents + self.table), self.k(x), self.v(x)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "stage", "origin"),
+    [
+        (Learned, "q_heads", "the parameter latents"),
+        (Expanded, "q_heads", "the parameter latents"),
+        (Projected, "query", "the parameter latents"),
+        (OfABuffer, "query", "the buffer table"),
+        (WithPositions, "query", "computed from parameters"),
+        (InHeadsByKernel, "query", "the parameter latents"),
+    ],
+)
+def test_a_query_that_is_no_input_is_not_called_given(kind: type[Learned], stage: str, origin: str) -> None:
+    torch.manual_seed(0)
+    (shown,) = mha_inspect.trace(kind().eval(), torch.randn(BATCH, KEYS, WIDTH)).attentions
+    formulas = {each.name: each.formula for each in shown.stages}
+    assert formulas[stage] == origin
+    assert formulas.get("key", "given") == "given"
+
+
 def test_a_layer_that_scores_is_no_query() -> None:
     """The same arithmetic by a layer of its own pools positions."""
     torch.manual_seed(0)

@@ -152,6 +152,8 @@ def mixing(evidence: Evidence) -> Iterator[Finding]:
     if not evidence.follows or evidence.source.length < 2:
         raise NotPossibleError("the output has no entry for each token")
     source, sights, reach = evidence.source, evidence.sights, evidence.reach_in_bits
+    if all(attention.is_over_memory for attention, _ in evidence.run.attentions):
+        raise NotPossibleError("the keys are parameters, so no token attends to another")
     if evidence.padded is not None and int((~evidence.padded[0]).sum()) < 2:
         raise NotPossibleError("batch item 0 has one real token: all others are padding")
     if not any(_changes_beside(changed[:1], place) for place, changed in reach.items()):
