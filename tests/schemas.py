@@ -25,7 +25,7 @@ def load_schema(command: str) -> dict[str, Any]:
         needed += [other for other in re.findall(r'"#/\$defs/(\w+)"', json.dumps(parts[name])) if other not in needed]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"Output of mha-inspect {command} --format json",
+        "title": f"Output of mha-inspect {command} --json",
         "$ref": f"#/$defs/{needed[0]}",
         "$defs": {name: parts[name] for name in needed},
     }

@@ -32,25 +32,25 @@ LINES = {
 
 
 def answer(invoke: Callable[..., Any], line: str) -> Any:
-    code, out, err = invoke(*line.split(), "--format", "json")
+    code, out, err = invoke(*line.split(), "--json")
     assert (code, err) == (0, "")
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
 
 
 @pytest.mark.parametrize("name", LINES)
 def test_json_follows_its_schema_and_comes_out_the_same_again(invoke: Callable[..., Any], name: str) -> None:
-    first = invoke(*LINES[name].split(), "--format", "json")
+    first = invoke(*LINES[name].split(), "--json")
     assert (first.code, first.err) == (0, "")
     data = json.loads(first.out, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
     jsonschema.Draft202012Validator(load_schema(LINES[name].split()[0])).validate(data)
     assert data["schema_version"] == 1
     torch.manual_seed(5)  # nothing hangs on what ran before
     torch.randn(7)
-    assert invoke(*LINES[name].split(), "--format", "json").out == first.out
+    assert invoke(*LINES[name].split(), "--json").out == first.out
 
 
 def test_json_is_the_same_in_another_process(invoke: Callable[..., Any], program: Callable[..., Any]) -> None:
-    line = [*LINES["trace everything"].split(), "--format", "json"]
+    line = [*LINES["trace everything"].split(), "--json"]
     assert program(*line).out == invoke(*line).out
 
 
@@ -69,7 +69,7 @@ def rows(page: str) -> dict[str, tuple[list[int], str]]:
 
 
 def page(invoke: Callable[..., Any], line: str) -> str:
-    code, out, err = invoke(*line.split(), "--format", "plain")
+    code, out, err = invoke(*line.split(), "--plain")
     assert (code, err) == (0, "")
     return out
 

@@ -113,7 +113,7 @@ def test_a_long_name_keeps_both_ends():
         ("fp16", ["float64", "float32", "float16"], "float16"),
         ("bf16", ["float16", "bfloat16"], "bfloat16"),
         ("--heads", ["--rope", "--num-heads"], "--num-heads"),
-        ("--verbose", ["--rope", "--version", "--no-bias", "--format"], ""),
+        ("--verbose", ["--rope", "--version", "--no-bias", "--json"], ""),
         ("--cuda", ["--causal", "--no-causal", "--set"], ""),
         ("num_layer", ["vocab_size", "num_hidden_layers"], "num_hidden_layers"),
         ("e", ["embed_dim"], ""),

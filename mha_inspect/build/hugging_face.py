@@ -34,8 +34,6 @@ _SMALL = "small"
 _LARGE = 60_000_000
 """A small model with more parameters is made smaller, if possible."""
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
-_TOKENIZERS = ("tokenizer", "vocab", "spiece", "sentencepiece", "source.spm")
-"""Beginnings of names of tokenizer files."""
 
 Built = tuple[nn.Module, dict[str, Any], tuple[str, ...], dict[str, Any]]
 
@@ -113,29 +111,6 @@ def _transformers() -> ModuleType:
     transformers.logging.disable_progress_bar()
     # An optional library: Any for mypy if it is not installed.
     return transformers  # type: ignore[no-any-return]  # not installed where mypy runs
-
-
-def tokenized(target: str, text: str) -> tuple[torch.Tensor, tuple[str, ...]]:
-    """Return the token ids of a text, `batch seq`, and their tokens, from the tokenizer in `hf:DIRECTORY`.
-
-    Raises `InputError` if there is no tokenizer, or it cannot be read.
-    """
-    place = Path(target.removeprefix("hf:"))
-    if not target.startswith("hf:") or not place.is_dir():
-        raise InputError(f"--text needs a tokenizer, and {shown(target)} has none. Name a directory, e.g. hf:path/to.")
-    # Without its files, transformers makes an empty tokenizer.
-    if not any(file.name.startswith(_TOKENIZERS) for file in place.iterdir()):
-        raise InputError(f"{shown(target)} has no tokenizer. Save one there with tokenizer.save_pretrained.")
-    loader = _transformers().AutoTokenizer
-    try:
-        tokenizer = loader.from_pretrained(str(place), local_files_only=True, trust_remote_code=False)
-        ids = tokenizer(text)["input_ids"]
-        names = tokenizer.convert_ids_to_tokens(ids)
-    except Exception as error:
-        raise InputError(f"the tokenizer of {shown(target)} cannot be read: {in_one_line(error)}") from None
-    if not ids:
-        raise InputError(f"--text {shown(text)} has no tokens. Give a longer text.")
-    return torch.tensor([ids]), tuple(map(str, names))
 
 
 # -- the configuration ------------------------------------------------------------------------------------------------

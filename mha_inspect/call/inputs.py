@@ -33,7 +33,7 @@ _STREAM = 0x6D68612D696E70
 """Added to the seed of the inputs, so that they differ from the numbers of the parameters."""
 _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """The order of drawing: a kind that may share the tensor of another kind comes after it."""
-_OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "text", "attn_mask", "padding")
+_OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "attn_mask", "padding")
 """Flags that set the inputs."""
 
 
@@ -45,8 +45,6 @@ class Asked:
     flags: Flags = field(default_factory=Flags)
     shapes: Mapping[str, InputShape] = field(default_factory=dict)
     seed: int = 0
-    ids: Tensor | None = None
-    """Token ids of a text, `batch seq`: the forward's `input_ids`."""
 
 
 def make_call(target: Target, asked: Asked) -> Call:
@@ -61,7 +59,7 @@ def make_call(target: Target, asked: Asked) -> Call:
     has_named_sizes = target.layer is not None or type(target.module) is nn.MultiheadAttention
     shapes = forward.named(asked.shapes, "--input-shape")
     file = {} if inputs.input is None else _of_file(sizes, inputs.input, checked=has_named_sizes)
-    given = {**target.forward_settings, **file, **_of_text(forward, asked)}
+    given = {**target.forward_settings, **file}
     twice = next((name for name in shapes if name in given), None)
     if twice is not None:
         raise SpecError(f"--input-shape and --input (or --set) both give {twice}. Drop one of the two.")
@@ -218,15 +216,6 @@ def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     if not tensor.is_floating_point():
         kind = str(tensor.dtype).removeprefix("torch.")
         raise InputError(f"{file}: {name} has dtype {kind}, expected floating-point numbers. Save {name}.float().")
-
-
-def _of_text(forward: Forward, asked: Asked) -> dict[str, Any]:
-    if asked.ids is None:
-        return {}
-    if "input_ids" not in forward.parameters:
-        listed = ", ".join(forward.parameters)
-        raise InputError(f"--text gives input_ids, which {forward.label} does not take: {listed}.")
-    return {"input_ids": _moved(forward, asked.ids)}
 
 
 def _moved(forward: Forward, tensor: Tensor) -> Tensor:

@@ -226,7 +226,7 @@ def command(
     return decorate
 
 
-@command("layers", "layers --format json", only=OUTPUTS)
+@command("layers", "layers --json", only=OUTPUTS)
 def layers(options: Options) -> ExitCode:
     """List the built-in attention layers: name, parameters, how heads are split, and where the style comes from."""
     from ..reports.common import LayersReport, ListedLayer

@@ -22,8 +22,12 @@ _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
 """Names that other programs have for an option."""
 GONE = {
+    "--batch-row": "the library draws any batch item: stage.picture(batch_row=1) of mha_inspect.recording().",
+    "--format": "give --json or --plain; a terminal gets a table.",
     "--edge-items": "--values --json prints every element.",
     "--precision": "--values --json prints every digit.",
+    "--text": "give its token ids: torch.save({'input_ids': ids}, FILE), then --input FILE and --tokens.",
+    "params --module": "the library lists the tensors: mha_inspect.params(FILE).parameters.",
 }
 """Options that were removed, with the way that is left. A key such as `params --module` is of one command."""
 

@@ -17,8 +17,6 @@ from ..render import screen
 from ..text import did_you_mean, shown
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from ..build.in_file import ChosenTarget
 
 N = TypeVar("N", int, float)
@@ -26,13 +24,12 @@ FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
 LAYER, INPUT, RUN, OUTPUT = "Layer", "Input", "Run", "Output"
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 DEVICES = ("cpu", "cuda", "mps", "meta")
-FORMATS = ("table", "plain", "json")
 COLORS = ("auto", "always", "never")
 _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 """Torch's other names for data types."""
 NUMBERS = ("ops", "stats", "values")
 """Options that add numbers to a report, beyond names, shapes and axes."""
-OUTPUTS = ("format", "json", "export", "color", "quiet")
+OUTPUTS = ("json", "plain", "export", "color", "quiet")
 """Options of every command: where its report goes, and how."""
 LARGEST_SIZE = 2**40
 
@@ -173,11 +170,11 @@ class Options:
     causal: bool = option(INPUT, "Each query attends only to keys up to its own position.", False)
     padding: str = option(INPUT, "The last N keys are padding; a comma list has one per batch item.", "", metavar="N")
     attn_mask: Path | None = file(
-        INPUT, "A .pt or .npy file with a boolean (True: masked out) or additive mask, 2-D or per head."
+        INPUT, "A .pt or .safetensors file with a boolean (True: masked out) or additive mask, 2-D or per head."
     )
     input: Path | None = file(
         INPUT,
-        "A .pt, .npy or .safetensors file with the query, or with tensors named like the arguments.",
+        "A .pt or .safetensors file with the query, or with tensors named like the arguments.",
         unset="random numbers from --seed",
     )
     input_shape: list[str] | None = option(
@@ -202,10 +199,10 @@ class Options:
     ops: bool = option(OUTPUT, "List every operation that PyTorch dispatched.", False)
     stats: bool = option(OUTPUT, "Add mean, std, min, max, and counts of NaN and inf.", False)
     values: bool = option(OUTPUT, "Print the tensors.", False)
-    format: Literal["table", "plain", "json"] | None = option(
-        OUTPUT, "Output format.", known=FORMATS, show_default="table on a terminal, plain in a pipe"
+    json: bool = option(OUTPUT, "Print JSON.", False)
+    plain: bool = option(
+        OUTPUT, "Print plain text without a table.", False, show_default="plain in a pipe, a table on a terminal"
     )
-    json: bool = option(OUTPUT, "The same as --format json.", False)
     export: Path | None = file(
         OUTPUT,
         "Also write the report to a .txt, .json or .html file; .png and .svg take pictures, which trace, params and "
@@ -223,8 +220,6 @@ class Options:
         """Options that the user set on the command line."""
         self.chosen: dict[str, ChosenTarget] = {}
         """The targets that were chosen in files that were named alone, by file."""
-        self.ids: Tensor | None = None
-        """Token ids of --text, `batch seq`: the input of a target."""
 
     @property
     def ending(self) -> str:
@@ -240,12 +235,8 @@ class Options:
         sources = {name: source.name for name in values if (source := context.get_parameter_source(name)) is not None}
         options.given = frozenset(name for name, source in sources.items() if not source.startswith("DEFAULT"))
         options.typed = frozenset(name for name in options.given if sources[name] == "COMMANDLINE")
-        if options.json and options.format not in (None, "json"):
-            if {"json", "format"} <= options.typed:
-                raise SpecError(f"--json and --format {options.format} are two formats. Drop one.")
-            options.json = "json" in options.typed
-        if options.json:
-            options.format = "json"
+        if options.json and options.plain:
+            raise SpecError("--json and --plain are two formats. Drop one.")
         return options
 
     def take_layer(self, name: str) -> None:

@@ -18,6 +18,7 @@ from .options import Options, require_numbers
 
 if TYPE_CHECKING:
     from ..pictures.grid import Picture
+    from ..render.formats import Format
     from ..reports.common import Report
 
 # Windows reports a closed pipe as EINVAL.
@@ -53,10 +54,8 @@ class Drawn:
 
 def require_drawable(options: Options, *, in_json: bool = False) -> None:
     """Raise `MhaInspectError` if there are no numbers to draw, or the format has no pictures (JSON: `in_json`)."""
-    if options.format == "json" and options.ending not in (".png", ".svg", ".html") and not in_json:
-        raise SpecError(
-            "--picture draws, but --format json has no pictures. Drop one of the two, or add --export FILE.png."
-        )
+    if options.json and options.ending not in (".png", ".svg", ".html") and not in_json:
+        raise SpecError("--picture draws, but --json has no pictures. Drop one of the two, or add --export FILE.png.")
     require_numbers(options.device, "draw")
 
 
@@ -95,13 +94,20 @@ def give(report: Report, options: Options, export: Destination | None, drawn: Dr
         except ExportError as error:
             failure = error
     out = sys.stdout
-    chosen = options.format or ("table" if is_terminal(out) else "plain")
-    text = to_text(report, chosen, width=columns(out), color=in_color(out), height=lines(out))
-    if chosen != "json" and drawn is not None and drawn.printed:
+    format = _printed(options, out)
+    text = to_text(report, format, width=columns(out), color=in_color(out), height=lines(out))
+    if not options.json and drawn is not None and drawn.printed:
         text += drawn.text(out)
     write(text)
     if failure is not None:
         raise failure
+
+
+def _printed(options: Options, out: IO[str] | None) -> Format:
+    """Return the format for stdout."""
+    if options.json:
+        return "json"
+    return "table" if is_terminal(out) and not options.plain else "plain"
 
 
 def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:

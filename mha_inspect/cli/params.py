@@ -47,7 +47,6 @@ def params(
         show_default="names and shapes only",
     ),
     ranks: int | None = size(PANEL, "Cut the heads over N ranks, and show the part of rank 0.", unset="one"),
-    module: str | None = option(PANEL, "Read only the tensors of a checkpoint below this path.", metavar="PATH"),
 ) -> ExitCode:
     """Show every parameter tensor: its name, shape, axes, count and purpose.
 
@@ -65,12 +64,10 @@ def params(
     heads = () if is_file else subject.head_counts(options)
     if is_file:
         _check_checkpoint(str(target), options, like)
-    elif like is not None or module is not None:
-        raise SpecError(
-            f"--{'like' if like is not None else 'module'} needs a checkpoint, and "
-            f"{'none was given' if target is None else f'{shown(target)} is not one'}. Give one, e.g. mha-inspect "
-            "params model.safetensors --like hf:gpt2."
-        )
+    elif like is not None:
+        given = "none was given" if target is None else f"{shown(target)} is not one"
+        way = "Give one, e.g. mha-inspect params model.safetensors --like hf:gpt2."
+        raise SpecError(f"--like needs a checkpoint, and {given}. {way}")
     elif target is not None:
         subject.check_target(target, options, "params", many_heads=True)
         if len(heads) > 1:
@@ -91,7 +88,7 @@ def params(
     reads = picture or options.stats or options.values
     export = prepare(options, draws=picture, computes=not is_file or reads or like is not None)
     if is_file:
-        asked |= {"show": asked["show"] if options.stats or options.values else None, "module": module or ""}
+        asked |= {"show": asked["show"] if options.stats or options.values else None}
         report = _of_checkpoint(str(target), options, like, asked)
     else:
         report = _of_module(target, options, heads, asked, ranks)

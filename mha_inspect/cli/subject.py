@@ -78,7 +78,7 @@ def run(options: Options) -> RunSpec:
 
 def show(options: Options) -> Show:
     """Return the numbers to report beyond shapes and axes."""
-    for_a_machine = "json" in (options.format, options.ending[1:])
+    for_a_machine = options.json or options.ending == ".json"
     return Show(**_same(Show, options), full_values=options.values and for_a_machine)
 
 
@@ -323,7 +323,7 @@ def call_of(target: Target, options: Options, like: Call | None = None, *, may_f
     from ..call.load import call_target
 
     shapes = parse_shapes(options.input_shape or [])
-    asked = Asked(inputs(options), flags(options), shapes, options.seed, options.ids)
+    asked = Asked(inputs(options), flags(options), shapes, options.seed)
     return call_target(target, asked, like=like, may_fail=may_fail)
 
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..build.vocabulary import dashed
 from ..errors import DoesNotFitError, ExitCode, ForwardError, SpecError
 from ..naming.pattern import STAGES
 from ..text import did_you_mean, shown
@@ -59,17 +58,11 @@ def trace(
         metavar="STAGE",
     ),
     head: str = option(PICTURE, "The heads to draw, e.g. 0,3-5.", "", metavar="N,N-N", show_default="all"),
-    batch_row: int = size(PICTURE, "The batch item to draw.", 0),
     tokens: str | None = option(
         PICTURE,
         "Tokens to label the axes: a file with one per line, or a comma list.",
         metavar="FILE|A,B,...",
         show_default="numbers",
-    ),
-    text: str | None = option(
-        PICTURE,
-        "Use this text as the input, with the tokenizer in hf:DIRECTORY, and label the axes with its tokens.",
-        metavar="TEXT",
     ),
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, its formula, its shape and its axes.
@@ -84,11 +77,6 @@ def trace(
     is ready to paste, and the outputs of all ranks are compared with that of the whole module.
     """
     subject.check(target, options, "trace")
-    if text is not None and (target is None or not target.startswith("hf:")):
-        raise SpecError("--text needs a tokenizer: name a model with one, e.g. mha-inspect trace hf:DIRECTORY.")
-    for name in ("input", "seq_len", "batch") if text is not None else ():
-        if name in options.typed:
-            raise SpecError(f"--text and {dashed(name)} both set the input. Drop one.")
     for flag, given in (("--cache", cache), ("--positions", positions)):
         if given is not None and decode is None:
             raise SpecError(f"{flag} {shown(given)} only affects --decode. Add --decode 1.")
@@ -96,14 +84,8 @@ def trace(
         raise SpecError(f"--plan {shown(plan)} needs the number of ranks. Add --ranks 2.")
     require_ranks(ranks, decode=decode is not None, picture=picture is not None)
     loop = None if decode is None else (decode, cache, positions)
-    wanted = _wanted(options, picture, head, batch_row, tokens)
+    wanted = _wanted(options, picture, head, tokens)
     export = prepare(options, draws=wanted is not None)
-    if text is not None:
-        from ..build.hugging_face import tokenized
-
-        options.ids, names = tokenized(str(target), text)
-        options.seq_len, options.batch = options.ids.shape[1], 1
-        wanted = wanted and replace(wanted, tokens=wanted.tokens or names)
     try:
         report, run = _traced(target, options, loop, keep=wanted is not None, ranks=ranks, plan=plan)
     except DoesNotFitError as error:
@@ -187,17 +169,16 @@ class Wanted:
     stage: str
     heads: tuple[int, ...] | None
     """None for all heads."""
-    batch_row: int
     tokens: tuple[str, ...]
     printed: bool
     """Whether they follow the report; otherwise only the file has them."""
 
 
-def _wanted(options: Options, stage: str | None, head: str, batch_row: int, tokens: str | None) -> Wanted | None:
+def _wanted(options: Options, stage: str | None, head: str, tokens: str | None) -> Wanted | None:
     """Return the pictures to draw; None without any. Raises `MhaInspectError` for an option that needs a picture."""
     heads, labels = heads_of(head) if head else None, () if tokens is None else tokens_of(tokens)
     if stage is None and options.ending not in (".png", ".html"):
-        for flag, given in (("--head", head), ("--batch-row", batch_row), ("--tokens", tokens)):
+        for flag, given in (("--head", head), ("--tokens", tokens)):
             if given:
                 raise SpecError(
                     f"{flag} {shown(given)} only affects pictures, and none is drawn. Add --picture weights."
@@ -206,7 +187,7 @@ def _wanted(options: Options, stage: str | None, head: str, batch_row: int, toke
     if options.device == "meta" and stage is None and options.ending == ".html":
         return None
     require_drawable(options)
-    return Wanted(stage or "weights", heads, batch_row, labels, stage is not None)
+    return Wanted(stage or "weights", heads, labels, stage is not None)
 
 
 def heads_of(typed: str) -> tuple[int, ...]:
@@ -235,7 +216,7 @@ def tokens_of(typed: str) -> tuple[str, ...]:
 def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) -> Drawn | None:
     """Return the pictures of the chosen attentions (by default the first), and of all of them for a page.
 
-    None if a page has nothing to show. Raises `SpecError` if there is no such stage, head or batch item to draw.
+    None if a page has nothing to show. Raises `SpecError` if there is no such stage or head to draw.
     """
     from ..naming.canonical import contents_of
     from ..pictures.stages import Attended, for_viewer
@@ -251,21 +232,20 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
         viewed = for_viewer(
             attended,
             more=[wanted.stage],
-            batch_row=wanted.batch_row,
             labels=wanted.tokens,
             attention=shown_first[0] - 1,
             stage=wanted.stage,
             head=wanted.heads[0] if wanted.heads else 0,
         )
-        # A batch item that does not exist is an error, as in any picture.
-        if viewed is None and not wanted.printed and (not wanted.batch_row or for_viewer(attended) is None):
+        if viewed is None and not wanted.printed:
             return None
     if not attended:
         raise SpecError(f"{wanted.stage} cannot be drawn: no attention was found.")
     if not wanted.printed and viewed is not None:
         return Drawn((), printed=False, viewed=viewed)
-    settings: Any = {"heads": wanted.heads, "batch_row": wanted.batch_row, "labels": wanted.tokens}
-    pictures = [attended[number - 1].picture(wanted.stage, **settings) for number in shown_first]
+    pictures = [
+        attended[number - 1].picture(wanted.stage, heads=wanted.heads, labels=wanted.tokens) for number in shown_first
+    ]
     if trace.chosen is None and len(attended) > 1:
         others = "attention 2" if len(attended) == 2 else f"attentions 2 to {len(attended)}"
         note = f"To draw {others}: --attention N or --module PATH."

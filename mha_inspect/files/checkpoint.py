@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import fnmatch
-import io
 import json
 import os
-import pickle
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError, UnsafeFileError
 from ..text import plural, shown
-from .tensors import (
-    DTYPE_BITS,
-    READERS,
-    StoredTensor,
-    Unknown,
-    content_of,
-    kind_of,
-    made_by_code,
-    opened,
-    path_name,
-    sizes,
-)
+from .tensors import READERS, StoredTensor, Unknown, content_of, kind_of, made_by_code, opened, path_name
 
 SUFFIXES = (".safetensors", ".pt", ".pth", ".bin")
 METADATA = ".metadata"
-_LONGEST_METADATA = 1 << 28
-"""Bytes; a tensor in 1,000 pieces has about 200,000."""
-_EXPECTED = ("torch", "pathlib", "collections")
-"""The packages whose classes torch writes into the metadata."""
-_TENSOR = "torch.distributed.checkpoint.metadata.TensorStorageMetadata"
+"""The file of torch.distributed.checkpoint that lists the tensors of a folder."""
 _INDEX = ".index.json"
-_PLACES = ("*.safetensors.index.json", "*.safetensors", METADATA, "*.bin.index.json", "*.bin", "*.pth", "*.pt")
+_PLACES = ("*.safetensors.index.json", "*.safetensors", "*.bin.index.json", "*.bin", "*.pth", "*.pt")
 """File patterns in a folder, by priority: the first pattern with a match is read."""
 _STATE_DICTS = ("state_dict", "model_state_dict", "model", "module", "net", "params", "ema", "weights")
 """Keys under which training scripts save a model's state dict, beside the optimizer's."""
@@ -72,14 +54,12 @@ def read_checkpoint(path: Path) -> Checkpoint:
     files, notes = _files(path), []
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        content = read_distributed(file) if file.name == METADATA else content_of(file, SUFFIXES)
-        inner, key = _state_dict(content, file)
+        inner, key = _state_dict(content_of(file, SUFFIXES), file)
         twice = next((name for name in inner if name in tensors), None)
         if twice is not None:
             raise InputError(f"{shown(twice)} is in two files of {path_name(path)}. Give one of the files.")
         tensors |= inner
         notes += [f"The tensors come from the key {key!r} of the file."] if key else []
-        notes += ["Names, shapes and dtypes are read from .metadata; numbers are not."] if file.name == METADATA else []
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
@@ -104,10 +84,11 @@ def _files(path: Path) -> list[Path]:
         raise InputError(f"{path_name(path)} cannot be read: {error.strerror}.") from None
     places = ([path / name for name in fnmatch.filter(names or [], place)] for place in _PLACES)
     files = [path] if names is None else next(filter(None, places), [])
+    if path.name == METADATA or (not files and METADATA in (names or [])):
+        convert = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(FOLDER, 'model.pt')"
+        raise InputError(f"{path_name(path)} is a distributed checkpoint. Convert it: {convert}")
     if not files:
-        raise InputError(
-            f"{path_name(path)} has no file of tensors ({', '.join((*SUFFIXES, METADATA))}). Give another folder."
-        )
+        raise InputError(f"{path_name(path)} has no file of tensors ({', '.join(SUFFIXES)}). Give another folder.")
     if not files[0].name.casefold().endswith(_INDEX):
         return files
     weights = read_json(files[0]).get("weight_map")
@@ -156,65 +137,3 @@ def _flat(content: object, depth: int = 0) -> dict[str, StoredTensor]:
             tensors[str(key)] = value
         tensors |= {f"{key}.{name}": tensor for name, tensor in _flat(value, depth + 1).items()}
     return tensors
-
-
-# -- torch.distributed.checkpoint -------------------------------------------------------------------------------------
-
-# The tensors of a directory are listed in its `.metadata`, a pickle. No class of the pickle is imported: each object is
-# a `_Stored`, without a process group and without torch.
-
-
-class _Stored:
-    """An object of a pickle: the name of its class, its arguments and its state."""
-
-    name = ""
-    args: tuple[Any, ...]
-    state: Any
-
-    def __new__(cls, *args: Any) -> _Stored:
-        made = super().__new__(cls)
-        made.args = args
-        return made
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-
-class _Reader(pickle._Unpickler):  # the one in C allocates whatever number of objects a pickle claims
-    def __init__(self, content: bytes, called: str) -> None:
-        super().__init__(io.BytesIO(content))
-        self._called = called
-
-    def find_class(self, module: str, name: str) -> Any:
-        # Python 3.11.0 to 3.11.3 write a member of an enum as getattr(class, name); like all else, it is not called.
-        if module.partition(".")[0] not in _EXPECTED and (module, name) != ("builtins", "getattr"):
-            raise made_by_code(self._called, f"{module}.{name}")
-        return type("_Stored", (_Stored,), {"name": f"{module}.{name}"})
-
-
-def read_distributed(path: Path) -> dict[str, Any]:
-    """Return the tensors that a `.metadata` file lists, without numbers, in the dicts of the saved state dict.
-
-    Raise `InputError` if the file is missing or damaged, and `UnsafeFileError` if it names a class that is not torch's.
-    """
-    with opened(path, METADATA) as (file, size):
-        try:
-            if size > _LONGEST_METADATA:
-                raise ValueError
-            metadata, nested = _Reader(file.read(size), path_name(path)).load().state, dict[str, Any]()
-            for name, entry in metadata["state_dict_metadata"].items():
-                if entry.name == _TENSOR:
-                    keys = (metadata.get("planner_data") or {}).get(name) or (name,)
-                    inside = nested.setdefault(str(keys[0]), {}) if len(keys) > 1 else nested
-                    inside[".".join(map(str, keys[1:] or keys))] = _tensor(entry.state)
-            return nested
-        except UnsafeFileError:
-            raise
-        except Exception:  # an unpickler raises anything for a damaged file
-            end = "was not written by torch.distributed.checkpoint, or it is truncated. Save it again."
-            raise InputError(f"{path_name(path)} {end}") from None
-
-
-def _tensor(state: dict[str, Any]) -> StoredTensor:
-    shape, dtype = sizes(list(*state["size"].args)), state["properties"].state[0].name.removeprefix("torch.")
-    return StoredTensor(shape, dtype, prod(shape) * DTYPE_BITS[dtype] // 8, None)

@@ -1,4 +1,4 @@
-"""Read the tensors of a .pt, .npy or .safetensors file: shapes and dtypes first, the numbers on request.
+"""Read the tensors of a .pt or .safetensors file: shapes and dtypes first, the numbers on request.
 
 No code in a file is run, its sizes are checked before any copy, and no file stays memory-mapped.
 """
@@ -25,7 +25,7 @@ from ..text import MESSAGE, a_kind, byte_size, printable, shortened, shown
 if TYPE_CHECKING:
     from torch import Tensor
 
-SUFFIXES = (".pt", ".pth", ".npy", ".safetensors")
+SUFFIXES = (".pt", ".pth", ".safetensors")
 """Suffixes of files with inputs and masks."""
 _LONGEST_PATH = 200
 _UNUSUAL = "a sparse, nested or quantized tensor"
@@ -40,12 +40,10 @@ _SAFETENSORS_DTYPES = {
     **{"F4": ("float4_e2m1", 4), "F6_E2M3": ("float6_e2m3", 6), "F6_E3M2": ("float6_e3m2", 6)},
 }
 """The format's dtype name to torch's name and the bits of an element."""
-DTYPE_BITS = {**dict(_SAFETENSORS_DTYPES.values()), "complex128": 128}
-"""torch's name of a dtype to the bits of an element."""
 _LONGEST_SAFETENSORS_HEADER = 25_000_000
 """Bytes; enough for about 200,000 tensors."""
 _MOST_DIMENSIONS = 64
-"""The maximal number of dimensions in torch and numpy."""
+"""The maximal number of dimensions in torch."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +166,9 @@ def content_of(path: Path, suffixes: tuple[str, ...]) -> Any:
     kinds = f"{', '.join(suffixes[:-1])} or {suffixes[-1]}"
     with opened(path, kinds) as (file, size):
         suffix = path.suffix.lower()
+        if suffix == ".npy":
+            way = "Convert it: torch.save(torch.from_numpy(array), FILE)."
+            raise InputError(f"{path_name(path)} is an array of numpy, expected {kinds}. {way}")
         if suffix not in suffixes:
             raise InputError(f"{path_name(path)} does not end in {kinds}. Give such a file.")
         return READERS[suffix](file, size, path)
@@ -228,7 +229,7 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
         tensors = {}
         for key, entry in entries.items():
             dtype, bits = _SAFETENSORS_DTYPES[entry["dtype"]]
-            shape, (first, last) = sizes(entry["shape"]), sizes(entry["data_offsets"])
+            shape, (first, last) = _sizes(entry["shape"]), _sizes(entry["data_offsets"])
             if first > last or start + last > size or prod(shape) * bits != 8 * (last - first):
                 raise ValueError
             read = partial(_read_bytes, path, start + first, last - first, shape, dtype)
@@ -239,7 +240,7 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
         raise InputError(f"{path_name(path)} is not a .safetensors file, or it is truncated. Save it again.") from None
 
 
-def sizes(value: Any) -> tuple[int, ...]:
+def _sizes(value: Any) -> tuple[int, ...]:
     """Return a shape or offsets of a header as a tuple. Raise `ValueError` for an invalid value."""
     is_short = isinstance(value, (list, tuple)) and len(value) <= _MOST_DIMENSIONS
     if not is_short or not all(type(size) is int and 0 <= size < 2**63 for size in value):
@@ -263,45 +264,6 @@ def _read_bytes(path: Path, offset: int, nbytes: int, shape: tuple[int, ...], dt
 
 def _shorter(path: Path) -> InputError:
     return InputError(f"{path_name(path)} became shorter while it was read. Try again.")
-
-
-def _read_npy(file: BinaryIO, size: int, path: Path) -> StoredTensor:
-    """Check the header before numpy reads the array: numpy allocates the size that the header claims."""
-    from numpy.lib import format
-
-    name = path_name(path)
-    if file.read(6) != format.MAGIC_PREFIX:
-        raise InputError(f"{name} is not a .npy file: numpy's signature is missing. Save it with numpy.save.")
-    file.seek(0)
-    try:
-        old = format.read_magic(file) == (1, 0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            shape, _, dtype = (format.read_array_header_1_0 if old else format.read_array_header_2_0)(file)
-        shape = sizes(shape)
-    except Exception:  # numpy's header parser raises many kinds of errors
-        raise InputError(f"{name} is truncated or damaged: its header cannot be read. Save it again.") from None
-    if dtype.hasobject:
-        end = "Opening it would run their code. Save an array of numbers."
-        raise UnsafeFileError(f"{name} contains Python objects. {end}")
-    if dtype.kind not in "biufc" or dtype.itemsize > (16 if dtype.kind == "c" else 8):
-        raise InputError(f"{name} has dtype {shown(dtype.name)}, expected numbers or booleans. Save an array of these.")
-    nbytes = prod(shape) * dtype.itemsize
-    if file.tell() + nbytes > size:
-        raise InputError(f"{name} is truncated: its header gives shape {shown([*shape])}, but the file is smaller.")
-
-    def read() -> Tensor:
-        import torch
-
-        with opened(path, ".npy") as (again, _), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                array = format.read_array(again, allow_pickle=False)
-            except ValueError:
-                raise _shorter(path) from None
-        return torch.from_numpy(array.astype(dtype.newbyteorder("="), order="C"))
-
-    return StoredTensor(shape, dtype.name, nbytes, read)
 
 
 def _read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
@@ -352,5 +314,5 @@ def _with_stored(content: Any) -> Any:
 
 READERS: dict[str, Callable[[BinaryIO, int, Path], Any]] = {
     **dict.fromkeys((".pt", ".pth", ".bin"), _read_pickled),
-    **{".npy": _read_npy, ".safetensors": _read_safetensors},
+    ".safetensors": _read_safetensors,
 }

@@ -125,9 +125,9 @@ class InputSpec:
     padding: tuple[int, ...] = ()
     """Number of padding keys at the end: one number for all batch items, or one for each."""
     attn_mask: Path | None = None
-    """A file (.pt, .npy) with a boolean (True: masked out) or additive mask, or one for each batch item and head."""
+    """A file (.pt, .safetensors) with a boolean (True: masked out) or additive mask; 2-D, or one for each head."""
     input: Path | None = None
-    """A file (.pt, .npy, .safetensors) with the query, or query, key and value by name."""
+    """A file (.pt, .safetensors) with the query, or query, key and value by name."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "batch", "seq_len", "key_len")

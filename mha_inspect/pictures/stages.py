@@ -103,7 +103,6 @@ def for_viewer(
     attended: Sequence[Attended],
     *,
     more: Sequence[str] = (),
-    batch_row: int = 0,
     labels: Sequence[str] = (),
     attention: int = 0,
     stage: str = "weights",
@@ -111,8 +110,8 @@ def for_viewer(
 ) -> dict[str, Any] | None:
     """Return a page's data: scores, weights and stages `more` of every attention; None if no stage can be drawn.
 
-    `attention`, `stage` and `head` are shown first. A missing batch item and labels that fit no axis of a stage are
-    ignored.
+    `attention`, `stage` and `head` are shown first. The pictures are of batch item 0; labels that fit no axis of a
+    stage are ignored.
     """
     from .viewer import storages, viewer_data
 
@@ -121,13 +120,13 @@ def for_viewer(
     def drawable(attention: Attended) -> dict[str, Tensor]:
         contents = attention.contents()
         stages = {name: contents[name] for name in names if name in contents and not contents[name].is_meta}
-        return {name: tensor for name, tensor in stages.items() if batch_row < len(tensor) and tensor.numel()}
+        return {name: tensor for name, tensor in stages.items() if tensor.numel()}
 
     def pictures(attention: Attended) -> list[Picture]:
         fitting = {
             name: labels if len(labels) in tensor.shape[-2:] else () for name, tensor in drawable(attention).items()
         }
-        return [attention.picture(name, batch_row=batch_row, labels=fit, title=name) for name, fit in fitting.items()]
+        return [attention.picture(name, labels=fit, title=name) for name, fit in fitting.items()]
 
     sizes: dict[str, tuple[int, int]] = {}
     for item in attended:

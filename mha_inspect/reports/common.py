@@ -40,7 +40,7 @@ class Report:
         return str(_render().to_cell(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of `--format json` as a dict; its schema is in `mha_inspect/schemas`."""
+        """Return the content of `--json` as a dict; its schema is in `mha_inspect/schemas`."""
         return {"schema_version": SCHEMA_VERSION, "command": self.command, **to_data(self)}
 
     def save(self, path: str | PathLike[str]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -133,9 +132,9 @@ def test_every_layout_is_compared_by_its_content(settings):
 
 
 def test_a_mask_for_each_head_fits_one_head_count(tmp_path):
-    np.save(tmp_path / "mask.npy", np.zeros((3 * 2, 7, 7), dtype=bool))
+    torch.save(torch.zeros(3 * 2, 7, 7, dtype=torch.bool), tmp_path / "mask.pt")
     with pytest.raises(MhaInspectError, match="mask"):
-        compare_heads((2, 5), **SIZES, attn_mask=tmp_path / "mask.npy")
+        compare_heads((2, 5), **SIZES, attn_mask=tmp_path / "mask.pt")
 
 
 @pytest.mark.parametrize(

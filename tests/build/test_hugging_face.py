@@ -150,7 +150,7 @@ def test_a_list_of_layers_follows_their_number(tmp_path):
 
 def test_heads_are_compared_in_a_model_built_for_each_count(invoke):
     settings = ["--set", "hidden_size=14", "--set", "num_hidden_layers=1", "--set", "vocab_size=53"]
-    code, out, err = invoke("compare-heads", "hf:bert", "--heads", "1,2,7", *settings, "--format", "json")
+    code, out, err = invoke("compare-heads", "hf:bert", "--heads", "1,2,7", *settings, "--json")
     assert (code, [row["head_dim"] for row in json.loads(out)["counts"]]) == (0, [14, 7, 2]), err
     code, out, err = invoke("compare-heads", "hf:whisper", "--heads", "1,2", "--set", "encoder_layers=1")
     assert (code, out) == (2, "")

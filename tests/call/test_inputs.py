@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -93,13 +92,11 @@ def test_padding_marks_the_last_keys() -> None:
     assert alone.tolist() == [False, True, True]
 
 
-@pytest.mark.parametrize("name", ["query.pt", "query.npy", "query.safetensors"])
+@pytest.mark.parametrize("name", ["query.pt", "query.safetensors"])
 def test_a_file_of_one_tensor_is_the_query(name: str, tmp_path: Path) -> None:
     query = torch.randn(3, 7, 10)
     path = tmp_path / name
-    if name.endswith("npy"):
-        np.save(path, query.numpy())
-    elif name.endswith("pt"):
+    if name.endswith("pt"):
         torch.save(query, path)
     else:
         pytest.importorskip("safetensors.torch").save_file({"x": query}, path)
@@ -118,12 +115,11 @@ def test_a_key_that_is_missing_is_the_query_and_a_value_the_key(tmp_path: Path) 
     assert inputs.value is not inputs.key
 
 
-def test_numpys_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
-    array = np.random.default_rng(0).normal(size=(2, 3, 10))
-    np.save(tmp_path / "query.npy", array)
-    query = made(input=tmp_path / "query.npy").query
+def test_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
+    array = torch.randn(2, 3, 10, dtype=torch.float64)
+    query = made(input=saved(tmp_path / "query.pt", array)).query
     assert query.dtype == torch.float32
-    assert torch.equal(query, torch.from_numpy(array).float())
+    assert torch.equal(query, array.float())
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ ready = Tutorial(6)
 
 
 def report_of(invoke, target: str, *line: str) -> dict:
-    code, out, err = invoke("compare-heads", target, *line, *SIZES, "--format", "json")
+    code, out, err = invoke("compare-heads", target, *line, *SIZES, "--json")
     assert code == 0, err
     data = json.loads(out, parse_constant=pytest.fail)
     jsonschema.Draft202012Validator(load_schema("compare-heads")).validate(data)
@@ -132,7 +132,7 @@ def test_the_numbers_are_those_of_a_run_by_hand(invoke, mine):
     torch.manual_seed(0)
     module = namespace["Tutorial"](22, 1)
     code, out, err = invoke(
-        *["trace", f"{mine}:Tutorial", "--embed-dim", "22", "--num-heads", "1", *SIZES, "--values", "--format", "json"]
+        *["trace", f"{mine}:Tutorial", "--embed-dim", "22", "--num-heads", "1", *SIZES, "--values", "--json"]
     )
     assert code == 0, err
     x = torch.tensor(json.loads(out)["attentions"][0]["stages"][0]["values"]["data"])
@@ -152,7 +152,7 @@ def test_the_numbers_are_those_of_a_run_by_hand(invoke, mine):
 def test_one_key_makes_all_the_same(invoke, mine):
     code, out, _ = invoke(
         *["compare-heads", f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", "--seq-len", "1"],
-        *["--format", "json", "--fail-if", "same"],
+        *["--json", "--fail-if", "same"],
     )
     data = json.loads(out)
     assert (code, data["verdict"]) == (1, "same")
@@ -237,7 +237,7 @@ def test_gradients_are_compared_where_a_view_gives_heads_no_part_of_a_matrix(inv
         "--steps",
         "1",
     )
-    code, out, _ = invoke(*line, "--format", "json")
+    code, out, _ = invoke(*line, "--json")
     assert code == 0
     data = json.loads(out)
     assert data["gradients"]["counts"][1]["verdict"] == data["training"]["counts"][1]["verdict"] == "differs"
@@ -254,13 +254,13 @@ def test_gradients_are_compared_where_a_view_gives_heads_no_part_of_a_matrix(inv
 
 def test_a_module_whose_view_mixes_positions_is_compared_with_one_that_does_not(invoke, mine):
     line = ("diff", f"{mine}:Tutorial", f"{mine}:Mixing", "--embed-dim", "12", "--num-heads", "3")
-    code, out, _ = invoke(*line, "--format", "json")
+    code, out, _ = invoke(*line, "--json")
     assert code == 0
     assert json.loads(out)["first_differing_stage"] == "q_heads"
 
 
 def test_the_head_counts_are_those_that_divide_the_width_which_a_target_has(invoke, mine):
-    code, out, _ = invoke("compare-heads", f"{mine}:Tutorial", "--set", "d_model=12", *SIZES, "--format", "json")
+    code, out, _ = invoke("compare-heads", f"{mine}:Tutorial", "--set", "d_model=12", *SIZES, "--json")
     assert code == 0
     assert [row["num_heads"] for row in json.loads(out)["counts"]] == [1, 2, 4]
 

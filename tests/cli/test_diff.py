@@ -13,7 +13,7 @@ SIZES = ("--embed-dim", "22", "--num-heads", "2", "--batch", "3", "--seq-len", "
 
 
 def report_of(invoke, *line: str):
-    code, out, err = invoke("diff", *line, *SIZES, "--format", "json")
+    code, out, err = invoke("diff", *line, *SIZES, "--json")
     assert (code, err) == (0, "")
     data = json.loads(out, parse_constant=pytest.fail)
     jsonschema.Draft202012Validator(load_schema("diff")).validate(data)
@@ -62,7 +62,7 @@ def test_fail_if_tells_a_script(invoke):
 
 
 def test_the_page_names_the_stage_and_both_lines(invoke):
-    out = invoke("diff", "torch", "narrow", *SIZES, "--format", "plain").out
+    out = invoke("diff", "torch", "narrow", *SIZES, "--plain").out
     first = out.partition("first stage that differs\n")[2].splitlines()
     assert first[0].startswith("stage  q_proj, ")
     assert "activation.py:" in first[1]
@@ -75,7 +75,8 @@ def test_the_page_names_the_stage_and_both_lines(invoke):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_keeps_to_the_width(invoke, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    out = invoke("diff", "torch", "split-heads", "--padding", "1,2,5", *SIZES, "--format", "table").out
+    monkeypatch.setattr("mha_inspect.cli.output.is_terminal", lambda stream: True)
+    out = invoke("diff", "torch", "split-heads", "--padding", "1,2,5", *SIZES).out
     assert max(map(len, out.splitlines())) <= width
     assert "masked_scores" in out
 

@@ -79,7 +79,7 @@ PATH = "layers.1.attention"
 
 
 def report_of(invoke, mine: str, line: str) -> dict:
-    code, out, err = invoke("diff", *line.replace("mine:", f"{mine}:").split(), *SIZES, "--format", "json")
+    code, out, err = invoke("diff", *line.replace("mine:", f"{mine}:").split(), *SIZES, "--json")
     assert code == 0, err
     return json.loads(out)
 

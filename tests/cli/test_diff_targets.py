@@ -202,7 +202,7 @@ class Broken(nn.Module):
 
 
 def report_of(invoke, mine: str, line: str, *more: str) -> dict:
-    code, out, err = invoke("diff", *line.replace("mine:", f"{mine}:").split(), *SIZES, "--format", "json", *more)
+    code, out, err = invoke("diff", *line.replace("mine:", f"{mine}:").split(), *SIZES, "--json", *more)
     assert code == 0, err
     data = json.loads(out, parse_constant=pytest.fail)
     jsonschema.Draft202012Validator(load_schema("diff")).validate(data)
@@ -234,7 +234,7 @@ def test_ways_to_write_the_same_attention_are_the_same(invoke, mine, line):
     if line == "torch.nn:MultiheadAttention mine:Packed":
         line += " --left-set batch_first=true"
     if "unbatched" in line:
-        data = json.loads(invoke("diff", *line.split(), *SIZES[:4], "--format", "json").out)
+        data = json.loads(invoke("diff", *line.split(), *SIZES[:4], "--json").out)
     else:
         data = report_of(invoke, mine, line)
     assert data["weights"]["whole"] is True

@@ -53,7 +53,7 @@ def test_table_has_color_and_the_width_that_were_asked_for(invoke, monkeypatch, 
 @pytest.mark.parametrize("ending", ["txt", "json", "html"])
 def test_export_prints_as_well(invoke, tmp_path, command, ending):
     target = tmp_path / f"report.{ending}"
-    code, out, err = invoke(command, *SMALL[command], "--format", "json", "--export", str(target))
+    code, out, err = invoke(command, *SMALL[command], "--json", "--export", str(target))
     assert (code, err) == (0, "")
     written = target.read_text(encoding="utf-8")
     begins = {"txt": "layer torch", "json": "{", "html": "<!DOCTYPE html>"}[ending]
@@ -93,14 +93,12 @@ def test_fail_if_tells_a_script(invoke):
 
 
 def test_params_sets_head_counts_side_by_side(invoke):
-    columns = json.loads(invoke("params", "--embed-dim", "14", "--num-heads", "1,2,2,7", "--format", "json").out)
+    columns = json.loads(invoke("params", "--embed-dim", "14", "--num-heads", "1,2,2,7", "--json").out)
     assert [column["num_heads"] for column in columns["side_by_side"]] == [1, 2, 7]
-    assert "side_by_side" not in json.loads(
-        invoke("params", "--embed-dim", "14", "--num-heads", "2", "--format", "json").out
-    )
+    assert "side_by_side" not in json.loads(invoke("params", "--embed-dim", "14", "--num-heads", "2", "--json").out)
 
 
 def test_compare_heads_takes_the_first_for_the_baseline(invoke):
-    report = json.loads(invoke("compare-heads", "--embed-dim", "14", "--heads", "7,1,2", "--format", "json").out)
+    report = json.loads(invoke("compare-heads", "--embed-dim", "14", "--heads", "7,1,2", "--json").out)
     assert report["baseline"] == 7
     assert [count["num_heads"] for count in report["counts"]] == [7, 1, 2]

@@ -14,7 +14,7 @@ from ..schemas import load_schema
 
 
 def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke):
-    code, out, err = invoke("layers", "--format", "json")
+    code, out, err = invoke("layers", "--json")
     assert (code, err) == (0, "")
     data = json.loads(out)
     jsonschema.Draft202012Validator(load_schema("layers")).validate(data)
@@ -27,7 +27,7 @@ def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke)
 
 
 def test_every_letter_of_a_formula_is_explained(invoke):
-    letters = json.loads(invoke("layers", "--format", "json").out)["letters"]
+    letters = json.loads(invoke("layers", "--json").out)["letters"]
     used = {letter for kind in LAYERS.values() for letter in kind.parameter_formula if letter.isalpha()}
     assert set(letters) == used
     spec = AttentionSpec(embed_dim=22, num_heads=2, kdim=3, vdim=5)
@@ -39,7 +39,8 @@ def test_every_letter_of_a_formula_is_explained(invoke):
 @pytest.mark.parametrize("width", [80, 120])
 def test_the_table_shows_each_within_the_width(invoke, monkeypatch, width):
     monkeypatch.setenv("COLUMNS", str(width))
-    out = invoke("layers", "--format", "table").out
+    monkeypatch.setattr("mha_inspect.cli.output.is_terminal", lambda stream: True)
+    out = invoke("layers").out
     assert max(map(len, out.splitlines())) <= width
     assert [name for name in LAYERS if f"\n{name} " not in out] == []
 
@@ -53,12 +54,12 @@ def test_plain_lines_can_be_read_by_a_script(program):
 
 def test_help_shows_the_options_that_it_has_and_no_other(invoke):
     out = invoke("layers", "--help").out
-    assert "--format" in out
+    assert "--json" in out
     assert "--export" in out
     assert "--embed-dim" not in out
     assert out.partition("Examples:\n")[2].splitlines() == [
         "  mha-inspect layers",
-        "  mha-inspect layers --format json",
+        "  mha-inspect layers --json",
     ]
     assert invoke("layers", "--embed-dim", "3").code == 2
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ..fuzz.files import saved
+
 posix = pytest.mark.skipif(os.name != "posix", reason="needs POSIX files and signals")
 LAYER = ("--embed-dim", "6", "--num-heads", "1", "--seq-len", "2")
 
@@ -19,19 +21,19 @@ LAYER = ("--embed-dim", "6", "--num-heads", "1", "--seq-len", "2")
 @pytest.mark.parametrize("flag", ["--input", "--attn-mask"])
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "loop", "device", "long"])
 def test_what_is_no_plain_file_is_not_opened(invoke, tmp_path, monkeypatch, flag, kind):
-    path = tmp_path / "x.npy"
+    path = tmp_path / "x.pt"
     if kind == "pipe":
         os.mkfifo(path)  # to open it would wait for a writer
     elif kind == "socket":
         monkeypatch.chdir(tmp_path)  # the name of a socket is short
-        socket.socket(socket.AF_UNIX).bind("x.npy")
+        socket.socket(socket.AF_UNIX).bind("x.pt")
     elif kind == "folder":
         path.mkdir()
     elif kind == "loop":
         path.symlink_to(path)
     elif kind == "device":
         path.symlink_to("/dev/zero")
-    text = "y" * 5000 + ".npy" if kind == "long" else str(path)
+    text = "y" * 5000 + ".pt" if kind == "long" else str(path)
     code, out, err = invoke("trace", *LAYER, flag, text)
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
@@ -121,16 +123,16 @@ def test_a_signal_during_an_export_leaves_nothing_behind(environment, tmp_path, 
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
-    import numpy as np
+    import torch
 
     from mha_inspect.errors import InputError
     from mha_inspect.files.tensors import SUFFIXES, content_of, read_stored
 
-    np.save(tmp_path / "x.npy", np.zeros((3, 7)))
-    stored = content_of(tmp_path / "x.npy", SUFFIXES)
-    os.truncate(tmp_path / "x.npy", 150)
+    path = saved(tmp_path / "x.safetensors", {"x": torch.zeros(3, 7)})
+    stored = content_of(path, SUFFIXES)["x"]
+    os.truncate(path, path.stat().st_size - 8)
     with pytest.raises(InputError, match="shorter"):
-        read_stored(stored, "x.npy")
+        read_stored(stored, "x")
 
 
 def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):

@@ -26,14 +26,14 @@ TARGETS = "tests.cli.rank_targets"
 ROOT = Path(__file__).parents[2]
 BREAKS = ("raises", "skips", "sleeps", "receives", "is killed")
 COMMANDS = {
-    "sharded": ["trace", f"{TARGETS}:sharded", "--format", "json"],
+    "sharded": ["trace", f"{TARGETS}:sharded", "--json"],
     "own group": ["trace", f"{TARGETS}:in_its_own_group"],
     "given group": ["trace", f"{TARGETS}:in_a_given_group"],
     "forward's group": ["trace", f"{TARGETS}:group_for_its_forward"],
-    "copied keys": ["trace", f"{TARGETS}:copied_keys", "--format", "json"],
-    "cut key head": ["trace", f"{TARGETS}:cut_key_head", "--format", "json"],
-    "drifted": ["trace", f"{TARGETS}:drifted", "--format", "json"],
-    "params": ["params", f"{TARGETS}:sharded", "--format", "json", "--export", "FOLDER/params.json"],
+    "copied keys": ["trace", f"{TARGETS}:copied_keys", "--json"],
+    "cut key head": ["trace", f"{TARGETS}:cut_key_head", "--json"],
+    "drifted": ["trace", f"{TARGETS}:drifted", "--json"],
+    "params": ["params", f"{TARGETS}:sharded", "--json", "--export", "FOLDER/params.json"],
     **{how: ["trace", f"{TARGETS}:broken", "--set", f"how={how}"] for how in BREAKS},
     "asleep": ["trace", f"{TARGETS}:asleep"],
     "asleep in its target": ["trace", f"{TARGETS}:asleep_in_its_target"],
@@ -43,18 +43,18 @@ COMMANDS = {
     "no device": ["trace", f"{TARGETS}:without_device"],
     "no backend, late": ["trace", f"{TARGETS}:late_without_backend"],
     "not built": ["trace", f"{TARGETS}:fails_beside_a_barrier"],
-    "other class": ["check", f"{TARGETS}:other_class", "--format", "json"],
+    "other class": ["check", f"{TARGETS}:other_class", "--json"],
     "other code": ["trace", f"{TARGETS}:other_code"],
     "params, raises": ["params", f"{TARGETS}:broken", "--set", "how=raises"],
     "usage": ["trace", f"{TARGETS}:sharded", "--batch", "many"],
-    "check": ["check", f"{TARGETS}:sharded", "--format", "json"],
-    "check by hand": ["check", f"{TARGETS}:broken", "--set", "how=works", "--format", "json"],
-    "check own experts": ["check", f"{TARGETS}:own_experts", "--format", "json"],
+    "check": ["check", f"{TARGETS}:sharded", "--json"],
+    "check by hand": ["check", f"{TARGETS}:broken", "--set", "how=works", "--json"],
+    "check own experts": ["check", f"{TARGETS}:own_experts", "--json"],
     "check built twice": ["check", f"{TARGETS}:in_its_own_group", "--causal", "--seq-len", "5"],
-    "check drifted": ["check", f"{TARGETS}:drifted", "--format", "json"],
-    "check drifted input": ["check", f"{TARGETS}:drifted_input_under_fsdp", "--format", "json"],
+    "check drifted": ["check", f"{TARGETS}:drifted", "--json"],
+    "check drifted input": ["check", f"{TARGETS}:drifted_input_under_fsdp", "--json"],
     **{
-        f"check stages {who}": ["check", f"{TARGETS}:stage_of", "--set", f"attends={who}", "--format", "json"]
+        f"check stages {who}": ["check", f"{TARGETS}:stage_of", "--set", f"attends={who}", "--json"]
         for who in ("0", "1", "none")
     },
     "diff": ["diff", f"{TARGETS}:sharded", f"{TARGETS}:sharded"],

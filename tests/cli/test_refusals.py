@@ -6,7 +6,6 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -32,17 +31,18 @@ class Needy(nn.Module):
 """,
     "config/config.json": "[1]",
     "text.pt": "not a tensor",
-    "empty.npy": "",
+    "array.npy": "an array",
+    "empty.pt": "",
 }
 TENSORS = {
     "rows.pt": torch.zeros(5, 7, dtype=torch.bool),
-    "heads.npy": np.zeros((2, 5, 5), dtype=bool),
+    "heads.pt": torch.zeros(2, 5, 5, dtype=torch.bool),
     "numbers.pt": torch.ones(5, 5, dtype=torch.int64),
-    "flat_mask.npy": np.zeros(5, dtype=bool),
+    "flat_mask.pt": torch.zeros(5, dtype=torch.bool),
     "list.pt": [1, 2],
     "wide.pt": torch.zeros(3, 5, 13),
-    "flat.npy": np.zeros((5, 14), dtype=np.float32),
-    "number.npy": np.array(3.0),
+    "flat.pt": torch.zeros(5, 14),
+    "number.pt": torch.tensor(3.0),
     "whole.pt": torch.zeros(3, 5, 14, dtype=torch.int32),
     "names.pt": {"q": torch.zeros(3, 5, 14), "k": torch.zeros(3, 5, 14)},
 }
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     for name, tensor in TENSORS.items():
-        np.save(folder / name, tensor) if name.endswith("npy") else torch.save(tensor, folder / name)
+        torch.save(tensor, folder / name)
     return folder
 
 
@@ -101,7 +101,6 @@ LINES: list[tuple[str, ...]] = [
     ("trace --dtype float", "Did you mean float32?"),
     ("trace --dtype half", "Did you mean float16?"),
     ("trace --layer narow", "--layer narow", "Did you mean narrow?"),
-    ("trace --format jsn", "--format jsn", "Did you mean json?"),
     ("compare-heads --fail-if differ", "--fail-if differ", "Did you mean differs?"),
     ("trace --embed-dim abc", "--embed-dim abc is not a whole number", "512"),
     ("trace --dropout abc", "--dropout abc is not a number"),
@@ -148,21 +147,23 @@ LINES: list[tuple[str, ...]] = [
     ),
     # masks, inputs and exports
     (f"{LAYER} --attn-mask rows.pt", "[5, 7]", "`query key` [5, 5]", "[6, 5, 5]"),
-    (f"{LAYER} --attn-mask heads.npy", "[2, 5, 5]", "`(batch heads) query key` [6, 5, 5]"),
+    (f"{LAYER} --attn-mask heads.pt", "[2, 5, 5]", "`(batch heads) query key` [6, 5, 5]"),
     (f"{LAYER} --attn-mask numbers.pt", "int64", "expected booleans", "mask.bool()"),
-    (f"{LAYER} --attn-mask flat_mask.npy", "[5]", "`query key` [5, 5]"),
+    (f"{LAYER} --attn-mask flat_mask.pt", "[5]", "`query key` [5, 5]"),
     (f"{LAYER} --attn-mask text.pt", "text.pt", "torch.save"),
-    (f"{LAYER} --attn-mask empty.npy", "empty.npy", "empty"),
+    (f"{LAYER} --attn-mask empty.pt", "empty.pt", "empty"),
     (f"{LAYER} --attn-mask absent.pt", "absent.pt was not found"),
-    (f"{LAYER} --input absent.npy", "absent.npy was not found"),
+    (f"{LAYER} --attn-mask array.npy", "array.npy is an array of numpy", "torch.save(torch.from_numpy(array), FILE)"),
+    (f"{LAYER} --input array.npy", "array.npy is an array of numpy", "torch.save(torch.from_numpy(array), FILE)"),
+    (f"{LAYER} --input absent.pt", "absent.pt was not found"),
     *(
         (f"{line} --input {file}", *said)
         for line in (LAYER, f"compare-heads {SIZES} --heads 1,2")
         for file, *said in (
             ("list.pt", "list.pt is a list, expected a tensor"),
             ("wide.pt", "[3, 5, 13]", "embed_dim 14", "--embed-dim 13"),
-            ("flat.npy", "[5, 14]", "`batch query embed`", "--unbatched"),
-            ("number.npy", "[]", "`batch query embed`", "3 dimensions"),
+            ("flat.pt", "[5, 14]", "`batch query embed`", "--unbatched"),
+            ("number.pt", "[]", "`batch query embed`", "3 dimensions"),
             ("whole.pt", "int32", "floating-point"),
             ("names.pt", "names q, which is not an argument"),
         )

@@ -24,7 +24,7 @@ def data_of(answer: tuple[int, str, str]) -> dict:
 
 
 def test_json_of_a_model_has_every_attention(invoke):
-    line = ("trace", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=3", "--format", "json", "--seed", "7")
+    line = ("trace", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=3", "--json", "--seed", "7")
     answer = invoke(*line)
     data = data_of(answer)
     jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
@@ -41,7 +41,7 @@ def test_json_of_a_model_has_every_attention(invoke):
 
 
 def test_numbers_are_those_of_a_run_by_hand(invoke):
-    line = ("trace", f"{STYLES}:Tutorial", *SMALL, "--dropout", "0.5", "--values", "--format", "json")
+    line = ("trace", f"{STYLES}:Tutorial", *SMALL, "--dropout", "0.5", "--values", "--json")
     data = data_of(invoke(*line))
     stages = {stage["name"]: torch.tensor(stage["values"]["data"]) for stage in data["attentions"][0]["stages"]}
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_a_page_shows_each_form_once_and_any_on_request(invoke):
     assert re.findall(r"^attention (\d+) in (\S+):", inside, re.MULTILINE) == [("4", "blocks.3")]
     every = invoke(*line, "--stats").out
     assert len(re.findall(r"^attention (\d+) in", every, re.MULTILINE)) == 4
-    data = data_of(invoke(*line, "--attention", "3", "--format", "json"))
+    data = data_of(invoke(*line, "--attention", "3", "--json"))
     assert (data["chosen"], len(data["attentions"])) == ([3], 4)
     jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
 
@@ -94,7 +94,7 @@ def test_it_says_what_was_passed(invoke):
 
 
 def test_params_reads_roles_off_a_run(invoke):
-    line = ("params", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=1", "--per-head", "--format", "json")
+    line = ("params", f"{STYLES}:GPT", *SMALL, "--set", "n_layer=1", "--per-head", "--json")
     answer = invoke(*line)
     data = data_of(answer)
     jsonschema.Draft202012Validator(load_schema("params")).validate(data)
@@ -109,7 +109,7 @@ def test_params_reads_roles_off_a_run(invoke):
 
 
 def test_params_sets_head_counts_of_a_target_side_by_side(invoke):
-    line = ("params", "torch.nn:MultiheadAttention", "--embed-dim", "14", "--num-heads", "1,2,7", "--format", "json")
+    line = ("params", "torch.nn:MultiheadAttention", "--embed-dim", "14", "--num-heads", "1,2,7", "--json")
     data = data_of(invoke(*line))
     jsonschema.Draft202012Validator(load_schema("params")).validate(data)
     columns = data["side_by_side"]
@@ -166,7 +166,7 @@ def test_params_without_a_run_has_the_table_and_says_why(invoke, target, said):
 
 
 def test_params_of_lazy_and_of_meta(invoke):
-    lazy = data_of(invoke("params", f"{STYLES}:Lazy", *SMALL, "--format", "json"))
+    lazy = data_of(invoke("params", f"{STYLES}:Lazy", *SMALL, "--json"))
     assert lazy["total"]["numel"] == 3 * (14 * 14 + 14)
     jsonschema.Draft202012Validator(load_schema("params")).validate(lazy)
     line = "params torch.nn:Linear --set in_features=100000 --set out_features=100000 --device meta --json"
@@ -175,7 +175,7 @@ def test_params_of_lazy_and_of_meta(invoke):
 
 
 def test_train_dtype_and_gradients(invoke):
-    line = ("trace", f"{STYLES}:Configured", *SMALL, "--format", "json")
+    line = ("trace", f"{STYLES}:Configured", *SMALL, "--json")
     assert data_of(invoke(*line, "--dtype", "float64"))["environment"]["dtype"] == "float64"
     assert data_of(invoke(*line, "--train", "--grad"))["proof"]["agrees"] is True
     assert data_of(invoke(*line, "--device", "meta"))["environment"]["device"] == "meta"
@@ -273,9 +273,7 @@ def test_what_returns_no_tensor_is_not_compared(invoke, tmp_path, monkeypatch):
         code, out, err = invoke(*line.split())
         assert (code, out) == (2, ""), err
         assert "returned None, which contains no tensor" in err
-    data = data_of(
-        invoke(*["diff", "silent.py:Wrapped", "torch", "--batch", "3", "--seq-len", "5", "--format", "json"])
-    )
+    data = data_of(invoke(*["diff", "silent.py:Wrapped", "torch", "--batch", "3", "--seq-len", "5", "--json"]))
     assert data["verdict"] == "same"
     assert data["left"]["output_shape"] == [3, 5, 22]
 
@@ -293,7 +291,7 @@ def test_through_the_installed_program(program, tmp_path):
         "import os\nfrom torch import nn\nprint('hello')\nos.system('echo from a child')\n"
         "Layer = nn.MultiheadAttention\n"
     )
-    code, out, err = program("trace", "mine:Layer", *SMALL, "--format", "json", cwd=tmp_path)
+    code, out, err = program("trace", "mine:Layer", *SMALL, "--json", cwd=tmp_path)
     assert code == 0, err
     assert json.loads(out)["layer"]["spec"] == {"embed_dim": 14, "num_heads": 2}
     assert "hello" in err

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from hypothesis import strategies as st
 
@@ -29,12 +28,6 @@ ANYTHING = st.recursive(
 def _saved(content: object, **settings: object) -> bytes:
     file = io.BytesIO()
     torch.save(content, file, **settings)
-    return file.getvalue()
-
-
-def _npy(array: np.ndarray) -> bytes:
-    file = io.BytesIO()
-    np.save(file, array, allow_pickle=True)
     return file.getvalue()
 
 
@@ -81,11 +74,6 @@ WHOLE: dict[str, list[bytes]] = {
         _saved(_Own()),
         pickle.dumps(_X),
     ],
-    ".npy": [
-        *(_npy(array) for array in (_X.numpy(), _X.numpy().T, _X.numpy().astype(">f8"), np.zeros((5, 5), bool))),
-        *(_npy(array) for array in (np.array(3.0), np.array(["a"]), np.zeros(3, "V0"), np.zeros(3, "i4,f8"))),
-        *(_npy(array) for array in (np.array([_Own()], object), np.array("2020", "M8[D]"), np.zeros(2, np.longdouble))),
-    ],
     ".safetensors": [
         safetensors({"x": {"dtype": "F32", "shape": [2, 5, 7], "data_offsets": [0, 280]}}, _X.numpy().tobytes()),
         safetensors(
@@ -122,27 +110,6 @@ def damaged(draw: st.DrawFn, whole: list[bytes]) -> bytes:
         else:
             data[place:place] = data[place : place + draw(st.integers(1, 60))]
     return bytes(data)
-
-
-@st.composite
-def npy(draw: st.DrawFn) -> bytes:
-    """A .npy file whose header says what it likes."""
-    words = "'<f4' 'V0' 'O' '<f8' '|S0' '<U3' [('a','<f4')] ('<f4',(2,)) 'i4,f8' '>i2' '?' '<f16' 'M8[s]' None [] 'c32'"
-    words += f" 'f3' {{}} b'<f4' 1+1j '{'9' * 50}f4'"
-    shapes = st.one_of(
-        st.lists(INTEGERS, max_size=5).map(lambda sizes: repr(tuple(sizes))),
-        st.sampled_from(["(", "[2,5,7]", "(True,)", "(2.0,)", "(-1,)", "('a',)", "2", "(2,5,7", "((2,),)", "(" * 300]),
-        st.just("(" + "1," * 70 + ")"),
-    )
-    order = st.sampled_from(["True", "False", "0", "None"])
-    word = draw(st.sampled_from(words.split()))
-    text = f"{{'descr': {word}, 'fortran_order': {draw(order)}, 'shape': {draw(shapes)}, }}"
-    text = draw(st.sampled_from([text, text + "\n", text[:-3], "#" + text, text + "'''", "\x00" + text, "é" + text]))
-    header = text.encode("latin-1", "replace")
-    version = draw(st.sampled_from([(1, 0), (2, 0), (3, 0), (9, 9)]))
-    length = draw(st.one_of(st.just(len(header)), INTEGERS)) % (2**16 if version == (1, 0) else 2**32)
-    width = "<H" if version == (1, 0) else "<I"
-    return b"\x93NUMPY" + bytes(version) + struct.pack(width, length) + header + draw(st.binary(max_size=300))
 
 
 @st.composite
@@ -206,6 +173,6 @@ def pickles(draw: st.DrawFn) -> bytes:
 def any_file() -> st.SearchStrategy[tuple[str, bytes]]:
     """A suffix and bytes."""
     made = [st.tuples(st.just(suffix), damaged(whole)) for suffix, whole in WHOLE.items()]
-    made += [st.tuples(st.just(".npy"), npy()), st.tuples(st.just(".safetensors"), headers())]
+    made += [st.tuples(st.just(".safetensors"), headers())]
     made += [st.tuples(st.just(".pt"), pickles())]
     return st.one_of(made)

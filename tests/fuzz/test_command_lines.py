@@ -26,14 +26,12 @@ WORDS = {
     "--layer": [*LAYERS, "tensor", ""],
     "--dtype": ["float64", "bfloat16", "float16", "int8"],
     "--device": ["cpu", "meta", "cuda", "mps", "cuda:9", "xla"],
-    "--format": ["plain", "table", "json", "svg"],
     "--set": ["x=1", "=", "depth", "a.b=2", "dim_feedforward=7", "dropout=2", "batch_first=True", "dtype=int8"],
     "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999", "src=3x2x12", "query=2x3x12:float64"],
     "--module": ["", "layers.0", "self_attn"],
     "--picture": ["weights", "scores", "q_heads", "output"],
     "--head": ["0", "0,1", "0-9", "1-0"],
     "--tokens": ["a,b,c", "nothing.txt", ","],
-    "--text": ["a b c", ""],
     "--like": ["torch", "torch.nn:MultiheadAttention", "hf:", "x.pt"],
     "--left-set": ["bias=False", "dtype=bfloat16", "=", "num_heads=2", "seed=1"],
     "--right-set": ["bias=False", "dtype=bfloat16", "=", "num_heads=2", "seed=1"],
@@ -48,7 +46,7 @@ WORDS = {
     "--heads": ["1,2", "1,2,3,4", "2"],
 }
 """Values for the options whose help has no list of them."""
-FILES = ["/dev/null", "/dev/zero", "/", ".", "nothing.pt", "x" * 300 + ".pt", "/" + "y/" * 3000 + "a.npy", "a.txt"]
+FILES = ["/dev/null", "/dev/zero", "/", ".", "nothing.pt", "x" * 300 + ".pt", "/" + "y/" * 3000 + "a.pt", "a.txt"]
 FILES += ["", "/proc/self/mem", "\x1b[0m.pt", "/etc/shadow/x.json"]
 TARGETS = [
     *("torch.nn:MultiheadAttention", "torch.nn:TransformerEncoderLayer", "torch.nn:TransformerDecoderLayer") * 3,

@@ -50,7 +50,7 @@ def test_each_attention_has_a_panel(invoke):
     line = ("params", "torch.nn:TransformerDecoderLayer", "--embed-dim", "12", "--num-heads", "3", "--picture")
     out = invoke(*line).out
     assert re.search(r"part ↓ self_attn +multihead_attn", out)
-    found = json.loads(invoke(*line, "--format", "json").out)["head_norms"]
+    found = json.loads(invoke(*line, "--json").out)["head_norms"]
     assert [(one["owner"], one["part"]) for one in found] == [
         (owner, part) for owner in ("self_attn", "multihead_attn") for part in ("W_q", "W_k", "W_v", "W_o")
     ]
@@ -95,7 +95,7 @@ def test_compare_heads_draws_targets_and_no_json(invoke):
     line = "compare-heads torch.nn:TransformerEncoderLayer --embed-dim 8 --heads 1,2 --seq-len 4 --picture"
     out = invoke(*line.split()).out
     assert out.index("↓ 1 head\n") < out.index("↓ 2 heads\n")
-    assert "has no pictures" in invoke(*line.split(), "--format", "json").err
+    assert "has no pictures" in invoke(*line.split(), "--json").err
 
 
 def test_each_attention_of_each_head_count_is_drawn(invoke):

@@ -68,7 +68,7 @@ def schema_of_reports() -> dict[str, Any]:
     commands = sorted(name for name, cls in classes.items() if issubclass(cls, Report))
     return {
         "$schema": _Schemas.schema_dialect,
-        "title": "Output of mha-inspect --format json",
+        "title": "Output of mha-inspect --json",
         "anyOf": [{"$ref": f"#/$defs/{name}"} for name in commands],
         "$defs": SHARED | _referring({name: parts[name] for name in sorted(classes)}),
     }

@@ -134,7 +134,7 @@ SMALL = ("--embed-dim", "14", "--num-heads", "2", "--seq-len", "5")
 
 
 def data_of(invoke: Any, *line: str) -> Any:
-    code, out, err = invoke(*line, "--format", "json")
+    code, out, err = invoke(*line, "--json")
     assert code in (0, 1), err
     return json.loads(out)
 

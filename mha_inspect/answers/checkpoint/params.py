@@ -25,7 +25,7 @@ from ...reports.params import (
     StoredAttention,
     StoredName,
 )
-from ...text import did_you_mean, first_few, first_line, listed, plural, shown, spans
+from ...text import first_few, first_line, listed, plural, shown, spans
 from .transposed import Transposed, find_transposed
 
 if TYPE_CHECKING:
@@ -58,36 +58,30 @@ def params_of_checkpoint(
     per_head: bool = False,
     show: Show | None = None,
     norms: bool = False,
-    module: str = "",
     like: Subject | nn.Module | None = None,
 ) -> ParamsReport:
     """Return the tensors of a checkpoint. Numbers are read only for `show` and `norms`, one tensor at a time.
 
     The path is of a file, an index of shards, or a folder. `per_head` shows each head's rows and columns, and `norms`
-    measures how large each head's part of each matrix is. `module` is the path of the module whose tensors are listed.
-    `like` is a module to compare with; a subject is also run, to find the roles of tensors.
+    measures how large each head's part of each matrix is. `like` is a module to compare with; a subject is also run,
+    to find the roles of tensors.
 
     Raises:
         InputError: there are no tensors, a file is damaged, or it has no name in common with `like`.
         UnsafeFileError: a file is compressed, or could only be opened by running code in it.
-        SpecError: the shapes do not allow the head count that was given, or there is no such module.
+        SpecError: the shapes do not allow the head count that was given.
     """
     checkpoint = read_checkpoint(path)
     tensors = checkpoint.tensors
     known = _by_names(checkpoint, num_heads) if like is None else _by_run(checkpoint, num_heads, like)
-    attentions, notes = known.attentions, [*checkpoint.notes, *known.notes]
-    if module:
-        tensors = _below(module, tensors)
-        of = plural(len(checkpoint.tensors), "tensor")
-        notes.append(f"Only {shown(module)} is listed: {len(tensors)} of {of}.")
-        attentions = tuple(stored for stored in attentions if any(name in tensors for name in stored.parameters))
+    notes = [*checkpoint.notes, *known.notes]
     whole = sum(tensor.numel for tensor in tensors.values())
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
     sizes: list[HeadNorms] = []
     if norms or (show is not None and show.stats):
-        for stored in attentions:
+        for stored in known.attentions:
             of_stored = {name: known.roles[name] for name in stored.parameters if name in known.roles}
-            of_attention, unusual = _norms_of(stored.module, numbers_of(of_stored, checkpoint.tensors))
+            of_attention, unusual = _norms_of(stored.module, numbers_of(of_stored, tensors))
             sizes += of_attention
             notes += unusual
     shown_config = {name: checkpoint.config.get(name) for name in _SHOWN}
@@ -98,7 +92,7 @@ def params_of_checkpoint(
         total=ParametersTotal(whole, sum(tensor.nbytes for tensor in tensors.values()), "", None),
         notes=tuple(notes),
         head_norms=tuple(sizes) if norms else None,
-        stored_attentions=attentions,
+        stored_attentions=known.attentions,
         like=known.like,
     )
 
@@ -108,19 +102,6 @@ def _plain(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, str) or (isinstance(value, int) and 0 <= value < 2**63):
             yield name, shown(value) if isinstance(value, str) else value
-
-
-def _below(module: str, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors below one path. Raises `SpecError` if there are none."""
-    inside = {name: tensor for name, tensor in tensors.items() if f"{name}.".startswith(f"{module}.")}
-    if not inside:
-        each = (name.split(".") for name in tensors)
-        paths = dict.fromkeys(".".join(pieces[:at]) for pieces in each for at in range(1, len(pieces) + 1))
-        there = first_few([path for path in paths if "." not in path], 8)
-        raise SpecError(
-            f"The file has no tensor of module {shown(module)}. It has {there}.{did_you_mean(module, paths)}"
-        )
-    return inside
 
 
 def _by_names(checkpoint: Checkpoint, num_heads: int | None, *, fits: bool = True) -> Known:

@@ -132,7 +132,7 @@ def test_a_padding_mask_belongs_to_the_sequence_whose_keys_it_masks_out(hides_me
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_our_layers_are_right(layer: str, invoke: Callable[..., Any]) -> None:
-    sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "5", "--format", "json")
+    sizes = ("--embed-dim", "12", "--num-heads", "2", "--seq-len", "5", "--json")
     code, out, _ = invoke("check", "--layer", layer, *sizes)
     assert code == 0
     assert json.loads(out)["findings"] == []
@@ -408,7 +408,7 @@ HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "op
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_model_of_hugging_face_is_not_accused(name: str, invoke: Callable[..., Any]) -> None:
     pytest.importorskip("transformers")
-    code, out, _ = invoke("check", f"hf:{name}", "--set", "small=true", "--seq-len", "6", "--format", "json")
+    code, out, _ = invoke("check", f"hf:{name}", "--set", "small=true", "--seq-len", "6", "--json")
     assert [finding for finding in json.loads(out)["findings"] if finding["sure"]] == []
     assert code == 0
 
@@ -821,7 +821,7 @@ def test_the_command_finds_and_lets_pass(tmp_path: Any, invoke: Callable[..., An
     assert code == 1
     assert "model.py:15" in out
     assert "one future token: the causal mask starts one diagonal too late" in out
-    code, out, _ = invoke("check", target, *sizes, "--mask", "mask=ignore", "--only", "padding", "--format", "json")
+    code, out, _ = invoke("check", target, *sizes, "--mask", "mask=ignore", "--only", "padding", "--json")
     assert code == 1
     assert [finding["check"] for finding in json.loads(out)["findings"]] == ["padding"]
     trusted = f"{tmp_path / 'model.py'}:Trusted"
@@ -931,7 +931,7 @@ def test_a_layout_that_the_command_line_chose_is_known(
     (tmp_path / "over.py").write_text(OVER, encoding="utf-8")
     torch.save({"x": torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0))}, tmp_path / "x.pt")
     words = line.replace("FILE", str(tmp_path / "x.pt")).split()
-    code, out, err = invoke("check", f"{tmp_path / 'over.py'}:Over", *words, "--format", "json")
+    code, out, err = invoke("check", f"{tmp_path / 'over.py'}:Over", *words, "--json")
     assert code == (1 if sure else 0), err
     findings = json.loads(out)["findings"]
     assert [(finding["check"], finding["sure"]) for finding in findings] == ([] if sure is None else [("batch", sure)])

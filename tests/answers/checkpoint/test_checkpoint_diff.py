@@ -188,7 +188,7 @@ def test_heads_that_nothing_tells(tmp_path):
 def test_the_command_and_the_library(tmp_path, invoke):
     left, right = llama(), llama(1)
     files = [str(saved(tmp_path / f"{n}.safetensors", own, CONFIG)) for n, own in (("left", left), ("right", right))]
-    code, out, err = invoke("diff", *files, "--format", "json", "--fail-if", "differs")
+    code, out, err = invoke("diff", *files, "--json", "--fail-if", "differs")
     assert (code, err) == (1, "")
     report = mha_inspect.diff(*files)
     assert json.loads(out) == report.to_dict()

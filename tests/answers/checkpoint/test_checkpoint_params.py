@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -222,22 +221,7 @@ def test_what_is_no_checkpoint(tmp_path):
         with pytest.raises(MhaInspectError) as caught:
             params_of_checkpoint(tmp_path / name)
         assert "\n" not in str(caught.value)
-    assert "x.npy does not end in .safetensors, .pt, .pth or .bin" in str(caught.value)
-
-
-def test_one_module_alone_is_read(tmp_path):
-    named = {f"layers.{i}.{n}_proj.weight": torch.zeros(8, 8) for i in range(3) for n in "qkvo"}
-    path = saved(tmp_path / "x.safetensors", named)
-    os.truncate(path, path.stat().st_size - 8 * 8 * 4 * 8)  # the other layers cannot be read
-    with pytest.raises(InputError):
-        params_of_checkpoint(path)
-    path = saved(path, named)
-    report = params_of_checkpoint(path, module="layers.1", show=Show(stats=True), num_heads=2)
-    assert {p.name for p in report.parameters} == {f"layers.1.{n}_proj.weight" for n in "qkvo"}
-    assert [own.module for own in report.stored_attentions] == ["layers.1"]
-    assert "Only layers.1 is listed: 4 of 12 tensors." in report.notes
-    with pytest.raises(SpecError, match=r"Did you mean layers\.2"):
-        params_of_checkpoint(path, module="layer.2")
+    assert "x.npy is an array of numpy, expected .safetensors, .pt, .pth or .bin" in str(caught.value)
 
 
 def test_a_file_against_a_module(tmp_path):
@@ -293,7 +277,7 @@ def test_a_file_against_a_model_on_the_command_line(invoke, tmp_path):
     shapes = ["--set", "n_layer=1", "--set", "n_embd=12", "--set", "n_head=3", "--set", "vocab_size=50"]
     named = {"transformer.h.0.attn.c_attn.weight": torch.zeros(12, 36), "transformer.wte.weight": torch.zeros(51, 12)}
     path = saved(tmp_path / "x.safetensors", named)
-    code, out, err = invoke("params", str(path), "--like", "hf:gpt2", *shapes, "--format", "json")
+    code, out, err = invoke("params", str(path), "--like", "hf:gpt2", *shapes, "--json")
     assert code == 0, err
     like = json.loads(out)["like"]
     assert like["matching"] == 1
@@ -307,7 +291,7 @@ def test_a_file_against_a_model_on_the_command_line(invoke, tmp_path):
     ("line", "said"),
     [
         (["params", "--like", "torch"], "--like needs a checkpoint, and none was given"),
-        (["params", "torch.nn:Linear", "--module", "x"], "--module needs a checkpoint, and torch.nn:Linear is not one"),
+        (["params", "torch.nn:Linear", "--like", "torch"], "--like needs a checkpoint, and torch.nn:Linear is not one"),
         (["params", "{}", "--like", "nothing"], "is not a target"),
         (["params", "{}", "--embed-dim", "4"], "--embed-dim does not apply to it. Drop it."),
         (["diff", "{}", "torch"], "is a checkpoint, and torch is not"),

@@ -106,7 +106,7 @@ def view_badly(heads: torch.Tensor) -> torch.Tensor:
 
 
 def test_the_example_of_the_issue(attention_file: Path, invoke: Callable[..., Any]):
-    answer = invoke("trace", "attention.py:Attention", "--input-shape", "x=2x5x512", "--format", "json")
+    answer = invoke("trace", "attention.py:Attention", "--input-shape", "x=2x5x512", "--json")
     assert answer.code == 1
     assert answer.err == ""
     data = json.loads(answer.out)
@@ -379,7 +379,7 @@ def lazy_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_a_lazy_module_that_fails_in_a_library_is_traced_to_the_users_line(
     lazy_file: int, invoke: Callable[..., Any], shape: tuple[str, ...]
 ):
-    answer = invoke("trace", "lazy.py:Lazy", *shape, "--format", "json")
+    answer = invoke("trace", "lazy.py:Lazy", *shape, "--json")
     assert (answer.code, answer.err) == (1, "")
     failure = json.loads(answer.out)["failure"]
     assert failure["source"] == f"lazy.py:{lazy_file}"
