@@ -21,6 +21,7 @@ from .products import Joint, Product, ProductPath, product_of, sides_of
 from .rerun import between
 from .rules import reduced_places
 from .softmax import is_shift
+from .standardised import statistic_step
 
 _LAYERS = {"add": 1, "sub": 1, "cat": 2, "distance": 0}
 """How queries and keys are joined, and the maximal number of reductions from the join to the scores. Concatenated
@@ -287,6 +288,11 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
             shifted = {atom for dims in graph.dimensions.of(op.inputs[1]) for atom in dims}
             if graph.dimensions.along(softmax_input, dim) & shifted:
                 steps.append(("log_softmax", None))
+        elif statistic := statistic_step(graph, op, product.output):
+            scores = _unmoved(graph, scores, product) if is_plain else scores
+            if op.does("scales"):
+                late_scales.append(None)
+            steps.append((statistic, None))
         elif adds_mask(op) and not (op.base_name == "copy_" and op.inputs[-1].id == tensor.id):
             if name == "sub" and op.inputs[1].id == tensor.id != op.inputs[0].id:
                 late_scales.append(-1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -74,3 +75,110 @@ def test_scores_may_be_normed(name: str) -> None:
     assert math.isnan(shown.scale)
     formulas = {stage.name: stage.formula for stage in shown.stages}
     assert "_norm(scores)" in formulas["masked_scores"]
+
+
+def standardised(scores: Tensor) -> Tensor:
+    return (scores - scores.mean(-1, keepdim=True)) / scores.std(-1, keepdim=True)
+
+
+def guarded(scores: Tensor) -> Tensor:
+    return (scores - scores.mean(-1, keepdim=True)) / (scores.std(-1, keepdim=True) + 1e-5)
+
+
+def by_variance(scores: Tensor) -> Tensor:
+    centred = scores - scores.mean((-2, -1), keepdim=True)
+    return centred * torch.rsqrt(scores.var((-2, -1), keepdim=True) + 1e-5)
+
+
+def by_root(scores: Tensor) -> Tensor:
+    var, mean = torch.var_mean(scores, -1, keepdim=True)
+    return (scores - mean) / (var + 1e-5).sqrt()
+
+
+def by_squares(scores: Tensor) -> Tensor:
+    return scores * torch.rsqrt(scores.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+def by_length(scores: Tensor) -> Tensor:
+    return torch.nn.functional.normalize(scores, dim=-1)
+
+
+def by_largest(scores: Tensor) -> Tensor:
+    return scores / scores.abs().amax(-1, keepdim=True)
+
+
+def over_heads(scores: Tensor) -> Tensor:
+    return (scores - scores.mean(1, keepdim=True)) / scores.std(1, keepdim=True)
+
+
+def in_place(scores: Tensor) -> Tensor:
+    mean, std = scores.mean(-1, keepdim=True), scores.std(-1, keepdim=True)
+    return scores.sub_(mean).div_(std)
+
+
+def between_extremes(scores: Tensor) -> Tensor:
+    low, high = scores.amin(-1, keepdim=True), scores.amax(-1, keepdim=True)
+    return (scores - low) / (high - low)
+
+
+def then_scaled(scores: Tensor) -> Tensor:
+    return 3 * standardised(scores)
+
+
+def then_masked(scores: Tensor) -> Tensor:
+    return standardised(scores) + torch.full((LENGTH, LENGTH), -torch.inf).triu(1)
+
+
+BY_HAND = {
+    standardised: "(scores - mean) / std",
+    guarded: "(scores - mean) / std",
+    by_variance: "(scores - mean) / std",
+    by_root: "(scores - mean) / std",
+    by_squares: "scores / rms",
+    by_length: "scores / norm",
+    by_largest: "scores / max",
+    over_heads: "(scores - mean) / std",
+    in_place: "(scores - mean) / std",
+    between_extremes: "(scores - min) / …",
+    then_scaled: "3 · ((scores - mean) / std)",
+    then_masked: "(scores - mean) / std + mask",
+}
+
+
+class ByHand(Normed):
+    def __init__(self, norm: Callable[[Tensor], Tensor]) -> None:
+        super().__init__(nn.Identity())
+        self.normed = norm
+
+
+@pytest.mark.parametrize("norm", BY_HAND, ids=lambda norm: norm.__name__)
+def test_scores_may_be_normed_in_several_operations(norm: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    module, x = ByHand(norm).eval(), torch.randn(BATCH, LENGTH, WIDTH)
+    (attention,) = attentions(module, x)
+    assert_true(attention)
+    with torch.no_grad():
+        q, k = (side(x).unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for side in (module.q, module.k))
+        scores = q @ k.mT / math.sqrt(HEAD_DIM)
+        assert_close(attention.value("masked_scores").double(), norm(scores.clone()).double())
+    assert attention.found.scores_scale == pytest.approx(HEAD_DIM**-0.5)
+    assert len(attention.found.masks) == ("mask" in BY_HAND[norm])
+    (shown,) = mha_inspect.trace(module, x).attentions
+    assert math.isnan(shown.scale)
+    assert {stage.name: stage.formula for stage in shown.stages}["masked_scores"] == BY_HAND[norm]
+
+
+def test_centred_scores_keep_their_scale() -> None:
+    torch.manual_seed(0)
+    module = ByHand(lambda scores: scores - scores.mean(-1, keepdim=True)).eval()
+    (shown,) = mha_inspect.trace(module, torch.randn(BATCH, LENGTH, WIDTH)).attentions
+    assert shown.scale == pytest.approx(HEAD_DIM**-0.5)
+    assert {stage.name: stage.formula for stage in shown.stages}["masked_scores"] == "scores - mean"
+
+
+def test_a_mask_that_is_a_statistic_of_other_numbers_stays_a_mask() -> None:
+    torch.manual_seed(0)
+    mask = torch.randn(2, LENGTH, LENGTH).mean(0)
+    module = ByHand(lambda scores: scores * mask).eval()
+    (shown,) = mha_inspect.trace(module, torch.randn(BATCH, LENGTH, WIDTH)).attentions
+    assert {stage.name: stage.formula for stage in shown.stages}["masked_scores"] == "scores · mask"
