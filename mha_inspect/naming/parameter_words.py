@@ -460,6 +460,8 @@ def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
     fewest = min(len(part.heads) for part in parts)
     if not _in_blocks(parts, dim):
         return f"in one, {unit} interleaved: --per-head lists them"
+    if any(len(_runs(indices)) > 1 for part in parts for indices in _indices(part)[dim].values()):
+        return _in_turn(parts, dim, unit)
     widths: list[str] = []
     for part in parts:
         number, width = len(part.heads) // fewest, len(next(iter(_indices(part)[dim].values())))
@@ -467,6 +469,19 @@ def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
         widths.append(f"{times}{width}{rows} of {part.letter}")
     grouped = any(len(part.heads) != fewest for part in parts)
     return f"{'group by group' if grouped else 'head by head'}: {', '.join(widths)} each"
+
+
+def _in_turn(parts: Sequence[Part], dim: int, unit: str) -> str:
+    """Return the order of parts that alternate within each head: `(heads head_dim qkv)` has q, k, v row by row."""
+    runs = [run for part in parts for indices in _indices(part)[dim].values() for run in _runs(indices)]
+    widths = {stop - start for start, stop in runs}
+    if len(widths) > 1:
+        return f"head by head, {unit} interleaved: --per-head lists them"
+    (width,) = widths
+    at_a_time = f"single {unit}" if width == 1 else f"{width} {unit}"
+    firsts = {min(int(row.min()) for row in part.heads.values()): part.letter for part in parts}
+    order = ", ".join(firsts[first] for first in sorted(firsts))
+    return f"head by head, {at_a_time} in turn: {order}, {order}, …"
 
 
 def _listed(kind: str, letters: Iterable[str]) -> str:

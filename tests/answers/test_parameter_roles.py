@@ -409,3 +409,44 @@ def test_one_number_weighs_every_head() -> None:
     report = params(Subject(Weighed(), (torch.randn(2, 5, 12),), {}), per_head=True)
     rows = {p.name: [piece.columns for piece in p.heads or ()] for p in report.parameters}
     assert rows["out.weight"] == [(0, 4), (4, 8), (8, 12)]
+
+
+class InTurn(nn.Module):
+    """One matrix for queries, keys and values, whose rows are in the order of an einops pattern."""
+
+    def __init__(self, order: str, *, by_matrix: bool = False) -> None:
+        super().__init__()
+        self.order, self.by_matrix = order, by_matrix
+        self.weight, self.o = nn.Parameter(torch.randn(36, 12)), nn.Linear(12, 12)
+        if by_matrix:
+            self.weight = nn.Parameter(torch.randn(12, 36))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x @ self.weight if self.by_matrix else x @ self.weight.T
+        q, k, v = rearrange(rows, f"b t ({self.order}) -> qkv b h t (half d)", h=3, qkv=3, half=2)
+        return self.o(rearrange((q @ k.mT / 2).softmax(-1) @ v, "b h t d -> b t (h d)"))
+
+
+@pytest.mark.parametrize(
+    ("order", "said"),
+    [
+        ("h half d qkv", "head by head, single rows in turn: q, k, v, q, k, v, …"),
+        ("h half qkv d", "head by head, 2 rows in turn: q, k, v, q, k, v, …"),
+        ("h qkv half d", "head by head: 4 rows of q, 4 of k, 4 of v each"),
+        ("half d h qkv", "in one, rows interleaved: --per-head lists them"),
+        ("qkv h half d", "stacked: rows 0–11, 12–23, 24–35"),
+    ],
+)
+@pytest.mark.parametrize("by_matrix", [False, True])
+def test_rows_that_alternate_are_not_called_blocks(order: str, said: str, by_matrix: bool) -> None:
+    torch.manual_seed(0)
+    parameter = read_off(InTurn(order, by_matrix=by_matrix), torch.randn(2, 5, 12))["weight"]
+    words = said.replace("stacked", "side by side").replace("rows", "columns") if by_matrix else said
+    assert parameter.role == f"W_q, W_k, W_v {words}"
+    # The rows of each part and head, by einops.
+    numbers = rearrange(torch.arange(36), f"({order}) -> qkv h (half d)", h=3, qkv=3, half=2)
+    for part, heads in zip(("W_q", "W_k", "W_v"), numbers.tolist(), strict=True):
+        for head, expected in enumerate(heads):
+            slices = [piece for piece in parameter.heads or () if (piece.part, piece.head) == (part, head)]
+            bounds = [piece.columns if by_matrix else piece.rows for piece in slices]
+            assert sorted(row for bound in bounds for row in range(*bound)) == sorted(expected)
