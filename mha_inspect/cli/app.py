@@ -43,10 +43,6 @@ TARGETS = (
     "of a matching name, e.g. --embed-dim sets d_model. Its inputs follow the signature of its forward. A function may "
     "also return the inputs: (module, args) or (module, args, kwargs). Importing TARGET runs its code."
 )
-VARIABLES = (
-    "Every option has a default, and reads the environment variable MHA_INSPECT_<NAME>: "
-    "--embed-dim reads MHA_INSPECT_EMBED_DIM, and --seq-first is MHA_INSPECT_BATCH_FIRST=false."
-)
 
 
 class _Grouped:
@@ -215,7 +211,7 @@ def command(
         signature = inspect.Signature([context, *parameters, *shared])
         flat.__signature__ = signature  # type: ignore[attr-defined]  # read by inspect, and so by Typer
         paragraphs = inspect.cleandoc(function.__doc__ or "").split("\n\n")
-        paragraphs += [*([TARGETS] if targets else []), *([] if only else [VARIABLES])]
+        paragraphs += [TARGETS] if targets else []
         flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         typed = typer.Typer(add_completion=False, rich_markup_mode=None)
         settings = {"auto_envvar_prefix": "MHA_INSPECT", "allow_extra_args": True}

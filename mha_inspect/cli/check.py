@@ -44,7 +44,7 @@ def check(
     only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     evidence_only: bool = option(PANEL, "Run the module once, and report only what that run shows.", False),
-    list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list", envvar="MHA_INSPECT_LIST"),
+    list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list"),
 ) -> ExitCode:
     """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.
 

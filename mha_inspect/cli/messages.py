@@ -94,9 +94,7 @@ def _usage(error: ClickException, ctx: Any) -> str:
         option, name, message = error.param, error.param.opts[-1], shown(" ".join(error.message.split()), MESSAGE)
         source = ctx.get_parameter_source(option.name)
         if source is not None and source.name == "ENVIRONMENT":
-            name = str(option.envvar or f"{ctx.auto_envvar_prefix}_{str(option.name).upper()}")
-            if getattr(option, "is_flag", False):
-                message = f"must be true or false, got {shown(repr(os.environ.get(name)))}."
+            name = f"{ctx.auto_envvar_prefix}_{option.name}".upper()
         return f"{name} {message}"
     return shown(" ".join(error.format_message().split()), MESSAGE)
 

@@ -91,14 +91,13 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
 def option(
     panel: str, help: str, default: Any = None, flags: str = "", *, known: Sequence[str] = (), **more: Any
 ) -> Any:
-    """Declare an option: `embed_dim: int = option(LAYER, ...)` is `--embed-dim`, and reads `MHA_INSPECT_EMBED_DIM`.
+    """Declare an option: `embed_dim: int = option(LAYER, ...)` is `--embed-dim`.
 
     `panel` is its group in the help; `flags` replaces the flag that follows from its name, e.g. `--bias/--no-bias`;
     `known` lists the words that it takes (empty: any).
     """
     if known:
         more = {"parser": _word_of(known), "metavar": "|".join(known), "autocompletion": completing(known)} | more
-    # The top of the page explains the variables once: repeated for forty options, they would drown it.
     return typer.Option(default, *flags.split(), help=help, rich_help_panel=panel, show_envvar=False, **more)
 
 
@@ -160,7 +159,6 @@ class Options:
         "An argument of TARGET, e.g. --set depth=2; repeatable.",
         flags="--set",
         metavar="NAME=VALUE",
-        envvar="MHA_INSPECT_SET",
     )
 
     batch: int = size(INPUT, "Number of sequences.", 1)

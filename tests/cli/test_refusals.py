@@ -285,7 +285,7 @@ def test_what_was_typed_cannot_move_the_cursor(invoke):
     ("name", "value", "said"),
     [
         ("EMBED_DIM", "wide", "MHA_INSPECT_EMBED_DIM wide is not a whole number"),
-        ("BATCH_FIRST", "maybe", "MHA_INSPECT_BATCH_FIRST must be true or false, got 'maybe'.\n"),
+        ("BATCH_FIRST", "maybe", "MHA_INSPECT_BATCH_FIRST 'maybe' is not a valid boolean."),
     ],
 )
 def test_a_bad_variable_is_named_not_the_flag(invoke, monkeypatch, name, value, said):
