@@ -24,15 +24,13 @@ from ..files.checkpoint import read_json
 from ..files.memory import require_memory
 from ..text import did_you_mean, shown
 from .arguments import convert, of_bounded_number, settings_of_forward, unknown_setting
-from .hf_small import small_values
 from .importing import in_one_line
 from .vocabulary import ALIASES, Flags, dashed, named_for, plain
 
 INSTALL = 'pip install "mha-inspect[hf]"'
 _ATTENTION = "attn_implementation"
-_SMALL = "small"
-_LARGE = 60_000_000
-"""A small model with more parameters is made smaller, if possible."""
+_FEWER = "--set num_hidden_layers=2 --set hidden_size=64"
+"""Settings that make most types small."""
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 
 Built = tuple[nn.Module, dict[str, Any], tuple[str, ...], dict[str, Any]]
@@ -56,8 +54,12 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     kind = text.removeprefix("hf:")
     if not kind:
         raise InputError("hf: is missing the model. Write hf:TYPE, e.g. hf:bert, or hf:DIRECTORY.")
+    if "small" in settings:
+        raise SpecError(
+            f"{flags.setting} small is gone. Give sizes, e.g. {_FEWER}, or show shapes only: --device meta."
+        )
     settings = dict(settings)
-    attention, small = settings.pop(_ATTENTION, None), settings.pop(_SMALL, "false")
+    attention = settings.pop(_ATTENTION, None)
     values, weights, is_file = dict[str, Any](), list[Path](), Path(kind).exists()
     if is_file:
         file = Path(kind) / "config.json" if Path(kind).is_dir() else Path(kind)
@@ -65,11 +67,6 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
         kind = str(values.pop("model_type"))
         weights = [*file.parent.glob("*.safetensors"), *file.parent.glob("pytorch_model*.bin")]
     config_class = _config_class(transformers, kind, text, values if is_file else None)
-    described = f"a configuration of type {kind}"
-    if convert(_SMALL, small, bool, False, {}, flags.setting):
-        # The weights do not fit a small model.
-        (values, smaller), weights = _small(transformers, config_class, values, text), []
-        described = f"a small configuration of type {kind} ({smaller})"
     changes, left = _of_settings(config_class, values, settings, flags.setting)
     of_flags = _of_flags(config_class, values, changes, flags)
     config = _config(config_class, {**_with_layers_cut(values, changes), **changes}, text)
@@ -77,14 +74,14 @@ def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: st
     module = _build(_model_class(transformers, config, kind), config, extra, weights, text, device, seed)
     said = "with the weights of the directory" if weights else f"with random weights from seed {seed}"
     said = "without weights, on meta" if device == "meta" else said
-    notes = [f"Built from {described}, {said}."]
+    notes = [f"Built from a configuration of type {kind}, {said}."]
     if of_flags:
         notes.append(f"Configured with {', '.join(of_flags)}.")
     passed = {name: value for name, value in changes.items() if not isinstance(value, dict)}
     for part, inner in changes.items():
         plain_values = inner.items() if isinstance(inner, dict) else ()
         passed |= {f"{part}.{name}": value for name, value in plain_values if not isinstance(value, (dict, list))}
-    names = [*_setting_names(config_class), _ATTENTION, _SMALL]
+    names = [*_setting_names(config_class), _ATTENTION]
     chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {}, flags.setting)
     return module, passed, tuple(notes), chosen
 
@@ -236,27 +233,6 @@ def _config(config_class: Any, values: dict[str, Any], text: str) -> Any:
         raise InputError(f"{shown(text)} cannot have these settings: {in_one_line(error)}") from None
 
 
-def _small(
-    transformers: ModuleType, config_class: Any, values: Mapping[str, Any], text: str
-) -> tuple[dict[str, Any], str]:
-    """Return the first small configuration that can be built, or the smallest if that is still large.
-
-    Also returns in words how it was made smaller.
-    """
-    before = torch.get_default_dtype()
-    ways = [*small_values(_config(config_class, dict(values), text).to_dict())]
-    built: list[tuple[int, int]] = []
-    for at, (smaller, _) in enumerate(ways):
-        with suppress(Exception), torch.device("meta"):
-            config = _config(config_class, smaller, text)
-            module = _model_class(transformers, config, text)._from_config(config)
-            built.append((sum(parameter.numel() for parameter in module.parameters()), at))
-        torch.set_default_dtype(before)
-        if built and built[-1][0] <= _LARGE:
-            break
-    return ways[min(built)[1] if built else -1]  # the real build raises the reason
-
-
 # -- the model --------------------------------------------------------------------------------------------------------
 
 
@@ -288,7 +264,7 @@ def _build(
             size + 8 * count,
             "cpu",
             f"{shown(text)} with {count:,} parameters".replace(",", " "),
-            f"Use a small one of this type (--set {_SMALL}=true), or shapes only (--device meta).",
+            f"Make it smaller, e.g. {_FEWER}, or show shapes only: --device meta.",
         )
         torch.manual_seed(seed)
         if not weights:

@@ -28,7 +28,7 @@ PANEL, DECODE, RANKS, PICTURE = "Trace", "Decode", "Ranks", "Picture"
 
 @command(
     "trace --embed-dim 512 --num-heads 2 --batch 1 --seq-len 12",
-    "trace hf:gpt2 --set small=true --seq-len 12 --decode 3",
+    "trace hf:gpt2 --set num_hidden_layers=2 --set hidden_size=96 --decode 3",
     targets=True,
 )
 def trace(

@@ -16,6 +16,7 @@ from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
 from mha_inspect.running.subject import Subject
 
+from ..hf_sizes import settings_of
 from .check import published
 
 IDS = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
@@ -212,7 +213,7 @@ def test_a_forward_whose_tokens_see_later_tokens_is_not_compared_with_its_steps(
 
 @pytest.mark.parametrize("kind", ["bamba", "xlnet"])
 def test_hugging_face_models_whose_own_steps_differ_from_one_forward_are_not_blamed(hf, kind):
-    model = load_target(f"hf:{kind}", {"small": "true"}, TargetSpec()).module
+    model = load_target(f"hf:{kind}", settings_of(kind), TargetSpec()).module
     trace = decode(model, input_ids=IDS, steps=2)
     assert rows(trace) == [(5, 0, 5), (1, 5, 1), (1, 6, 1)]
     assert trace.decode.verdict == ("same" if kind == "bamba" else None)

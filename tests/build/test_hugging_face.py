@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import socket
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, SpecError,
 from mha_inspect.layers.spec import InputSpec
 
 from ..built import trace_module
+from ..hf_sizes import settings_of
 
 
 def test_without_the_library_the_install_command_is_given(monkeypatch, invoke):
@@ -115,7 +115,7 @@ CLIP = {"num_hidden_layers": "1", "vision_config.image_size": "32", "vision_conf
         ("hf:clip", CLIP, {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)}),
         ("hf:wav2vec2", {**SMALL, "num_conv_pos_embedding_groups": "2"}, {"input_values": (3, 1680)}),
         ("hf:encodec", {"audio_channels": "2"}, {"input_values": (3, 2, 1600)}),
-        ("hf:dac", {"small": "true"}, {"input_values": (3, 1, 2560)}),
+        ("hf:dac", settings_of("dac"), {"input_values": (3, 1, 2560)}),
         ("hf:vilt", {**SMALL, "image_size": "32"}, {"input_ids": (3, 5), "pixel_values": (3, 3, 32, 32)}),
     ],
 )
@@ -130,7 +130,7 @@ def test_what_a_configuration_does_not_tell_is_refused_with_the_function_to_writ
     with pytest.raises(
         InputError, match=r"needs \w+, which cannot be guessed\. Give --input-shape(?s:.*)return module, \(\), dict"
     ):
-        call(load(f"hf:{kind}", {"small": "true"}))
+        call(load(f"hf:{kind}", settings_of(kind)))
 
 
 def test_what_a_configuration_leaves_open_is_said():
@@ -189,59 +189,32 @@ def test_parts_of_a_configuration():
 
 def test_what_does_not_fit_is_refused_and_meta_is_not():
     # The published 671 026 419 200, without the head of 129280 · 7168 and the 58 · 256 corrections that are buffers.
-    with pytest.raises(DoesNotFitError, match=r"670 099 725 312 parameters.*--set small=true"):
+    with pytest.raises(DoesNotFitError, match=r"670 099 725 312 parameters.*--set num_hidden_layers=2"):
         load("hf:deepseek_v3")
     module = load("hf:llama", device="meta").module
     assert sum(parameter.numel() for parameter in module.parameters()) == 6_607_343_616
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "deepseek_v3", "qwen3_next", "mllama", "qwen2_5_vl", "bart", "siglip"])
-def test_a_small_one_has_the_heads_and_the_kinds_of_layers_of_the_whole(kind):
-    target = load(f"hf:{kind}", {"small": "true"})
-    assert sum(parameter.numel() for parameter in target.module.parameters()) < 50_000_000
-    whole = transformers.CONFIG_MAPPING[kind]().to_dict()
-    small = target.module.config.to_dict()
-    parts = [name for name in ("", "text_config", "vision_config") if name == "" or name in whole]
-    for own, less in ((whole.get(part, whole), small.get(part, small)) for part in parts):
-        for name in ("num_attention_heads", "n_head", "num_key_value_heads", "encoder_attention_heads"):
-            assert own.get(name) == less.get(name)
-        assert {*(own.get("layer_types") or ())} == {*(less.get("layer_types") or ())}
-        factor = own.get("hidden_size", 1) // less.get("hidden_size", 1)
-        assert own.get("intermediate_size", 0) // factor == less.get("intermediate_size", 0)
-    runs(target)
-
-
-RUNS = ["jamba", "laguna", "deepseek_v2", "bamba", "granitemoehybrid", "hrm_text", "zamba2", "hiera", "sam2"]
-RUNS += ["ernie4_5_vl_moe", "dpt", "gemma4", "mimi", "mimi_encoder", "bridgetower", "sam3"]
+RUNS = ["bart", "deepseek_v2", "deepseek_v3", "gpt2", "jamba", "laguna", "hrm_text", "qwen3_next", "qwen3_vl", "hiera"]
+RUNS += ["bamba", "dpt", "hunyuan_v1_dense", "nemotron", "lfm2_moe"]
 
 
 @pytest.mark.parametrize("kind", RUNS)
 def test_what_a_model_takes_is_what_runs(kind):
-    """Widths and lists that hang on each other."""
-    runs(load(f"hf:{kind}", {"small": "true"}))
+    runs(load(f"hf:{kind}", settings_of(kind)))
 
 
-CHOSEN = {"hunyuan_v1_dense": "head_dim", "nemotron": "num_key_value_heads", "lfm2_moe": "layer_types"}
-CHOSEN |= {"aya_vision": "num_attention_heads", "qwen3_vl": "num_heads"}
+def test_small_is_refused_with_the_sizes_to_give(invoke):
+    code, out, err = invoke("trace", "hf:gpt2", "--set", "small=true")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "--set small" in err
+    assert "--set num_hidden_layers=2 --set hidden_size=64" in err
+    assert "--device meta" in err
 
 
-@pytest.mark.parametrize("kind", CHOSEN)
-def test_what_a_small_one_leaves_open_is_chosen_and_said(kind):
-    """Its default cannot be built, or is large whatever its widths are divided by."""
-    target = load(f"hf:{kind}", {"small": "true"})
-    assert re.search(rf"divided by \d+, .*{CHOSEN[kind]}.* filled in", target.notes[0])
-    assert sum(parameter.numel() for parameter in target.module.parameters()) < 60_000_000
-    runs(target)
-
-
-def test_a_small_one_takes_settings_and_leaves_the_weights_of_a_directory(saved):
-    target = load(f"hf:{saved}", {"small": "true", "num_hidden_layers": "1", "hidden_size": "28"})
-    config = target.module.config
-    assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (1, 28, 2)
-    assert "small configuration of type bert" in target.notes[0]
-    assert "random" in target.notes[0]
-    with pytest.raises(SpecError, match="small must be true or false"):
-        load("hf:bert", {"small": "very"})
+def test_the_settings_that_are_advised_make_a_model_small():
+    module = load("hf:llama", {"num_hidden_layers": "2", "hidden_size": "64"}).module
+    assert (len(module.layers), module.embed_tokens.weight.shape[1]) == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +272,7 @@ def test_key_heads_are_counted_where_no_projection_tells_them():
     """Queries and keys that are convolved as one: the axis of the heads is another one after it."""
     if "zaya" not in transformers.CONFIG_MAPPING:
         pytest.skip("this transformers has no such type")
-    target = load("hf:zaya", {"small": "true"})
+    target = load("hf:zaya", settings_of("zaya"))
     first, *_ = trace_module(target.module, torch.arange(14).view(2, 7)).attentions
     config = target.module.config
     assert (first.num_heads, first.num_kv_heads) == (config.num_attention_heads, config.num_key_value_heads)

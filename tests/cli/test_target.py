@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+from ..hf_sizes import flags_of
 from ..schemas import load_schema
 
 STYLES = str(Path(__file__).parents[1] / "call" / "styles.py")
@@ -298,7 +299,7 @@ def test_through_the_installed_program(program, tmp_path):
     assert "from a child" in err
 
 
-DECODE = ("trace", "hf:gpt2", "--set", "small=true", "--seq-len", "6", "--decode", "2")
+DECODE = ("trace", "hf:gpt2", *flags_of("gpt2"), "--seq-len", "6", "--decode", "2")
 
 
 def test_decode_has_a_row_for_each_call_and_the_last_step(invoke):
@@ -307,7 +308,7 @@ def test_decode_has_a_row_for_each_call_and_the_last_step(invoke):
     jsonschema.Draft202012Validator(load_schema("trace")).validate(data)
     assert [(row["queries"], row["past"], row["new"]) for row in data["steps"]] == [(4, 0, 4), (1, 4, 1), (1, 5, 1)]
     shapes = {stage["name"]: stage["shape"] for stage in data["attentions"][0]["stages"]}
-    assert data["steps"][-1]["scores"] == shapes["scores"] == [1, 12, 1, 6]
+    assert data["steps"][-1]["scores"] == shapes["scores"] == [1, 4, 1, 6]
     assert data["steps"][-1]["flops"] == sum(stage["flops"] for one in data["attentions"] for stage in one["stages"])
     assert (data["decode"]["verdict"], data["decode"]["tokens"]) == ("same", 6)
 

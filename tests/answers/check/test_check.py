@@ -25,6 +25,7 @@ from mha_inspect.record.arguments import first_tensor
 from mha_inspect.testing import assert_attention_is_right
 
 from ...foreign import styles, unusual
+from ...hf_sizes import flags_of
 from .cases import MADE, B, D, E, H, N, Padded, Right, fused, halves
 
 FOREIGN = {
@@ -408,7 +409,7 @@ HUGGING_FACE = ("bert", "gpt2", "llama", "t5", "opt", "deberta-v2", "xlnet", "op
 @pytest.mark.parametrize("name", HUGGING_FACE)
 def test_a_model_of_hugging_face_is_not_accused(name: str, invoke: Callable[..., Any]) -> None:
     pytest.importorskip("transformers")
-    code, out, _ = invoke("check", f"hf:{name}", "--set", "small=true", "--seq-len", "6", "--json")
+    code, out, _ = invoke("check", f"hf:{name}", *flags_of(name), "--seq-len", "6", "--json")
     assert [finding for finding in json.loads(out)["findings"] if finding["sure"]] == []
     assert code == 0
 
