@@ -14,14 +14,12 @@ def main() -> int:
     try:
         import gc
 
-        from .cli.process import leave_on_interrupt
         from .cli.ranks import on_every_rank
 
         gc.disable()
-        with leave_on_interrupt():
-            code = on_every_rank(run)
+        code = on_every_rank(run)
         gc.freeze()  # the process ends: no need to collect garbage
-    except KeyboardInterrupt:  # before or after `leave_on_interrupt` handles it
+    except KeyboardInterrupt:  # before or after `run` handles it
         code = 130
     return code
 

@@ -117,13 +117,6 @@ class Member:
             time.sleep(0.02)
         return [json.loads(value) for value in self._store.multi_get(self._done)]
 
-    def terminated(self) -> None:
-        """Say on rank 0 which rank ended: a launcher terminates all ranks when one does. The others wait for that."""
-        time.sleep(1 if self.rank else 0)
-        with suppress(RuntimeError):  # the store has ended
-            if self._store is not None and not self.rank:
-                self._say_who_ended()
-
     def _say_who_ended(self) -> None:
         """Print a line on rank 0 that names the ranks that were killed or crashed, if there are any."""
         from ..text import spans

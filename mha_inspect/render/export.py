@@ -19,9 +19,6 @@ FORMAT_OF_SUFFIX = {".txt": "plain", ".json": "json", ".html": "html", ".png": "
 IMAGES = ("png", "svg")
 """Picture formats: a report cannot be written in them."""
 
-unfinished: set[str] = set()
-"""Temporary files that exist now, to be removed before the process is ended."""
-
 
 @dataclass(frozen=True)
 class Destination:
@@ -80,7 +77,6 @@ class Destination:
 
     def _replace(self, data: bytes, before: os.stat_result | None) -> None:
         temporary = str(self.real.parent / f".mha-inspect-{os.urandom(8).hex()}.tmp")
-        unfinished.add(temporary)
         try:
             # Made by hand rather than by tempfile, whose files are private: a new file gets the user's umask.
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
@@ -95,10 +91,9 @@ class Destination:
                         os.chown(temporary, before.st_uid, before.st_gid)
             os.replace(temporary, self.real)
         except BaseException:
-            remove_unfinished()
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
             raise
-        finally:
-            unfinished.discard(temporary)
 
 
 def _fault(asked: Path, real: Path) -> str:
@@ -125,13 +120,6 @@ def _fault(asked: Path, real: Path) -> str:
 
 def _name(path: Path) -> str:
     return printable(path, 200)
-
-
-def remove_unfinished() -> None:
-    """Remove every temporary file that exists now."""
-    for path in tuple(unfinished):
-        with contextlib.suppress(OSError):
-            os.unlink(path)
 
 
 def save(path: Path, text: Callable[[str], str]) -> None:

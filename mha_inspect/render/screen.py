@@ -63,9 +63,6 @@ def _sizes(stream: IO[str] | None) -> list[int]:
 Tick = Callable[[str], None]
 """Shows the current step."""
 
-waits = False
-"""Whether the progress line is shown and the cursor hidden. Code that ends the process shows it again."""
-
 
 @contextmanager
 def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
@@ -78,13 +75,11 @@ def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
         return
     from threading import Lock, Timer
 
-    global waits
     lock, now, over = Lock(), words, False
     live: Any = None
 
     def show() -> None:
         nonlocal live
-        global waits
         from rich.console import Console
         from rich.live import Live
         from rich.spinner import Spinner
@@ -101,7 +96,6 @@ def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
             if not over:
                 live = Live(get_renderable=drawn, console=console, transient=True, refresh_per_second=8)
                 live._redirect_stdout = live._redirect_stderr = False  # the answer goes where it goes
-                waits = True
                 live.start()
 
     def tick(done: str) -> None:
@@ -119,4 +113,3 @@ def progress(words: str, *, quiet: bool = False) -> Iterator[Tick]:
             over = True
             if live is not None:
                 live.stop()
-                waits = False

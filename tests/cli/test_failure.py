@@ -10,33 +10,29 @@ import pytest
 import torch
 
 from mha_inspect.__main__ import main
-from mha_inspect.cli import app, process
+from mha_inspect.cli import app, ranks
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, is_out_of_memory
 
-# A product of whole numbers has no fast routine: this one takes seconds, inside one call into C++.
-LONG_PRODUCT = """
-import sys, types
-from mha_inspect.__main__ import main
+SLEEPS = """
+import time
 
-def trace(*args, **kwargs):
-    import torch
-    matrix = torch.ones(4096, 4096, dtype=torch.int64)
-    print("begins", file=sys.stderr, flush=True)
-    matrix @ matrix
-    print("ended", file=sys.stderr, flush=True)
+from torch import nn
 
-tracing = types.ModuleType("mha_inspect.answers.trace")
-tracing.trace = tracing.traced = trace
-sys.modules["mha_inspect.answers.trace"] = tracing
-sys.argv = ["mha-inspect", "trace"]
-sys.exit(main())
+
+class Sleeps(nn.Module):
+    def forward(self, x):
+        print("begins", flush=True)
+        time.sleep(60)
+        return x
 """
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_ctrl_c_inside_one_long_product(environment, interruptible):
+def test_ctrl_c_in_a_forward_ends_the_program_without_a_traceback(entry_point, environment, interruptible, tmp_path):
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
     with subprocess.Popen(
-        [sys.executable, "-c", LONG_PRODUCT],
+        [*entry_point, "trace", "sleeps.py:Sleeps", "--input-shape", "x=2x3"],
+        cwd=tmp_path,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -49,31 +45,14 @@ def test_ctrl_c_inside_one_long_product(environment, interruptible):
             child.wait(10)
         finally:
             child.kill()
-        assert (child.returncode, child.stdout.read(), child.stderr.read()) == (130, "", "Interrupted.\n")
+        assert (child.returncode, child.stdout.read(), child.stderr.read()) == (130, "", "mha-inspect: interrupted.\n")
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
-def test_ctrl_c_handling_is_taken_back(monkeypatch):
-    from mha_inspect.cli.process import leave_on_interrupt
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with leave_on_interrupt():
-            assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        assert signal.set_wakeup_fd(-1) == -1
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        with leave_on_interrupt():
-            assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_before_it_is_answered_elsewhere(monkeypatch):
-    def interrupted() -> None:
+def test_ctrl_c_before_the_command_line_is_read(monkeypatch):
+    def interrupted(run: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(process, "leave_on_interrupt", interrupted)
+    monkeypatch.setattr(ranks, "on_every_rank", interrupted)
     monkeypatch.setattr(sys, "argv", ["mha-inspect", "--version"])
     assert main() == 130
 

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 
-from mha_inspect.cli import process
 from mha_inspect.render import screen
 
 
@@ -39,11 +38,9 @@ def test_a_terminal_is_told_and_then_cleared(monkeypatch, at_once):
     monkeypatch.setattr(sys, "stderr", terminal)
     with screen.progress("tracing \x1b[2Jmodel") as tick:
         wait_for(terminal, "tracing \\x1b[2Jmodel")
-        assert screen.waits
         tick("run 3")
         wait_for(terminal, "run 3")
         assert sys.stderr is terminal  # nothing is put in its place
-    assert not screen.waits
     # The cursor is there again, and the line is empty.
     end = terminal.getvalue()
     assert end.rindex("\x1b[?25h") > end.rindex("\x1b[?25l")
@@ -69,16 +66,18 @@ def test_what_takes_no_second_says_nothing(monkeypatch):
     assert sys.stderr.getvalue() == ""
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_ctrl_c_shows_the_cursor_again(monkeypatch, waits):
-    written, codes = [], []
-    monkeypatch.setattr(screen, "waits", waits)
-    monkeypatch.setattr(process.os, "isatty", lambda _: True)
-    monkeypatch.setattr(process.os, "write", lambda number, text: written.append((number, text)))
-    monkeypatch.setattr(process.os, "_exit", codes.append)
-    process.leave(2)
-    assert codes == [130]
-    assert written == [(2, (b"\x1b[?25h" if waits else b"") + b"\nInterrupted.\n")]
+def test_ctrl_c_shows_the_cursor_again(monkeypatch, at_once):
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+
+    @screen.progress("tracing")
+    def interrupted():
+        wait_for(terminal, "tracing")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert terminal.getvalue().rindex("\x1b[?25h") > terminal.getvalue().rindex("\x1b[?25l")
 
 
 @pytest.mark.parametrize(

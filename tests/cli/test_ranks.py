@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -237,22 +236,6 @@ def test_a_rank_that_is_killed_ends_the_other_with_its_name(ran: dict[str, Any])
         assert first.err.splitlines()[-1] == "mha-inspect: rank 1 of 2 has ended: it was killed, or it crashed."
         assert "Traceback" not in first.err
     assert "dist.all_reduce(x + 0)" in ran["is killed"][0].out
-
-
-def test_a_launcher_that_ends_rank_0_hears_which_rank_ended_first(capfd: pytest.CaptureFixture[str]) -> None:
-    """torchrun terminates the other ranks as soon as one is killed."""
-    with subprocess.Popen(["true"]) as ended:
-        ended.wait()
-    process = json.dumps([socket.gethostname(), ended.pid]).encode()
-    held = {"process/1": process, "process/2": process, "done/2": b"{}"}
-    first = object.__new__(ranks.Member)
-    first.rank, first.world, first._err = 0, 3, 2
-    first._done = ["done/0", "done/1", "done/2"]
-    first._store = SimpleNamespace(
-        check=lambda keys: held.keys() >= {*keys}, multi_get=lambda keys: [held[key] for key in keys]
-    )
-    first.terminated()
-    assert capfd.readouterr().err == "mha-inspect: rank 1 of 3 has ended: it was killed, or it crashed.\n"
 
 
 def test_a_rank_that_still_runs_while_another_waits_is_named_once(capfd: pytest.CaptureFixture[str]) -> None:
