@@ -24,6 +24,7 @@ from ...graph.axis import resolve
 from ...record.ops import TensorRef
 from ...reports.trace import Cause
 from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
+from .head_counts import heads_clash
 from .positions import split_positions
 from .reached import ATTENTION, LAYERS, SDPA, behind_of
 from .tried import Edit, Fix, fix_that_runs, of_shape, resized
@@ -33,7 +34,14 @@ CAUSES = (
     *("mixed_devices", "mask_dtype", "mixed_dtypes", "heads_not_joined", "weight_not_transposed", "features_not_last"),
     *("wrong_width", "batch_and_sequence_swapped", "batch_differs", "lengths_differ", "mask_rank"),
     *("heads_not_transposed", "mask_transposed", "mask_size", "heads_not_split", "key_not_transposed"),
-    *("heads_not_repeated", "head_dim_differs", "not_contiguous", "heads_do_not_divide", "wrong_head_dim"),
+    *(
+        "heads_not_repeated",
+        "heads_differ",
+        "head_dim_differs",
+        "not_contiguous",
+        "heads_do_not_divide",
+        "wrong_head_dim",
+    ),
 )
 """The name of each cause."""
 
@@ -714,10 +722,15 @@ def _products(facts: Facts) -> Iterator[Suspect]:
         return
     if facts.pair is not None and facts.pair[1].part == "key":
         yield from _keys(facts, *facts.pair)
-    if bad := [o for o in facts.factors if o.heads_are_behind]:
-        yield _heads_behind(facts, bad)
     left = next((o for o in facts.operands if o.part in ("query", "weights")), None)
     right = next((o for o in facts.operands if o.part in ("key", "value")), None)
+    if facts.base == "einsum" and left is not None and right is not None:
+        # An equation may put the heads anywhere.
+        heads = heads_clash(facts, left, right)
+        if heads is not None:
+            yield Suspect(heads.name, heads.explanation, heads.fixes)
+    if bad := [o for o in facts.factors if o.heads_are_behind]:
+        yield _heads_behind(facts, bad)
     if left is not None and right is not None:
         yield from _two_sizes(facts, left, right)
 
@@ -814,20 +827,9 @@ def _was_right_before(facts: Facts, tensor: TensorRef) -> bool:
 
 def _two_sizes(facts: Facts, left: Operand, right: Operand) -> Iterator[Suspect]:
     """Judge two factors of the same layout (queries or weights, keys or values) whose sizes differ."""
-    heads, kv_heads = left.size("heads"), right.size(*HEADS)
-    if heads != kv_heads and kv_heads and heads % kv_heads == 0 < heads and len(left.shape) == len(right.shape) == 4:
-        each = heads // kv_heads
-        shared = [o for o in facts.factors if o.size(*HEADS) == kv_heads]
-        repeated = [(o, lambda tensor: tensor.repeat_interleave(each, dim=1)) for o in shared]
-        way = f"use {right.variable}.repeat_interleave({each}, dim=1) on keys and values before the product"
-        fixes = [Fix(way, repeated)]
-        if facts.base == SDPA:
-            fixes.append(Fix("enable_gqa=True", settings={"enable_gqa": True}))
-        yield Suspect(
-            "heads_not_repeated",
-            f"{left.name} has {heads} heads and {right.name} has {kv_heads}, each shared by {each} query heads.",
-            tuple(fixes),
-        )
+    heads = heads_clash(facts, left, right)
+    if heads is not None:
+        yield Suspect(heads.name, heads.explanation, heads.fixes)
     batches = left.size("batch"), right.size("batch")
     if 0 not in batches and batches[0] != batches[1]:
         what = f"{left.name} has batch {batches[0]} and {right.name} has batch {batches[1]}. {_SAME_BATCH}"

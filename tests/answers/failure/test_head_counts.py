@@ -1,0 +1,135 @@
+"""Products of factors with different numbers of heads: the counts are said, and how query heads may share keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mha_inspect.errors import ForwardError
+from mha_inspect.reports.trace import Cause
+
+from ...built import trace_module
+
+HEAD_DIM, WIDTH = 4, 24
+
+
+class Projected(nn.Module):
+    """Queries `batch query heads head_dim`, keys and values with their own number of heads."""
+
+    def __init__(self, heads: int, kv_heads: int, weigh: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, count * HEAD_DIM) for count in (heads, kv_heads, kv_heads))
+        self.weigh = weigh
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weigh(*(side(x).unflatten(-1, (-1, HEAD_DIM)) for side in (self.q, self.k, self.v)))
+
+
+def by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (side.transpose(1, 2) for side in (q, k, v))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def by_kernel(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (side.transpose(1, 2) for side in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+def by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("bqhd,bkhd->bhqk", q, k).softmax(-1)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def folded(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (side.transpose(1, 2).flatten(0, 1) for side in (q, k, v))
+    return torch.bmm(torch.bmm(q, k.mT).softmax(-1), v)
+
+
+def repeated_twice(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (side.transpose(1, 2) for side in (q, k, v))
+    k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def grouped_queries(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = q.unflatten(2, (2, 3)).permute(0, 2, 3, 1, 4), k.transpose(1, 2), v.transpose(1, 2)
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def wrong_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (side.unflatten(2, (-1, size)).permute(0, 2, 3, 1, 4) for side, size in ((q, 2), (k, 1), (v, 1)))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def wrong_groups_by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q = q.unflatten(2, (3, 2))
+    weights = torch.einsum("bqhgd,bkhd->bhgqk", q, k).softmax(-1)
+    return torch.einsum("bhgqk,bkhd->bqhgd", weights, v)
+
+
+def only_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (side.transpose(1, 2) for side in (q, k, v))
+    return (q @ k.repeat_interleave(3, dim=1).mT).softmax(-1) @ v
+
+
+KINDS: list[tuple[Any, int, int, str, str, str]] = [
+    (by_matmul, 6, 4, "heads_differ", "has 6 heads and k.transpose(-2, -1) has 4.", "6 key heads"),
+    (by_kernel, 6, 4, "heads_differ", "has 6 heads and k has 4.", "6 key heads"),
+    (by_einsum, 6, 4, "heads_differ", "has 6 heads and k has 4.", "6 key heads"),
+    (by_matmul, 2, 6, "heads_differ", "has 2 heads and k.transpose(-2, -1) has 6.", "2 key heads"),
+    (
+        by_einsum,
+        6,
+        2,
+        "heads_not_repeated",
+        "has 6 heads and k has 2, each shared by 3",
+        "k.repeat_interleave(3, dim=2)",
+    ),
+    (folded, 6, 2, "heads_not_repeated", "each shared by 3 query heads", "k.repeat_interleave(3, dim=0)"),
+    (repeated_twice, 6, 2, "heads_not_repeated", "has 4: 2 heads repeated 2 times", "3 of each of the 2 heads"),
+    (grouped_queries, 6, 2, "heads_not_repeated", "no dimension for the group", "k.unsqueeze(2)"),
+    (wrong_groups, 6, 2, "heads_differ", "6 heads in 2 dimensions (3 and 2)", "2 groups of 3"),
+    (wrong_groups_by_einsum, 6, 2, "heads_differ", "6 heads in 2 dimensions (3 and 2)", "2 groups of 3"),
+    (only_keys, 6, 2, "heads_not_repeated", "weights has 6 heads and v has 2", "v.repeat_interleave(3, dim=1)"),
+]
+
+
+def found_cause(module: nn.Module) -> Cause | None:
+    with pytest.raises(ForwardError) as caught:
+        trace_module(module, torch.randn(2, 7, WIDTH))
+    failure = caught.value.trace.failure
+    assert failure is not None
+    return failure.cause
+
+
+def cause_of(module: nn.Module) -> Cause:
+    cause = found_cause(module)
+    assert cause is not None
+    return cause
+
+
+@pytest.mark.parametrize(("weigh", "heads", "kv_heads", "name", "what", "fix"), KINDS)
+def test_numbers_of_heads_that_clash(weigh: Any, heads: int, kv_heads: int, name: str, what: str, fix: str) -> None:
+    cause = cause_of(Projected(heads, kv_heads, weigh))
+    assert cause.name == name
+    assert what in cause.explanation
+    assert fix in cause.fix
+
+
+def test_an_equation_with_heads_behind_positions_is_not_accused_of_its_order() -> None:
+    """`bqhd,bkhd->bhqk` runs as it is with as many key heads as query heads."""
+    Projected(6, 6, by_einsum)(torch.randn(2, 7, WIDTH))
+    assert cause_of(Projected(6, 4, by_einsum)).name != "heads_not_transposed"
+
+
+def test_other_clashes_are_not_of_heads() -> None:
+    def other_batch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return by_matmul(q, torch.cat([k, k[:1]]), torch.cat([v, v[:1]]))
+
+    cause = found_cause(Projected(6, 6, other_batch))
+    assert cause is None or "heads" not in cause.name
