@@ -70,7 +70,8 @@ def _not_repeated(facts: Facts, left: Operand, right: Operand, places: tuple[int
 
 def _repeated_otherwise(left: Operand, right: Operand, once: int, other: int) -> HeadsClash:
     heads, kv_heads = _heads_of(left), right.shape[other]
-    what = f"{left.name} has {heads} heads and {right.name} has {kv_heads}: {once} heads repeated {kv_heads // once} times."
+    times = kv_heads // once
+    what = f"{left.name} has {heads} heads and {right.name} has {kv_heads}: {once} heads repeated {times} times."
     way = f"make {heads // once} of each of the {once} heads of keys and values"
     return HeadsClash("heads_not_repeated", what, (Fix(way),))
 
@@ -80,10 +81,8 @@ def _without_group(left: Operand, right: Operand) -> HeadsClash | None:
     place = right.place(*HEADS)
     if place is None:
         return None
-    what = (
-        f"{left.name} has groups of query heads, {text.shape(left.shape)}; {right.name} has no dimension for the group, "
-        f"{text.shape(right.shape)}."
-    )
+    groups, heads = text.shape(left.shape), text.shape(right.shape)
+    what = f"{left.name} has groups of query heads, {groups}; {right.name} has no dimension for the group, {heads}."
     way = f"use {right.variable}.unsqueeze({place + 1}) on keys and values: one key head for each group of query heads"
     return HeadsClash("heads_not_repeated", what, (Fix(way, [(right, lambda tensor: tensor.unsqueeze(place + 1))]),))
 
