@@ -42,6 +42,7 @@ _SAID = {
     "filter before": "convolves the input of the projection to the {made}, each channel by itself",
     "learned": "the {made} themselves: learned, the same for every input",
     "appended": "learned, and appended to the {made}",
+    "prepended": "learned, and prepended to the {made}",
     "scores": "added to the scores",
     "in scores": "used in the scores",
     "in weights": "used in the weights, after the softmax",

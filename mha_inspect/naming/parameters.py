@@ -359,7 +359,7 @@ class _PartsOfAttention:
                 rows = enumerate(rows_of(low, high, codes, parameter.tensor.stride), start=turn * codes.heads)
                 heads = {head: row for head, row in rows if bool((row >= 0).any())}
                 once = letter == "g" and all(bool((row == row[0]).all()) for row in heads.values())
-                if kind not in (*_MATRICES, *_BIASES, "appended") or once:
+                if kind not in (*_MATRICES, *_BIASES, "appended", "prepended") or once:
                     heads = {head: torch.unique(row[row >= 0]) for head, row in heads.items()}
             mixed = self._names.mixes_positions and self._names.num_heads > 1
             is_shared = mixed or (have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES))
@@ -398,7 +398,7 @@ class _PartsOfAttention:
 def _kind(op: Op, parameter: TensorRef) -> str:
     """Return the kind of use of a parameter by an operation other than a projection."""
     if op.does("joins"):
-        return "appended"
+        return "prepended" if op.base_name == "cat" and op.inputs[0] is parameter else "appended"
     if op.does("convolution"):  # of each channel by itself
         return "filter" if parameter is op.inputs[1] else "shift"
     if op.does("norms"):

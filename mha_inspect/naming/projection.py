@@ -22,8 +22,8 @@ class Part:
     """`W` and `b` for the projection, `joined W` and `joined b` for that of further tokens, `before` and `beside` for
     another projection, `absorbed` for that of shared keys or values by head, `gate` for what queries, keys or values
     are multiplied by, `norm` and `norm before` for a factor after or before the projection, `shift` and `shift before`
-    for what is added there, `filter` and `filter before` for a convolution of each channel by itself, `appended` for an
-    appended key or value, `learned` for anything else."""
+    for what is added there, `filter` and `filter before` for a convolution of each channel by itself, `appended` and
+    `prepended` for a further key or value, `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`; `g` for a gate of the contexts."""
     parameter: Named
@@ -46,7 +46,7 @@ class Part:
     @property
     def name(self) -> str:
         """`W_q`, `b_q`, or `bias_k` of a learned key; empty for other kinds."""
-        kind = {"appended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
+        kind = {"appended": "bias", "prepended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
         return f"{kind}_{self.letter}" if kind else ""
 
     @property

@@ -29,6 +29,8 @@ _BEFORE: dict[str, tuple[str, ...]] = {
     "output": ("concat", "context"),
 }
 """Stage to the stages that it may be made of."""
+_REORDERS = ("flip", "roll", "index_select")
+"""Copies in another order of one axis, which no pattern of axes shows."""
 _SIDES = {"q_heads": "query", "k_heads": "key", "v_heads": "value"}
 
 
@@ -240,7 +242,8 @@ class StageFacts:
         turns = (self._attention, *(self._attention.turns if self._attention.pieces else ()))
         derived = made_of({turn.stages[source].id for turn in turns}, made)
         steps = self._inner.operands.get(stage, OperandSteps())
-        computing = [op for op in made if _computes(op) and any(read.id in derived for read in op.inputs)]
+        changing = [op for op in made if _computes(op) or _reorders(op)]
+        computing = [op for op in changing if any(read.id in derived for read in op.inputs)]
         ordered = {op.index: op.base_name for op in computing if not _moves_in_place(op)} | dict(steps.names)
         gated = [turn.stages[source] for turn in turns]
         ordered |= {gate.op.index: gate.name for gate in gates_of(self._graph, gated, made)}
@@ -286,8 +289,32 @@ class StageFacts:
         is_known = ["key"] in left and ["key"] in right and not windows
         more = stages[stage].shape[right.index(["key"])] - stages[source].shape[left.index(["key"])] if is_known else 0
         if more > 0:
-            return f", plus {more} appended {'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
+            return f", plus {self._more(source, stage, more)}"
         return self._repeated(stage, brief=brief)
+
+    def _more(self, source: str, stage: str, more: int) -> str:
+        """Return how many keys or values the layer has of its own, and where: `2 prepended keys`, `1 appended key`."""
+        word = f"{'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
+        first, last = self._beside(source, stage)
+        if first + last != more or not first:
+            return f"{more} appended {word}"
+        if not last:
+            return f"{more} prepended {word}"
+        return f"{more} {word}, {first} prepended and {last} appended"
+
+    def _beside(self, source: str, stage: str) -> tuple[int, int]:
+        """Return how many positions are joined before and after those of the source, by concatenations."""
+        made = sorted(self._made(stage), key=lambda op: op.index)
+        derived = made_of({self._attention.stages[source].id}, made)
+        first = last = 0
+        for op in made:
+            mine = [place for place, read in enumerate(op.inputs) if read.id in derived]
+            if op.base_name != "cat" or not mine or len(mine) == len(op.inputs):
+                continue
+            dim = setting(op, 1, "dim", 0)
+            first += sum(read.shape[dim] for read in op.inputs[: mine[0]])
+            last += sum(read.shape[dim] for read in op.inputs[mine[-1] + 1 :])
+        return first, last
 
     def _repeated(self, stage: str, *, brief: bool) -> str:
         """Return how often each key or value head is repeated for its query heads; empty if it is not."""
@@ -301,6 +328,11 @@ def _moves_in_place(op: Op) -> bool:
     """Return whether an operation only copies into memory, or makes memory to copy into."""
     made = op.base_name.removeprefix("new_").removesuffix("_like")
     return made in ("copy_", "index_copy_", "index_put_", "empty", "zeros")
+
+
+def _reorders(op: Op) -> bool:
+    """Return whether an operation copies all elements in another order of one axis, e.g. with the heads reversed."""
+    return op.base_name in _REORDERS and op.output.shape == op.inputs[0].shape
 
 
 def _product_flops(op: Op) -> int:
