@@ -93,8 +93,8 @@ def test_the_sources_are_read_right() -> None:
     assert own("layers.catalog") == {"errors", "text", "layers.spec"}
     assert "torch" in imports("record.recorder", at_import=True)
     assert "layers.spec" not in own("layers.catalog", at_import=True)
-    assert "torch" in imports("files.memory")
-    assert "torch" not in imports("files.memory", at_import=True)
+    assert "torch" in imports("files.tensors")
+    assert "torch" not in imports("files.tensors", at_import=True)
 
 
 def test_no_module_imports_itself_in_a_circle() -> None:

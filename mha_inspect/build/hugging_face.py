@@ -19,9 +19,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ExitCode, InputError, MhaInspectError, SpecError, UnsafeFileError, is_out_of_memory
+from ..errors import (
+    DoesNotFitError,
+    ExitCode,
+    InputError,
+    MhaInspectError,
+    SpecError,
+    UnsafeFileError,
+    is_out_of_memory,
+)
 from ..files.checkpoint import read_json
-from ..files.memory import require_memory
 from ..text import did_you_mean, shown
 from .arguments import convert, of_bounded_number, settings_of_forward, unknown_setting
 from .importing import in_one_line
@@ -250,25 +257,14 @@ def _model_class(transformers: ModuleType, config: Any, kind: str) -> Any:
 def _build(
     model_class: Any, config: Any, extra: Mapping[str, Any], weights: list[Path], text: str, device: str, seed: int
 ) -> nn.Module:
-    """Return the model. It is made without memory first, to compute how much it needs."""
+    """Return the model. Raises `DoesNotFitError` if it has too many parameters, or they need too much memory."""
     before = torch.get_default_dtype()
+    module: nn.Module
     try:
-        with torch.device("meta"), of_bounded_number(shown(text)):
-            module: nn.Module = model_class._from_config(config, **extra)
-        if device == "meta":
-            return module
-        count = sum(parameter.numel() for parameter in module.parameters())
-        size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
-        require_memory(
-            # A copy in float64 measures the noise floor.
-            size + 8 * count,
-            "cpu",
-            f"{shown(text)} with {count:,} parameters".replace(",", " "),
-            f"Make it smaller, e.g. {_FEWER}, or show shapes only: --device meta.",
-        )
         torch.manual_seed(seed)
-        if not weights:
-            module = model_class._from_config(config, **extra)
+        if device == "meta" or not weights:
+            with torch.device("meta" if device == "meta" else "cpu"), of_bounded_number(shown(text)):
+                module = model_class._from_config(config, **extra)
             return module
         safe = any(path.suffix == ".safetensors" for path in weights)
         asked = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": safe, "weights_only": True}
@@ -278,7 +274,8 @@ def _build(
         raise
     except Exception as error:
         if is_out_of_memory(error):
-            raise
+            way = f"Make it smaller, e.g. {_FEWER}, or show shapes only: --device meta."
+            raise DoesNotFitError(f"{shown(text)} needs more memory than is free. {way}") from None
         raise InputError(f"{shown(text)} cannot be built: {in_one_line(error)}") from None
     finally:
         torch.set_default_dtype(before)

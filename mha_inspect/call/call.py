@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import Parameter
-from math import prod
 from traceback import walk_tb
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from ..build.arguments import signature_of
 from ..build.importing import in_one_line
 from ..build.vocabulary import Kind, kind_of, plain
 from ..errors import ExitCode, MhaInspectError, SpecError, is_out_of_memory
-from ..files.memory import require_memory
 from ..layers.spec import InputSpec
 from ..record.arguments import described, tensors_in
 from ..record.ranks import needs_ranks
@@ -181,16 +179,11 @@ class Plan:
         return all(isinstance(axis, int) for axis in self.axes)
 
     def draw(self, forward: Forward, inputs: InputSpec, generator: torch.Generator) -> Tensor:
-        """Return the tensor for inputs, in the forward's dtype if the plan has none. On meta it has no content.
-
-        Raises `DoesNotFitError` if it needs more memory than is free.
-        """
+        """Return the tensor for inputs, in the forward's dtype if the plan has none. On meta it has no content."""
         shape, dtype = self.shape(inputs), getattr(torch, self.dtype) if self.dtype else forward.dtype
         if forward.device.type == "meta":
             tensor = torch.empty(shape, dtype=dtype, device="meta")
         else:
-            size = prod(shape) * dtype.itemsize
-            require_memory(size, forward.device, f"an input {list(shape)}", "Try a smaller --batch or --seq-len.")
             tensor = self._drawn(shape, dtype, generator).to(device=forward.device, dtype=dtype)
         # Always drawn batch first: the content of a batch item does not depend on the layout.
         is_sequence = self.axes[:2] in (("batch", "query"), ("batch", "key"))

@@ -15,7 +15,6 @@ from torch.nn.parameter import is_lazy
 from ..build.target import Target, resolve
 from ..build.vocabulary import Flags, flag_of
 from ..errors import InputError, SpecError
-from ..files.memory import require_memory
 from ..layers.catalog import find_layer
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
 from ..record.arguments import copy_module
@@ -71,31 +70,14 @@ def subject_of(target: Target, call: Call, seed: int, grad: bool | None = None) 
 # -- a layer of the catalog --------------------------------------------------------------------------------------------
 
 
-def require_room(layers: Iterable[tuple[AttentionSpec, InputSpec, RunSpec]]) -> None:
-    """Raise `MhaInspectError` for the first layer whose device or memory is missing, before any of them is built."""
-    for spec, inputs, run in layers:
-        resolve(run.device, spec.dtype)
-        # In memory at the same time: the parameters, the input, q, k, v and context, the scores and the weights.
-        batch, queries, keys = (0, 0, 0) if inputs.input else (inputs.batch, inputs.seq_len, inputs.keys)
-        q_width, kv_width = (heads * int(spec.head_dim) for heads in (spec.num_heads, spec.kv_heads))
-        numbers = 2 * spec.embed_dim * (q_width + kv_width)
-        numbers += batch * (queries * (spec.embed_dim + 2 * q_width) + keys * 2 * kv_width)
-        numbers += 2 * batch * spec.num_heads * queries * keys * run.need_weights
-        sizes = (
-            f"embed_dim {spec.embed_dim}, num_heads {spec.num_heads}, batch {inputs.batch}, seq_len {inputs.seq_len}"
-        )
-        way_out = "Try a smaller batch, seq_len or embed_dim. --device meta shows every shape without memory."
-        require_memory(numbers * int(getattr(torch, spec.dtype).itemsize), run.device, sizes, way_out)
-
-
 def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str = "torch") -> Subject:
     """Build a layer of the catalog, and make its inputs.
 
-    Raises `MhaInspectError` if a setting does not apply, a file does not fit, or the device or memory is missing.
+    Raises `MhaInspectError` if a setting does not apply, a file does not fit, or the device is missing.
     """
     kind = find_layer(layer)
     kind.check(spec, inputs, run)
-    require_room([(spec, inputs, run)])
+    resolve(run.device, spec.dtype)
     subject = layer_called(kind.build(spec, run.device), spec, inputs, run, layer)
     if 1 not in (spec.num_heads, spec.head_dim):
         return subject
@@ -165,7 +147,6 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
     specs = [kind.spec(num_heads=count, **of_spec) for count in counts]
-    require_room((spec, inputs, run) for spec in specs)
     return [(spec.num_heads, load_layer(spec, inputs, run, layer)) for spec in specs]
 
 

@@ -113,11 +113,9 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
 
 def _subjects(target: str | None, options: Options, compared: tuple[int, ...]) -> list[tuple[int, Subject]]:
     """Build a layer or a target with each number of heads, all with the same input."""
-    from ..call.load import require_room, subject_of
+    from ..call.load import subject_of
 
     if target is None:
-        sizes = subject.inputs(options), subject.run(options)
-        require_room((subject.attention(options, count), *sizes) for count in compared)
         return [(count, subject.load(None, subject.with_heads(options, count))) for count in compared]
 
     def built(count: int) -> Target:

@@ -15,7 +15,7 @@ from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException
 
 from ..build.vocabulary import dashed, flag_of
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_out_of_memory
-from ..text import MESSAGE, byte_size, did_you_mean, listed, message_of, printable, shortened, shown
+from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 from .output import unwritable
 
 _LONGEST = 1500
@@ -68,14 +68,13 @@ def say(message: str) -> None:
             print(f"mha-inspect: {shortened(escaped, _LONGEST)}", file=sys.stderr)
 
 
-def does_not_fit(error: BaseException, free: int | None = None) -> DoesNotFitError:
-    """Return the refusal for a failed allocation; `free` is how many bytes of memory were free."""
+def does_not_fit(error: BaseException) -> DoesNotFitError:
+    """Return the refusal for a failed allocation."""
     # The message begins with the line of C++ that failed.
     asked = re.search(r"(?:(?:you )?[Tt]ried to allocate|Storage size).*?(?=\. |\.?$)", message_of(error), re.MULTILINE)
     text = asked[0] if asked else message_of(error).strip().partition("\n")[0] or "an allocation failed"
     shapes = "" if text.startswith("Storage size") else ", or --device meta for shapes"
-    there = "" if free is None else f", and {byte_size(free)} were free"
-    return DoesNotFitError(f"out of memory: {text}{there}. Try a smaller --batch or --seq-len{shapes}.")
+    return DoesNotFitError(f"out of memory: {text}. Try a smaller --batch or --seq-len{shapes}.")
 
 
 def _usage(error: ClickException, ctx: Any) -> str:

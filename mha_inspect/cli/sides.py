@@ -227,11 +227,6 @@ def runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Sid
     dtypes = [_FINEST.index(side.options(options).dtype) if not side.is_target else -1 for side in (first, second)]
     if dtypes[1] < dtypes[0]:
         first, second = second, first
-    if not (first.is_target or second.is_target):
-        from ..call.load import require_room
-
-        plans = planned_layer(options, first, second.kind), planned_layer(options, second, first.kind)
-        require_room((plan.spec, plan.inputs, plan.run) for plan in plans)
     side, call = _built(options, first, second)
     other, _ = _built(options, second, first, (side, call))
     return (side, other) if first is left else (other, side)

@@ -236,13 +236,12 @@ def _building(options: Options, words: str) -> Iterator[Tick]:
 def _fitting(options: Options) -> Iterator[None]:
     """Raise `DoesNotFitError` if the block needs more memory than is free."""
     resume_collection()  # before torch is imported: the objects so far are permanent
-    free: int | None = None
     try:
-        with limited_to_what_is_free(options.device) as free:
+        with limited_to_what_is_free(options.device):
             yield
     except Exception as error:
         if is_out_of_memory(error):
-            raise does_not_fit(error, free) from None
+            raise does_not_fit(error) from None
         raise
 
 

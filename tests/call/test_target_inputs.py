@@ -12,9 +12,9 @@ from torch import nn
 from mha_inspect.build.arguments import InputShape, parse_shapes
 from mha_inspect.build.target import Target, TargetSpec, load_target
 from mha_inspect.build.vocabulary import Flags
-from mha_inspect.call.call import Call, Forward, Plan
+from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
-from mha_inspect.errors import DoesNotFitError, InputError, SpecError
+from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
 
 STYLES = str(Path(__file__).parent / "styles.py")
@@ -256,11 +256,3 @@ def test_padding_goes_by_the_lengths_that_a_file_has(tmp_path):
     torch.save(torch.randn(2, 9, 14), file)
     made = call(target("torch.nn:MultiheadAttention", {"batch_first": "true"}), input=file, padding=(1,))
     assert made.kwargs["key_padding_mask"].tolist() == [[False] * 8 + [True]] * 2
-
-
-def test_an_input_is_refused_before_it_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mha_inspect.files.memory.free_memory", lambda device: 29 * 4 * (1 << 20) - 1)
-    plan, generator = Plan("hidden", (1, 1 << 20, 29)), torch.Generator()
-    with pytest.raises(DoesNotFitError, match=r"an input \[1, 1048576, 29\] needs about 116 MiB"):
-        plan.draw(Forward.of(nn.Linear(1, 1)), InputSpec(), generator)
-    assert plan.draw(Forward.of(nn.Linear(1, 1, device="meta")), InputSpec(), generator).is_meta

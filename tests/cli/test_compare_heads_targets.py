@@ -283,7 +283,6 @@ def test_the_head_counts_are_those_that_divide_the_width_which_a_target_has(invo
         ("mine:Tutorial --heads 1,2 --device meta", 2, "no numbers"),
         ("mine:Tutorial --heads 1,2 --layer bert", 2, "two layers"),
         ("mine:Tutorail --heads 1,2", 2, "Did you mean"),
-        ("bert --heads 1,2", 2, "--layer bert"),
         ("512", 2, "is not a target"),
     ],
 )

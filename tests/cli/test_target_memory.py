@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from time import perf_counter
 
 import pytest
 import torch
 
 from mha_inspect.files import memory
-from mha_inspect.layers.catalog import LayerKind
 
 CODE = """
 import math
@@ -75,8 +73,7 @@ def refused(answer, *said: str) -> None:
 @pytest.fixture
 def free(monkeypatch):
     """Let commands find 100 MiB that are free."""
-    for name in ("free_memory", "linux_free_memory"):
-        monkeypatch.setattr(memory, name, lambda device="cpu": None if str(device) == "meta" else 100 << 20)
+    monkeypatch.setattr(memory, "free_memory", lambda: 100 << 20)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
@@ -85,28 +82,15 @@ def free(monkeypatch):
 def test_a_forward_that_takes_more_than_is_free(invoke, mine, free, command, line):
     name, *options = line.split()
     answer = invoke(command, f"{mine}:{name}", *COMMANDS.get(command, ()), *options)
-    refused(answer, "out of memory: you tried to allocate ", ", and 100 MiB were free.", "smaller --batch or --seq-len")
+    refused(answer, "out of memory: you tried to allocate ", "smaller --batch or --seq-len")
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is Linux's")
 @pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("line", ["--seq-len 3000000", "--embed-dim 1000000000", "--batch 99999 --embed-dim 64"])
-def test_a_layer_is_refused_before_it_is_built(invoke, command, line):
-    started = perf_counter()
-    layer = ("--heads", "1,2") if command == "compare-heads" else ()
-    refused(invoke(command, *layer, *line.split(), "--seq-len", "3000000"), " needs about ", "free on cpu")
-    assert perf_counter() - started < 5
-
-
-@pytest.mark.parametrize(
-    "line", ["compare-heads --heads 1,64", "diff torch bert --num-heads 64 --left-set need_weights=false"]
-)
-def test_a_layer_is_refused_before_a_smaller_one_beside_it_is_built(invoke, monkeypatch, free, line):
-    built = []
-    monkeypatch.setattr(LayerKind, "build", lambda kind, spec, device: built.append(spec.num_heads))
-    line += " --embed-dim 64 --seq-len 2000"
-    # 2 · 64 heads · 2000² scores and weights of 4 bytes; those of one head take 32 MB
-    refused(invoke(*line.split()), "num_heads 64, batch 1, seq_len 2000 needs about 1.9 GiB, but only 100 MiB is free")
-    assert built == []
+@pytest.mark.parametrize("line", ["--seq-len 3000000", "--embed-dim 10000000", "--embed-dim 8 --seq-len 9000"])
+def test_a_layer_that_takes_more_than_is_free(invoke, free, command, line):
+    sides = {"compare-heads": ("--heads", "1,2"), "diff": ("torch", "bert")}.get(command, ())
+    refused(invoke(command, *sides, *line.split()), "out of memory: you tried to allocate ", "--device meta for shapes")
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "params"])
@@ -120,7 +104,7 @@ def test_a_length_out_of_a_file_that_is_smaller_than_what_it_asks_for(invoke, tm
     torch.save(torch.zeros(1).expand(1, 9000, 8), tmp_path / "x.pt")
     for command, more in (("trace", []), ("diff", []), ("compare-heads", ["--heads", "1,2"])):
         sizes = ("--embed-dim", "8", "--num-heads", "2", "--input", str(tmp_path / "x.pt"))
-        refused(invoke(command, *sizes, *more), "out of memory", "100 MiB were free")
+        refused(invoke(command, *sizes, *more), "out of memory: you tried to allocate ")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
