@@ -147,10 +147,10 @@ class Roles:
     def _is_within_tokens(self, outside: set[Axis], query: Dim, folded: Dim) -> bool:
         """Return whether rows and columns of the scores are features of one token, and each token has its own scores.
 
-        A matrix as input may be a vector per batch item, whose features are split into tokens on purpose.
+        The features of a vector, `batch embed`, may be split into tokens on purpose: in front of the projections.
         """
         stages = self._attention.stages
-        if "q_proj" not in stages or "k_proj" not in stages or len(stages["q_proj"].shape) < 3:
+        if "q_proj" not in stages or "k_proj" not in stages or len(stages["q_proj"].shape) < 2:
             return False
         rows, columns = set(wide(self._source_query)), set(wide(self._source_key))
         if not rows or not columns or not set(wide(query)) <= rows:

@@ -18,7 +18,7 @@ from ..graph.dataflow import Graph, inside
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW, Sight, joined_sight
-from ..reports.trace import WITHIN_TOKENS
+from ..reports.trace import PIECES_OF_TOKENS, WITHIN_TOKENS
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
 from .named_run import NamedRun
@@ -295,8 +295,11 @@ def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
     for attention, names in run.attentions:
         causal = "causal" if _is_causal_attention(run.graph, attention, names) else ""
         grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
-        within = WITHIN_TOKENS if names.within_tokens else ""
-        causal = "" if within else causal
+        within = ""
+        if names.within_tokens:
+            within, causal = WITHIN_TOKENS, ""
+        elif names.mixes_positions and names.num_heads > 1:
+            within = PIECES_OF_TOKENS
         kinds.append(tuple(word for word in (_source(run, attention), within, causal, grouped) if word))
     return kinds
 

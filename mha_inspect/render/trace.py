@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from .. import text
 from ..reports.trace import (
+    PIECES_OF_TOKENS,
     WITHIN_TOKENS,
     AttentionReport,
     DecodeProof,
@@ -29,6 +30,12 @@ LEGENDS = {
 }
 """The meaning of the signs after the name of a stage."""
 MEMORY = "view: shares memory with the stage before; copy: moved to new memory, as PyTorch's code does there"
+
+_SPLIT_WRONGLY = {
+    WITHIN_TOKENS: "no token attends to another",
+    PIECES_OF_TOKENS: "a view without a transpose splits the heads",
+}
+"""What attention runs over if the heads were split wrongly, and the consequence or the cause."""
 
 
 def trace_page(trace: Trace) -> Page:
@@ -290,11 +297,12 @@ def _measured(proof: Proof | DecodeProof) -> str:
 
 
 def _closing(trace: Trace) -> Paragraph:
-    """Return the last line: the proof, and a warning if attention runs within tokens, which is right of no sequence."""
+    """Return the last line: the proof, and a warning if heads that were split wrongly attend to something else."""
     proof = _proof(trace.proof)
-    if not any(WITHIN_TOKENS in attention.kind for attention in trace.attentions):
-        return proof
-    return Paragraph(f"{proof.text} Attention runs {WITHIN_TOKENS}: no token attends to another.", "warn")
+    for over, consequence in _SPLIT_WRONGLY.items():
+        if any(over in attention.kind for attention in trace.attentions):
+            return Paragraph(f"{proof.text} Attention runs {over}: {consequence}.", "warn")
+    return proof
 
 
 def _proof(proof: Proof) -> Paragraph:

@@ -12,6 +12,8 @@ Memory = Literal["input", "view", "copy", "new"]
 
 WITHIN_TOKENS = "over the heads within each token"
 """The kind of an attention whose heads were never transposed: no token attends to another."""
+PIECES_OF_TOKENS = "over pieces of tokens"
+"""The kind of an attention whose heads were split by a view that makes positions of features."""
 
 
 @dataclass(frozen=True)

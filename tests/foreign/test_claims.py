@@ -67,7 +67,7 @@ def test_a_band_of_windows_is_not_causal() -> None:
 @pytest.mark.parametrize("length", [7, 8])
 def test_a_view_that_mixes_positions_is_called_so(length: int) -> None:
     found = attention(claims.Mixing, length)
-    assert found.kind == ("self",)
+    assert found.kind == ("self", "over pieces of tokens")
     assert (found.num_heads, found.num_kv_heads) == (claims.HEADS, claims.HEADS)
     assert axes(found, "q_heads") == "batch heads query head_dim"
     assert any("mixes positions" in note for note in found.notes)

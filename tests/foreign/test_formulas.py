@@ -124,9 +124,9 @@ def test_keys_of_a_learned_token_too_are_self_attention() -> None:
 
 
 def test_learned_keys_are_not_counted_as_one() -> None:
-    assert told(WithMemory())[1]["k_heads"].endswith(", plus 3 appended keys")
+    assert told(WithMemory())[1]["k_heads"].endswith(", plus 3 prepended keys")
     roles = {row.name: row.role for row in params(WithMemory(), torch.randn(B, N, WIDTH)).parameters}
-    assert roles["more.0"] == "learned, and appended to the keys"
+    assert roles["more.0"] == "learned, and prepended to the keys"
 
 
 class Streams(Attend):

@@ -149,3 +149,49 @@ def test_keys_are_copies_where_ranks_with_other_queries_have_them() -> None:
     replicas = [_rank(0), replace(_rank(0), rank=1)]
     assert not any(rank.kv_copied for rank in with_copies(replicas))
     assert all(rank.kv_copied for rank in with_copies([*replicas, _rank(2)]))
+
+
+class SplitWrongly(nn.Module):
+    """Heads without a transpose: by a view to `batch heads positions head_dim`, or left behind the positions."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        if self.way == "view":
+            return x.view(len(x), 3, -1, 4)
+        heads = x.unflatten(-1, (3, 4))
+        return heads if self.way == "behind" else heads.transpose(-2, -3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (self.split(side(x)) for side in (self.q, self.k, self.v))
+        context = (q @ k.mT / 2).softmax(-1) @ v
+        return self.o(context.reshape(x.shape) if self.way != "right" else context.transpose(-2, -3).flatten(-2))
+
+
+@pytest.mark.parametrize(
+    ("way", "shape", "over"),
+    [
+        ("view", (2, 7, 12), "over pieces of tokens"),
+        ("view", (1, 5, 12), "over pieces of tokens"),
+        ("behind", (2, 7, 12), "over the heads within each token"),
+        ("behind", (7, 12), "over the heads within each token"),
+        ("right", (2, 7, 12), ""),
+        ("right", (7, 12), ""),
+    ],
+)
+def test_heads_that_were_split_wrongly_are_said_in_the_last_line(way: str, shape: tuple[int, ...], over: str) -> None:
+    torch.manual_seed(0)
+    module, x = SplitWrongly(way), torch.randn(shape)
+    (attention,) = mha_inspect.trace(module.eval(), x).attentions
+    assert attention.kind == (("self", over) if over else ("self",))
+    assert (attention.num_heads, attention.num_kv_heads) == (3, 3)
+    last = page_of(module, x).splitlines()[-1]
+    assert f"Attention runs {over}: " in last if over else "Attention runs" not in last
+    # A changed token has an effect on the others, or in its own row alone.
+    changed = x.clone()
+    changed[..., 0, :] += 1
+    rows = (module(changed) - module(x)).abs().amax(-1)[..., 1:]
+    assert bool((rows > 0).any()) == (over != "over the heads within each token")
