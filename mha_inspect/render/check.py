@@ -6,16 +6,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from .. import text
-from ..reports.check import CheckReport, Finding, Head, SkippedCheck
+from ..reports.check import CheckReport, Finding, SkippedCheck
 from ..reports.common import LayersReport
 from .page import Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
 from .parts import grouped, layer_page
 
-_MORE = "A pipe, e.g. | less, shows who sees whom and the effect of each head."
+_MORE = "A pipe, e.g. | less, shows who sees whom."
 
 
 def check_page(report: CheckReport) -> Page:
-    """Return the page: findings first, then facts, the effect of each head, and which checks passed or were skipped."""
+    """Return the page: findings first, then facts, and which checks passed or were skipped."""
     sure = [finding for finding in report.findings if finding.sure]
     counted = f"{len(report.held)} passed, {len(report.left_out)} skipped"
     found = ", ".join(f"{f.check} ({f.source})" if f.source else f.check for f in sure)
@@ -40,25 +40,10 @@ def _sections(report: CheckReport, sure: Sequence[Finding]) -> Iterator[Section]
     pictures = [fact.picture for fact in report.facts if len(set("".join(fact.picture))) > 1]
     if pictures:  # if all are alike the sentence says it
         yield section("", *(Verbatim(picture, "query × key") for picture in pictures), more=_MORE)
-    if report.heads:
-        loss = "gradient share: |∂loss/∂gate| of each head; loss: a random weighted sum of the output"
-        columns = [
-            Column("module", lambda heads: heads[0].module, optional=True),
-            Column("output change without each head", lambda heads: _by_head(heads, "output_change"), wrap=22),
-            Column(
-                "gradient share", lambda heads: _by_head(heads, "gradient_share"), wrap=22, optional=True, legend=loss
-            ),
-        ]
-        yield section("", table(grouped(report.heads, lambda head: head.module), columns), more=_MORE)
     passed = [("passed", ", ".join(held.check for held in report.held))] if report.held else []
     skipped = [("skipped", _skipped(report.left_out))] if report.left_out else []
     if passed or skipped:
         yield section("", facts(*passed, *skipped))
-
-
-def _by_head(heads: Sequence[Head], name: str) -> str:
-    shares = [(head.head, getattr(head, name)) for head in heads]
-    return ", ".join(f"{number}: {text.percent(share)}" for number, share in shares if share is not None)
 
 
 def _skipped(checks: Sequence[SkippedCheck]) -> str:

@@ -39,21 +39,6 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Head:
-    """The effect of one head."""
-
-    module: str
-    head: int
-    output_change: float
-    """Change of the attention's output when the head's context is set to zero, relative to the output."""
-    gradient_share: float | None
-    """|∂loss/∂gate| of the head, divided by the sum over the heads of its attention; None if there is no gradient.
-
-    A gate of 1 multiplies the head's context (Michel et al. 2019); the loss is a random weighted sum of the output.
-    """
-
-
-@dataclass(frozen=True)
 class PassedCheck:
     """A check that ran and passed."""
 
@@ -85,7 +70,6 @@ class CheckReport(Report):
     """The declared properties, by name."""
     findings: tuple[Finding, ...]
     facts: tuple[Fact, ...]
-    heads: tuple[Head, ...]
     held: tuple[PassedCheck, ...]
     left_out: tuple[SkippedCheck, ...]
     runs: int

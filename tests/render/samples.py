@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mha_inspect.reports.check import CheckReport, Fact, Finding, Head, PassedCheck, SkippedCheck
+from mha_inspect.reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
 from mha_inspect.reports.compare_heads import (
     Alike,
     CompareHeadsReport,
@@ -239,14 +239,13 @@ CHECK = CheckReport(
         Fact("who sees whom", "causal", ("■··", "■■·", "■■■")),
         Fact("mask", "attention_mask: 1 keeps a key, 0 ignores it"),
     ),
-    heads=(Head("blocks.0.attn", 0, 0.41, 0.25), Head("blocks.0.attn", 1, 0.0625, None)),
     held=(PassedCheck("batch", "a row of the batch moves no other row"),),
     left_out=(SkippedCheck("cache", "not declared: cache"),),
     runs=9,
     notes=("x was drawn from the seed.",),
 )
 
-RIGHT_CHECK = replace(CHECK, intent={}, findings=(), facts=(), heads=(), left_out=(), notes=())
+RIGHT_CHECK = replace(CHECK, intent={}, findings=(), facts=(), left_out=(), notes=())
 
 REPORTS = {
     "check": CHECK,

@@ -25,7 +25,7 @@ from .behaviour import batch, causal, inputs, mixing, window
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
 from .padding import mask_facts, padding
-from .parameters import heads_of, parameters
+from .parameters import parameters
 from .rotary import rotary
 from .same import cache, reference, repeat, training
 from .scores import finite, lone_softmaxes, masking, scale, scale_words, softmax
@@ -111,7 +111,7 @@ def check(
             found = list(_results(evidence, name, entry))
             results += [r for r in found if r.check == name or r.check not in evidence.failed]
             evidence.failed.update(_failed(found))
-        facts, head_effects = tuple(_facts(evidence)), tuple(heads_of(evidence))
+        facts = tuple(_facts(evidence))
     failed, order = _failed(results), list(CHECKS)
     if not failed:
         _require_declared(intent, results)
@@ -122,7 +122,6 @@ def check(
         intent=intent.declared(),
         findings=tuple(sorted(findings, key=lambda finding: (not finding.sure, order.index(finding.check)))),
         facts=facts,
-        heads=head_effects,
         held=tuple(r for r in results if isinstance(r, PassedCheck) and r.check not in failed),
         left_out=tuple(result for result in results if isinstance(result, SkippedCheck)),
         runs=runner.runs,

@@ -1,7 +1,4 @@
-"""Faults of parameters: unused projections, projections used twice, missing gradients.
-
-Also the effect of removing each head.
-"""
+"""Faults of parameters: unused projections, projections used twice, missing gradients."""
 
 from __future__ import annotations
 
@@ -13,23 +10,19 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
-from math import isfinite
 
 import torch
-from einops import EinopsError, rearrange
 from torch import Tensor, nn
 
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...naming.axes import AxisNames
-from ...naming.canonical import sizes_in
-from ...naming.pattern import dims_of
 from ...record.arguments import tensors_in
-from ...record.ops import Op, TensorRef
-from ...reports.check import Finding, Head, SkippedCheck
+from ...record.ops import Op
+from ...reports.check import Finding, SkippedCheck
 from ...text import first_few, listed, shortened, spans
 from .evidence import Evidence, NotPossibleError, RaisedError
-from .replay import SIDES, LostError, again, content_of, replayed
+from .replay import SIDES
 from .scores import masks_everything
 from .tokens import kinds, of_each_kind
 
@@ -38,7 +31,7 @@ _EXACT = (torch.float32, torch.float64, torch.bfloat16)
 _LARGEST = 1 << 24
 """The largest output of a projection, in elements, whose unread features are searched."""
 _MOST_HEADS = 64
-"""The largest number of heads to measure."""
+"""The largest number of heads whose gradients are computed."""
 
 _SHOWN = 4
 """The largest number of parameters to name."""
@@ -310,7 +303,7 @@ def gradients_of(evidence: Evidence) -> Gradients:
     Covered are each kind of attention, and the attentions of the first 64 heads. Raises `NotPossibleError` if no
     gradient can be computed.
     """
-    attentions = [attention for attention, _ in _first_heads(evidence)]
+    attentions = _first_attentions(evidence)
     attentions += [attention for attention, _, _ in kinds(evidence.run)]
     names = {_weight_of(evidence, op) for attention in attentions for op in attention.projections.values()}
     wanted = {n: p for n, p in evidence.subject.module.named_parameters() if n in names and p.requires_grad}
@@ -406,97 +399,8 @@ def _mixed(output: Tensor) -> Tensor:
     return (rows @ right) @ left
 
 
-def _first_heads(evidence: Evidence) -> list[tuple[Attention, AxisNames]]:
+def _first_attentions(evidence: Evidence) -> list[Attention]:
     """Return the first attentions with at most `_MOST_HEADS` heads together."""
     attentions = evidence.run.attentions
     heads = accumulate(names.num_heads for _, names in attentions)
-    return [attention for attention, number in zip(attentions, heads, strict=True) if number <= _MOST_HEADS]
-
-
-def heads_of(evidence: Evidence) -> Iterator[Head]:
-    """Yield the effect of removing each head: the output change, and the share of its gate in the gradient.
-
-    A gate multiplies the context of its head, and is 1: its gradient is Σ context · ∂loss/∂context (Michel et al. 2019,
-    "Are Sixteen Heads Really Better than One?", where it is the importance of a head).
-    """
-    gradients: dict[int, Tensor] = {}
-    with suppress(LostError):
-        gradients = _gradients_of_contexts(evidence)
-    for attention, names in _first_heads(evidence):
-        with suppress(LostError):
-            target, context = (
-                attention.stages.get("output", attention.stages.get("concat")),
-                attention.stages["context"],
-            )
-            if target is None:
-                raise LostError
-            base = again(evidence, context, content_of(evidence, context), target).double()
-            known = base.isfinite()  # e.g. not where a query has no key
-            if not known.any():
-                raise LostError
-            size, changes, gates = float(base[known].norm()) or 1.0, list[float](), list[float]()
-            for tensor, places in _contexts(evidence, attention, names):
-                value = content_of(evidence, tensor)
-                output = again(evidence, tensor, value.flatten().index_fill(0, places, 0).view(value.shape), target)
-                changes.append(round(float((output.double() - base)[known].norm()) / size, 6))
-                if tensor.id in gradients:
-                    gates.append(abs(float(gradients[tensor.id].flatten()[places].double().sum())))
-            total = sum(gates) if len(gates) == len(changes) and isfinite(sum(gates)) else 0.0
-            for head, change in enumerate(changes):
-                yield Head(attention.module, head, change, round(gates[head] / total, 6) if total else None)
-
-
-def _contexts(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[tuple[TensorRef, Tensor]]:
-    """Yield for each head the tensor of its context, and the places of the head among its elements."""
-    context, axes = attention.stages["context"], names.of_stage("context")
-    value = content_of(evidence, context)
-    places = torch.arange(value.numel(), device=value.device).view(value.shape)
-    if attention.branches:
-        contexts = [branch.stages["context"] for branch in attention.branches]
-        if len({context.id for context in contexts}) < names.num_heads:
-            raise LostError
-        yield from ((context, places.flatten()) for context in contexts)
-        return
-    dims = dims_of(axes)
-    heads = [name for name in names.head_order if any(name in dim for dim in dims)]
-    others = [name for dim in dims for name in dim if name not in (*heads, "1")]
-    shared = {name for dim in dims if len(dim) > 1 for name in dim}
-    sizes = {name: size for name, size in sizes_in(attention, names, "context").items() if name in shared}
-    try:
-        by_head = rearrange(places, f"{axes} -> ({' '.join(heads)}) ({' '.join(others)})", **sizes)
-    except EinopsError as error:
-        raise LostError from error
-    if len(by_head) != names.num_heads:
-        raise LostError
-    yield from ((context, of_head) for of_head in by_head)
-
-
-def _gradients_of_contexts(evidence: Evidence) -> dict[int, Tensor]:
-    """Return context · ∂loss/∂context by tensor id, where the loss depends on it.
-
-    The loss is `_mixed` of the output: its mean square is a constant behind a layer norm. Raise `LostError` if nothing
-    can be computed.
-    """
-    recording = evidence.run.recording
-    outputs = (named.tensor for named in recording.outputs if named.tensor.shape)
-    output = next((tensor for tensor in outputs if getattr(torch, tensor.dtype).is_floating_point), None)
-    turns = (turn for attention, _ in _first_heads(evidence) for turn in attention.branches or (attention,))
-    contexts = {turn.stages["context"].id: turn.stages["context"] for turn in turns if "context" in turn.stages}
-    if output is None:
-        raise LostError
-    given: dict[int, Tensor] = {}
-    reached = set[int]()
-    with torch.inference_mode(False), torch.enable_grad():
-        for number, context in contexts.items():
-            # The context of a later layer is computed again from those of the earlier layers.
-            if number not in reached:
-                given[number] = content_of(evidence, context).clone().requires_grad_()
-                reached = {made.id for op in between(recording, {*given}, output) for made in op.outputs}
-        known = replayed(evidence, given, output)
-        leaves = {number: known[number] for number in contexts if number in known}
-        try:
-            gradients = torch.autograd.grad(_mixed(known[output.id]), [*leaves.values()], allow_unused=True)
-        except RuntimeError as error:  # an operation may have no derivative
-            raise LostError from error
-    found = zip(leaves.items(), gradients, strict=True)
-    return {number: value.detach() * gradient for (number, value), gradient in found if gradient is not None}
+    return [attention for (attention, _), number in zip(attentions, heads, strict=True) if number <= _MOST_HEADS]

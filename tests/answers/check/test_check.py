@@ -17,11 +17,8 @@ from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect import Intent
-from mha_inspect.call.load import load_layer
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.spec import InputSpec, RunSpec
-from mha_inspect.record.arguments import first_tensor
 from mha_inspect.testing import assert_attention_is_right
 
 from ...foreign import styles, unusual
@@ -441,26 +438,6 @@ def test_the_facts_say_scale_sight_and_masks() -> None:
     assert "not scaled" in fact(mha_inspect.check(MADE["NoScale"](True), x), "scale")
 
 
-def test_a_head_counts_as_its_context_does() -> None:
-    torch.manual_seed(0)
-    module, x = Right(), torch.randn(B, N, E)
-    heads = mha_inspect.check(module, x).heads
-    with torch.no_grad():
-        module.o.weight[:, D : 2 * D] = 0
-    without = mha_inspect.check(module, x).heads
-    assert without[1].output_change == without[1].gradient_share == 0
-    # The context of head 0 alone, projected, beside the output, in float64.
-    exact = Right().double()
-    exact.load_state_dict(module.state_dict())
-    q, k, v = (exact.split(p(x.double())) for p in (exact.q, exact.k, exact.v))
-    context = exact.join(exact.attend(q, k, v))
-    part = context[..., :D] @ exact.o.weight[:, :D].T
-    assert without[0].output_change == pytest.approx(
-        float(part.detach().norm() / exact.o(context).detach().norm()), rel=1e-4
-    )
-    assert sum(head.gradient_share for head in heads) == pytest.approx(1, abs=1e-4)
-
-
 class Documents(Right):
     """Causal, in documents or over them all."""
 
@@ -516,18 +493,6 @@ def test_a_cache_that_the_module_holds_is_meant(latent: bool) -> None:
     assert mha_inspect.check(module, x[:, :1]).findings == ()
 
 
-def test_heads_are_compared_where_the_output_is_finite() -> None:
-    torch.manual_seed(0)
-    fill = {"mask": lambda m, s: s.masked_fill(~m.padding[:, None, None, :], -math.inf)}
-    module, x, mask = Padded(**fill), torch.randn(B, N, E), torch.ones(B, N, dtype=torch.bool)
-    mask[-1] = False
-    assert module(x, mask)[-1].isnan().all()
-    (report, right) = (mha_inspect.check(module, *given) for given in ((x, mask), (x[:-1], mask[:-1])))
-    changes = [head.output_change for head in report.heads]
-    assert changes == pytest.approx([head.output_change for head in right.heads], abs=1e-5)
-    assert {head.gradient_share for head in report.heads} == {None}
-
-
 def test_padding_that_sees_the_future_beside_a_finite_mask_is_not_accused() -> None:
     """The mask of the first GPT: the scores times 0 or 1, less 10000 where they are 0."""
     torch.manual_seed(0)
@@ -575,7 +540,7 @@ def test_weights_of_nan_that_are_replaced_may_be_meant(weigh: Callable[[Tensor, 
 
 def test_an_output_without_a_finite_number_shows_no_effect_of_tokens() -> None:
     report = mha_inspect.check(Right(), torch.full((B, N, E), math.nan))
-    assert (report.findings, report.heads) == ((), ())
+    assert report.findings == ()
     assert {"batch", "mixing"} <= {skipped.check for skipped in report.left_out}
 
 
@@ -583,105 +548,6 @@ def test_scores_that_are_no_numbers_are_not_masked_out() -> None:
     module = Right(mask=lambda m, s: s.masked_fill(torch.ones(s.shape[-2:]).triu(1) > 0, -math.inf))
     module.q.weight.data.fill_(math.nan)
     assert {finding.check for finding in mha_inspect.check(module, torch.randn(B, N, E)).findings} == {"finite"}
-
-
-class Gated(Right):
-    """Attention whose heads are multiplied by gates, which are 1."""
-
-    def __init__(self, **steps: Any) -> None:
-        super().__init__(**steps)
-        self.gates = torch.ones(H, requires_grad=True)
-
-    def join(self, x: Tensor) -> Tensor:
-        return super().join(x * self.gates[:, None, None])
-
-
-class Layers(nn.Module):
-    """Two layers, a norm at the end: a gate of the first has an effect through the second too."""
-
-    def __init__(self, kind: type[nn.Module] = Gated) -> None:
-        super().__init__()
-        self.first, self.second, self.norm = kind(), kind(), nn.LayerNorm(E)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.first(x)
-        return self.norm(x + self.second(x))
-
-
-def loss_of(output: Tensor) -> Tensor:
-    """Return a random weighted sum of the output: one weight for each row, and one for each feature."""
-    draw, rows = torch.Generator().manual_seed(2), output.reshape(-1, output.shape[-1])
-    left, right = (torch.randn(size, generator=draw) for size in rows.shape)
-    return left @ rows @ right
-
-
-def gates_of(module: nn.Module, x: Tensor) -> Tensor:
-    """Return |∂loss/∂gate| of every head from autograd, a row for each attention."""
-    gates = [part.gates for part in module.modules() if isinstance(part, Gated)]
-    return torch.stack(torch.autograd.grad(loss_of(module(x)), gates)).abs()
-
-
-@pytest.mark.parametrize("module", [Gated(), Gated(kv_heads=H), Layers()])
-def test_the_gradient_share_is_that_of_real_gates(module: nn.Module) -> None:
-    x = torch.randn(B, N, E, generator=torch.Generator().manual_seed(0))
-    gates = gates_of(module, x)
-    expected = (gates / gates.sum(1, keepdim=True)).flatten().tolist()
-    with torch.inference_mode():  # the caller's mode makes no difference
-        shares = [head.gradient_share for head in mha_inspect.check(module, x).heads]
-    assert shares == pytest.approx(expected, abs=1e-4)
-    assert [head.gradient_share for head in mha_inspect.check(module, x, evidence_only=True).heads] == shares
-
-
-def test_frozen_weights_have_gradient_shares() -> None:
-    module, x = Gated(), torch.randn(B, N, E, generator=torch.Generator().manual_seed(0))
-    gates = gates_of(module, x)[0]
-    module.requires_grad_(False)
-    assert [head.gradient_share for head in mha_inspect.check(module, x).heads] == pytest.approx(
-        (gates / gates.sum()).tolist(), abs=1e-4
-    )
-
-
-OUT = re.compile(r"^(W_o|out_proj|o_proj|dense|unifyheads)\.weight$")
-
-
-@pytest.mark.parametrize(
-    ("layer", "batch_first"), [("torch", False), *((name, True) for name in LAYERS if name != "bert")]
-)
-def test_every_layout_tells_what_hangs_on_each_head(layer: str, batch_first: bool) -> None:
-    """The columns of a head in W_o hold all that it gives: with zeros there, the plain module says what is missing."""
-    settings: dict[str, Any] = {} if batch_first else {"batch_first": False}
-    spec = LAYERS[layer].spec(embed_dim=12, num_heads=3, **settings)
-    own = load_layer(spec, InputSpec(batch=2, seq_len=5), RunSpec(), layer)
-    (w_o,) = (parameter for name, parameter in own.module.named_parameters() if OUT.search(name))
-    told_by_columns(own.module, w_o, 3, own.args, own.kwargs)
-
-
-def told_by_columns(module: nn.Module, w_o: Tensor, heads: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Assert that each head changes the output by what it does with zeros for its columns of W_o."""
-    told = mha_inspect.check(module, *args, **kwargs).heads
-    # The gradient of a gate is that of its columns of W_o, weighted by them.
-    (gradient,) = torch.autograd.grad(loss_of(first_tensor(module(*args, **kwargs))), w_o)
-    gates = (w_o * gradient).detach().unflatten(1, (heads, -1)).sum((0, 2)).abs()
-    assert [head.gradient_share for head in told] == pytest.approx((gates / gates.sum()).tolist(), abs=1e-4)
-    with torch.no_grad():
-        width, whole = w_o.shape[1] // heads, first_tensor(module(*args, **kwargs))
-        assert [head.head for head in told] == list(range(heads))
-        for number, head in enumerate(told):
-            kept = w_o[:, number * width : (number + 1) * width].clone()
-            w_o[:, number * width : (number + 1) * width] = 0
-            change = (first_tensor(module(*args, **kwargs)) - whole).norm() / whole.norm()
-            w_o[:, number * width : (number + 1) * width] = kept
-            assert head.output_change == pytest.approx(float(change), rel=1e-3)
-
-
-@pytest.mark.parametrize("kind", [styles.GroupedBroadcast, styles.Windows])
-def test_heads_beside_groups_or_windows_with_a_dimension_of_their_own_are_told(kind: type[nn.Module]) -> None:
-    module: Any = kind().eval()
-    told_by_columns(module, module.o.weight, 6 if kind is styles.GroupedBroadcast else styles.H, (x_of_styles(),), {})
-
-
-def x_of_styles() -> Tensor:
-    return torch.randn(3, 8, 22, generator=torch.Generator().manual_seed(0))
 
 
 def test_the_module_is_left_as_it_was() -> None:
