@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from math import log
-from time import perf_counter
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,8 +31,11 @@ from .learning import Learner, compare_gradients, compare_training, in_the_same_
 from .run_report import environment_of, fate_of, layer_of, masked_sentence
 from .shared_weights import weights_by_name, write_by_name
 
-_RUNS, _SECONDS = 11, 5.0
-"""Runs of each head count, and the seconds after which at least three runs are enough."""
+if TYPE_CHECKING:
+    from torch.utils.benchmark import Measurement
+
+_SECONDS = 2.0
+"""Most seconds to time a head count."""
 
 
 class HeadRun(ComparableRun):
@@ -260,33 +262,24 @@ def _flops_of(run: Run) -> tuple[StageFlops, ...]:
 
 
 def _compare_times(counted: Sequence[tuple[int, Subject]], flops: Sequence[tuple[StageFlops, ...]]) -> Timing:
-    """Time each head count several times, in turns, so that a drift of the machine's speed affects all alike."""
-    taken: list[list[float]] = [[] for _ in counted]
-    start = perf_counter()
-    for turn in range(_RUNS + 1):
-        for (_, subject), durations in zip(counted, taken, strict=True):
-            duration = _milliseconds(subject)
-            if turn:  # the first warms up
-                durations.append(duration)
-        if turn >= 3 and perf_counter() - start > _SECONDS:
-            break
     counts = []
-    for (num_heads, _), durations, of_stages in zip(counted, taken, flops, strict=True):
-        low, median, high = statistics.quantiles(durations, n=4)
-        counts.append(HeadTime(num_heads, median, low, high, len(durations), of_stages))
+    for (num_heads, subject), of_stages in zip(counted, flops, strict=True):
+        measured = _measured(subject)
+        quartiles = torch.tensor(measured.times, dtype=torch.float64).quantile(torch.tensor([0.25, 0.75]).double())
+        low, high = (1e3 * quartiles).tolist()
+        runs = measured.number_per_run * len(measured.times)
+        counts.append(HeadTime(num_heads, 1e3 * measured.median, low, high, runs, of_stages))
     return Timing(tuple(counts), torch.get_num_threads(), _time_answer(counts))
 
 
-def _milliseconds(subject: Subject) -> float:
-    on_gpu = any(parameter.is_cuda for parameter in subject.module.parameters())
+def _measured(subject: Subject) -> Measurement:
+    """Return the times of a forward, each from the same state; the timer warms up, and waits for a GPU."""
+    from torch.utils.benchmark import Timer  # takes a third of a second to import
+
     with torch.no_grad(), subject.apart() as fresh, fresh.settings():
-        if on_gpu:
-            torch.cuda.synchronize()
-        before = perf_counter()
-        fresh.module(*fresh.args, **fresh.kwargs)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return 1e3 * (perf_counter() - before)
+        known = {"restore": fresh.state().restore, "module": fresh.module, "args": fresh.args, "kwargs": fresh.kwargs}
+        timer = Timer("restore(); module(*args, **kwargs)", globals=known, num_threads=torch.get_num_threads())
+        return timer.adaptive_autorange(max_run_time=_SECONDS)
 
 
 def _time_answer(counts: Sequence[HeadTime]) -> str:

@@ -191,7 +191,7 @@ class HeadTime:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time that each head count takes, measured alternately."""
+    """The time that each head count takes, measured by torch.utils.benchmark."""
 
     counts: tuple[HeadTime, ...]
     threads: int
