@@ -101,11 +101,24 @@ class _Owner:
         has_keys = {"W_k", "W_v"} <= {*self.parts} or "W_kv" in self.parts
         return "W_qkv" in self.parts or ("W_q" in self.parts and has_keys)
 
-    def axis(self, part: str) -> int:
-        """Return the dimension that has the features of all heads. Weights of GPT-2's Conv1D are `in out`."""
+    @property
+    def is_in_out(self) -> bool:
+        """Whether the weights are `in out`, as for `x @ weight` and in GPT-2's Conv1D; nn.Linear has `out in`.
+
+        A bias shows it: a `[24, 12]` beside a bias of 12. Without one, the name of GPT-2's packed projection does.
+        """
+        for part, weight in self.parts.items():
+            bias = self.parts.get(f"b{part[1:]}")
+            if part[0] != "W" or bias is None or weight.shape[0] == weight.shape[1]:
+                continue
+            if bias.shape[0] in weight.shape:
+                return bias.shape[0] == weight.shape[1]
         packed = self.parts.get("W_qkv")
-        across = packed is not None and packed.word == "c_attn" and packed.shape[1] > packed.shape[0]
-        return int(part[0] == "W" and (part == "W_o") != across)
+        return packed is not None and packed.word == "c_attn" and packed.shape[1] > packed.shape[0]
+
+    def axis(self, part: str) -> int:
+        """Return the dimension that has the features of all heads."""
+        return int(part[0] == "W" and (part == "W_o") != self.is_in_out)
 
     def width(self, part: str) -> int:
         """Return the features of all heads together; 0 for a missing part."""
@@ -232,6 +245,10 @@ class _Layout(NamedTuple):
         """Whether query heads share keys and values."""
         return self.widths["k"] < self.widths["q"] and self.owner.latent is None
 
+    def _inner_size(self, part: str) -> int:
+        """Return the number of features that a weight reads."""
+        return self.owner.parts[part].shape[1 - self.owner.axis(part)]
+
     def pattern(self) -> str:
         """Return the dimensions as an einops pattern."""
         letters, tensor, axis = self.part[2:], self.owner.parts[self.part], self.owner.axis(self.part)
@@ -239,7 +256,7 @@ class _Layout(NamedTuple):
         heads = "kv_heads" if self._is_shared and letters in ("k", "v", "kv") else "heads"
         if is_latent and letters in ("kv", "q") and tensor.word != "q_proj":
             inner = "latent"
-        elif letters in ("k", "v") and self.part[0] == "W" and self.owner.parts["W_q"].shape[1] != tensor.shape[1]:
+        elif letters in ("k", "v") and self.part[0] == "W" and self._inner_size("W_q") != self._inner_size(self.part):
             inner = f"{letters}dim"
         if self.by_group is None:
             side = "packed"

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mha_inspect
+from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
 from mha_inspect.answers.checkpoint.params import params_of_checkpoint
 from mha_inspect.running.subject import Subject
 
@@ -296,3 +297,65 @@ def test_no_head_count_of_a_run_is_said_to_load_with_transposed_weights(tmp_path
     model = Model()
     assert "would load" not in " ".join(like_of(tmp_path, with_transposed(model.state_dict(), r"^h\."), model).notes)
     assert "would load" in " ".join(like_of(tmp_path, model.state_dict(), model).notes)
+
+
+class ByMatrix(nn.Module):
+    """A projection as `x @ weight`: the weight is `in out`."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inner, outer)), nn.Parameter(torch.randn(outer))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+class GroupedByMatrix(nn.Module):
+    """Four query heads and two key heads of 6 features."""
+
+    def __init__(self, repeats: int = 2) -> None:
+        super().__init__()
+        self.q_proj, self.o_proj = ByMatrix(24, 24), ByMatrix(24, 24)
+        self.k_proj, self.v_proj = ByMatrix(24, 12), ByMatrix(24, 12)
+        self.repeats = repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (side(x).unflatten(-1, (-1, 6)).transpose(1, 2) for side in (self.q_proj, self.k_proj, self.v_proj))
+        k, v = (side.repeat_interleave(self.repeats, dim=1) for side in (k, v))
+        return self.o_proj(((q @ k.mT).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_bias_shows_that_weights_are_in_out(tmp_path):
+    """From names alone, and with a forward that fails, as with a forward that runs."""
+    module = GroupedByMatrix()
+    file = saved(tmp_path / "x.safetensors", module.state_dict())
+    x = torch.zeros(2, 5, 24)
+    expected = params_of_checkpoint(file, like=Subject(module, (x,), {}), per_head=True)
+    failing = Subject(GroupedByMatrix(repeats=3), (x,), {})
+    for report in (
+        params_of_checkpoint(file, num_heads=4, per_head=True),
+        params_of_checkpoint(file, num_heads=4, per_head=True, like=module),
+        params_of_checkpoint(file, num_heads=4, per_head=True, like=failing),
+    ):
+        assert "transpose" not in " ".join(report.notes)
+        assert [(p.name, p.axes, p.heads) for p in report.parameters] == [
+            (p.name, p.axes, p.heads) for p in expected.parameters
+        ]
+        (attention,) = report.stored_attentions
+        assert (attention.num_heads, attention.num_kv_heads, attention.head_dim) == (4, 2, 6)
+        assert attention.fits == ()
+    # By hand: key head 1 has columns 6 to 11.
+    heads = {p.name: p.heads for p in expected.parameters}
+    assert [piece.columns for piece in heads["k_proj.weight"]] == [(0, 6), (6, 12)]
+
+
+def test_files_in_both_layouts_have_the_same_heads(tmp_path):
+    """The square weights are transposed as well: one head that was changed is found in all of them."""
+    left = GroupedByMatrix().state_dict()
+    right = {name: (tensor.T.contiguous() if tensor.dim() == 2 else tensor.clone()) for name, tensor in left.items()}
+    right["q_proj.weight"][6:12] += 1
+    paths = [saved(tmp_path / f"{n}.safetensors", side) for n, side in (("left", left), ("right", right))]
+    report = diff_of_checkpoints(*paths, num_heads=4)
+    parts = {part.part: part for part in report.parts}
+    assert {name for name, part in parts.items() if part.verdict == "differs"} == {"W_q"}
+    assert [difference > 0 for difference in parts["W_q"].differences] == [False, True, False, False]
