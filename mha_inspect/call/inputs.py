@@ -25,7 +25,7 @@ from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
 from .guess import Sizes, batch_first_of, beside, configured_plans, guessed_plans, is_hugging_face, needed
-from .masks import learn_masks, mask_arguments, masks_of
+from .masks import mask_arguments, masks_of, try_masks
 from .part import call_with
 from .probe import Probed, probe
 
@@ -164,15 +164,15 @@ def _masks(
     if not flags:
         return masks, []
 
-    def run(learned: Mapping[str, Tensor]) -> Subject:
-        call = forward.call({**values, **masks, **learned})
+    def run(tried: Mapping[str, Tensor]) -> Subject:
+        call = forward.call({**values, **masks, **tried})
         return replace(call.of(target.module), seed=asked.seed, grad=False)
 
     try:
-        learned, said = learn_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
+        made, said = try_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
     except SpecError as error:  # another layout may be the solution
         raise type(error)(" ".join((str(error), *notes))) from None
-    return {**masks, **learned}, said
+    return {**masks, **made}, said
 
 
 # -- from the options --------------------------------------------------------------------------------------------------

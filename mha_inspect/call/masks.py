@@ -1,12 +1,12 @@
 """Attention masks: made from --causal and --padding, read from files, in the form that a forward takes.
 
-The form is known for torch's modules and the catalog's layers. For other modules it is found by running the forward
-with masks of several forms and looking at the weights.
+The form is known for torch's modules and the catalog's layers. For other modules the usual forms are tried, and the
+weights show which one masks out the keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from inspect import Parameter
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from einops import rearrange
+from einops import rearrange, repeat
 from torch import Tensor, nn
 
 from ..build.target import Target
@@ -227,24 +227,22 @@ def merged_mask(
     return mask.to(dtype).clamp(min=blocked)
 
 
-# -- finding the form that a forward takes ---------------------------------------------------------------------------
+# -- trying the forms that a forward may take -------------------------------------------------------------------------
 
-_AXES_OF_QUERIES = ("query key", "batch query key", "batch 1 query key")
-_AXES_OF_KEYS = ("batch key", "batch 1 key", "batch 1 1 key")
+_FORMS = ("query key", "batch key", "batch 1 1 key", "batch 1 query key", "batch heads query key")
 _MEANS = {
-    "keeps": (torch.bool, "True keeps a key"),
-    "masks": (torch.bool, "True masks out a key"),
-    "keeps as a number": (torch.int64, "1 keeps a key"),
-    "adds": (None, "it is added to the scores"),
+    "keeps": "True keeps a key",
+    "masks": "True masks out a key",
+    "adds": "0 keeps a key and -inf masks it out",
 }
-"""Meanings of a mask, with the dtype (None for the module's) and the words for each."""
+"""Meanings of a mask with their words: two of booleans, and one of numbers."""
 _MASKED = 1e-6
 """Up to this weight a key counts as masked out."""
 
 
 @dataclass(frozen=True)
 class MaskForm:
-    """The form in which an argument of a forward takes a mask."""
+    """A form in which an argument of a forward may take a mask."""
 
     argument: str
     axes: str
@@ -254,39 +252,41 @@ class MaskForm:
     def words(self, flags: Iterable[str]) -> str:
         """Return a sentence on the mask that these flags made."""
         kind = f"{str(self.dtype).removeprefix('torch.')} `{self.axes}`"
-        means = _MEANS[self.means][1]
-        return f"{' and '.join(flags)} made {self.argument}, {kind}: {means}, as the weights show."
+        return f"{' and '.join(flags)} made {self.argument}, {kind}: {_MEANS[self.means]}, as the weights show."
 
-    def mask(self, masked: Tensor) -> Tensor:
-        """Return a mask in the form of the argument. `masked` is `batch query key`, True for masked keys."""
-        masked = masked if "batch" in self.axes else masked[0]
-        masked = masked if "query" in self.axes else masked[..., 0, :]
-        masked = rearrange(masked, f"{self.axes.replace(' 1', '')} -> {self.axes}")
+    def mask(self, masked: Tensor, heads: int) -> Tensor:
+        """Return a mask in this form. `masked` is `batch query key`, True for masked keys."""
+        if "batch" not in self.axes:
+            masked = masked[0]
+        if "query" not in self.axes:
+            masked = masked[..., 0, :]
+        given_axes = self.axes.replace(" 1", "").replace(" heads", "")
+        sizes = {"heads": heads} if "heads" in self.axes else {}
+        masked = repeat(masked, f"{given_axes} -> {self.axes}", **sizes)
         if self.means == "adds":
             return torch.zeros(masked.shape, dtype=self.dtype, device=masked.device).masked_fill(masked, -torch.inf)
-        return (masked if self.means == "masks" else ~masked).to(self.dtype)
+        return masked if self.means == "masks" else ~masked
 
 
-def learn_masks(
+def try_masks(
     forward: Forward,
     inputs: InputSpec,
     flags: Sequence[str],
     free: Sequence[str],
     make: Callable[[Mapping[str, Tensor]], Subject],
 ) -> tuple[dict[str, Tensor], list[str]]:
-    """Find the form in which a forward takes the masks of flags, each in a separate argument or all in one.
+    """Make one mask of all flags, in the first usual form with which a run masks out these keys and no others.
 
     `free` has the mask arguments that the user did not give; `make` makes a subject with masks by name.
 
-    Returns the masks by name, and sentences on them. Raises `SpecError` if no form has the requested effect.
+    Returns the mask by name, and sentences on it. Raises `SpecError` if no form has the requested effect.
     """
     if forward.device.type == "meta":
         raise SpecError(
             f"{flags[0]} cannot make a mask for {forward.label} on meta, because only numbers show its form. "
             "Use --device cpu, or give the mask by name: --input FILE."
         )
-    plain, notes = _weights(make({})), []
-    asked: dict[tuple[str, ...], Tensor] = {}
+    plain, notes, asked = _weights(make({})), list[str](), list[str]()
     for flag in flags:
         masked = _masked(inputs, (flag,), forward.device)
         if not masked.any():
@@ -294,43 +294,28 @@ def learn_masks(
         elif flag == "--causal" and _does(plain, [], masked):
             notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
         else:
-            asked[(flag,)] = masked
+            asked.append(flag)
+    if not asked:
+        return {}, notes
+    if not free:
+        raise _no_mask(forward, asked[0])
+    masked = _masked(inputs, asked, forward.device)
+    heads = max((weights.shape[1] for weights in plain), default=1)
+    for form in _forms(forward, free, asked):
+        mask = form.mask(masked, heads)
+        if _does(_weights(make({form.argument: mask})), plain, masked):
+            return {form.argument: mask}, [*notes, form.words(asked)]
+    raise SpecError(
+        f"{' and '.join(asked)} cannot be applied to {forward.label}: no usual form of {', '.join(free)} masks out "
+        "these keys alone. Let a function return the module with its inputs and masks: (module, args)."
+    )
 
-    def learned(asked: Mapping[tuple[str, ...], Tensor]) -> dict[tuple[str, ...], MaskForm]:
-        """Return a form for each group of flags, each in a separate argument, up to the first without a form."""
-        forms: dict[tuple[str, ...], MaskForm] = {}
-        taken: dict[str, Tensor] = {}
-        before = plain
-        for group, masked in asked.items():
-            axes = _AXES_OF_QUERIES if "--causal" in group else (*_AXES_OF_KEYS, *_AXES_OF_QUERIES)
-            left = [name for name in free if name not in taken]
-            for argument, pattern, (means, (dtype, _)) in product(left, axes, _MEANS.items()):
-                form = MaskForm(argument, pattern, means, dtype or forward.dtype)
-                after = _weights(make({**taken, argument: form.mask(masked)}))
-                if _does(after, before, masked):
-                    forms[group], taken[argument], before = form, form.mask(masked), after
-                    break
-            else:
-                break
-        return forms
 
-    forms = learned(asked)
-    if len(forms) < len(asked):
-        (lacking,) = list(asked)[len(forms)]
-        both = tuple(flag for (flag,) in asked)
-        asked = {both: _masked(inputs, both, forward.device)}
-        forms = learned(asked) if len(both) > 1 else {}
-        if not forms and not free:
-            raise _no_mask(forward, lacking)
-        if not forms:
-            file = "--attn-mask FILE, or " if lacking == "--causal" else ""
-            raise SpecError(
-                f"{lacking} cannot be applied to {forward.label}: no usual form of {', '.join(free) or 'mask'} "
-                "had the expected effect on its attention weights. Give the mask directly: "
-                f"{file}--input FILE with the mask by name."
-            )
-    masks = {form.argument: form.mask(asked[group]) for group, form in forms.items()}
-    return masks, [*notes, *(form.words(group) for group, form in forms.items())]
+def _forms(forward: Forward, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
+    """Yield the forms to try: masks of keys alone do not depend on the query, as a causal mask does."""
+    axes = [form for form in _FORMS if "query" in form or "--causal" not in flags]
+    for argument, pattern, means in product(free, axes, _MEANS):
+        yield MaskForm(argument, pattern, means, forward.dtype if means == "adds" else torch.bool)
 
 
 def _masked(inputs: InputSpec, flags: Iterable[str], device: torch.device) -> Tensor:

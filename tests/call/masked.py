@@ -36,7 +36,7 @@ class Adds(Attention):
 
 
 class Subtracts(Attention):
-    """Takes 1 minus its mask times a large number: -inf would bar as well, and is not what it means."""
+    """Takes 1 minus its mask times a large number, which -inf fits as well."""
 
     def forward(self, x, mask=None):
         return self.attended(x, lambda s: s if mask is None else s + (1 - mask) * -1e4)
@@ -72,6 +72,15 @@ class Needed(Attention):
 
     def forward(self, x, mask):
         return self.attended(x, lambda s: s.masked_fill(mask.unsqueeze(1) == 0, -1e9))
+
+
+class ByHead(Attention):
+    """Takes a mask of every head."""
+
+    def forward(self, x, mask=None):
+        if mask is not None:
+            assert mask.shape == (len(x), 3, x.shape[1], x.shape[1])
+        return self.attended(x, lambda s: s if mask is None else s.masked_fill(~mask, float("-inf")))
 
 
 class Inside(Attention):

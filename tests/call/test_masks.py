@@ -36,7 +36,7 @@ def moved(target: Target, call: Call, token: int) -> torch.Tensor:
     return ((before - after).abs() > 1e-5).any(-1)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Subtracts", "Multiplies", "Visible", "Needed", "Both"])
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Multiplies", "Visible", "Both"])
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_causal_mask_is_made_as_the_forward_takes_it(name: str, batch: int) -> None:
     target, call = made(name, batch=batch, causal=True)
@@ -53,7 +53,7 @@ def test_a_module_that_masks_by_itself_needs_no_argument_for_it() -> None:
             made(name, **inputs)
 
 
-@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Multiplies", "Needed", "KeepsKeys", "BarsKeys", "Both"])
+@pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "Multiplies", "BarsKeys", "Both"])
 def test_padding_is_made_as_the_forward_takes_it(name: str) -> None:
     target, call = made(name, padding=(2, 1))
     assert moved(target, call, 2)[0].all()
@@ -62,13 +62,19 @@ def test_padding_is_made_as_the_forward_takes_it(name: str) -> None:
         assert seen.nonzero().flatten().tolist() == [token]  # it moves what it asks itself, and no other
 
 
-@pytest.mark.parametrize(("name", "arguments"), [("Both", 2), ("Needed", 1), ("Adds", 1)])
-def test_both_go_into_two_arguments_or_into_one(name: str, arguments: int) -> None:
+@pytest.mark.parametrize("name", ["Both", "Adds", "ByHead"])
+def test_both_flags_make_one_mask(name: str) -> None:
     target, call = made(name, causal=True, padding=(2, 1))
-    assert len([value for key, value in call.kwargs.items() if key != "x" and value is not None]) == arguments
+    assert len([value for key, value in call.kwargs.items() if key != "x" and value is not None]) == 1
     assert moved(target, call, 1)[0].tolist() == [False, True, True, True, True]
     assert moved(target, call, 3)[0].tolist() == [False, False, False, True, False]
-    assert len(call.said) == arguments
+    assert call.said[0].startswith("--causal and --padding made ")
+
+
+def test_a_mask_of_heads_is_made_for_all_of_them() -> None:
+    _, call = made("ByHead", causal=True)
+    assert torch.equal(call.kwargs["mask"], ~CAUSAL.expand(2, 3, 5, 5))
+    assert "bool `batch heads query key`: True keeps a key" in call.said[0]
 
 
 @pytest.mark.parametrize("name", ["Keeps", "Bars", "Adds", "KeepsKeys"])
@@ -95,8 +101,9 @@ def test_what_is_causal_by_itself_gets_no_mask() -> None:
 
 @pytest.mark.parametrize(("flag", "asked"), [("--causal", {"causal": True}), ("--padding", {"padding": (1,)})])
 def test_what_cannot_be_learned_is_not_made(flag: str, asked: dict[str, Any]) -> None:
-    with pytest.raises(SpecError, match=f"{flag} cannot be applied to Deaf.forward: .*--input FILE"):
-        made("Deaf", **asked)
+    for name in ("Deaf", "Needed"):
+        with pytest.raises(SpecError, match=rf"{flag} cannot be applied to {name}.forward: .*\(module, args\)"):
+            made(name, **asked)
 
 
 def test_torchs_transformer_masks_its_decoder() -> None:

@@ -226,7 +226,7 @@ def test_constructors_that_cannot_be_called_so(invoke, line, said):
         ("STYLES:Matrices --input absent.pt", ["absent.pt was not found"]),
         ("STYLES:Matrices --padding 2", ["takes no mask: its arguments are data. Drop --padding"]),
         ("STYLES:Matrices --causal", ["takes no mask: its arguments are data. Drop --causal"]),
-        (f"{MASKED}:Deaf --padding 2", ["cannot be applied to Deaf.forward", "--input FILE"]),
+        (f"{MASKED}:Deaf --padding 2", ["cannot be applied to Deaf.forward", "(module, args)"]),
         ("torch.nn:ModuleList", ["ModuleList has no forward"]),
     ],
 )
