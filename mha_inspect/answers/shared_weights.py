@@ -51,7 +51,8 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     source, target = sorted((left, right), key=lambda run: -torch.finfo(getattr(torch, run.dtype)).eps)
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
-    if _share_by_name(source, target):
+    transposed = _read_transposed(source, target)
+    if not transposed and _share_by_name(source, target):
         return SharedWeights(True, "Both sides have the same parameters: names and shapes agree.", ()), _SAME
     direction = _direction(target, source) if source.subject.layer else _direction(source, target)
     if isinstance(direction, str):
@@ -68,6 +69,7 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     added = ["the identity as W_o"] if "W_o" in filled else []
     added += ["zeros as biases"] if filled - {"W_o"} else []
     how += f", with {listed(added)}" if added else ""
+    how += f", with {first_few(transposed, 3)} transposed" if transposed else ""
     how += ", as far as they fit" if lacking else ""
     how += f", and {plural(len(named), 'other tensor')} by name and shape" if named else ""
     given = "weights copied as far as they fit and the same input" if left_out else _SAME
@@ -80,7 +82,7 @@ def copy_all(source: ComparableRun, target: ComparableRun) -> str:
     Buffers are not copied: a mask or a table of rotations is part of what is compared. Statistics of batch norms are.
     """
     given, taken = weights_by_name(source), weights_by_name(target)
-    if not _agree(given, taken):
+    if not _agree(given, taken) or _read_transposed(source, target):
         reason = _unreadable(source, target)
         if reason:
             return reason
@@ -101,6 +103,42 @@ def copy_all(source: ComparableRun, target: ComparableRun) -> str:
 def _agree(given: Mapping[str, Tensor], taken: Mapping[str, Tensor]) -> bool:
     """Return whether names and shapes are the same."""
     return {name: t.shape for name, t in given.items()} == {name: t.shape for name, t in taken.items()}
+
+
+def _read_transposed(left: ComparableRun, right: ComparableRun) -> tuple[str, ...]:
+    """Return the square weights that are `out in` on one side and `in out` on the other, of names that both have.
+
+    nn.Linear has `out in`, and `x @ weight` reads `in out`: the same numbers give other projections.
+    """
+    modules = left.subject.module, right.subject.module
+    ours, theirs = (dict(module.named_parameters()) for module in modules)
+    square = [
+        name for name, weight in ours.items() if name in theirs and weight.dim() == 2 and len({*weight.shape}) == 1
+    ]
+    if all(_is_of_linear(module, name) for module in modules for name in square):
+        return ()
+    steps, others = _inner_steps(left), _inner_steps(right)
+    differing = {name for use, step in steps.items() if others.get(use, step) != step for name in use[1:]}
+    return tuple(name for name in square if name in differing)
+
+
+def _is_of_linear(module: nn.Module, name: str) -> bool:
+    return isinstance(module.get_submodule(name.rpartition(".")[0]), nn.Linear)
+
+
+def _inner_steps(side: ComparableRun) -> dict[tuple[str, str], int]:
+    """Return for each part of a projection, `W_q` in `q.weight`, the step in memory from one input feature to the next.
+
+    The step is 1 in a weight that is `out in`, and the number of output features in one that is `in out`. For W_o the
+    output features are counted.
+    """
+    steps: dict[tuple[str, str], int] = {}
+    for weights in side.weights:
+        for name, projection in weights.projections.items():
+            for part in projection.parts:
+                if part.inner is not None and part.inner[0] > 1:
+                    steps[name, part.parameter.name] = part.inner[1]
+    return steps
 
 
 def weights_by_name(side: ComparableRun) -> dict[str, Tensor]:

@@ -181,3 +181,44 @@ def test_weights_of_other_sizes_are_said_to_be_so(x, turned):
     assert report.weights.sentence.endswith(", as far as they fit.")
     assert report.weights.left_out[0].startswith("W_k and W_v ")
     assert "[22, 7] in LowRank" in report.weights.left_out[0]
+
+
+class ByMatrix(nn.Module):
+    """A projection as `x @ weight`, with the names and the shapes of a square nn.Linear."""
+
+    def __init__(self, inner: int, outer: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(inner, outer)), nn.Parameter(torch.randn(outer))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight + self.bias
+
+
+class Square(nn.Module):
+    def __init__(self, make: type[nn.Module]) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (make(24, 24) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (side(x).unflatten(-1, (4, 6)).transpose(1, 2) for side in (self.q, self.k, self.v))
+        return self.o(((q @ k.mT / 6**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(("left", "right"), [(nn.Linear, ByMatrix), (ByMatrix, nn.Linear)])
+def test_square_weights_that_are_read_transposed_are_copied_by_head(left, right):
+    torch.manual_seed(0)
+    sides, x = (Square(left).eval(), Square(right).eval()), torch.randn(2, 5, 24)
+    report = mha_inspect.diff(*sides, x, same_weights=True)
+    assert report.weights.whole
+    assert report.weights.sentence.startswith("Copied by head")
+    assert "q.weight, k.weight, v.weight and 1 more transposed" in report.weights.sentence
+    assert all(stage.verdict == "same" for stage in report.stages)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, ByMatrix])
+def test_weights_of_one_layout_are_shared_by_name(kind):
+    torch.manual_seed(0)
+    sides, x = (Square(kind).eval(), Square(kind).eval()), torch.randn(2, 5, 24)
+    report = mha_inspect.diff(*sides, x, same_weights=True)
+    assert all(stage.verdict == "same" for stage in report.stages)
+    assert report.weights.sentence.startswith("Both sides have the same parameters")
