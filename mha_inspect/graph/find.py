@@ -20,7 +20,15 @@ from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
 from .softmax import Softmax
-from .values import find_pieces, find_weighings, is_made_of_weights, softmaxed_side, sums_over_all, value_product
+from .values import (
+    find_pieces,
+    find_weighings,
+    is_made_of_weights,
+    is_routing,
+    softmaxed_side,
+    sums_over_all,
+    value_product,
+)
 
 
 def attentions_of(graph: Graph) -> list[Attention]:
@@ -75,6 +83,8 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
         return None
     key_first, over_queries = side
     query, key = (product.right, product.left) if key_first else (product.left, product.right)
+    if is_routing(graph, query, key, values.values):
+        return None
     if graph.comes_from_inputs(key) and values.values.id not in graph.given_or_learned:
         return None  # an average of numbers that are no input and not learned, e.g. positions: it says where
     q_heads, q_scale = _heads(graph, product, query, transposed=key_first)

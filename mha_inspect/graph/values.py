@@ -133,6 +133,40 @@ def softmaxed_side(
     return (over_rows, False) if len(softmaxes) < 2 else None
 
 
+def is_routing(graph: Graph, query: TensorRef, key: TensorRef, values: TensorRef) -> bool:
+    """Return whether votes are averaged, compared with their own average, and averaged again: routing by agreement.
+
+        shares = agreed.softmax(1)                        # batch input capsule, of zeros at first
+        made = (shares[..., None] * votes).sum(1)         # votes: batch input capsule features
+        agreed = agreed + (votes * made[:, None]).sum(-1)
+
+    The queries of an attention are given or learned, also where its keys are its values.
+    """
+    votes = _unmoved(graph, values)
+    if _unmoved(graph, key) != votes:
+        return False
+    is_averaged = False
+    visited: set[int] = set()
+    queue = [query]
+    while queue:
+        tensor = queue.pop()
+        if tensor.id in visited:
+            continue
+        visited.add(tensor.id)
+        op = graph.recording.producer(tensor)
+        if _unmoved(graph, tensor) == votes or (op is None and tensor.id in graph.given_or_learned):
+            return False
+        if op is None:
+            continue
+        shares = [read for read in op.inputs if _unmoved(graph, read) != votes]
+        if len(shares) < len(op.inputs) and (op.does("product") or op.base_name == "mul") and shares:
+            is_averaged = True
+            queue += shares
+        else:
+            queue += op.inputs
+    return is_averaged
+
+
 def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
     """Return whether an axis of the scores is all output features of a projection of one factor."""
     for factor in (product.left, product.right):

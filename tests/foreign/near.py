@@ -368,6 +368,36 @@ class CapsulesByFeature(CapsulesByBatch):
         return capsules.squeeze(2)
 
 
+class CapsulesOverInputs(nn.Module):
+    """Routing whose shares of a capsule sum to one over the inputs; `way` is how the votes are summed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(N, K, E, A) * 0.3)
+
+    def shared(self, shares: Tensor, votes: Tensor) -> Tensor:
+        return (shares[..., None] * votes).sum(1)
+
+    def agreement(self, votes: Tensor, made: Tensor) -> Tensor:
+        return (votes * made[:, None]).sum(-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        votes = torch.einsum("bie,ijea->bija", x, self.weight)
+        agreed = torch.zeros(votes.shape[:3])
+        for _ in range(3):
+            made = F.normalize(self.shared(agreed.softmax(1), votes), dim=-1)
+            agreed = agreed + self.agreement(votes, made)
+        return made
+
+
+class CapsulesOverInputsByProduct(CapsulesOverInputs):
+    def shared(self, shares: Tensor, votes: Tensor) -> Tensor:
+        return torch.einsum("bij,bija->bja", shares, votes)
+
+    def agreement(self, votes: Tensor, made: Tensor) -> Tensor:
+        return torch.einsum("bija,bja->bij", votes, made)
+
+
 class Inverted(nn.Module):
     """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
 
@@ -449,6 +479,8 @@ NEAR = [
     RoutedCapsules,
     CapsulesByBatch,
     CapsulesByFeature,
+    CapsulesOverInputs,
+    CapsulesOverInputsByProduct,
     DynamicDispatch,
     SoftmaxClusters,
     Inverted,
