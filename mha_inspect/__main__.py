@@ -14,10 +14,8 @@ def main() -> int:
     try:
         import gc
 
-        from .cli.ranks import on_every_rank
-
         gc.disable()
-        code = on_every_rank(run)
+        code = run()
         gc.freeze()  # the process ends: no need to collect garbage
     except KeyboardInterrupt:  # before or after `run` handles it
         code = 130

@@ -69,12 +69,6 @@ class ForwardError(MhaInspectError):
         self.trace = trace
 
 
-class RankError(MhaInspectError):
-    """Another rank ended before it sent what this rank waits for."""
-
-    exit_code = ExitCode.CONDITION
-
-
 class DoesNotFitError(MhaInspectError):
     """The forward pass needs more memory than is free."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -27,7 +27,6 @@ from ..reports.trace import Rank
 from ..running.subject import Run, Subject
 from ..text import first_few, listed, span, spans
 from .run_report import environment_of, layer_of
-from .trace import of_block
 
 INPUTS = InputSpec(batch=2, seq_len=5)
 """The inputs of a layer built from flags: small, with no size of one."""
@@ -52,14 +51,12 @@ def params(
     called: bool = True,
     cut: Mapping[str, Tensor] | None = None,
     ranks: tuple[Rank, ...] | None = None,
-    of_all_ranks: Callable[..., ParamsReport] | None = None,
 ) -> ParamsReport:
     """Report every parameter of a module, and with `beside` the same module under other head counts.
 
     The module is run once and recorded, which shows the role of each parameter, and the rows and columns of each head.
     The run restores the module's state. If not `called`, roles come from the kinds of modules alone. `cut` replaces
-    parameters by the part that one rank has, and `ranks` is what each has. `of_all_ranks` adds the ranks of a process
-    group to a report, from the trace of its run.
+    parameters by the part that one rank has, and `ranks` is what each has.
 
     Raises `InputError` if the module has lazy parameters, which have no shape before the first call, or if `beside` is
     given and the module has no attention.
@@ -81,7 +78,7 @@ def params(
     rows = _parameters(parameters_of(module) | dict(cut or {}), roles, show, per_head)
     environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
     notes = () if run is None else unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
-    report = ParamsReport(
+    return ParamsReport(
         environment=environment,
         layer=layer_of(subject),
         parameters=rows,
@@ -94,7 +91,6 @@ def params(
         head_norms=(_head_norms(module, run) if run else ()) if norms else None,
         ranks=ranks,
     )
-    return of_all_ranks(report, of_block(run, None, [module]), run, subject) if of_all_ranks and run else report
 
 
 def _recorded(subject: Subject, *, of_several: bool = False) -> Run:

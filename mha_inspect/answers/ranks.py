@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from hashlib import blake2b
 from math import prod
-from pathlib import Path
-from types import FrameType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,27 +16,10 @@ from ..naming.named_run import NamedRun
 from ..naming.parameters import parts_of
 from ..naming.pattern import dims_of
 from ..naming.projection import Part, coordinates
-from ..record.arguments import argument_names, tensors_in
-from ..record.ranks import is_copied, local, needs_ranks, parameters_of, piece_of, wraps
-from ..record.site import Site, place_of_site
-from ..reports.check import Finding
+from ..record.ranks import local, needs_ranks, parameters_of, piece_of
 from ..reports.trace import Rank, Stage, Trace
-from ..running.subject import Run, Subject, run_and_record, wait_for_result
-from ..text import first_few, spans
+from ..running.subject import Run, Subject
 
-_SEED = "Seed it alike on every rank, or broadcast it from rank 0."
-_UNLIKE = {
-    "code": ("The code of {} on rank {} differs from rank 0.", "Copy one version to every rank."),
-    "names": ("The {} of rank {} differ from rank 0.", ""),
-    "weights": ("Every rank has a copy of {}, and the copy of rank {} differs from rank 0.", _SEED),
-    "plain": ("{} of rank {} differs from rank 0. It is no DTensor, so it may be meant.", _SEED),
-    "inputs": ("The ranks compute different heads of one input, and {} of rank {} differs from rank 0.", _SEED),
-    "operations": (
-        "The number of {} of rank {} differs from rank 0, on tensors of the same shapes.",
-        "If a rank skips a collective, the other ranks wait for it forever.",
-    ),
-}
-"""Kinds of digests, to the sentence about names and ranks that differ, and the fix."""
 _OF_ALL_HEADS = ("query", "key", "value", "output")
 """The stages without an axis of heads."""
 _OF_FEATURES = ("q_proj", "k_proj", "v_proj", "concat")
@@ -96,88 +72,8 @@ def require_alone(subject: Subject, asked: str, run: Run | None = None) -> None:
     if needs_ranks(subject.module, None if run is None else run.recording):
         raise InputError(
             f"{asked} runs {subject.name} several times, and its parameters or results are spread over ranks, which "
-            "would have to run it too. Use trace or params, or give the module as it is before sharding."
+            "would have to run it too. Use trace, or give the module as it is before sharding."
         )
-
-
-def digests_of(run: Run, subject: Subject) -> dict[str, Any]:
-    """Return digests of what ranks should have alike, by kind and name, and the shapes and heads of this rank.
-
-    Inputs that may be a piece of the whole are left out, and plain parameters where no parameter is a DTensor.
-    """
-    ops, parameters, kinds = run.recording.ops, parameters_of(subject.module), map(type, subject.module.modules())
-    given = dict(tensors_in(argument_names(subject.module, subject.args, subject.kwargs)))
-    copied = {name: parameter for name, parameter in parameters.items() if is_copied(parameter)}
-    # Beside collectives a plain matrix and its bias may be cut by hand, e.g. a rank's own experts.
-    plain = [name for name, each in copied.items() if not wraps([type(each)]) and any(op.is_collective for op in ops)]
-    owners = {name.rpartition(".")[0] for name, each in parameters.items() if each.dim() > 1}
-    plain = [name for name in plain if len(plain) == len(parameters) or name.rpartition(".")[0] in owners]
-    begins = run.attentions[0][0].softmax.index if run.attentions else 0
-    moves = (op for op in ops[:begins] if op.is_collective and "reduce" not in op.base_name)
-    is_piece = any(run.graph.inputs_of(tensor) for op in moves for tensor in op.inputs)
-    queries = next(iter(shards_of(run, parameters)), {}).get("W_q")
-    return {
-        "code": _digests_of_code(subject.module),
-        "names": {"names of parameters": _digest_of(parameters), "classes": _digest_of(kinds)},
-        "weights": {name: _digest(weight) for name, weight in copied.items() if name not in plain},
-        "plain": {name: _digest(copied[name]) for name in plain if len(plain) < len(parameters)},
-        "inputs": {name: _digest(each) for name, each in given.items() if is_copied(each) and not is_piece},
-        "operations": {"operations": str(len(ops))},
-        "shapes": [list(local(tensor).shape) for tensor in (*parameters.values(), *given.values())],
-        "heads": None if queries is None else queries.rows,
-    }
-
-
-def _digests_of_code(module: nn.Module) -> dict[str, str]:
-    """Return a digest of each file of Python code of the module's classes, and of the user's code, by module."""
-    classes = {kind.__module__ for part in module.modules() for kind in type(part).__mro__}
-    loaded = {name: Path(getattr(each, "__file__", None) or "") for name, each in [*sys.modules.items()]}
-    library = sysconfig.get_path("stdlib") + os.sep
-    installed = {name for name, file in loaded.items() if "-packages" in str(file) or str(file).startswith(library)}
-    compared = ((name, loaded[name]) for name in loaded if name in classes or name not in installed)
-    return {name: _digest_of(file.read_bytes()) for name, file in compared if file.is_file()}
-
-
-def _digest_of(content: Iterable[object]) -> str:
-    content = content if isinstance(content, bytes) else str([*content]).encode()
-    return blake2b(content, digest_size=8).hexdigest()
-
-
-def _digest(tensor: Tensor) -> str:
-    own = local(tensor, filled=True).detach()
-    if own.is_meta or own.layout != torch.strided:
-        return ""
-    return blake2b(own.cpu().contiguous().flatten().view(torch.uint8).numpy().data, digest_size=8).hexdigest()
-
-
-def unlike(every: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
-    """Yield what other ranks have unlike rank 0 and should have alike, from the digests of all ranks.
-
-    Raises `InputError` if a rank has other code: what it computed is no answer.
-    """
-    heads = [each["heads"] for each in every]
-    has_one_shape = all(each["shapes"] == every[0]["shapes"] for each in every)
-
-    def is_own(name: str, digest: str) -> bool:
-        """Return whether the ranks with an input may have it alone: they have all heads among them."""
-        with_it = [rank for rank, each in zip(heads, every, strict=True) if each["inputs"].get(name) == digest]
-        return None in heads or all(each in with_it for each in heads)
-
-    for kind, (sentence, fix) in _UNLIKE.items():
-        first, *others = (each[kind] for each in every)
-        differ = [{name for name in first if other.get(name, first[name]) != first[name]} for other in others]
-        if kind == "inputs":
-            pairs = zip(differ, others, strict=True)
-            differ = [{name for name in names if not is_own(name, other[name])} for names, other in pairs]
-        names = [name for name in first if any(name in other for other in differ)]
-        if not names or (kind == "operations" and not has_one_shape):
-            continue
-        ranks = spans(rank for rank, other in enumerate(differ, 1) if other)
-        evidence = f"{names[0]} by rank: {first_few([str(each[kind].get(names[0])) for each in every], 4)}."
-        said = sentence.format(first_few(names, 4), ranks)
-        if kind == "code":
-            raise InputError(f"{said} {fix}")
-        yield Finding("ranks", said, evidence, sure=kind not in ("names", "plain"), fix=fix)
 
 
 def with_copies(ranks: Sequence[Rank]) -> tuple[Rank, ...]:
@@ -260,20 +156,3 @@ def shard_of(part: Part, parameter: Tensor) -> Shard | None:
         if local(parameter).shape[dim] < size:  # FSDP gathered the part of this rank's heads from several ranks
             start -= start % size
     return Shard((start + int(places.min()), start + int(places.max()) + 1), size, whole, dim)
-
-
-def stands_at(frame: FrameType | None, sleep: str) -> tuple[object, str | None, bool]:
-    """Return where a frame and its callers are, the user's line, and whether that waits for other ranks.
-
-    No line outside torch.distributed and a recorded forward, unless there is a `sleep`. It is empty after the forward.
-    """
-    site: Site = []
-    while frame is not None:
-        site += [frame.f_code, frame.f_lasti]
-        frame = frame.f_back
-    if wait_for_result.__code__ in site[::2]:
-        return site, "", True
-    waits = any(os.path.join("torch", "distributed", "") in code.co_filename for code in site[::2])
-    if waits or run_and_record.__code__ in site[::2]:
-        return site, place_of_site(site)[0], waits
-    return ((site, sleep), place_of_site(site)[0], False) if sleep else (site, None, False)

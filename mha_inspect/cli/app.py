@@ -22,6 +22,7 @@ from ..render import screen
 from ..text import did_you_mean, shown
 from .options import OUTPUTS, SHARED, Options
 from .output import give, prepare, write
+from .ranks import require_one_process
 from .target_text import command_for, completed
 
 PROGRAM = "mha-inspect"
@@ -188,6 +189,7 @@ def command(
     """
 
     def decorate(function: Callable[..., ExitCode]) -> typer.Typer:
+        name = function.__name__.replace("_", "-")
         _, *parameters = inspect.signature(function, eval_str=True).parameters.values()
         shared = [
             parameter for parameter in SHARED if (parameter.name in only if only else parameter.name not in without)
@@ -197,10 +199,12 @@ def command(
                 parameter.default.param_decls = (dashed(parameter.name),)
 
         def flat(ctx: typer.Context, **given: Any) -> ExitCode:
+            if name != "trace":
+                require_one_process(name)
             values = {option.name: given.pop(option.name) for option in shared}
-            for name in _NAMES_OF_TARGETS:
-                if given.get(name) is not None:
-                    given[name] = completed(given[name])
+            for parameter in _NAMES_OF_TARGETS:
+                if given.get(parameter) is not None:
+                    given[parameter] = completed(given[parameter])
             options = Options.parsed(ctx, values)
             if given.get("target") in LAYERS:
                 options.take_layer(given["target"])
@@ -215,7 +219,6 @@ def command(
         flat.__doc__ = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
         typed = typer.Typer(add_completion=False, rich_markup_mode=None)
         settings = {"auto_envvar_prefix": "MHA_INSPECT", "allow_extra_args": True}
-        name = function.__name__.replace("_", "-")
         typed.command(name, cls=Command, epilog="\n".join(examples), context_settings=settings)(flat)
         return typed
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..text import shown
-from . import ranks, subject
+from . import subject
 from .app import command
 from .options import NUMBERS, TARGET, Options, option, size
 from .output import give, prepare, write
@@ -81,7 +81,6 @@ def check(
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
         asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
-        asked["exchange"] = ranks.member and ranks.member.exchange
 
         def checked() -> CheckReport:
             subject = _load(target, options)

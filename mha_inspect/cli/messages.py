@@ -17,6 +17,7 @@ from ..build.vocabulary import dashed, flag_of
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_out_of_memory
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 from .output import unwritable
+from .ranks import place
 
 _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
@@ -65,7 +66,9 @@ def say(message: str) -> None:
     escaped = "\n".join(map(printable, message.split("\n")))
     if sys.stderr is not None:
         with suppress(OSError):
-            print(f"mha-inspect: {shortened(escaped, _LONGEST)}", file=sys.stderr)
+            here = place()
+            who = "mha-inspect" if here is None else f"mha-inspect: {here}"
+            print(f"{who}: {shortened(escaped, _LONGEST)}", file=sys.stderr)
 
 
 def does_not_fit(error: BaseException) -> DoesNotFitError:

@@ -13,8 +13,8 @@ from ..files.memory import require_loadable
 from ..render.export import IMAGES, Destination
 from ..render.screen import columns, in_color, is_terminal, lines
 from ..text import shown
-from . import ranks
 from .options import Options, require_numbers
+from .ranks import answers
 
 if TYPE_CHECKING:
     from ..pictures.grid import Picture
@@ -67,7 +67,7 @@ def prepare(options: Options, *, draws: bool | None = None, computes: bool = Tru
     """
     if computes:
         require_loadable()
-    if options.export is None or (ranks.member is not None and ranks.member.rank > 0):
+    if options.export is None or not answers():
         return None
     export = Destination.of(options.export)
     if export.format in IMAGES:

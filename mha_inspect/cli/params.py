@@ -12,7 +12,6 @@ from ..errors import ExitCode, MhaInspectError, SpecError
 from ..files.checkpoint import is_checkpoint
 from ..layers.catalog import LAYERS
 from ..text import shown
-from . import ranks as processes
 from . import subject
 from .app import command
 from .options import TARGET, Options, option, require_ranks, size
@@ -137,7 +136,6 @@ def _of_module(
 
         from ..answers.params import INPUTS, params
         from ..answers.sharding import cut_parameters
-        from ..call.call import TargetFailedError
         from ..call.load import load_layer, subject_of
         from ..running.subject import Subject
 
@@ -155,14 +153,10 @@ def _of_module(
             calls = zip(targets, map(subject.call_of, targets, each), strict=True)
             subjects = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
             with cut_parameters(subjects[0], ranks) as (cut, every):
-                asked |= {"of_all_ranks": processes.of_all_ranks, "ranks": every}
-                report = params(subjects[0], beside=subjects[1:], cut=cut, **asked)
+                report = params(subjects[0], beside=subjects[1:], cut=cut, ranks=every, **asked)
         except MhaInspectError as error:
-            fails_alone = processes.member is not None and isinstance(
-                error, TargetFailedError
-            )  # other ranks may wait for it
             is_asked = many or ranks is not None or options.input_shape or options.input
-            if is_asked or fails_alone or any(map(is_lazy, first.module.parameters())):
+            if is_asked or any(map(is_lazy, first.module.parameters())):
                 raise
             unrun = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(unrun, called=False, **asked)

@@ -20,7 +20,7 @@ from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
 from .output import give
 from .process import resume_collection
-from .ranks import is_one_of_several, join, with_group
+from .ranks import place, with_group
 
 if TYPE_CHECKING:
     from ..build.target import Target
@@ -196,7 +196,7 @@ def running(options: Options, words: str) -> Iterator[Tick]:
             yield tick
     except MhaInspectError as error:
         failed = getattr(error, "subject", None)
-        trace = None if failed is None or is_one_of_several() else _failed_trace(failed, options)
+        trace = None if failed is None or place() is not None else _failed_trace(failed, options)
         if trace is None or trace.failure is None:
             raise
         give(trace, options, None)
@@ -227,7 +227,6 @@ def _building(options: Options, words: str) -> Iterator[Tick]:
 
         from ..build.importing import stdout_for_the_answer
 
-        join()
         with _fitting(options), stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
             yield tick
 

@@ -16,7 +16,7 @@ from . import subject
 from .app import command
 from .options import TARGET, Options, file, option, require_ranks, size
 from .output import Drawn, give, prepare, require_drawable
-from .ranks import of_all_ranks
+from .ranks import answers, of_all_ranks, place
 
 if TYPE_CHECKING:
     from ..render.export import Destination
@@ -86,6 +86,7 @@ def trace(
     loop = None if decode is None else (decode, cache, positions)
     wanted = _wanted(options, picture, head, tokens)
     export = prepare(options, draws=wanted is not None)
+    options.quiet = options.quiet or not answers()
     try:
         report, run = _traced(target, options, loop, keep=wanted is not None, ranks=ranks, plan=plan)
     except DoesNotFitError as error:
@@ -94,9 +95,11 @@ def trace(
         subject.print_notes([f"The page has no pictures, because their tensors do not fit in memory: {error}"], options)
         wanted = None
         report, run = _traced(target, options, loop)
-    if run is None:
+    if run is None:  # every rank that raised prints its failure
         give(report, options, export)
         return ExitCode.CONDITION
+    if not answers():
+        return ExitCode.OK
     report = choose(report, attention, module)
     give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
     return ExitCode.OK if report.ok else ExitCode.CONDITION
@@ -130,11 +133,13 @@ def _traced(
 
                     return sharded(asked, show, ranks, None if plan is None else plan_from(str(plan)))
                 report, run = traced(asked, show, keep=keep or show.stats or show.values)
-                return of_all_ranks(report, report, run, asked), run
+                return of_all_ranks(report, run, asked), run
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
             hint = "" if explained or loop or ranks is not None else way_out(asked)
-            notes = (*failed.trace.notes, *asked.notes, *filter(None, [hint]))
+            here = place()
+            where = "" if here is None else f"These are the stages of {here}."
+            notes = (*failed.trace.notes, *asked.notes, *filter(None, [hint, where]))
             return replace(failed.trace, notes=notes), None
 
 

@@ -52,11 +52,6 @@ def local(tensor: Tensor, *, filled: bool = False) -> Tensor:
     return tensor
 
 
-def is_copied(tensor: Tensor) -> bool:
-    """Return whether a rank has all of a tensor, in which no other rank has another part or summand."""
-    return all(placement.is_replicate() for placement in getattr(tensor, "placements", ()))
-
-
 def by_rank(tensor: Tensor) -> list[Tensor]:
     """Return the tensor of each rank, if torch simulates all of them in this process; else the tensor alone."""
     tensor = local(tensor, filled=True)

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..errors import RankError
 from ..naming.named_run import NamedRun
 from ..record.arguments import (
     PLAIN,
@@ -33,7 +32,6 @@ from ..record.ops import Recording
 from ..record.ranks import local, needs_ranks, wait, wraps
 from ..record.tensors import unshared
 from ..record.xray import XRay
-from ..text import first_line
 
 _SMALL = 1 << 29
 """Bytes of a run's results up to which a second run is worthwhile to name its axes."""
@@ -48,14 +46,6 @@ class Run(NamedRun):
     """The exception that the run raised; None if it returned."""
     recorder: XRay | None = None
     """The recorder of a run that raised, to look up its tensors; None if it returned."""
-
-
-def wait_for_result(returned: Any) -> None:
-    """Wait for what other ranks add to a result. Raises `RankError` if one of them ends before."""
-    try:
-        wait(returned)
-    except RuntimeError as error:
-        raise RankError(f"Another rank ended before the forward had its result: {first_line(error)}") from None
 
 
 @contextmanager
@@ -86,7 +76,7 @@ def run_and_record(
         with recorder, original_code():
             returned = module(*args, **kwargs)
         if wraps(type(tensor) for _, tensor in tensors_in(returned)):
-            wait_for_result(returned)
+            wait(returned)
     except Exception as error:
         # No variable of this frame refers to the error: its traceback refers to the frame.
         return Run(recorder.finish(), error=error, recorder=recorder)

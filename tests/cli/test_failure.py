@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mha_inspect.__main__ import main
-from mha_inspect.cli import app, ranks
+from mha_inspect.cli import app
 from mha_inspect.errors import DoesNotFitError, ExitCode, InputError, is_out_of_memory
 
 SLEEPS = """
@@ -49,10 +49,10 @@ def test_ctrl_c_in_a_forward_ends_the_program_without_a_traceback(entry_point, e
 
 
 def test_ctrl_c_before_the_command_line_is_read(monkeypatch):
-    def interrupted(run: object) -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(ranks, "on_every_rank", interrupted)
+    monkeypatch.setattr("mha_inspect.__main__.run", interrupted)
     monkeypatch.setattr(sys, "argv", ["mha-inspect", "--version"])
     assert main() == 130
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
-from functools import partial
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import NamedTuple
 
 from torch import nn
 
@@ -18,7 +17,6 @@ from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
 from ...running.subject import Subject
 from ...text import first_few, plural
-from ..ranks import digests_of, unlike
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments
 from .behaviour import batch, causal, inputs, mixing, window
@@ -78,12 +76,11 @@ def check(
     skip: Sequence[str] = (),
     evidence_only: bool = False,
     tick: Callable[[str], None] = lambda _: None,
-    exchange: Callable[[dict[str, Any]], list[dict[str, Any]]] | None = None,
 ) -> CheckReport:
     """Run a subject repeatedly with one thing changed each time, and report what is wrong with its attention.
 
     Every run is in eval and starts from the same state, which is restored at the end. `evidence_only` allows one run,
-    and so does a module that is spread over ranks. `exchange` returns what each of several ranks gives it.
+    and so does a module that is spread over ranks.
 
     Raises:
         InputError: the module has no attention, or the intent names an argument that the forward lacks.
@@ -101,14 +98,12 @@ def check(
         evidence = evidence_of(runner, runner.subject, intent, once=evidence_only)
         if not evidence.run.attentions:
             results += lone_softmaxes(evidence)
-            if not results and exchange is None:
+            if not results:
                 raise InputError(_no_attention(evidence))
-            why = "no attention found around this softmax" if results else "this rank has no attention"
-            results += [SkippedCheck(name, why) for name in names if name in _CHECKS or exchange is None]
-            names = tuple(name for name in names if name not in _CHECKS and exchange is not None)
+            results += [SkippedCheck(name, "no attention found around this softmax") for name in names]
+            names = ()
         for name in names:
-            entry = _CHECKS.get(name) or Check(partial(_of_all_ranks, results, exchange))
-            found = list(_results(evidence, name, entry))
+            found = list(_results(evidence, name, _CHECKS[name]))
             results += [r for r in found if r.check == name or r.check not in evidence.failed]
             evidence.failed.update(_failed(found))
         facts = tuple(_facts(evidence))
@@ -143,28 +138,6 @@ def _require_declared(intent: Intent, results: Iterable[object]) -> None:
 def _failed(results: Iterable[object]) -> set[str]:
     """Return the names of the checks with a sure finding."""
     return {result.check for result in results if isinstance(result, Finding) and result.sure}
-
-
-def _of_all_ranks(
-    results: Sequence[object], exchange: Callable[[dict[str, Any]], list[dict[str, Any]]] | None, evidence: Evidence
-) -> Iterator[Finding]:
-    """Yield what ranks have unlike each other, and the first finding of each check that failed on other ranks alone.
-
-    Any other rank ends its command here.
-    """
-    if exchange is None:
-        raise NotPossibleError("there is one process; start the command with torchrun", "none here")
-    mine = [asdict(result) for result in results if isinstance(result, Finding)]
-    attends = bool(evidence.run.attentions)
-    every = exchange({"findings": mine, "digests": digests_of(evidence.run, evidence.subject), "attends": attends})
-    if not mine and not any(each["attends"] for each in every):
-        raise InputError(_no_attention(evidence))
-    yield from unlike([each["digests"] for each in every])
-    known = {found["check"] for found in mine}
-    for rank, each in enumerate(every):
-        for found in (Finding(**found) for found in each["findings"] if found["check"] not in known):
-            known.add(found.check)
-            yield replace(found, sentence=f"On rank {rank}: {found.sentence}")
 
 
 def _results(evidence: Evidence, name: str, entry: Check) -> Iterator[Finding | PassedCheck | SkippedCheck]:

@@ -31,7 +31,6 @@ CHECKS = {
     "cache": "one pass, chunks, and one token at a time give the same output",
     "scale": "the scores are scaled as declared",
     "reference": "the output equals the reference's",
-    "ranks": "all ranks have the same inputs, copies of weights and operations",
 }
 """Check name to what is true when the check passes; causes come before their consequences."""
 _KNOWN: dict[str, tuple[Any, ...]] = {
