@@ -27,13 +27,15 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
     single: ProductPath | None = None
 
     def through(op: Op) -> bool:
+        if power_of(graph, op.output, weights) > 1:
+            return True
         # If one weight of each query remains, keys are chosen instead of averaged.
         picks = op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1
         return graph.passes_on(op) or picks or mixes(graph, op, over) or _norms_heads(graph, op, over)
 
     for op, step in graph.forward(weights, through) if weights.shape else ():
         product = graph.products.get(op.index) or graph.products_by_multiplication.get(op.index)
-        if product is not None:
+        if product is not None and power_of(graph, op.output, weights) < 2:
             # Weights that are mixed by head, or multiplied out along other axes, are weights if they are summed over
             # the keys.
             changed = any(graph.is_projection(passed) or _is_outer(passed) for passed in step.path)
@@ -46,6 +48,25 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
             wider = op.output.numel > step.tensor.numel and graph.comes_from_inputs(values)
             single = ProductPath(Product(op, op, *op.inputs), step.path, step.tensor) if wider else None
     return single
+
+
+def power_of(graph: Graph, tensor: TensorRef, weights: TensorRef) -> int:
+    """Return how many times the weights are multiplied in `(weights @ weights) @ values`; 0 for anything else.
+
+    Both factors are the weights, or products of them: `batch heads query key` with as many keys as queries.
+    """
+    source = graph.before_moves(tensor)
+    if source.id == graph.before_moves(weights).id:
+        return 1
+    op = graph.recording.producer(source)
+    product = None if op is None else graph.products.get(op.index)
+    if product is None:
+        return 0
+    left = power_of(graph, product.left, weights)
+    if not left or graph.before_moves(product.left).id == graph.before_moves(product.right).id:
+        return 2 * left
+    right = power_of(graph, product.right, weights)
+    return left + right if right else 0
 
 
 def is_made_of_weights(graph: Graph, values: TensorRef, softmax: Softmax, scored: Product) -> bool:

@@ -8,6 +8,7 @@ from ..graph.dataflow import Graph, made_of
 from ..graph.gates import gates_of
 from ..graph.products import Joint
 from ..graph.projections import reduction_of
+from ..graph.values import power_of
 from ..record.ops import Op, TensorRef
 from ..reports.trace import Cache, Memory
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
@@ -75,6 +76,9 @@ class StageFacts:
         if attention.divided is not None:
             return f"exp({scores}) · v_heads / Σ exp({scores})"
         weights = "dropout(weights)" if self.drops() else "weights"
+        powers = [power_of(self._graph, op.output, stages["weights"]) for op in attention.weights_path]
+        if max(powers, default=0) > 1:
+            weights = f"({' · '.join([weights] * max(powers))})"
         weights = f"mix({weights})" if attention.mixed_weights else weights
         others = dict.fromkeys(op.base_name.rstrip("_") for op in attention.weights_path if self._changes(op))
         return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
