@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +16,11 @@ from ..errors import InputError
 from ..layers.catalog import evaluate, find_layer
 from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.content import stats_of, values_of
-from ..measure.weights import weights_of
 from ..naming.parameter_words import ParameterRole, roles_of
 from ..naming.score_formulas import unlike_dot
 from ..record.ranks import Piece, local, parameters_of, piece_of
 from ..record.rounding import same_bits
-from ..reports.params import HeadCountColumn, HeadNorms, HeadSlice, Parameter, ParametersTotal, ParamsReport
+from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport
 from ..reports.trace import Rank
 from ..running.subject import Run, Subject
 from ..text import first_few, listed, span, spans
@@ -46,7 +44,6 @@ def params(
     show: Show | None = None,
     *,
     per_head: bool = False,
-    norms: bool = False,
     beside: Sequence[Subject] = (),
     called: bool = True,
     cut: Mapping[str, Tensor] | None = None,
@@ -88,7 +85,6 @@ def params(
         side_by_side=columns,
         changes=changes,
         notes=(*notes, *show.without_numbers(environment.device)),
-        head_norms=(_head_norms(module, run) if run else ()) if norms else None,
         ranks=ranks,
     )
 
@@ -241,18 +237,3 @@ def _unchanged(columns: Sequence[HeadCountColumn], parameters: Mapping[str, Tens
         f"With {listed(heads)} heads, all {len(parameters)} parameters have the same shapes{values}. "
         f"Only the rows and columns of each head change: head_dim {listed(widths)}."
     )
-
-
-def _head_norms(module: nn.Module, run: Run) -> tuple[HeadNorms, ...]:
-    """Return the norm of each head's part of W_q, W_k, W_v and W_o, in float64, attention by attention."""
-    norms = []
-    for weights in weights_of(run, module):
-        matrices = {part: weights.projections[part] for part in ("W_q", "W_k", "W_v", "W_o") if part in weights.shapes}
-        # The innermost module that contains all of these parameters.
-        names = (name.split(".")[:-1] for projection in matrices.values() for name in projection.parameters)
-        common = takewhile(lambda parts: len(set(parts)) == 1, zip(*names, strict=False))
-        owner = ".".join(parts[0] for parts in common)
-        for part, projection in matrices.items():
-            heads = projection.read(lambda name: local(module.get_parameter(name))).double().flatten(1)
-            norms.append(HeadNorms(owner, part, tuple(heads.norm(dim=1).tolist())))
-    return tuple(dict.fromkeys(norms))  # a module that is called twice has its weights once

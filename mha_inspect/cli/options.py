@@ -203,8 +203,7 @@ class Options:
     )
     export: Path | None = file(
         OUTPUT,
-        "Also write the report to a .txt, .json or .html file; .png and .svg take pictures, which trace, params and "
-        "compare-heads draw.",
+        "Also write the report to a .txt, .json or .html file; a .png takes the pictures of trace and compare-heads.",
         "-o --export",
     )
     color: str = option(OUTPUT, "Whether tables are in colour.", "auto", known=COLORS, is_eager=True, callback=_paint)

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from ..errors import ExitCode, ExportError, MhaInspectError, SpecError
 from ..files.memory import require_loadable
-from ..render.export import IMAGES, Destination
+from ..render.export import Destination
 from ..render.screen import columns, in_color, is_terminal, lines
 from ..text import shown
 from .options import Options, require_numbers
@@ -52,9 +52,9 @@ class Drawn:
         return "".join("\n" + draw(picture, width=width, depth=depth) for picture in self.pictures)
 
 
-def require_drawable(options: Options, *, in_json: bool = False) -> None:
-    """Raise `MhaInspectError` if there are no numbers to draw, or the format has no pictures (JSON: `in_json`)."""
-    if options.json and options.ending not in (".png", ".svg", ".html") and not in_json:
+def require_drawable(options: Options) -> None:
+    """Raise `MhaInspectError` if there are no numbers to draw, or the format has no pictures."""
+    if options.json and options.ending not in (".png", ".html"):
         raise SpecError("--picture draws, but --json has no pictures. Drop one of the two, or add --export FILE.png.")
     require_numbers(options.device, "draw")
 
@@ -70,7 +70,7 @@ def prepare(options: Options, *, draws: bool | None = None, computes: bool = Tru
     if options.export is None or not answers():
         return None
     export = Destination.of(options.export)
-    if export.format in IMAGES:
+    if export.format == "png":
         if not draws:
             way = "Use" if draws is None else "Add --picture, or use"
             raise ExportError(f"{shown(export.asked)} is a picture, but none is drawn. {way} .html, .txt or .json.")
@@ -116,10 +116,10 @@ def _exported(report: Report, format: Any, drawn: Drawn | None) -> str | bytes:
 
     if drawn is None or format == "json":
         return to_text(report, format)
-    if format in IMAGES:
-        from ..pictures.plot import to_file
+    if format == "png":
+        from ..pictures.plot import to_png
 
-        return to_file(drawn.pictures, format)
+        return to_png(drawn.pictures)
     text = to_text(report, format)
     if drawn.viewed is not None:
         from ..pictures.viewer import with_viewer

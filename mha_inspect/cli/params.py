@@ -15,7 +15,7 @@ from ..text import shown
 from . import subject
 from .app import command
 from .options import TARGET, Options, option, require_ranks, size
-from .output import Drawn, give, prepare, require_drawable
+from .output import give, prepare
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
@@ -36,9 +36,6 @@ def params(
     options: Options,
     target: str | None = TARGET,
     per_head: bool = option(PANEL, "Show the rows and columns of each head, found by one run.", False),
-    picture: bool = option(
-        PANEL, "Draw the norm of each head's part of W_q, W_k, W_v and W_o.", False, allow_from_autoenv=False
-    ),
     like: str | None = option(
         PANEL,
         "Compare a checkpoint with this TARGET, built without memory: mismatches, and the purpose of each tensor.",
@@ -57,7 +54,7 @@ def params(
 
     TARGET may also be a checkpoint: a .safetensors, .pt, .pth or .bin file, an index of shards, or a folder of a model.
     Nothing is run, and only its headers are read: names and shapes show the purpose of each tensor. --like compares
-    it with a module, which is run without memory; --stats, --values and --picture read the tensors.
+    it with a module, which is run without memory; --stats and --values read the tensors.
     """
     is_file = target is not None and is_checkpoint(target)
     heads = () if is_file else subject.head_counts(options)
@@ -78,25 +75,18 @@ def params(
             raise SpecError(
                 f"{dashed(name)} sets the inputs, and the parameters of a layer do not depend on them. Drop it."
             )
-    require_ranks(ranks, picture=picture, per_head=per_head)
+    require_ranks(ranks, per_head=per_head)
     if ranks is not None and (is_file or len(heads) > 1):
         raise SpecError(f"--ranks {ranks} needs one module to cut. Give a layer or a TARGET, and one --num-heads.")
-    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head, "norms": picture}
-    if picture:
-        require_drawable(options, in_json=True)
-    reads = picture or options.stats or options.values
-    export = prepare(options, draws=picture, computes=not is_file or reads or like is not None)
+    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head}
+    reads = options.stats or options.values
+    export = prepare(options, computes=not is_file or reads or like is not None)
     if is_file:
         asked |= {"show": asked["show"] if options.stats or options.values else None}
         report = _of_checkpoint(str(target), options, like, asked)
     else:
         report = _of_module(target, options, heads, asked, ranks)
-    drawn = None
-    if report.head_norms is not None:
-        from ..pictures.stages import norms_picture
-
-        drawn = Drawn((norms_picture(report.head_norms),))
-    give(report, options, export, drawn)
+    give(report, options, export)
     return ExitCode.OK
 
 

@@ -1,4 +1,4 @@
-"""Make the picture of a stage with a panel for each head, of parameter norms, and of several numbers of heads."""
+"""Make the picture of a stage with a panel for each head, and of several numbers of heads."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from einops import rearrange
 
 from ..errors import SpecError
 from ..naming.pattern import CANONICAL_AXES
-from ..reports.params import HeadNorms
 from ..text import plural
 from .grid import Floats, Picture, PictureAxis
 
@@ -165,36 +164,6 @@ def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tenso
     if free is not None and free.shape == scores.shape:
         masked &= free[place].detach() >= -_FAR
     return masked & (contents[stage][batch_row].detach() == 0) if stage == "weights" else masked
-
-
-def norms_picture(norms: Sequence[HeadNorms]) -> Picture:
-    """Return the norms of each head's part of W_q, W_k, W_v and W_o: one panel per attention, one column per head.
-
-    Each norm is divided by the mean of its matrix, because one matrix may be far smaller than another. A dead head is
-    0, and twins are equal in every row. A key/value head is repeated for each of its query heads. Raise `SpecError`
-    without norms.
-    """
-    if not norms:
-        raise SpecError("there is nothing to draw: no parameter could be matched to heads.")
-    parts = list(dict.fromkeys(matrix.part for matrix in norms))
-    owners = list(dict.fromkeys(matrix.owner for matrix in norms))
-    heads = {owner: max(len(matrix.norms) for matrix in norms if matrix.owner == owner) for owner in owners}
-    values = np.full((len(owners), len(parts), max(heads.values())), -np.inf, np.float32)
-    by_part: dict[str, list[float]] = {part: [] for part in parts}
-    for matrix in norms:
-        relative = np.array(matrix.norms) / (np.mean(matrix.norms) or 1.0)
-        shared = np.repeat(relative, heads[matrix.owner] // max(len(matrix.norms), 1))
-        values[owners.index(matrix.owner), parts.index(matrix.part), : len(shared)] = shared
-        by_part[matrix.part] += matrix.norms
-    ranges = ", ".join(f"{part} {min(numbers):.4g} to {max(numbers):.4g}" for part, numbers in by_part.items())
-    return Picture(
-        "norm of each head's part, divided by the mean of its matrix",
-        tuple(owner or "the layer itself" for owner in owners),
-        values,
-        PictureAxis("part", tuple(parts)),
-        PictureAxis("head"),
-        notes=(f"Norms: {ranges}.",),
-    )
 
 
 def averaged(attended: Attended) -> Picture:

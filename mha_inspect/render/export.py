@@ -13,11 +13,8 @@ from typing import Literal
 from ..errors import ExportError
 from ..text import printable
 
-ExportFormat = Literal["plain", "json", "html", "png", "svg"]
-FORMAT_OF_SUFFIX: dict[str, ExportFormat]
-FORMAT_OF_SUFFIX = {".txt": "plain", ".json": "json", ".html": "html", ".png": "png", ".svg": "svg"}
-IMAGES = ("png", "svg")
-"""Picture formats: a report cannot be written in them."""
+ExportFormat = Literal["plain", "json", "html", "png"]
+FORMAT_OF_SUFFIX: dict[str, ExportFormat] = {".txt": "plain", ".json": "json", ".html": "html", ".png": "png"}
 
 
 @dataclass(frozen=True)
@@ -125,6 +122,6 @@ def _name(path: Path) -> str:
 def save(path: Path, text: Callable[[str], str]) -> None:
     """Write a report to a file, whose text in a format is given. Raises `ExportError` where that cannot be done."""
     target = Destination.of(path)
-    if target.format in IMAGES:
+    if target.format == "png":
         raise ExportError(f"{path} is a picture. Draw one with .plot() of a stage, and save its figure.")
     target.write(text(target.format))

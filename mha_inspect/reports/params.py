@@ -45,18 +45,6 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class HeadNorms:
-    """The norm of each head's part of one matrix."""
-
-    owner: str
-    """Path of the module with the attention's matrices; empty for the module itself."""
-    part: str
-    """`W_q`, `W_k`, `W_v` or `W_o`."""
-    norms: tuple[float, ...]
-    """Norm of the rows or columns of each head, in order; fewer if query heads share keys and values."""
-
-
-@dataclass(frozen=True)
 class ParametersTotal:
     """The total number of parameters, and the formula for it."""
 
@@ -148,8 +136,6 @@ class ParamsReport(Report):
     """One sentence on what differs between the head counts; empty for one head count."""
     notes: tuple[str, ...] = ()
     """Sentences on why roles are missing."""
-    head_norms: tuple[HeadNorms, ...] | None = None
-    """The norm of each head's part of each matrix; None if not requested."""
     stored_attentions: tuple[StoredAttention, ...] | None = None
     """The attentions in a checkpoint; None for a module."""
     like: LikeModule | None = None

@@ -37,7 +37,7 @@ def files(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize(
     ("name", "format"),
-    [("a.txt", "plain"), ("a.json", "json"), ("a.svg", "svg"), ("a.html", "html"), ("a.b.JSON", "json")],
+    [("a.txt", "plain"), ("a.json", "json"), ("a.png", "png"), ("a.html", "html"), ("a.b.JSON", "json")],
 )
 def test_the_ending_says_the_format(tmp_path, name, format):
     assert Destination.of(tmp_path / name).format == format

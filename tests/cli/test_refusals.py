@@ -169,7 +169,7 @@ LINES: list[tuple[str, ...]] = [
         )
     ),
     ("trace --export absent/a.txt", "the folder ", "absent does not exist"),
-    ("trace --export a.pdf", ".txt, .json, .html, .png, .svg"),
+    ("trace --export a.pdf", ".txt, .json, .html, .png"),
     ("layers -o a.png", "a.png is a picture, but none is drawn. Use .html, .txt or .json."),
     # targets
     *((f"{c} --set d=1", "--set d=1 needs a TARGET") for c in ("trace", "params", "compare-heads", "diff")),

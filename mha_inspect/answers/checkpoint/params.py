@@ -1,4 +1,4 @@
-"""List the tensors of a checkpoint from its headers: their roles, and on request their numbers and head norms.
+"""List the tensors of a checkpoint from its headers: their roles, and on request their numbers.
 
 Headers are read without torch. Functions that read numbers import it themselves.
 """
@@ -16,15 +16,7 @@ from ...files.attentions import Role, find_attentions, fitting_counts
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
 from ...reports.common import Environment, LayerInfo
-from ...reports.params import (
-    HeadNorms,
-    LikeModule,
-    Parameter,
-    ParametersTotal,
-    ParamsReport,
-    StoredAttention,
-    StoredName,
-)
+from ...reports.params import LikeModule, Parameter, ParametersTotal, ParamsReport, StoredAttention, StoredName
 from ...text import first_few, first_line, listed, plural, shown, spans
 from .transposed import Transposed, find_transposed
 
@@ -57,14 +49,12 @@ def params_of_checkpoint(
     num_heads: int | None = None,
     per_head: bool = False,
     show: Show | None = None,
-    norms: bool = False,
     like: Subject | nn.Module | None = None,
 ) -> ParamsReport:
-    """Return the tensors of a checkpoint. Numbers are read only for `show` and `norms`, one tensor at a time.
+    """Return the tensors of a checkpoint. Numbers are read only for `show`, one tensor at a time.
 
-    The path is of a file, an index of shards, or a folder. `per_head` shows each head's rows and columns, and `norms`
-    measures how large each head's part of each matrix is. `like` is a module to compare with; a subject is also run,
-    to find the roles of tensors.
+    The path is of a file, an index of shards, or a folder. `per_head` shows each head's rows and columns. `like` is
+    a module to compare with; a subject is also run, to find the roles of tensors.
 
     Raises:
         InputError: there are no tensors, a file is damaged, or it has no name in common with `like`.
@@ -77,13 +67,10 @@ def params_of_checkpoint(
     notes = [*checkpoint.notes, *known.notes]
     whole = sum(tensor.numel for tensor in tensors.values())
     dtypes = Counter(tensor.dtype for tensor in tensors.values())
-    sizes: list[HeadNorms] = []
-    if norms or (show is not None and show.stats):
+    if show is not None and show.stats:
         for stored in known.attentions:
             of_stored = {name: known.roles[name] for name in stored.parameters if name in known.roles}
-            of_attention, unusual = _norms_of(stored.module, numbers_of(of_stored, tensors))
-            sizes += of_attention
-            notes += unusual
+            notes += _unusual_heads(stored.module, numbers_of(of_stored, tensors))
     shown_config = {name: checkpoint.config.get(name) for name in _SHOWN}
     return ParamsReport(
         environment=Environment(torch="", device="", dtype=dtypes.most_common(1)[0][0], seed=None),
@@ -91,7 +78,6 @@ def params_of_checkpoint(
         parameters=tuple(_parameter(name, tensor, known, whole, per_head, show) for name, tensor in tensors.items()),
         total=ParametersTotal(whole, sum(tensor.nbytes for tensor in tensors.values()), "", None),
         notes=tuple(notes),
-        head_norms=tuple(sizes) if norms else None,
         stored_attentions=known.attentions,
         like=known.like,
     )
@@ -192,15 +178,11 @@ def numbers_of(roles: Mapping[str, Role], tensors: Mapping[str, StoredTensor]) -
     return {part: torch.stack(heads) for part, heads in whole.items() if len({head.shape for head in heads}) == 1}
 
 
-def _norms_of(module: str, numbers: Mapping[str, Tensor]) -> tuple[list[HeadNorms], list[str]]:
-    """Return the norms of an attention's heads, and a sentence for each unusual finding."""
-    norms: list[HeadNorms] = []
-    notes: list[str] = []
+def _unusual_heads(module: str, numbers: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a sentence for each unusual finding in the matrices of an attention."""
     for part, matrix in sorted(numbers.items(), key=lambda item: "qkvo".find(item[0][-1])):
         if part.startswith("W"):
-            norms.append(HeadNorms(module, part, tuple(matrix.double().flatten(1).norm(dim=1).tolist())))
-            notes += _unusual(matrix.flatten(1), f"{part} of {shown(module) or 'the file'}")
-    return norms, notes
+            yield from _unusual(matrix.flatten(1), f"{part} of {shown(module) or 'the file'}")
 
 
 def _unusual(heads: Tensor, called: str) -> Iterator[str]:

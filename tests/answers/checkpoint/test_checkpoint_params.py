@@ -267,9 +267,12 @@ def test_roles_from_the_run_of_a_module(tmp_path):
     ]
     (attention,) = report.stored_attentions
     assert (attention.num_heads, attention.fits) == (3, (1, 2, 3, 4, 6, 12))
-    norms = params_of_checkpoint(path, like=Subject(model, (torch.zeros(2, 5, 12),), {}), norms=True).head_norms
-    rows = model.first.weight.detach().double().unflatten(0, (3, 3, 4))
-    assert {own.part: own.norms for own in norms}["W_k"] == pytest.approx(rows[:, 1].flatten(1).norm(dim=1).tolist())
+    with torch.no_grad():
+        model.first.weight.unflatten(0, (3, 3, 4))[2, 1] = 0
+    saved(path, model.state_dict())
+    subject = Subject(model, (torch.zeros(2, 5, 12),), {})
+    zeroed = params_of_checkpoint(path, like=subject, show=Show(stats=True))
+    assert "W_k of the file: head 2 is all zero." in zeroed.notes
 
 
 def test_a_file_against_a_model_on_the_command_line(invoke, tmp_path):
@@ -309,15 +312,13 @@ def test_what_a_checkpoint_is_no_answer_to(invoke, tmp_path, line, said):
     assert err.count("\n") == 1
 
 
-def test_norms_of_heads_are_those_of_the_numbers(tmp_path):
+def test_heads_of_unusual_numbers_are_named(tmp_path):
     q, k, v = (torch.randn(30, 13) for _ in range(3))
     q[5:10] = 0
     k[5:10] = k[15:20]
     v[29, 12] = float("nan")
     named = {f"a.{n}_proj.weight": own for n, own in zip("qkv", (q, k, v), strict=True)}
-    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=6, norms=True)
-    by_part = {norms.part: norms.norms for norms in report.head_norms}
-    assert by_part["W_k"] == pytest.approx(k.double().unflatten(0, (6, 5)).flatten(1).norm(dim=1).tolist())
+    report = params_of_checkpoint(saved(tmp_path / "x.safetensors", named), num_heads=6, show=Show(stats=True))
     assert report.notes[-3:] == (
         "W_q of a: head 1 is all zero.",
         "W_k of a: heads 1, 3 are identical.",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import mha_inspect
 from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
 from mha_inspect.answers.checkpoint.params import params_of_checkpoint
+from mha_inspect.layers.spec import Show
 from mha_inspect.running.subject import Subject
 
 from ...fuzz.files import saved
@@ -120,16 +121,18 @@ def test_a_file_of_conv1d_for_a_module_of_linear(tmp_path):
     assert slices["W_o", 1] == ((6, 12), (0, 24))
 
 
-def test_norms_of_heads_are_those_of_the_transposed_matrix(tmp_path):
+def test_a_head_of_zeros_is_found_in_a_transposed_matrix(tmp_path):
     model = Model(layers=1)
+    with torch.no_grad():
+        model.h[0].attn.c_attn.weight.unflatten(0, (3, 4, 6))[1, 2] = 0
+        model.h[0].attn.c_proj.weight.unflatten(1, (4, 6))[:, 3] = 0
     path = saved(tmp_path / "x.safetensors", with_transposed(model.state_dict(), r"^h\."))
     subject = Subject(model, (torch.zeros(2, 5, 24),), {})
-    norms = {each.part: each.norms for each in params_of_checkpoint(path, like=subject, norms=True).head_norms}
-    attention = model.h[0].attn
-    rows = attention.c_attn.weight.detach().double().unflatten(0, (3, 4, 6))
-    assert norms["W_k"] == pytest.approx(rows[1].flatten(1).norm(dim=1).tolist())
-    columns = attention.c_proj.weight.detach().double().T.unflatten(0, (4, 6))
-    assert norms["W_o"] == pytest.approx(columns.flatten(1).norm(dim=1).tolist())
+    notes = params_of_checkpoint(path, like=subject, show=Show(stats=True)).notes
+    assert [note for note in notes if "zero" in note] == [
+        "W_k of h.0.attn: head 2 is all zero.",
+        "W_o of h.0.attn: head 3 is all zero.",
+    ]
 
 
 @pytest.mark.parametrize("run", [True, False])
