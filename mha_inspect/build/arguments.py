@@ -40,8 +40,6 @@ _DIGITS = 20
 _EXAMPLES = {int: ("a whole number", "8"), float: ("a number", "0.1"), bool: ("true or false", "true")}
 _LARGEST = 2**40
 _SHAPE = re.compile(r"(?:(?P<name>[^=:\s]+)=)?(?P<sizes>\d+(?:x\d+)*)(?::(?P<dtype>[\w.]+))?")
-_CONFIGS = ("config", "cfg", "conf", "args", "params", "opt", "options", "configuration", "arguments")
-"""Endings of names of configs and of their classes."""
 _SIZES = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "seq_len")
 _TENSORS = ("query", "key", "value", "hidden", "mask")
 _MOST_PARAMETERS = 100_000
@@ -158,38 +156,6 @@ class Arguments:
     """The flags that gave an argument."""
 
 
-class MissingSettingError(AttributeError, KeyError):
-    """A config was asked for a setting that was not given."""
-
-    def __init__(self, path: str, config: FlagConfig, setting: str) -> None:
-        super().__init__(path)
-        self.path, self.config, self.setting = path, config, setting
-
-
-class FlagConfig(dict[str, Any]):
-    """A config for a class that does not say its type: its values come from --set and from flags.
-
-    `config.n_embd` and `config["n_embd"]` both return --embed-dim. `bound` records the flags it used.
-    """
-
-    def __init__(self, name: str, settings: Mapping[str, Any], flags: Flags, bound: Arguments) -> None:
-        super().__init__(settings)
-        self._name, self._flags, self._bound = name, flags, bound
-
-    def __missing__(self, name: str) -> Any:
-        flag = None if name.startswith("__") else flag_of(name)
-        value = None if flag is None else self._flags.value(flag)
-        if flag is None or value is None:
-            raise MissingSettingError(f"{self._name}.{name}", self, name)
-        self._bound.origins[f"{self._name}.{name}"] = dashed(flag)
-        self._bound.used.add(flag)
-        self[name] = value
-        return value
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
 def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     """Return the parameters of a class or a function, with annotations resolved as far as possible."""
     try:
@@ -209,12 +175,8 @@ def bind(
     flags: Flags,
     namespace: Mapping[str, Any],
     name: str,
-    *,
-    guess: bool = True,
 ) -> Arguments:
     """Return the arguments for a call of `function`.
-
-    With `guess`, a config of unknown type gets the config class of the target's file, if there is exactly one.
 
     Raises `SpecError` if a value is invalid, or a required one is missing.
     """
@@ -232,7 +194,7 @@ def bind(
     _pass_flags(plain, bound, flags)
     for key, parameter in plain.items():
         if key not in bound.values:
-            _pass_config(parameter, _config_class(parameter, namespace, guess=guess), bound, flags, namespace)
+            _pass_config(parameter, bound, flags, namespace)
     for key in [key for key in bound.left if open_ended and key.isidentifier()]:
         bound.values[key] = convert(key, bound.left.pop(key), Any, Parameter.empty, namespace, flag)
     missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
@@ -246,7 +208,8 @@ def bind(
         unknown = f" {flag} {left[0]} is not one of its arguments ({', '.join(bound.names)})." if left else ""
         raise SpecError(
             f"{name} needs {', '.join(missing)}, and mha-inspect has no option for it.{unknown} "
-            f"Give {' '.join(f'{flag} {argument}=VALUE' for argument in missing)}."
+            f"Give {' '.join(f'{flag} {argument}=VALUE' for argument in missing)}, "
+            "or name a function that returns the module."
         )
     return bound
 
@@ -268,49 +231,26 @@ def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) 
             bound.values[key], bound.origins[key] = value, origin
 
 
-def _pass_config(
-    parameter: Parameter, kind: type | None, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]
-) -> None:
-    """Pass a required config: of its class, or made of --set and flags if its class is unknown."""
-    name = parameter.name
-    dotted = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
-    settings = {key: text for key, text in bound.left.items() if "." not in key} | dotted
-    is_needed, left = parameter.default is Parameter.empty, dict[str, str]()
-    if kind is not None and (is_needed or dotted):
-        inner = bind(kind, settings, flags, namespace, kind.__name__)
-        left = inner.left
-        unknown = next((key for key in dotted if key in left), None)
-        if unknown is not None:
-            names = [f"{name}.{n}" for n in inner.names]
-            raise SpecError(unknown_setting(f"{name}.{unknown}", names, name, flags.setting))
-        bound.values[name] = kind(**inner.values)
-        bound.names += [f"{name}.{n}" for n in inner.names]
-        bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
-        bound.used |= inner.used
-    elif kind is None and is_needed and name.casefold().endswith(_CONFIGS):
-        typed = settings.items()
-        given = {key: convert(key, text, Any, Parameter.empty, namespace, flags.setting) for key, text in typed}
-        bound.values[name] = FlagConfig(name, given, flags, bound)
-    else:
+def _pass_config(parameter: Parameter, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]) -> None:
+    """Pass a dataclass that the signature names, made of --set and flags; an optional one if --set names a field."""
+    name, kind = parameter.name, parameter.annotation
+    if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         return
-    passed = {*settings} - {*left}
+    dotted = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
+    if parameter.default is not Parameter.empty and not dotted:
+        return
+    settings = {key: text for key, text in bound.left.items() if "." not in key} | dotted
+    inner = bind(kind, settings, flags, namespace, kind.__name__)
+    unknown = next((key for key in dotted if key in inner.left), None)
+    if unknown is not None:
+        names = [f"{name}.{n}" for n in inner.names]
+        raise SpecError(unknown_setting(f"{name}.{unknown}", names, name, flags.setting))
+    bound.values[name] = kind(**inner.values)
+    bound.names += [f"{name}.{n}" for n in inner.names]
+    bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
+    bound.used |= inner.used
+    passed = {*settings} - {*inner.left}
     bound.left = {key: text for key, text in bound.left.items() if key.removeprefix(f"{name}.") not in passed}
-
-
-def _config_class(parameter: Parameter, namespace: Mapping[str, Any], *, guess: bool) -> type | None:
-    """Return the class of a config: annotated, or the only one in the target's file. None if unknown."""
-
-    def named(kind: type) -> bool:
-        return kind.__name__.casefold().endswith(_CONFIGS)
-
-    kind = parameter.annotation
-    if isinstance(kind, type) and kind is not Parameter.empty and kind.__module__ != "builtins":
-        return kind if dataclasses.is_dataclass(kind) or named(kind) else None
-    if kind is not Parameter.empty or not parameter.name.casefold().endswith(_CONFIGS) or not guess:
-        return None
-    classes = [value for value in namespace.values() if isinstance(value, type) and named(value)]
-    classes = [value for value in classes if value.__module__ == namespace.get("__name__")]
-    return classes[0] if len(classes) == 1 else None
 
 
 def settings_of_forward(

@@ -6,7 +6,7 @@ Loading one runs its code.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, is_dataclass, replace
 from inspect import Parameter
@@ -15,20 +15,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import DeviceError, DoesNotFitError, InputError, MhaInspectError, SpecError, is_out_of_memory
+from ..errors import DeviceError, DoesNotFitError, InputError, SpecError, is_out_of_memory
 from ..layers.catalog import LayerKind
 from ..record.arguments import cast_module, cast_tensors
 from ..running.subject import seed_everything
 from ..text import a_kind, shown
-from .arguments import (
-    Arguments,
-    FlagConfig,
-    MissingSettingError,
-    bind,
-    of_bounded_number,
-    settings_of_forward,
-    signature_of,
-)
+from .arguments import Arguments, bind, of_bounded_number, settings_of_forward, signature_of
 from .hugging_face import build_model
 from .importing import in_one_line, load_object
 from .vocabulary import Flags, dashed
@@ -38,8 +30,6 @@ _OF_CONSTRUCTION = frozenset(
     | {"dropout", "rope"}
 )
 """Flags that only a constructor can take."""
-_MOST_MISSING = 20
-"""Settings that a config lacks and that one message names."""
 _WANTED = "a torch.nn.Module. A target is a class of modules, a function that returns one, or a module."
 
 
@@ -124,14 +114,7 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
         raise InputError(f"{shown(text)} is {what}, not {_WANTED}")
     name = getattr(named, "__name__", text.rpartition(":")[2])
     bound = bind(named, settings, spec.flags, namespace, name)
-    try:
-        module = _build(named, bound, name, spec)
-    except InputError as error:
-        try:  # the guessed config class may be wrong: it may expect a dictionary
-            bound = bind(named, settings, spec.flags, namespace, name, guess=False)
-            module = _build(named, bound, name, spec)
-        except MhaInspectError:
-            raise error from None
+    module = _build(named, bound, name, spec)
     call = None
     if isinstance(module, tuple) and module and isinstance(module[0], nn.Module):
         module, *returned = module
@@ -163,7 +146,7 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
 
 
 def _is_config(value: Any, name: str, bound: Arguments) -> bool:
-    is_built = isinstance(value, FlagConfig) or any(n.startswith(f"{name}.") for n in bound.names)
+    is_built = any(n.startswith(f"{name}.") for n in bound.names)
     return is_built or (is_dataclass(value) and not isinstance(value, type))
 
 
@@ -193,35 +176,10 @@ def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: Targ
         with of_bounded_number(shown(called)), torch.device("meta") if spec.device == "meta" else nullcontext():
             seed_everything(spec.seed)  # again, because the import may have drawn numbers
             return function(**bound.values)
-    except MissingSettingError as error:
-        paths = list(_missing_settings(function, bound, error))
-        them = "it" if len(paths) == 1 else "them"
-        raise SpecError(
-            f"{name} reads {', '.join(paths)}, and mha-inspect has no option for {them}. "
-            f"Give {' '.join(f'{spec.flags.setting} {path}=VALUE' for path in paths)}."
-        ) from None
     except Exception as error:
         if isinstance(error, DoesNotFitError) or is_out_of_memory(error):
             raise
         raise InputError(f"{called} cannot be built: {in_one_line(error)}") from None
-
-
-def _missing_settings(function: Callable[..., Any], bound: Arguments, error: MissingSettingError) -> Iterator[str]:
-    """Yield each setting that the constructor reads from a config and that was not given.
-
-    The constructor is called again with 2 for the settings so far, until it returns or fails for another reason.
-    """
-    for _ in range(_MOST_MISSING):
-        yield error.path
-        error.config[error.setting] = 2
-        try:
-            with of_bounded_number(""), torch.device("meta"):
-                function(**bound.values)
-            return
-        except MissingSettingError as another:
-            error = another
-        except (Exception, SystemExit):  # 2 is no value for one of the settings
-            return
 
 
 def _plain(value: Any) -> Any:

@@ -12,9 +12,9 @@ print("styles is being imported")
 
 
 class Configured(nn.Module):
-    """Takes a config without saying of what type; causal by a buffer."""
+    """Names the dataclass of its config; causal by a buffer."""
 
-    def __init__(self, config):
+    def __init__(self, config: GPTConfig):
         super().__init__()
         assert config.n_embd % config.n_head == 0
         self.heads = config.n_head
