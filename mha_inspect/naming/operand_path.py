@@ -199,6 +199,9 @@ def cache_of(
             past = sum(t.shape[place] for t in earlier)
             if past and new and past + new >= keys > new and all(_is_earlier(path, tensor) for tensor in earlier):
                 return Cache(keys - new, new, 0, "concatenated"), {op.index}
+            beside = _cache_beside(path, earlier, place)
+            if beside and past + new == keys:
+                return Cache(beside, keys - beside, 0, "concatenated"), {op.index}
         elif op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached:
             written = op
     if written is None:
@@ -219,6 +222,17 @@ def cache_of(
         return None
     ops = {written.index, *(op.index for op in ends)}
     return Cache(past, new, keys - last, "paged" if ends else "in place"), ops
+
+
+def _cache_beside(path: OperandPath, others: list[TensorRef], place: int) -> int:
+    """Return the number of keys that came in, where further keys of this call are joined too; 0 without such keys.
+
+    Example: `cat([past, of_global_tokens, new])`, where the keys of global tokens are projected in each call.
+    """
+    given = [tensor for tensor in others if path.graph.before_moves(tensor).id in path.graph.recording.input_ids]
+    further = [tensor for tensor in others if tensor not in given]
+    is_of_call = all(tensor.id in path.graph.learned for tensor in further)
+    return sum(tensor.shape[place] for tensor in given) if given and further and is_of_call else 0
 
 
 def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:

@@ -279,9 +279,19 @@ class StageFacts:
         text = ", ".join(("merge" if stage == "concat" else "split", *computed)) if brief else text
         cache = steps.cache
         if cache is not None and self._cache_before(source) is None:
+            text += self._further_keys(stage, source, cache)
             past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
             text = f"{past}{f'({text})' if ', ' in text else text} ({cache.new}){empty if cache.empty else ''}"
         return text + self._repeated(stage, brief=brief)
+
+    def _further_keys(self, stage: str, source: str, cache: Cache) -> str:
+        """Return how many keys of this call are not of the projection, e.g. those of global tokens; empty for none."""
+        dims = dims_of(self._axes[source])
+        own = self._attention.stages[source].shape[dims.index(["key"])] if ["key"] in dims else cache.new
+        if own >= cache.new:
+            return ""
+        more = cache.new - own
+        return f", plus {more} further {'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
 
     def _grown(self, source: str, stage: str, *, brief: bool) -> str:
         """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""

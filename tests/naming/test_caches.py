@@ -258,6 +258,37 @@ class BesideGlobalTokens(Projections):
         return self.cached(self.of_tokens(x, self.constant), past)
 
 
+class PastAndGlobal(Projections):
+    """The past, two global tokens that are projected in each call, and the new tokens, in one concatenation."""
+
+    def further(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.sides(self.constant[:, :2].expand(len(x), -1, -1))[1:]
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> Tensor:
+        q, *own = self.sides(x)
+        sides = zip(past, self.further(x), own, strict=True)
+        return self.attend(q, *(torch.cat(side, dim=2) for side in sides))
+
+
+class PastAndLearned(PastAndGlobal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.learned = nn.Parameter(torch.randn(2, 1, H, 2, D))
+
+    def further(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(side.expand(len(x), -1, -1, -1) for side in self.learned)
+
+
+@pytest.mark.parametrize("new", [1, N])
+@pytest.mark.parametrize("kind", [PastAndGlobal, PastAndLearned])
+def test_a_cache_is_found_beside_further_keys_of_the_call(kind: Any, new: int) -> None:
+    torch.manual_seed(0)
+    (attention,) = mha_inspect.trace(kind().eval(), torch.randn(B, new, E), given_past()).attentions
+    assert attention.cache == Cache(PAST, new + 2, 0, "concatenated")
+    formulas = {stage.name: stage.formula for stage in attention.stages}
+    assert formulas["k_heads"] == f"cache ({PAST}) + (k_proj in heads, plus 2 further keys) ({new + 2})"
+
+
 def given_past() -> tuple[Tensor, Tensor]:
     return torch.randn(B, H, PAST, D), torch.randn(B, H, PAST, D)
 
