@@ -120,7 +120,7 @@ def test_what_cannot_be_compared_is_answered_with_a_way_out(invoke, line, said):
 
 
 def test_what_cannot_fit_is_refused(invoke):
-    code, out, err = invoke("diff", "torch", "fold-heads", "--seq-len", "100000000")
+    code, out, err = invoke("diff", "torch", "fold-heads", "--seq-len", "100000000000")
     assert (code, out) == (3, "")
     assert "out of memory: you tried to allocate " in err
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from typer.main import get_command
 
 from mha_inspect.cli.app import COMMANDS, app
+from mha_inspect.files import memory
 from mha_inspect.layers.catalog import LAYERS
 
 from .contract import in_time, require_answer
@@ -100,6 +101,7 @@ def lines(draw: st.DrawFn) -> list[str]:
 
 def test_command_lines(try_all, invoke, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(memory, "free_memory", lambda: 1 << 30)  # sizes that take longer to fill are refused
     for suffix in (".pt", ".safetensors"):
         (tmp_path / f"whole{suffix}").write_bytes(WHOLE[suffix][0])
 
