@@ -95,7 +95,7 @@ def _calls_of(error: BaseException | None) -> dict[str, dict[str, Any]]:
 def _way_out(calls: dict[str, dict[str, Any]]) -> str:
     """Return the way out, as a further sentence, of a call that needs other ranks or a device that is missing."""
     if place() is None and calls.keys() & {"_env_rendezvous_handler", "_get_default_group"}:
-        return "This is one process: start the command with torchrun --nproc-per-node 2 -m mha_inspect."
+        return "This is one process: start the command with torchrun --nproc-per-node 2 -m mha_inspect trace."
     device = calls.get("init_device_mesh", {}).get("device_type")
     if device is not None and not getattr(getattr(sys.modules["torch"], device, None), "is_available", bool)():
         return f"This machine has no {device}. Give init_device_mesh another device, e.g. cpu."

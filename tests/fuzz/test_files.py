@@ -32,7 +32,7 @@ def read(path):
 
 
 def of_checkpoint(path):
-    shown(params_of_checkpoint(path, per_head=True, show=Show(stats=True), norms=True))
+    shown(params_of_checkpoint(path, per_head=True, show=Show(stats=True)))
 
 
 def difference(*paths):
