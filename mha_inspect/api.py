@@ -118,7 +118,7 @@ def compare_heads(
         *args: arguments of the forward, for a class or a function.
         gradients: whether to compare the gradient of every parameter.
         steps: number of training steps for each head count, to compare the learned weights.
-        focus: whether to measure which keys each head attends to; with `steps`, before and after training.
+        focus: whether to measure which keys each head attends to, with the weights as given.
         time: whether to measure the time that each head count takes.
         **kwargs: settings of a layer, or arguments of the forward.
 

@@ -73,7 +73,6 @@ def compare_heads(
     copied: list[CopiedWeights] = []
     learners: list[Learner] = []
     focuses: list[HeadsFocus] = []
-    learned: list[HeadsFocus] = []
     flops: list[tuple[StageFlops, ...]] = []
     effects: dict[str, None] = {}
     all_nan = True
@@ -95,12 +94,7 @@ def compare_heads(
         if run is not baseline:
             run.forget()
     learners = in_the_same_parts(learners)
-
-    def look_after(learner: Learner) -> None:
-        if focus:
-            learned.extend(focus_of_run(ComparableRun(learner.subject)))
-
-    training = compare_training(learners, steps, look_after, tick) if steps else None
+    training = compare_training(learners, steps, tick) if steps else None
     return CompareHeadsReport(
         environment=environment_of(baseline.subject),
         layer=layer_of(baseline.subject),
@@ -115,7 +109,6 @@ def compare_heads(
         gradients=compare_gradients(learners) if gradients else None,
         training=training,
         focus=compare_focus(focuses) if focus else None,
-        focus_after=compare_focus(learned, f"after {plural(steps, 'step')}") if learned else None,
         timing=_compare_times(counted, flops) if time else None,
         measured_against=baseline.measured_against,
     )

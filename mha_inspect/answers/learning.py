@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import InputError, is_out_of_memory
 from ..layers.spec import require_steps
@@ -44,8 +44,6 @@ class Outcome:
     last_loss: float = math.nan
     before: Parts = field(default_factory=dict)
     """The weights before the first step."""
-    module: nn.Module | None = None
-    """The copy that was trained."""
 
 
 Outcomes = tuple[Outcome, Outcome]
@@ -221,12 +219,11 @@ def _gradient_answer(counts: Sequence[HeadGradients]) -> str:
 def compare_training(
     learners: Sequence[Learner],
     steps: int,
-    after: Callable[[Learner], None] = lambda learner: None,
     tick: Callable[[str], None] = lambda words: None,
 ) -> Training:
     """Train a copy of each module from the same weights, and compare the results with those of the first, the baseline.
 
-    `after` is called with each learner after training, `tick` with the progress before each step.
+    `tick` is called with the progress before each step.
 
     Raises `SpecError` for an impossible number of steps, `InputError` as `compare_gradients`.
     """
@@ -234,9 +231,7 @@ def compare_training(
     counts, base = [], None
     for learner in learners:
         outcomes = learner.twice("training", lambda learner: train(learner, steps, tick))
-        base, module = base or outcomes, outcomes[0].module
-        assert module is not None
-        after(replace(learner, subject=replace(learner.subject, module=module)))
+        base = base or outcomes
         counts.append(_training_row(learner, outcomes, base))
     return Training(steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts))
 
@@ -258,7 +253,7 @@ def train(learner: Learner, steps: int, tick: Callable[[str], None]) -> Outcome:
                 for name, gradient in gradients.items():
                     module.get_parameter(name).add_(gradient, alpha=-LEARNING_RATE)
         last = float(copied.loss().detach())
-    return Outcome(copied.parts(), losses[0], last, learner.parts(), module)
+    return Outcome(copied.parts(), losses[0], last, learner.parts())
 
 
 @contextmanager

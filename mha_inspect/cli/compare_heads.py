@@ -43,7 +43,11 @@ def compare_heads(
     ),
     gradients: bool = option(PANEL, "Compare the gradient of every parameter, with the same loss.", False),
     steps: int | None = size(PANEL, "Train each head count for N steps on the same task, and compare the weights."),
-    focus: bool = option(PANEL, "Measure where each head attends; with --steps, before and after training.", False),
+    focus: bool = option(
+        PANEL,
+        "Show the key that each head looks at most, how many keys share the weight, and their distance.",
+        False,
+    ),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
     picture: bool = option(
         PANEL, "Draw the weights of each head count, averaged over the heads.", False, allow_from_autoenv=False

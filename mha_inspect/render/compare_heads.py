@@ -12,7 +12,6 @@ from ..reports.compare_heads import (
     Focus,
     Gradients,
     HeadCount,
-    HeadFocus,
     HeadGradients,
     HeadsFocus,
     HeadTime,
@@ -68,7 +67,8 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield _gradients(report.gradients, report.baseline)
     if report.training is not None:
         yield _training(report.training, report.baseline)
-    yield from (_focus(focus) for focus in (report.focus, report.focus_after) if focus is not None)
+    if report.focus is not None:
+        yield _focus(report.focus)
     if report.timing is not None:
         yield _timing(report.timing)
     yield answered(report.answer)
@@ -162,33 +162,18 @@ def _focus(focus: Focus) -> Section:
     def attention(count: HeadsFocus) -> str:
         return "" if count.attention is None else f"{count.attention} {count.module}".rstrip()
 
-    def strongest(row: tuple[HeadsFocus, HeadFocus]) -> str:
-        return ", ".join(f"{pair.query} → {pair.key} {pair.weight:.2f}" for pair in row[1].strongest)
-
     columns = [
         Column("num_heads", lambda row: row[0].num_heads, "right", "strong"),
         Column("attention", lambda row: attention(row[0]), optional=True),
         Column("head", lambda row: row[1].head, "right"),
-        Column("entropy", lambda row: text.statistic(row[1].entropy), "right"),
+        Column("most attended key", lambda row: row[1].most_attended_key, "right"),
+        Column("share", lambda row: text.percent(row[1].share), "right"),
         Column("effective keys", lambda row: text.statistic(row[1].effective_keys), "right"),
         Column("distance", lambda row: text.statistic(row[1].distance), "right"),
-        Column("strongest", strongest, drop=1),
     ]
-    spread = []
-    for count in focus.counts:
-        if count.num_heads > 1:
-            said = f"Jensen-Shannon divergence {text.small(count.divergence)} "
-            said += f"(at most ln {count.num_heads} = {text.small(count.largest_divergence)})"
-            for how, pair in (("most", count.most_alike), ("least", count.least_alike)):
-                if pair is not None and count.num_heads > 2:
-                    said += f"; {how} alike heads {pair.left} and {pair.right}, {text.small(pair.divergence)}"
-            place = f", attention {attention(count)}" if attention(count) else ""
-            spread.append((text.plural(count.num_heads, "head") + place, said))
-    between = [facts(*spread)] if spread else []
-    detail = f"the weights {focus.weights}, averaged over queries; entropy and divergence in nats; strongest: "
-    detail += "query → key, for queries with more than one key"
+    detail = "averaged over batch and queries; effective keys: how many share the weight (exp of its entropy)"
     rows = [(count, head) for count in focus.counts for head in count.by_head]
-    return section("focus", table(rows, columns), *between, Paragraph(focus.answer), detail=detail)
+    return section("focus", table(rows, columns), Paragraph(focus.answer), detail=detail)
 
 
 def _timing(timing: Timing) -> Section:

@@ -101,38 +101,18 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Strongest:
-    """A query and a key with a large attention weight."""
-
-    query: int
-    key: int
-    weight: float
-    """The weight, averaged over the batch."""
-
-
-@dataclass(frozen=True)
-class Alike:
-    """The similarity of two heads."""
-
-    left: int
-    right: int
-    divergence: float
-    """Jensen-Shannon divergence of their weights, in nats, averaged over batch and queries; at most ln 2."""
-
-
-@dataclass(frozen=True)
 class HeadFocus:
     """The keys that one head attends to, averaged over batch and queries."""
 
     head: int
-    entropy: float
-    """-Σ w ln w of a query's weights, in nats."""
+    most_attended_key: int
+    """The key with the largest weight."""
+    share: float
+    """The weight of that key."""
     effective_keys: float
-    """exp(entropy), the number of equally weighted keys with the same entropy."""
+    """How many keys share the weight: exp(-Σ w ln w), which is n for n equal weights."""
     distance: float
     """Σ w |query - key|, in positions."""
-    strongest: tuple[Strongest, ...]
-    """The pairs with the largest weights, in descending order; queries that can attend to only one key are omitted."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +121,6 @@ class HeadsFocus:
 
     num_heads: int
     by_head: tuple[HeadFocus, ...]
-    divergence: float
-    """Jensen-Shannon divergence of the heads, in nats: the entropy of their mean minus the mean of their entropies."""
-    largest_divergence: float
-    """ln num_heads, the divergence of heads that attend to disjoint keys."""
-    most_alike: Alike | None = None
-    """The two most similar heads; None for a single head."""
-    least_alike: Alike | None = None
-    """The two least similar heads; None for fewer than three heads."""
     attention: int | None = None
     """Number of the attention, from 1; None if there is only one."""
     module: str | None = None
@@ -159,8 +131,6 @@ class HeadsFocus:
 class Focus:
     """The keys that the heads of each head count attend to."""
 
-    weights: str
-    """State of the model's weights: `as given`, `after 100 steps`."""
     counts: tuple[HeadsFocus, ...]
     answer: str
     """The answer in one or two sentences."""
@@ -220,8 +190,6 @@ class CompareHeadsReport(Report):
     """The differences of the weights after training; None if not requested."""
     focus: Focus | None = None
     """The keys that each head attends to; None if not requested."""
-    focus_after: Focus | None = None
-    """The keys that each head attends to after training; None if focus or training was not requested."""
     timing: Timing | None = None
     """The time that each head count takes, the only part that changes in every run; None if not requested."""
     measured_against: MeasuredAgainst = "float64"

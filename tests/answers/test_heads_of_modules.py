@@ -135,7 +135,10 @@ def test_focus_is_that_of_the_weights(x):
     away = (torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)).abs()
     one, three = report.focus.counts
     assert [len(one.by_head), len(three.by_head), three.attention] == [1, 3, None]
-    assert [h.entropy for h in three.by_head] == pytest.approx(entropy.mean((0, 2)).tolist(), rel=1e-5)
+    assert [h.effective_keys for h in three.by_head] == pytest.approx(entropy.exp().mean((0, 2)).tolist(), rel=1e-5)
+    shares, keys = weights.mean((0, 2)).max(-1)
+    assert [h.most_attended_key for h in three.by_head] == keys.tolist()
+    assert [h.share for h in three.by_head] == pytest.approx(shares.tolist(), rel=1e-5)
     assert [h.distance for h in three.by_head] == pytest.approx(
         (weights * away).sum(-1).mean((0, 2)).tolist(), rel=1e-5
     )
@@ -146,7 +149,7 @@ def test_focus_tells_several_attentions_apart(x):
     places = [(count.num_heads, count.attention, count.module) for count in report.focus.counts]
     assert places == [(1, 1, "blocks.0"), (1, 2, "blocks.1"), (3, 1, "blocks.0"), (3, 2, "blocks.1")]
     assert "With 3 heads in each of 2 attentions" in report.focus.answer
-    assert "attention 2 blocks.1" in repr(report)
+    assert "2 blocks.1" in repr(report)
 
 
 def test_a_frozen_parameter_is_left_out(x):
