@@ -48,7 +48,8 @@ def trace(module: nn.Module, *args: Any, keep: bool = False, show: Show | None =
     require_module(module, "trace")
     show = show or Show()
     try:
-        report, run = traced(Subject(module, args, kwargs), show, keep=keep or show.stats or show.values)
+        is_kept = keep or show.stats or show.values
+        report, run = traced(Subject(module, args, kwargs), show, keep=is_kept, judge=True)
     except ForwardError as failed:
         failed.trace = LiveTrace.of(failed.trace)
         raise
@@ -190,7 +191,6 @@ def check(
     intent: Intent | None = None,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    evidence_only: bool = False,
     **kwargs: Any,
 ) -> CheckReport:
     """Check whether the attention of a module is right: change one input at a time, and see which outputs change.
@@ -203,7 +203,6 @@ def check(
         intent: its intended behavior: `mha_inspect.Intent(causal=True, window=4, ...)`.
         only: names of the checks to run; all others are skipped.
         skip: names of the checks to skip.
-        evidence_only: run the module only once, and report what that recording shows.
         **kwargs: arguments of its forward.
 
     Raises:
@@ -219,7 +218,7 @@ def check(
                 f"an argument{f' ({shown(name)})' if name else ''} has the shape {list(tensor.shape)}, which has no "
                 "elements to change. Give sizes of 1 or more."
             )
-    return report_of(Subject(module, args, kwargs), intent, only=only, skip=skip, evidence_only=evidence_only)
+    return report_of(Subject(module, args, kwargs), intent, only=only, skip=skip)
 
 
 def require_module(value: object, asked: str) -> nn.Module:

@@ -154,7 +154,7 @@ def test_params_and_compare_heads_print_themselves(layer):
     assert params.total.numel == sum(parameter.numel() for parameter in layer.parameters())
     assert "in_proj_weight" in repr(params)
     heads = mha_inspect.compare_heads((1, 3), embed_dim=15, seq_len=7)
-    assert heads.verdict == "differs"
+    assert heads.outcome == "differs"
     assert heads.to_dict()["baseline"] == 1
 
 
@@ -172,15 +172,15 @@ def test_diff_compares_modules_as_they_are_and_changes_neither(layer, x):
 
     same, other = Split(0.0).eval(), Split(1.0).eval()
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-    assert mha_inspect.diff(same, same, x, x, x).verdict == "same"
+    assert mha_inspect.diff(same, same, x, x, x).outcome == "same"
     found = mha_inspect.diff(same, other, x, x, x)
     with torch.no_grad():
         expected = (same(x, x, x) - other(x, x, x)).abs().max().item()
-    assert found.verdict == "differs"
+    assert found.outcome == "differs"
     assert found.first_differing_stage == "output"
     assert found.output.max_abs_difference == pytest.approx(expected, rel=1e-5)
     assert "output" in repr(found)
-    assert mha_inspect.diff(same, other, x, x, x, same_weights=True).verdict == "same"
+    assert mha_inspect.diff(same, other, x, x, x, same_weights=True).outcome == "same"
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
@@ -272,7 +272,7 @@ def test_the_first_run_of_a_lazy_module_has_the_stages_of_the_second(x: torch.Te
     with mha_inspect.recording() as seen:
         fresh(x)
     assert [stage.name for stage in seen.trace.attentions[0].stages] == list(stages[0])
-    assert mha_inspect.diff(module, module, x).verdict == "same"
+    assert mha_inspect.diff(module, module, x).outcome == "same"
     with pytest.raises(InputError, match=r"'q.weight' is lazy: .* Run the module once"):
         mha_inspect.diff(module, LazyHeads(), x)
 
@@ -302,7 +302,7 @@ class Block(nn.Module):
 def test_weights_around_an_attention_are_copied_too_where_name_and_shape_agree(x: torch.Tensor) -> None:
     report = mha_inspect.diff(Block(), Block(deep=False), x, same_weights=True)
     assert {row.verdict for row in report.stages} == {"same"}  # the queries come from the norm
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert not report.weights.whole
     assert "and 3 other tensors by name and shape" in report.weights.sentence
     outside = {line.partition(":")[0]: line for line in report.weights.left_out}

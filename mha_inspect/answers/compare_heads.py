@@ -16,12 +16,12 @@ from ..call.call import explaining
 from ..errors import SpecError
 from ..measure.weights import copy_by_head
 from ..naming.canonical import is_by_turn
-from ..naming.pattern import STAGES
+from ..naming.pattern import CANONICAL_AXES, STAGES
 from ..naming.score_formulas import unlike_dot
 from ..naming.stage_facts import StageFacts
 from ..naming.visibility import Rows
 from ..reports.common import Verdict
-from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, Timing
+from ..reports.compare_heads import CompareHeadsReport, HeadCount, HeadsFocus, HeadTime, StageFlops, StageShapes, Timing
 from ..running.subject import Run, Subject
 from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
@@ -75,12 +75,14 @@ def compare_heads(
     focuses: list[HeadsFocus] = []
     flops: list[tuple[StageFlops, ...]] = []
     effects: dict[str, None] = {}
+    shapes: list[dict[str, tuple[int, ...]]] = []
     all_nan = True
     for num_heads, subject in counted:
         run = HeadRun(num_heads, subject) if rows else baseline
         copied.append(copy_weights(baseline, run) if rows else CopiedWeights(True))
         _require_comparable(run, baseline)
         rows.append(_row(run, baseline, copied[-1], rows))
+        shapes.append(_canonical_shapes(run))
         if gradients or steps:
             learners.append(Learner.of(num_heads, run))
         if focus:
@@ -100,7 +102,8 @@ def compare_heads(
         layer=layer_of(baseline.subject),
         baseline=baseline.num_heads,
         counts=tuple(rows),
-        verdict=overall([row.verdict for row in rows[1:]]),
+        stages=_stages(shapes),
+        outcome=overall([row.verdict for row in rows[1:]]),
         answer=(
             *answer(rows, copied, all_nan=all_nan),
             *_masked(baseline, masked, list(effects)),
@@ -111,6 +114,21 @@ def compare_heads(
         focus=compare_focus(focuses) if focus else None,
         timing=_compare_times(counted, flops) if time else None,
         measured_against=baseline.measured_against,
+    )
+
+
+def _canonical_shapes(run: HeadRun) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each stage of the first attention in canonical axes, without stages that have no numbers."""
+    contents = {stage: run.content(0, stage) for stage in run.attentions[0][0].stages}
+    return {stage: tuple(content.shape) for stage, content in contents.items() if content is not None}
+
+
+def _stages(counted: Sequence[dict[str, tuple[int, ...]]]) -> tuple[StageShapes, ...]:
+    """Return the shapes of each stage, from those of each head count."""
+    there = {stage for shapes in counted for stage in shapes}
+    ordered = [stage for stage in STAGES if stage in there]
+    return tuple(
+        StageShapes(stage, CANONICAL_AXES[stage], tuple(shapes.get(stage) for shapes in counted)) for stage in ordered
     )
 
 

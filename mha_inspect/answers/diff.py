@@ -124,7 +124,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         stages=tuple(stages),
         first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
         output=Difference(**_numbers(output)),
-        verdict="inconclusive" if output is None else output.verdict,
+        outcome="inconclusive" if output is None else output.verdict,
         notes=tuple(_notes(sides, compared=bool(given))),
         answer=(),
         buffers=differing_buffers(left.subject.module, right.subject.module),
@@ -222,7 +222,7 @@ def _answer(report: DiffReport, given: str) -> Iterator[str]:
     )
     yield _whether(report, names, f"with {given}")
     compared = any(row.verdict for row in report.stages)
-    if report.first_differing_stage is None and report.verdict == "differs" and compared:
+    if report.first_differing_stage is None and report.outcome == "differs" and compared:
         output = next((row for row in report.stages if row.name == "output" and row.verdict is None), None)
         after = "the difference is after or around the attention" if output is None else output.note
         yield f"Every stage that both have is the same; {after}."
@@ -236,7 +236,7 @@ def _answer(report: DiffReport, given: str) -> Iterator[str]:
         for name, side in zip(names, (left, right), strict=True)
         if side.rounding_error is not None and side.measured_against == "float64"
     ]
-    if what and costs and left.layer.name == right.layer.name and report.verdict != "differs":
+    if what and costs and left.layer.name == right.layer.name and report.outcome != "differs":
         yield f"Accuracy by {' and '.join(what)}: {listed(costs)}."
 
 
@@ -245,10 +245,10 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
     left, right = names
     output, floor = report.output, f"the rounding of {report.noise.dtype}"
     times = f"{multiple(output.times_noise)} times {floor}"
-    if report.verdict == "same":
+    if report.outcome == "same":
         how = "bit for bit" if output.max_abs_difference == 0 else f"within rounding ({times})"
         return f"The same: {given}, {left} and {right} return the same, {how}."
-    if report.verdict == "inconclusive":
+    if report.outcome == "inconclusive":
         return (
             f"Undecided: the outputs of {left} and {right} differ by {times}, more than two roundings and too little "
             "to be sure."

@@ -19,9 +19,14 @@ from ..running.subject import Run, State, Subject, run_and_record
 from .ranks import with_whole_shapes
 from .run_report import environment_of, fate_of, layer_of, masked_sentence, report
 
+ROOM = 64 * 2**20
+"""Bytes that the tensors of a run may take to be kept until it is judged."""
 
-def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
+
+def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> tuple[Trace, Run]:
     """Run a subject, and return a report of every attention in its dataflow, and the run, with tensors kept if `keep`.
+
+    With `judge`, the report says what is wrong in this run; its tensors are kept until then, if they fit in `ROOM`.
 
     The subject is run once. Fused kernels of that run are opened by recomputing their stages. Results, buffers and
     random generators are as after one plain call.
@@ -31,7 +36,7 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
     """
     with subject.settings():
         before = subject.state()
-        run = run_of(subject, show, keep=keep, before=before)
+        run = run_of(subject, show, keep=keep or judge, room=None if keep else ROOM, before=before)
         run = run.beside(subject.wider_run(run))
         trace = report(
             run,
@@ -42,10 +47,27 @@ def traced(subject: Subject, show: Show, *, keep: bool) -> tuple[Trace, Run]:
             leaves=(leaves := subject.leaves(run.recording)),
         )
         trace = with_whole_shapes(trace, run, subject.module)
-        numbers = _of_numbers(subject, before, run, keep)
+        is_kept = bool(run.recording.values)
+        numbers = _of_numbers(subject, before, run, is_kept)
         notes = (*mask_notes(run, leaves), *([numbers] if numbers else []))
+        trace = _judged(trace, subject, run, before) if judge else replace(trace, unjudged="it was not asked for")
+    if not keep:
+        run.recording.values.clear()
     absent = show.without_numbers(trace.environment.device)
     return replace(trace, notes=(*trace.notes, *notes, *absent, *subject.notes)), run
+
+
+def _judged(trace: Trace, subject: Subject, run: Run, before: State) -> Trace:
+    """Return the trace with what is wrong in its run, or why that is unknown."""
+    from .check.check import judged
+
+    if trace.environment.device == "meta":
+        return replace(trace, unjudged="device meta has no numbers")
+    if needs_ranks(subject.module, run.recording):
+        return replace(trace, unjudged="the module is spread over ranks")
+    if not run.recording.values:
+        return replace(trace, unjudged="its tensors take more than 64 MiB. mha-inspect check judges it")
+    return replace(trace, findings=judged(subject, run, before), unjudged=None)
 
 
 def of_block(run: Run, failed: tuple[Failure, int] | None, called: Iterable[nn.Module]) -> Trace:
@@ -56,7 +78,10 @@ def of_block(run: Run, failed: tuple[Failure, int] | None, called: Iterable[nn.M
     environment, layer = Environment(torch.__version__, "", "", None), LayerInfo("recording", {})
     kinds = kinds_of(run)
     trace = report(run, Show(), environment=environment, layer=layer, kinds=kinds)
-    trace = with_whole_shapes(replace(trace, notes=(*trace.notes, *mask_notes(run, {}))), run, *called)
+    trace = replace(
+        trace, notes=(*trace.notes, *mask_notes(run, {})), unjudged="a recorded block has no inputs to judge"
+    )
+    trace = with_whole_shapes(trace, run, *called)
     return trace if failed is None else replace(trace, attentions=trace.attentions[: failed[1]], failure=failed[0])
 
 
@@ -133,9 +158,9 @@ def _has_nan(tensor: torch.Tensor) -> bool:
     return known and not tensor.is_nested and bool(torch.isnan(tensor).any())
 
 
-def run_of(subject: Subject, show: Show, *, keep: bool, before: State) -> Run:
+def run_of(subject: Subject, show: Show, *, keep: bool, before: State, room: int | None = None) -> Run:
     """Run a subject from the state `before`, and return the run. Raises `ForwardError` where the forward raises."""
-    run = run_and_record(subject.module, subject.args, subject.kwargs, keep=keep)
+    run = run_and_record(subject.module, subject.args, subject.kwargs, keep=keep, room=room)
     if run.error is None:
         return run
     from .failure.report import forward_error

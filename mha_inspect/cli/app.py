@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand, TyperGroup, TyperOption
 from typer.main import get_command
 from typer.models import OptionInfo
 
@@ -20,23 +20,16 @@ from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, LETTERS, OPTIONAL
 from ..render import screen
 from ..text import did_you_mean, shown
+from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual
 from .options import OUTPUTS, SHARED, Options
 from .output import give, prepare, write
 from .ranks import require_one_process
 from .target_text import command_for, completed
 
-PROGRAM = "mha-inspect"
+_ALL = "mha_inspect.all"
+"""The key of a context in which every option is listed."""
 COMPLETE = "_MHA_INSPECT_COMPLETE"
 """The environment variable with which a shell requests completions."""
-COMMANDS = {
-    "trace": "Show every stage of one forward pass: its shape, its axes and its formula.",
-    "params": "Show every parameter, its purpose, and which part belongs to which head.",
-    "compare-heads": "Show how the number of heads changes the output, with the same weights.",
-    "diff": "Show where two layers or modules differ, with the same weights and input.",
-    "check": "Check an attention module for mistakes: heads, masks, caches, batches.",
-    "layers": "List the built-in attention layers, for --layer and diff.",
-}
-"""Each command with its line in the help. All but `layers` have a file of that name, imported on first use."""
 _NAMES_OF_TARGETS = ("target", "left", "right", "reference", "like")
 """Parameters of commands that name a target."""
 TARGETS = (
@@ -62,8 +55,12 @@ class _Grouped:
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Write the page. Typer removes the escapes again if it finds no terminal."""
+        """Write the page, short unless all was asked for. Typer removes the escapes again if it finds no terminal."""
         ctx.color = screen.in_color(sys.stdout)
+        short = SHORT.get(ctx.info_name)
+        if short is not None and not ctx.meta.get(_ALL):
+            formatter.write(short.text(lambda text: _bold(text, ctx)))
+            return
         super().format_help(ctx, formatter)  # type: ignore[misc]  # a method of the other base class
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -93,7 +90,30 @@ def _bold(text: str, ctx: Any) -> str:
 
 
 class Command(_Grouped, TyperCommand):
-    """A command with its options in groups."""
+    """A command with its options in groups, and --help-all, which lists them."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """Return the options, with --help-all as the last."""
+        return [*super().get_params(ctx), _help_all()]
+
+
+def _help_all() -> TyperOption:
+    return TyperOption(
+        param_decls=["--help-all"],
+        is_flag=True,
+        default=False,
+        is_eager=True,
+        expose_value=False,
+        callback=_print_all,
+        help="Show all options, in groups.",
+    )
+
+
+def _print_all(ctx: Any, _: Any, asked: bool) -> None:
+    if asked and not ctx.resilient_parsing:
+        ctx.meta[_ALL] = True
+        write(ctx.get_help() + "\n")
+        raise typer.Exit
 
 
 class Commands(_Grouped, TyperGroup):
@@ -108,7 +128,7 @@ class Commands(_Grouped, TyperGroup):
         if cmd_name not in COMMANDS:
             return None
         name = cmd_name.replace("-", "_")
-        home = __name__ if name == "layers" else f"{__package__}.{name}"
+        home = __name__ if name in ("layers", "help") else f"{__package__}.{name}"
         return get_command(getattr(import_module(home), name))
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -124,10 +144,9 @@ class Commands(_Grouped, TyperGroup):
             )
         return super().resolve_command(ctx, args)
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands without loading them, then the options."""
-        _write_list(ctx, formatter, "Commands", list(COMMANDS.items()))
-        super().format_options(ctx, formatter)
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Write the first page, without loading the commands."""
+        formatter.write(first_page())
 
     def run(self, args: Sequence[str] | None = None) -> Any:
         """Run the command and return its result. Errors go to the caller, who maps them to exit codes."""
@@ -223,6 +242,29 @@ def command(
         return typed
 
     return decorate
+
+
+help = typer.Typer(add_completion=False, rich_markup_mode=None)
+
+
+@help.command("help", context_settings={"help_option_names": ["-h", "--help"]})
+def _help(
+    ctx: typer.Context,
+    topic: Annotated[str | None, typer.Argument(help="A command, or a page: " + ", ".join(TOPICS) + ".")] = None,
+) -> ExitCode:
+    """Show a page of the manual, or the help of a command."""
+    if topic is None:
+        write(ctx.find_root().get_help() + "\n")
+    elif topic in SHORT:
+        write(SHORT[topic].text())
+    elif topic in TOPICS:
+        write(screen.markdown(manual(topic)))
+    else:
+        near = did_you_mean(topic, [*SHORT, *TOPICS])
+        raise SpecError(
+            f"there is no page {shown(topic)}. Pages: {', '.join(TOPICS)}; commands: {', '.join(SHORT)}.{near}"
+        )
+    return ExitCode.OK
 
 
 @command("layers", "layers --json", only=OUTPUTS)

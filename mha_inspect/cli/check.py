@@ -43,13 +43,13 @@ def check(
     reference: str | None = option(INTENT, "A trusted TARGET to compare with; same arguments.", metavar="TARGET"),
     only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
-    evidence_only: bool = option(PANEL, "Run the module once, and report only what that run shows.", False),
+    strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
     list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list"),
 ) -> ExitCode:
     """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.
 
     --causal, --window, --mask, --cache, --scale and --reference say what behaviour to expect, and add checks. The exit
-    code is 1 if a check fails.
+    code is 1 if a check fails, and with --strict also if something may be wrong.
     """
     if list_checks:
         width = max(map(len, CHECKS))
@@ -80,10 +80,10 @@ def check(
 
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
-        asked: dict[str, Any] = {"only": only or (), "skip": skip or (), "evidence_only": evidence_only}
+        asked: dict[str, Any] = {"only": only or (), "skip": skip or ()}
 
         def checked() -> CheckReport:
-            subject = _load(target, options)
+            subject = _load(target, options, declared.get("padding"), declared.get("padding_true"))
             with explaining(subject):
                 return report_of(subject, Intent(**declared), tick=tick, **asked)
 
@@ -98,6 +98,8 @@ def check(
             except TargetFailedError:
                 raise failed from None
     give(report, options, export)
+    if strict and report.findings:
+        return ExitCode.CONDITION
     return ExitCode.OK if report.ok else ExitCode.CONDITION
 
 
@@ -120,7 +122,7 @@ def _meaning(mask: str | None) -> dict[str, str]:
     return {"padding": name, **({"padding_true": means} if means else {})}
 
 
-def _load(target: str | None, options: Options) -> Subject:
+def _load(target: str | None, options: Options, padding: str | None, means: str | None) -> Subject:
     """Return the subject to check. A target may lack a setting or mask for --causal, which declares an expectation."""
     loaded = None
     if target is not None and options.causal:
@@ -130,4 +132,22 @@ def _load(target: str | None, options: Options) -> Subject:
         except MhaInspectError:
             options.causal = False
     loaded = subject.load(target, options) if loaded is None else loaded
+    if padding is not None:
+        loaded = _with_mask(loaded, padding, keep=means != "ignore")
     return loaded if options.input is None else replace(loaded, batch_first=None)  # the user made the inputs
+
+
+def _with_mask(subject: Subject, name: str, *, keep: bool) -> Subject:
+    """Return a subject called with a mask that keeps every key, if the forward needs one and none was made."""
+    import torch
+
+    from ..answers.check.arguments import Arguments
+
+    arguments = Arguments(subject)
+    if not arguments.is_missing(name):
+        return subject
+    tokens = next((value for value in arguments.values.values() if isinstance(value, torch.Tensor)), None)
+    if tokens is None or tokens.dim() < 2:
+        return subject
+    args, kwargs = arguments.of_call({name: torch.full(tokens.shape[:2], keep, device=tokens.device)})
+    return replace(subject, args=args, kwargs=kwargs)

@@ -95,7 +95,7 @@ def compare_heads(
         drawn = Drawn(counts_pictures(weights))
     subject.print_notes(baseline.notes, options)
     give(report, options, export, drawn)
-    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+    return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
 
 
 def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:

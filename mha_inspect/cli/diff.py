@@ -93,7 +93,7 @@ def diff(
 
             report = report_of(*runs(options, *sides))
     give(report, options, export)
-    return ExitCode.CONDITION if report.verdict == fail_if else ExitCode.OK
+    return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
 
 
 def _are_checkpoints(left: str, right: str) -> bool:

@@ -26,6 +26,7 @@ GONE = {
     "params --picture": "trace --picture and compare-heads --picture draw attention.",
     "--batch-row": "the library draws any batch item: stage.picture(batch_row=1) of mha_inspect.recording().",
     "--format": "give --json or --plain; a terminal gets a table.",
+    "check --evidence-only": "mha-inspect trace judges its one run.",
     "--edge-items": "--values --json prints every element.",
     "--precision": "--values --json prints every digit.",
     "--text": "give its token ids: torch.save({'input_ids': ids}, FILE), then --input FILE and --tokens.",

@@ -38,6 +38,12 @@ def trace(
     module: str | None = option(
         PANEL, "Show only attentions of this module in full.", metavar="PATH", show_default="one of each kind"
     ),
+    fail_if: str | None = option(
+        PANEL,
+        "Exit with code 1 if the run shows a problem, or a problem or a suspicion.",
+        known=("problem", "suspicion"),
+        show_default="0 with findings",
+    ),
     decode: int | None = size(
         DECODE, "Run a prompt, then the last N tokens one by one with a cache; show the last step.", unset="one call"
     ),
@@ -67,8 +73,8 @@ def trace(
 ) -> ExitCode:
     """Show every stage of one forward pass: its name, its formula, its shape and its axes.
 
-    The module is run once, unchanged. If a fused kernel of PyTorch hides stages, they are computed separately, and the
-    last line shows how close they are to the result of the kernel.
+    The module is run once, unchanged, and the first line says what is wrong in that run. If a fused kernel of PyTorch
+    hides stages, they are computed separately, and the last line shows how close they are to the result of the kernel.
 
     With --decode, a table has a row for each call. The last position of each is compared with one forward over all
     tokens; the exit code is 1 if one differs.
@@ -102,7 +108,10 @@ def trace(
         return ExitCode.OK
     report = choose(report, attention, module)
     give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
-    return ExitCode.OK if report.ok else ExitCode.CONDITION
+    if not report.complete:
+        return ExitCode.CONDITION
+    fails = report.findings if fail_if == "suspicion" else [f for f in report.findings if f.sure]
+    return ExitCode.CONDITION if fail_if and fails else ExitCode.OK
 
 
 def _traced(
@@ -132,7 +141,7 @@ def _traced(
                     from ..answers.sharding import sharded
 
                     return sharded(asked, show, ranks, None if plan is None else plan_from(str(plan)))
-                report, run = traced(asked, show, keep=keep or show.stats or show.values)
+                report, run = traced(asked, show, keep=keep or show.stats or show.values, judge=True)
                 return of_all_ranks(report, run, asked), run
         except ForwardError as failed:
             explained = failed.trace.failure is not None and failed.trace.failure.cause is not None

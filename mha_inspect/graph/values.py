@@ -27,7 +27,7 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
     single: ProductPath | None = None
 
     def through(op: Op) -> bool:
-        if power_of(graph, op.output, weights) > 1:
+        if op.outputs and power_of(graph, op.output, weights) > 1:
             return True
         # If one weight of each query remains, keys are chosen instead of averaged.
         picks = op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1

@@ -74,11 +74,17 @@ class _Storage:
 class Tensors:
     """Every tensor of one recording; the torch tensors themselves are referenced only with `keep`."""
 
-    def __init__(self, keep: bool) -> None:
+    def __init__(self, keep: bool, room: int | None = None) -> None:
         self.producers: dict[int, int] = {}
         self.scalars: dict[int, float] = {}
         self.values: dict[int, Tensor] = {}
         self.keep = keep
+        self.room = room
+        """Bytes that tensors made in the run may take while they are kept; None for any number."""
+        self.is_full = False
+        """Whether they took more: no tensor is kept any more."""
+        self._counted = set[ref[Any]]()
+        """The memory that was counted."""
         self._looks: dict[Look, Look] = {}
         """Every look so far, to share equal ones and save memory."""
         self._outside: list[tuple[Look, Callable[[], Tensor | None], int]] = []
@@ -108,9 +114,21 @@ class Tensors:
                 # Numbers that the code has written down exist no longer than the operation that reads them.
                 weak = ref(tensor) if tensor.numel() > _FEW or tensor.requires_grad else partial(Tensor.detach, tensor)
                 self._outside.append((look, weak, tensor._version))
-        if self.keep and not nn.parameter.is_lazy(tensor):
+        if self.keep and not nn.parameter.is_lazy(tensor) and self._has_room(tensor, look[0], from_outside):
             return *known[:5], known[5] if len(known) > 5 else None, tensor.detach()
         return known
+
+    def _has_room(self, tensor: Tensor, memory: ref[Any], from_outside: bool) -> bool:
+        """Count the memory of a tensor that the run made, and return whether tensors may still be kept."""
+        if self.room is None:
+            return True
+        if not self.is_full and not from_outside and memory not in self._counted:
+            self._counted.add(memory)
+            self.room -= tensor.nbytes
+            self.is_full = self.room < 0
+            if self.is_full:
+                self.values.clear()
+        return not self.is_full
 
     def note(self, value: Any) -> Any:
         """Return a snapshot of an argument: a tensor as its look, a sequence as a list, other objects as text."""

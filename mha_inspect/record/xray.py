@@ -58,8 +58,15 @@ class _Opening(NamedTuple):
 class XRay(Recorder):
     """A recorder that opens fused kernels."""
 
-    def __init__(self, root: nn.Module | None = None, *, keep: bool = False, budget: int = BUDGET) -> None:
-        super().__init__(root, keep=keep)
+    def __init__(
+        self,
+        root: nn.Module | None = None,
+        *,
+        keep: bool = False,
+        room: int | None = None,
+        budget: int = BUDGET,
+    ) -> None:
+        super().__init__(root, keep=keep, room=room)
         self._budget = budget
         self._kernels: list[Kernel] = []
         self._within: int | None = None

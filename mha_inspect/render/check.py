@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 
 from .. import text
 from ..reports.check import CheckReport, Finding, SkippedCheck
@@ -16,24 +15,22 @@ _MORE = "A pipe, e.g. | less, shows who sees whom."
 
 def check_page(report: CheckReport) -> Page:
     """Return the page: findings first, then facts, and which checks passed or were skipped."""
-    sure = [finding for finding in report.findings if finding.sure]
-    counted = f"{len(report.held)} passed, {len(report.left_out)} skipped"
-    found = ", ".join(f"{f.check} ({f.source})" if f.source else f.check for f in sure)
-    said = f"{text.plural(len(sure), 'finding')}: {found}." if sure else f"No findings: {counted}."
-    closing = Paragraph(said, "bad" if sure else "good")
-    return replace(layer_page(report.environment, report.layer, _sections(report, sure)), closing=closing)
+    return layer_page(report.environment, report.layer, _sections(report))
 
 
-def _sections(report: CheckReport, sure: Sequence[Finding]) -> Iterator[Section]:
+def findings_sections(findings: Iterable[Finding]) -> Iterator[Section]:
+    """Yield a section for each finding: the problems, numbered, then the suspicions."""
+    number = 0
+    for finding in findings:
+        number += finding.sure
+        title = f"{number}. {finding.check}" if finding.sure else f"may be: {finding.check}"
+        yield _finding(finding, title, "bad" if finding.sure else "warn")
+
+
+def _sections(report: CheckReport) -> Iterator[Section]:
     declared = ", ".join(f"{name} {value}" for name, value in report.intent.items()) or "nothing"
-    verdict = text.plural(len(sure), "finding") if sure else "no findings"
-    detail = f"{verdict} in {text.plural(report.runs, 'run')}; declared: {declared}"
-    yield section("check", detail=detail)
-    for number, finding in enumerate(sure, 1):
-        yield _finding(finding, f"{number}. {finding.check}", "bad")
-    for finding in report.findings:
-        if not finding.sure:
-            yield _finding(finding, f"may be: {finding.check}", "warn")
+    yield section("check", detail=f"{text.plural(report.runs, 'run')}; declared: {declared}")
+    yield from findings_sections(report.findings)
     said = [(fact.name, fact.sentence) for fact in report.facts] + [("note", note) for note in report.notes]
     if said:
         yield section("", facts(*said))
@@ -54,8 +51,9 @@ def _skipped(checks: Sequence[SkippedCheck]) -> str:
 
 def _finding(finding: Finding, title: str, tone: Tone) -> Section:
     where = ", ".join(filter(None, (finding.source, finding.module)))
-    fix = [("fix", finding.fix)] if finding.fix else []
-    return section(title, Paragraph(finding.sentence, tone), facts(("evidence", finding.evidence), *fix), detail=where)
+    more = [("fix", finding.fix)] if finding.fix else []
+    more += [("to settle it", finding.confirm)] if finding.confirm else []
+    return section(title, Paragraph(finding.sentence, tone), facts(("evidence", finding.evidence), *more), detail=where)
 
 
 def layers_page(report: LayersReport) -> Page:

@@ -15,6 +15,7 @@ from ..reports.compare_heads import (
     HeadGradients,
     HeadsFocus,
     HeadTime,
+    StageShapes,
     Timing,
     Training,
 )
@@ -31,6 +32,7 @@ from .parts import (
     verdict_column,
 )
 
+_OWN_SOFTMAX = "H heads are H softmaxes over the same keys, each of its own scores: so H patterns of weights."
 _HEADS = Column("num_heads", lambda count: count.num_heads, "right", "strong")
 _MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
 """Parts of a layer built from flags. Those of another module are its parameters."""
@@ -59,10 +61,11 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         *difference_columns("relative difference", (0, 2), lambda count: count.num_heads == report.baseline),
         Column("first differing stage", lambda count: count.first_differing_stage or "", drop=5, optional=True),
     ]
-    yield section("head counts", table(report.counts, columns), Paragraph(noise), detail=detail)
+    yield section("head counts", table(report.counts, columns), detail=detail)
+    yield section("", Paragraph(noise), more="")
+    yield _stages(report)
     reasons = tuple(_reasons([count for count in report.counts if count.num_heads != report.baseline]))
-    if reasons:
-        yield section("why", facts(*reasons))
+    yield section("why", facts(("each head", _OWN_SOFTMAX), *reasons))
     if report.gradients is not None:
         yield _gradients(report.gradients, report.baseline)
     if report.training is not None:
@@ -81,6 +84,27 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     ways_left = [way for way, answer in ways.items() if answer is None]
     if ways_left:
         yield section("", Paragraph(f"Next: {'; '.join(ways_left)}.", "muted"), more="")
+
+
+def _stages(report: CompareHeadsReport) -> Section:
+    """Return the table of stages by head counts, in canonical axes."""
+
+    def shape(place: int, stage: StageShapes) -> Cell:
+        sizes = stage.shapes[place]
+        return Cell("-", "muted") if sizes is None else shape_cell(sizes, stage.axes)
+
+    columns = [
+        Column("stage", lambda stage: stage.name, tone="strong"),
+        Column("axes", lambda stage: stage.axes, tone="axes", drop=1),
+        *(
+            Column(text.plural(count.num_heads, "head"), partial(shape, place), tone="shape")
+            for place, count in enumerate(report.counts)
+        ),
+        Column("all", lambda stage: Cell("same", "muted") if stage.same else Cell(""), optional=True),
+    ]
+    more = "A pipe, e.g. | less, shows the stages by head count."
+    detail = "shapes in the same axes for every head count"
+    return section("stages", table(report.stages, columns), detail=detail, more=more)
 
 
 def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from typing import Literal, get_args
 
 from ..reports.common import Report
 from ..text import cells
 from .page import Block, Facts, Page, Paragraph, Table, apart
+from .verdict import verdict_of
 
 Format = Literal["table", "plain", "json", "html"]
 FORMATS: tuple[Format, ...] = get_args(Format)
@@ -60,7 +62,7 @@ def page_of(report: Report) -> Page:
     name = report.command.replace("-", "_")
     module = import_module(f".{_MODULES.get(report.command, name)}", __package__)
     page: Page = getattr(module, f"{name}_page")(report)
-    return page
+    return replace(page, verdict=verdict_of(report))
 
 
 # Plain text for pipes: a line an item, nothing cut, nothing wrapped, no colour, no boxes. Fields are set apart by two
@@ -68,6 +70,8 @@ def page_of(report: Report) -> Page:
 
 
 def _plain(page: Page) -> Iterator[str]:
+    if page.verdict is not None:
+        yield page.verdict.text
     yield f"{page.title}: {page.detail}" if page.detail else page.title
     yield page.subtitle
     for section in page.sections:

@@ -43,9 +43,8 @@ def with_pre(page: str, text: str) -> str:
 
 
 def _page(page: Page) -> str:
-    lines = [_titled("h1", page.title, page.detail), _element("p", escape(page.subtitle), "muted")]
-    if page.closing is not None:  # a verdict: a reader of a long page sees its top
-        lines += _block(page.closing)
+    lines = [] if page.verdict is None else [*_block(page.verdict)]
+    lines += [_titled("h1", page.title, page.detail), _element("p", escape(page.subtitle), "muted")]
     for section in page.sections:
         titles = [_titled("h2", section.title, section.detail)] if section.title else []
         blocks = (line for block in section.blocks for line in _block(block))

@@ -134,8 +134,8 @@ class Page:
     detail: str
     subtitle: str
     sections: tuple[Section, ...]
-    closing: Paragraph | None = None
-    """The verdict once more, as the last line on a terminal, which shows the end of a long page."""
+    verdict: Paragraph | None = None
+    """The first line, and on a terminal the last one too if the page is longer than the screen."""
 
     def __post_init__(self) -> None:
         vars(self)["sections"] = tuple(section for section in self.sections if section.blocks or section.title)

@@ -145,9 +145,9 @@ def notes(sentences: Iterable[str]) -> tuple[Facts, ...]:
     return tuple(facts(("note", sentence)) for sentence in sentences)
 
 
-def answered(sentences: Iterable[str]) -> Section:
-    """Return the section with the answer."""
-    return section("answer", *(Paragraph(sentence, "strong") for sentence in sentences))
+def answered(sentences: Sequence[str]) -> Section:
+    """Return the section with the rest of an answer, whose first sentence is the verdict."""
+    return section("answer" if sentences[1:] else "", *(Paragraph(sentence, "strong") for sentence in sentences[1:]))
 
 
 def contents(tensors: Iterable[Any]) -> tuple[Table | Verbatim, ...]:

@@ -41,6 +41,20 @@ def in_color(stream: IO[str] | None) -> bool:
     return _forced() or (is_terminal(stream) and os.environ.get("TERM") != "dumb")
 
 
+def markdown(text: str) -> str:
+    """Return a page in Markdown as a terminal shows it; in a pipe as it is written."""
+    if not is_terminal(sys.stdout):
+        return text
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    width = min(columns(sys.stdout) or 80, 100)
+    console = Console(width=width, force_terminal=True, no_color=not in_color(sys.stdout), highlight=False)
+    with console.capture() as captured:
+        console.print(Markdown(text))
+    return captured.get()
+
+
 def columns(stream: IO[str] | None) -> int | None:
     """Return the columns to fill: COLUMNS if set, else the terminal's; None in a pipe, which has no limit."""
     return _sizes(stream)[0] or None

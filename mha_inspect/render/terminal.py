@@ -45,15 +45,15 @@ def to_table(page: Page, *, width: int | None, color: bool, height: int | None =
     """Return the page for a terminal of that width, without escape sequences if `color` is False.
 
     A page of more than `height` lines, with one for the prompt, loses its blank lines; if it is still too long, it
-    loses the sections that another option shows. A height of None has no limit.
+    loses the sections that another option shows, and ends with the verdict. A height of None has no limit.
     """
     columns = max(shutil.get_terminal_size().columns if width is None else width, 1)
     for airy, whole in ((True, True), (False, True), (False, False)):
         shown = page if whole else _shortened(page)
         text = _text(columns, color, _page(shown, columns, airy=airy))
         if height is None or text.count("\n") < height:
-            break
-    return text
+            return text
+    return text + _text(columns, color, _verdict(page, columns))
 
 
 def _text(width: int, color: bool, lines: Iterable[tuple[RenderableType, int]]) -> str:
@@ -75,23 +75,24 @@ def _text(width: int, color: bool, lines: Iterable[tuple[RenderableType, int]]) 
 
 
 def _shortened(page: Page) -> Page:
-    """Return the page without the sections that another option shows, each option named once."""
+    """Return the page without the sections that another option shows, each option named once, and the subtitle."""
     sections: list[Section] = []
     for part in page.sections:
         if part.more is None:
             sections.append(part)
         elif part.more and all(part.more != before.more for before in sections):
             sections.append(replace(part, title="", blocks=(Paragraph(part.more, "muted"),)))
-    return replace(page, sections=tuple(sections))
+    return replace(page, sections=tuple(sections), subtitle="")
 
 
 def _page(page: Page, width: int, *, airy: bool) -> Iterator[tuple[RenderableType, int]]:
     """Yield each item to print with its width. An `airy` page has blank lines."""
     prose = min(width, PROSE_WIDTH)
+    yield from _verdict(page, width)
     yield _title(page.title, page.detail), prose
-    yield Text(page.subtitle, STYLES["muted"]), prose
-    closing = () if page.closing is None else (Section("", (page.closing,)),)
-    for section in (*page.sections, *closing):
+    if page.subtitle:
+        yield Text(page.subtitle, STYLES["muted"]), prose
+    for section in page.sections:
         if airy:
             yield Text(), prose
         if section.title:
@@ -103,6 +104,11 @@ def _page(page: Page, width: int, *, airy: bool) -> Iterator[tuple[RenderableTyp
             for item in _block(block, width, airy=airy):
                 yield item, prose if isinstance(block, (Facts, Paragraph)) else width
             before = block
+
+
+def _verdict(page: Page, width: int) -> Iterator[tuple[RenderableType, int]]:
+    if page.verdict is not None:
+        yield Text(page.verdict.text, STYLES.get(page.verdict.tone, ""), overflow="fold"), min(width, PROSE_WIDTH)
 
 
 def _title(title: str, detail: str) -> Text:

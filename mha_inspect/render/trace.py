@@ -21,6 +21,7 @@ from ..reports.trace import (
     Step,
     Trace,
 )
+from .check import findings_sections
 from .page import Block, Cell, Column, Page, Paragraph, Section, Table, Verbatim, facts, section, table
 from .parts import AXES, SHAPE, contents, dtypes, folded, grouped, layer_page, notes, ranks_section, shape_cell
 
@@ -29,6 +30,7 @@ LEGENDS = {
     "°": "too large to compute: only its shape is known",
 }
 """The meaning of the signs after the name of a stage."""
+_NOT_LOOKED_AT = "Not looked at: what other inputs do. mha-inspect check changes the input and looks further."
 MEMORY = "view: shares memory with the stage before; copy: moved to new memory, as PyTorch's code does there"
 
 _SPLIT_WRONGLY = {
@@ -39,14 +41,17 @@ _SPLIT_WRONGLY = {
 
 
 def trace_page(trace: Trace) -> Page:
-    """Return the page: stages, returned tensors, kernel, and, as the last line, the proof.
+    """Return the page: what is wrong, the stages, the returned tensors, the kernel and its proof.
 
-    For a forward that raised: the completed stages, the failure, and, as the last line, the cause.
+    For a forward that raised: the completed stages, the failure, and the cause.
     """
     return layer_page(trace.environment, trace.layer, _sections(trace))
 
 
 def _sections(trace: Trace) -> Iterator[Section]:
+    yield from findings_sections(trace.findings)
+    if trace.unjudged is None and not trace.findings and trace.failure is None and trace.attentions:
+        yield section("", Paragraph(_NOT_LOOKED_AT, "muted"), more="")
     if trace.steps is not None:
         below = "" if trace.decode is None else "the last is shown below"
         yield section(text.plural(len(trace.steps), "call"), _steps(trace.steps), detail=below)
@@ -54,9 +59,6 @@ def _sections(trace: Trace) -> Iterator[Section]:
         more = "" if trace.chosen else None
         yield section(f"{len(trace.attentions)} attentions", _summary(trace.attentions), more=more)
     yield from _in_full(trace)
-    if not trace.attentions and trace.failure is None:
-        none = "No attention was found: nothing here computes softmax(QKᵀ)V. Check the target."
-        yield section("", Paragraph(none, "warn"))
     run = _path(trace.path) if trace.failure is None or trace.attentions else ()
     returned = [("returns", _returned(trace))] if trace.returns else []
     lines = [*returned, *run, *_collectives(trace), *(("note", note) for note in trace.notes)]
@@ -69,7 +71,7 @@ def _sections(trace: Trace) -> Iterator[Section]:
     if trace.failure is None:
         yield section("", *([_decode(trace.decode)] if trace.decode else []), _closing(trace))
     else:
-        yield from _failure(trace.failure, trace.environment.dtype)
+        yield from _failure(trace.failure, trace.environment.dtype, with_ops=trace.ops is not None)
 
 
 def _collectives(trace: Trace) -> Iterator[tuple[str, str]]:
@@ -322,8 +324,8 @@ def _proof(proof: Proof) -> Paragraph:
 # -- a forward that failed: what was completed, then the failure, then why --------------------------------------------
 
 
-def _failure(failure: Failure, dtype: str) -> Iterator[Section]:
-    """Yield the completed stages, the last operations, the failure, and the cause if one was found."""
+def _failure(failure: Failure, dtype: str, *, with_ops: bool) -> Iterator[Section]:
+    """Yield the completed stages, the last operations if asked for, the failure, and the cause if one was found."""
     if failure.completed:
         columns = [
             Column("stage", lambda stage: stage.name, tone="strong", optional=True),
@@ -335,7 +337,7 @@ def _failure(failure: Failure, dtype: str) -> Iterator[Section]:
             Column("source", lambda stage: stage.source, tone="muted", drop=1, optional=True),
         ]
         yield section("completed before the failure", table(failure.completed, columns))
-    if failure.last_ops:
+    if with_ops and failure.last_ops:
         columns = [
             Column("#", lambda op: op.index, "right", "muted"),
             Column("operation", lambda op: op.name, tone="strong"),

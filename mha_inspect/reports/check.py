@@ -26,6 +26,8 @@ class Finding:
     """Path of the module; empty for the checked module itself."""
     fix: str = ""
     """How to fix the fault; empty if the evidence shows no fix."""
+    confirm: str = ""
+    """For a possible fault: the option that confirms or dismisses it, e.g. `--scale sqrt_head_dim`."""
 
 
 @dataclass(frozen=True)

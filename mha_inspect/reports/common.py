@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """Raised when a key of the JSON output is renamed, removed or changes its meaning."""
 
 Verdict = Literal["same", "differs", "inconclusive"]
@@ -30,6 +30,12 @@ class Report:
         """Whether the answer is good: no sure finding, no failure, no difference, and every number proved."""
         return True
 
+    @property
+    def verdict(self) -> str | None:
+        """The first line of its page; None for a report that judges nothing, e.g. of parameters."""
+        paragraph = _render(".verdict").verdict_of(self)
+        return None if paragraph is None else str(paragraph.text)
+
     def __bool__(self) -> bool:
         return self.ok
 
@@ -41,7 +47,9 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of `--json` as a dict; its schema is in `mha_inspect/schemas`."""
-        return {"schema_version": SCHEMA_VERSION, "command": self.command, **to_data(self)}
+        verdict = self.verdict
+        said = {} if verdict is None else {"verdict": verdict}
+        return {"schema_version": SCHEMA_VERSION, "command": self.command, **said, **to_data(self)}
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the report to a .json, .txt or .html file; an existing file is replaced completely or not at all.

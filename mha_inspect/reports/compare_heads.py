@@ -31,6 +31,23 @@ class HeadCount(Difference):
     """Start, sizes, short sizes and end of the reason; head counts with equal start and end share a sentence."""
 
 
+@dataclass(frozen=True)
+class StageShapes:
+    """The shapes of one stage of the first attention, for each head count, in canonical axes."""
+
+    name: str
+    """A stage of `mha_inspect.naming.pattern.STAGES`."""
+    axes: str
+    """The canonical axes: `batch heads query key`."""
+    shapes: tuple[tuple[int, ...] | None, ...]
+    """A shape for each head count, in their order; None where the stage has no numbers, or an axis has no name."""
+
+    @property
+    def same(self) -> bool:
+        """Whether every head count has this shape."""
+        return len(set(self.shapes)) == 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class PartGradient(Difference):
     """The gradient of one matrix or bias for one head count, compared with the baseline's.
@@ -180,7 +197,9 @@ class CompareHeadsReport(Report):
     baseline: int
     """The head count that the others are compared with, the first one given."""
     counts: tuple[HeadCount, ...]
-    verdict: Verdict
+    stages: tuple[StageShapes, ...]
+    """The stages of the first attention."""
+    outcome: Verdict
     """`differs` if any head count differs from the baseline, `same` if all are the same."""
     answer: tuple[str, ...]
     """The answer in sentences: on the output, on the parameters, and on queries that can attend to no key."""

@@ -102,7 +102,7 @@ class DiffReport(Report):
     """Name of the first stage that differs; None if no stage differs."""
     output: Difference
     """Difference of the outputs of the two plain forwards, in canonical axes."""
-    verdict: Verdict
+    outcome: Verdict
     """The verdict on the outputs of the plain forwards; `inconclusive` also if the weights could not be copied."""
     notes: tuple[str, ...]
     """Important sentences on this comparison."""
@@ -114,7 +114,7 @@ class DiffReport(Report):
     @property
     def ok(self) -> bool:
         """Whether the sides are the same."""
-        return self.verdict == "same"
+        return self.outcome == "same"
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class CheckpointDiffReport(Report):
     only_right: tuple[StoredName, ...]
     parts: tuple[PartPair, ...]
     """The parts of attentions that have a tensor which differs."""
-    verdict: Literal["same", "differs"]
+    outcome: Literal["same", "differs"]
     """`same` if every tensor is on both sides, with the same bits or equal within the rounding of the dtypes."""
     notes: tuple[str, ...]
     answer: tuple[str, ...]
@@ -185,4 +185,4 @@ class CheckpointDiffReport(Report):
     @property
     def ok(self) -> bool:
         """Whether the sides are the same."""
-        return self.verdict == "same"
+        return self.outcome == "same"

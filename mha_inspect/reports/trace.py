@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .check import Finding
 from .common import Difference, Environment, LayerInfo, Report, Stats, Values
 
 Memory = Literal["input", "view", "copy", "new"]
@@ -376,6 +377,10 @@ class Trace(Report):
     returns: tuple[Returned, ...]
     proof: Proof
     notes: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    """The mistakes, and possible mistakes, that this run alone shows. `check` changes the input and looks further."""
+    unjudged: str | None = None
+    """Why the run was not judged, as a phrase; None if it was."""
     ops: tuple[OpLine, ...] | None = None
     """Every operation; None if not requested."""
     collectives: tuple[Collective, ...] | None = None
@@ -398,6 +403,11 @@ class Trace(Report):
 
     @property
     def ok(self) -> bool:
+        """Whether the run is complete, and nothing is surely wrong in it."""
+        return self.complete and not any(finding.sure for finding in self.findings)
+
+    @property
+    def complete(self) -> bool:
         """Whether the forward returned, every opened stage agrees with its kernel, and steps with one forward."""
         differs = self.decode is not None and self.decode.verdict == "differs"
         return self.failure is None and self.proof.agrees is not False and not differs

@@ -63,13 +63,20 @@ def original_code() -> Iterator[None]:
 
 
 def run_and_record(
-    module: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, keep: bool = False
+    module: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    keep: bool = False,
+    room: int | None = None,
 ) -> Run:
     """Run `module(*args, **kwargs)` once and record it up to an exception; with `keep` keep every tensor.
 
+    If the tensors take more than `room` bytes, none is kept.
+
     An exception that is no `Exception`, e.g. an interrupt, is raised.
     """
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep)
+    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep, room=room)
     recorder.opens_compiled = True
     recorder.take_inputs(argument_names(module, args, kwargs))
     try:

@@ -80,7 +80,7 @@ def test_each_side_of_a_diff_keeps_its_buffers(x, other, kept, settings, name, s
     before = {key: tensor.clone() for key, tensor in right.named_buffers()}
     report = mha_inspect.diff(left, right, x, same_weights=True)
     assert report.weights.whole
-    assert (report.verdict, report.first_differing_stage, report.buffers) == ("differs", stage, (name,))
+    assert (report.outcome, report.first_differing_stage, report.buffers) == ("differs", stage, (name,))
     assert any(f"The buffer {name} differs: buffers are not weights" in sentence for sentence in report.answer)
     assert all(torch.equal(before[key], tensor) for key, tensor in right.named_buffers())
     # By hand: the left side's weights in a module with the buffers of the right.
@@ -95,7 +95,7 @@ def test_each_side_of_a_diff_keeps_its_buffers(x, other, kept, settings, name, s
 @pytest.mark.parametrize("other", [Attention, Apart])
 def test_the_same_buffers_are_the_same(x, other):
     report = mha_inspect.diff(made(Attention), made(other, 1), x, same_weights=True)
-    assert (report.verdict, report.buffers, report.weights.whole) == ("same", (), True)
+    assert (report.outcome, report.buffers, report.weights.whole) == ("same", (), True)
     assert not any("buffer" in sentence for sentence in report.answer)
 
 
@@ -118,7 +118,7 @@ def test_tied_weights_that_the_other_side_has_apart_are_not_the_same(x):
             return self.b(self.a(self.attention(x)))
 
     apart, tied = made(Twice, tied=False), made(Twice, 1, tied=True)
-    assert mha_inspect.diff(tied, apart, x, same_weights=True).verdict == "same"
+    assert mha_inspect.diff(tied, apart, x, same_weights=True).outcome == "same"
     report = mha_inspect.diff(apart, tied, x, same_weights=True)
     assert not report.weights.whole
     assert any("not copied, outside the projections: a.weight" in sentence for sentence in report.weights.left_out)

@@ -98,7 +98,7 @@ def x() -> torch.Tensor:
 def test_five_forwards_are_enough_for_a_module_against_torch(x):
     seen: Counter = Counter()
     report = mha_inspect.diff(Own(seen).eval(), Torch(seen).eval(), x, same_weights=True)
-    assert (report.verdict, report.weights.whole) == ("same", True)
+    assert (report.outcome, report.weights.whole) == ("same", True)
     # What torch's layer is without the weights shows where they belong; then both as they are, and in float64.
     assert seen == {
         ("own", torch.float32): 1,
@@ -111,7 +111,7 @@ def test_five_forwards_are_enough_for_a_module_against_torch(x):
 def test_sides_that_keep_their_weights_run_twice_each(x):
     seen: Counter = Counter()
     report = mha_inspect.diff(Own(seen).eval(), Torch(seen).eval(), x)
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert set(seen.values()) == {1}
     assert sum(seen.values()) == 4
     assert not any("could not be copied" in sentence for sentence in report.answer)
@@ -124,7 +124,7 @@ def test_each_run_begins_with_the_state_that_came_in(x):
         plain.load_state_dict(cached.state_dict())
         expected = plain(x)
     report = mha_inspect.diff(cached, Cached().eval(), x, cache, same_weights=True)
-    assert report.verdict == "same"
+    assert report.outcome == "same"
     assert (cached.position, cached.runs.item(), cache.length) == (0, 0, 0)
     torch.testing.assert_close(cached(x, cache), expected)
 
@@ -149,7 +149,7 @@ def test_what_one_run_writes_into_its_input_no_other_gets(x):
     before = x.clone()
     own, plain = Writing(Counter()).eval(), Own(Counter()).eval()
     report = mha_inspect.diff(own, plain, x, same_weights=True)
-    assert (report.verdict, report.output.max_abs_difference) == ("same", 0)
+    assert (report.outcome, report.output.max_abs_difference) == ("same", 0)
     assert report.left.rounding_error == report.right.rounding_error < 1e-6
     torch.testing.assert_close(x, before, rtol=0, atol=0)
 

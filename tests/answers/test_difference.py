@@ -54,7 +54,7 @@ SAME = ("torch", "split-heads", "fold-heads", "per-head", "grouped-query")
 @pytest.mark.parametrize("inputs", [INPUTS, replace(INPUTS, causal=True, padding=(1, 3))], ids=["open", "masked"])
 def test_layers_with_one_mathematics_are_the_same_at_every_stage(right, inputs):
     report = diff("torch", right, inputs)
-    assert (report.verdict, report.first_differing_stage) == ("same", None)
+    assert (report.outcome, report.first_differing_stage) == ("same", None)
     assert {row.verdict for row in report.stages} <= {"same", None}
     assert report.weights.whole
     compared = [row.name for row in report.stages if row.verdict]
@@ -107,7 +107,7 @@ def test_narrow_is_as_far_from_torch_as_torch_says():
     blocks = torch.block_diag(*[torch.ones(HEAD_DIM, HEAD_DIM)] * HEADS).view(HEADS, HEAD_DIM, EMBED)
     kept = replace(weights, **{name: getattr(weights, name) * blocks for name in ("w_q", "w_k", "w_v")})
     whole, cut = run("torch", weights), run("torch", kept)
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert report.output.max_abs_difference == pytest.approx(float((whole - cut).abs().max()), rel=1e-5)
     assert report.output.relative_difference == pytest.approx(float((whole - cut).norm() / whole.norm()), rel=1e-5)
     query = built_layer(SPEC, INPUTS, RunSpec()).tensors[0]
@@ -122,7 +122,7 @@ def test_bert_has_no_output_projection_and_is_torch_with_the_identity_for_it():
     row = stage(report, "output")
     assert (row.right, row.verdict) == (None, None)
     assert "no output projection" in row.note
-    assert (report.verdict, report.first_differing_stage) == ("differs", None)
+    assert (report.outcome, report.first_differing_stage) == ("differs", None)
     weights = canonical_weights(SPEC)
     identity = torch.eye(EMBED).reshape(EMBED, HEADS, HEAD_DIM)
     concat = run("torch", replace(weights, w_o=identity, b_o=None))
@@ -141,7 +141,7 @@ def test_a_fully_masked_row_is_nan_in_torch_and_a_mean_in_split_heads(padding):
     expected = weights.w_o.reshape(EMBED, EMBED) @ mean + weights.b_o
     torch.testing.assert_close(run("split-heads", inputs=inputs)[0, 0], expected)
     assert run("torch", inputs=inputs)[0].isnan().all()
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert report.first_differing_stage == "weights"
     before = STAGES[: STAGES.index("weights")]
     assert {row.verdict for row in report.stages if row.name in before} <= {"same", "inconclusive"}
@@ -161,7 +161,7 @@ def test_a_dtype_costs_what_it_is_off_the_exact_result():
     assert report.right.rounding_error == pytest.approx(float((fine - exact).abs().max()))
     assert report.output.max_abs_difference == pytest.approx(float((rough - fine).abs().max()))
     assert (report.noise.dtype, report.noise.sides) == ("bfloat16", ("left",))
-    assert report.verdict == "same"
+    assert report.outcome == "same"
     assert stage(report, "query").max_abs_difference > 0
     assert any("Accuracy by dtype (bfloat16, float32)" in sentence for sentence in report.answer)
 
@@ -186,7 +186,7 @@ def test_each_side_has_the_kernel_that_its_settings_give_it():
     report = diff_of_sides(*two_layers("torch", "torch", spec, INPUTS, RunSpec(grad=True), *sets))
     assert "scaled_dot_product" in report.left.path.plain
     assert "_native_multi_head_attention" in report.right.path.plain
-    assert report.verdict == "same"
+    assert report.outcome == "same"
     assert stage(report, "scores").left.opened
     assert not stage(report, "q_proj").left.opened
     assert stage(report, "q_proj").right.opened
@@ -209,7 +209,7 @@ def test_shared_key_heads_stand_for_many():
     row = stage(report, "k_proj")
     assert (row.left.shape[-1], row.right.shape[-1]) == (44, 22)
     assert (row.verdict, row.note) == ("same", "each of the 2 key/value heads on the right is repeated 2 times")
-    assert report.verdict == "same"
+    assert report.outcome == "same"
 
 
 def test_head_counts_part_at_the_scores():
@@ -226,7 +226,7 @@ def test_layouts_are_no_difference():
     assert stage(report, "query").left.shape == (QUERY, BATCH, EMBED)
     assert stage(report, "query").right.shape == (BATCH, QUERY, EMBED)
     assert stage(report, "query").max_abs_difference == 0
-    assert report.verdict == "same"
+    assert report.outcome == "same"
 
 
 def test_appended_keys_leave_nothing_to_subtract_and_say_so():

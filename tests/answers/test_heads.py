@@ -50,7 +50,7 @@ def test_differences_are_those_of_torchs_layer_run_by_hand():
         assert count.relative_difference == pytest.approx((apart.norm() / outputs[2].norm()).item(), rel=1e-6)
         assert (count.verdict, count.first_differing_stage) == ("differs", "scores")
         assert count.times_noise == pytest.approx(count.max_abs_difference / count.noise_floor)
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert report.baseline == 2
     assert report.counts[0].reason == "The baseline."
 
@@ -77,14 +77,14 @@ def test_the_noise_floor_is_the_distance_from_the_same_run_in_float64(dtype):
         expected = (by_hand(5, dtype).double() - exact(x, x, x)[0]).abs().max().item()
     assert expected > 0
     assert {count.noise_floor for count in report.counts} == {expected}
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert 1e-18 < compare_heads((5, 3), **SIZES, dtype="float64").counts[0].noise_floor < 1e-14
 
 
 def test_zero_projections_make_every_head_count_the_same(monkeypatch):
     changed_layer(monkeypatch, lambda module: module.in_proj_weight.zero_())
     report = compare_heads((1, 2, 3), **{**SIZES, "batch": 1})
-    assert report.verdict == "same"
+    assert report.outcome == "same"
     assert [count.max_abs_difference for count in report.counts] == [0, 0, 0]
     assert report.counts[1].reason == "Every stage is identical."
 
@@ -102,7 +102,7 @@ def test_small_outputs_that_are_far_apart_differ(monkeypatch):
 )
 def test_one_key_makes_every_head_count_the_same_and_it_says_why(inputs):
     report = compare_heads((1, 2, 5), **{**SIZES, **inputs})
-    assert report.verdict == "same"
+    assert report.outcome == "same"
     for count in report.counts[1:]:
         assert count.first_differing_stage in ("scores", "masked_scores")
         assert count.reason.endswith("from weights on, the numbers are the same again.")
@@ -111,7 +111,7 @@ def test_one_key_makes_every_head_count_the_same_and_it_says_why(inputs):
 
 @pytest.mark.parametrize("settings", [{"add_zero_attn": True}, {"layer": "narrow"}], ids=str)
 def test_one_key_makes_nothing_the_same_beside_an_appended_one_or_other_weights(settings):
-    assert compare_heads((2, 5), **{**SIZES, "seq_len": 1}, **settings).verdict == "differs"
+    assert compare_heads((2, 5), **{**SIZES, "seq_len": 1}, **settings).outcome == "differs"
 
 
 def test_nan_beside_nan_is_no_difference_and_is_said():
@@ -200,3 +200,14 @@ def test_head_counts_that_share_keys_stand_beside_one_that_does_not(num_kv_heads
         assert (count.verdict, count.first_differing_stage) == ("differs", "k_proj")
         width, base = (num_kv_heads * one.head_dim for one in (count, report.counts[0]))
         assert f"so it is {width} features wide instead of {base}" in count.reason
+
+
+def test_stages_have_a_shape_for_each_head_count_and_equal_ones_are_marked():
+    report = compare_heads((1, 2, 5), **SIZES)
+    shapes = {stage.name: stage.shapes for stage in report.stages}
+    batch, queries, keys = 3, 7, 7
+    assert shapes["weights"] == tuple((batch, heads, queries, keys) for heads in (1, 2, 5))
+    width = EMBED
+    assert shapes["q_heads"] == tuple((batch, heads, queries, width // heads) for heads in (1, 2, 5))
+    assert {stage.name for stage in report.stages if stage.same} >= {"query", "q_proj", "concat", "output"}
+    assert not {stage.name for stage in report.stages if stage.same} & {"q_heads", "scores", "weights", "context"}

@@ -185,7 +185,7 @@ def test_outputs_that_are_infinite_elsewhere_are_not_told_by_how_much(x):
             return super().forward(x) / 0  # inf or -inf, by the sign of what the heads give
 
     report = mha_inspect.compare_heads((1, 3), lambda heads: Overflows(n_head=heads), x)
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert report.answer[0].endswith("the outputs of 1 and 3 heads have NaN or inf in different places.")
 
 

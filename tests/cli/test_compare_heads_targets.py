@@ -146,7 +146,7 @@ def test_the_numbers_are_those_of_a_run_by_hand(invoke, mine):
         assert row["max_abs_difference"] == pytest.approx(float((outputs[count] - outputs[1]).abs().max()), rel=1e-4)
         assert (row["head_dim"], row["same_parameters"]) == (22 // count, True)
     assert [rows[count]["first_differing_stage"] for count in rows] == [None, "scores", "scores"]
-    assert (data["verdict"], data["baseline"]) == ("differs", 1)
+    assert (data["outcome"], data["baseline"]) == ("differs", 1)
 
 
 def test_one_key_makes_all_the_same(invoke, mine):
@@ -155,7 +155,7 @@ def test_one_key_makes_all_the_same(invoke, mine):
         *["--json", "--fail-if", "same"],
     )
     data = json.loads(out)
-    assert (code, data["verdict"]) == (1, "same")
+    assert (code, data["outcome"]) == (1, "same")
     assert data["counts"][1]["reason"].endswith("from weights on, the numbers are the same again.")
 
 

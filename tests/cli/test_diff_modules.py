@@ -95,7 +95,7 @@ def report_of(invoke, mine: str, line: str) -> dict:
 )
 def test_a_port_is_the_same(invoke, mine, line):
     data = report_of(invoke, mine, line)
-    assert (data["verdict"], data["weights"]["whole"]) == ("same", True)
+    assert (data["outcome"], data["weights"]["whole"]) == ("same", True)
     assert {row["verdict"] for row in data["stages"]} - {None} == {"same"}
     weights = next(row for row in data["stages"] if row["name"] == "weights")
     assert weights["left"]["shape"] == [2, 3, 5, 5]
@@ -139,7 +139,7 @@ def test_the_arguments_are_those_of_the_first_call(mine):
 def test_lengths_are_those_of_the_model(invoke, mine):
     data = report_of(invoke, mine, f"mine:Longer mine:Port --left-module {PATH}")
     weights = next(row for row in data["stages"] if row["name"] == "weights")
-    assert (data["verdict"], weights["right"]["shape"]) == ("same", [2, 3, 6, 6])
+    assert (data["outcome"], weights["right"]["shape"]) == ("same", [2, 3, 6, 6])
 
 
 @pytest.mark.parametrize(

@@ -238,7 +238,7 @@ def test_ways_to_write_the_same_attention_are_the_same(invoke, mine, line):
     else:
         data = report_of(invoke, mine, line)
     assert data["weights"]["whole"] is True
-    assert data["verdict"] == "same"
+    assert data["outcome"] == "same"
     assert data["first_differing_stage"] is None
     found = verdicts(data)
     assert {found[stage] for stage in ("query", "q_heads", "k_heads", "v_heads", "scores", "weights")} == {"same"}
@@ -275,7 +275,7 @@ def test_the_weights_are_those_of_the_left(invoke, mine):
 )
 def test_where_two_part(invoke, mine, line, stage):
     data = report_of(invoke, mine, line)
-    assert (data["verdict"], data["first_differing_stage"]) == ("differs", stage)
+    assert (data["outcome"], data["first_differing_stage"]) == ("differs", stage)
     assert data["weights"]["whole"] is True
     assert verdicts(data)["q_heads"] == "same"
 
@@ -284,7 +284,7 @@ def test_one_state_dict_that_two_cut_otherwise(invoke, mine):
     """Names and shapes agree: what a checkpoint of the one does in the other is the answer."""
     data = report_of(invoke, mine, "mine:Interleaved mine:Packed")
     assert data["weights"]["sentence"].startswith("Both sides have the same parameters")
-    assert (data["verdict"], data["first_differing_stage"]) == ("differs", "q_heads")
+    assert (data["outcome"], data["first_differing_stage"]) == ("differs", "q_heads")
 
 
 def test_the_page_has_both_source_lines_and_what_was_called(invoke, mine):
@@ -338,7 +338,7 @@ def test_weights_that_cannot_be_carried_say_why(invoke, mine, line, said):
 
 def assert_not_comparable(data):
     """Assert that nothing is concluded from unrelated weights, and that shapes and axes are still there."""
-    assert (data["verdict"], data["first_differing_stage"], data["output"]["verdict"]) == ("inconclusive", None, None)
+    assert (data["outcome"], data["first_differing_stage"], data["output"]["verdict"]) == ("inconclusive", None, None)
     assert {row["verdict"] for row in data["stages"]} == {None}
     scores = next(row for row in data["stages"] if row["name"] == "scores")
     for side in (scores["left"], scores["right"]):
@@ -350,7 +350,7 @@ def assert_not_comparable(data):
 
 def test_modules_without_weights_are_compared(invoke, mine):
     data = report_of(invoke, mine, "mine:Alone mine:AloneUnscaled")
-    assert (data["weights"]["whole"], data["verdict"]) == (True, "differs")
+    assert (data["weights"]["whole"], data["outcome"]) == (True, "differs")
     assert data["first_differing_stage"] == "scores"
 
 
@@ -364,7 +364,7 @@ def test_what_a_layer_has_no_place_for_is_left_out(invoke, mine):
 def test_a_bias_on_one_side_goes_as_zeros_into_the_other(invoke, mine):
     for line in ("mine:Packed mine:Packed --right-set qkv_bias=false", "mine:Packed torch --set qkv_bias=false"):
         data = report_of(invoke, mine, line)
-        assert (data["weights"]["whole"], data["verdict"]) == (True, "same")
+        assert (data["weights"]["whole"], data["outcome"]) == (True, "same")
         assert data["weights"]["sentence"].endswith(", with zeros as biases.")
 
 
@@ -380,12 +380,12 @@ def test_dtypes_fail_if_and_one_head_count_more(invoke, mine):
 def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke, mine):
     data = report_of(invoke, mine, "mine:Packed mine:Packed --left-set dtype=bfloat16")
     assert [data[side]["environment"]["dtype"] for side in ("left", "right")] == ["bfloat16", "float32"]
-    assert (data["verdict"], data["noise"]) == ("same", {"dtype": "bfloat16", "sides": ["left"]})
+    assert (data["outcome"], data["noise"]) == ("same", {"dtype": "bfloat16", "sides": ["left"]})
     assert data["left"]["settings"] == {"dtype": "bfloat16"}
     data = report_of(invoke, mine, "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --left-set causal=true")
-    assert (data["verdict"], data["first_differing_stage"]) == ("differs", "weights")
+    assert (data["outcome"], data["first_differing_stage"]) == ("differs", "weights")
     alike = report_of(invoke, mine, "torch.nn:MultiheadAttention torch --left-set causal=true --right-set causal=true")
-    assert alike["verdict"] == "same"
+    assert alike["outcome"] == "same"
     # What torch's layer takes as an argument of its own is its own: a dtype is one of torch's.
     own = report_of(invoke, mine, "torch.nn:MultiheadAttention torch.nn:MultiheadAttention --left-set dtype=bfloat16")
     assert [own[side]["environment"]["dtype"] for side in ("left", "right")] == ["bfloat16", "float32"]
@@ -393,7 +393,7 @@ def test_how_a_side_is_run_is_its_own_setting_whatever_its_arguments_are(invoke,
     for line in ("mine:Packed mine:Separate", "mine:Packed torch", "torch.nn:MultiheadAttention torch"):
         rounded = report_of(invoke, mine, f"{line} --right-set dtype=bfloat16")
         query = rounded["stages"][0]
-        assert (rounded["verdict"], rounded["first_differing_stage"]) == ("same", None)
+        assert (rounded["outcome"], rounded["first_differing_stage"]) == ("same", None)
         assert (query["name"], query["times_noise"]) == ("query", 1.0)
         assert 2**-9 < query["max_abs_difference"] < 2**-6
     alone = report_of(invoke, mine, "mine:Packed torch --left-set dtype=bfloat16")
@@ -452,14 +452,14 @@ def test_bad_input(invoke, mine, line, code, said):
 
 
 def test_help_says_that_a_side_may_be_a_target(invoke):
-    page = " ".join(invoke("diff", "--help").out.split())
+    page = " ".join(invoke("diff", "--help-all").out.split())
     assert "a module of your own: package.module:Name" in page
     assert "Importing it runs its code" in page
 
 
 def test_queries_without_a_key(invoke, mine):
     data = report_of(invoke, mine, "mine:Padded mine:Padded --right-set low=-inf")
-    assert (data["verdict"], data["output"]["max_abs_difference"]) == ("differs", "Infinity")
+    assert (data["outcome"], data["output"]["max_abs_difference"]) == ("differs", "Infinity")
     assert data["answer"][-1] == (
         "5 queries have every key masked out (first: query 0 of batch item 1): "
         "their weights are uniform in Padded and NaN in Padded with low -inf."
@@ -471,20 +471,20 @@ def test_queries_without_a_key(invoke, mine):
 @pytest.mark.parametrize("line", ["mine:Bare mine:Packed", "mine:Packed mine:Bare", "mine:Bare torch"])
 def test_an_identity_stands_for_an_output_projection_that_is_not_there(invoke, mine, line):
     data = report_of(invoke, mine, line)
-    assert (data["verdict"], data["weights"]["whole"]) == ("same", True)
+    assert (data["outcome"], data["weights"]["whole"]) == ("same", True)
     assert "the identity as W_o" in data["weights"]["sentence"]
 
 
 def test_shared_key_heads_are_repeated_where_each_head_has_its_own(invoke, mine):
     data = report_of(invoke, mine, "mine:Packed grouped-query --right-set num_kv_heads=1")
     assert data["weights"]["sentence"].startswith("Copied by head from grouped-query with num_kv_heads 1")
-    assert data["verdict"] == "same"
+    assert data["outcome"] == "same"
 
 
 def test_what_one_side_alone_was_given_is_said_of_that_side(invoke, mine):
     code, out, err = invoke("diff", f"{mine}:Packed", *SIZES, "--left-set", "num_heads=11")
     assert code == 0, err
-    assert out.splitlines()[0] == "layer Packed with num_heads 11 against Packed: dim 22"
+    assert out.splitlines()[1] == "layer Packed with num_heads 11 against Packed: dim 22"
     code, out, err = invoke("diff", f"{mine}:Packed", "--left-set", "num_heads")
     assert (code, out) == (2, "")
     assert "--left-set num_heads is not NAME=VALUE" in err

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from mha_inspect.cli.app import COMMANDS
+from mha_inspect.cli.help import COMMANDS, SHORT
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.parametrize("command", [command for command in COMMANDS if command != "layers"])
+pytestmark = pytest.mark.parametrize("command", [command for command in COMMANDS if command not in ("layers", "help")])
 PANELS = ["Layer:", "Input:", "Run:", "Output:"]
 
 
 def test_help_in_a_pipe_is_grouped_plain_text(invoke, command):
-    code, out, err = invoke(command, "--help")
+    code, out, err = invoke(command, "--help-all")
     assert (code, err) == (0, "")
     headings = [line for line in out.splitlines() if line in PANELS]
     assert headings == PANELS
@@ -27,15 +27,33 @@ def test_help_in_a_pipe_is_grouped_plain_text(invoke, command):
 
 
 def test_help_says_the_defaults_and_leaves_the_variables_to_the_first_page(invoke, command):
-    out = invoke(command, "--help").out
+    out = invoke(command, "--help-all").out
     assert "MHA_INSPECT_" not in out
     assert "MHA_INSPECT_<NAME>" in invoke("--help").out
     layer = out.partition("Layer:")[2].partition("Input:")[0]
     assert re.search(r"--embed-dim N\s+Width of the query and of the output\.\s+\[default: 512\]", layer)
 
 
+def test_the_short_page_fits_a_small_terminal(invoke, command):
+    code, out, err = invoke(command, "--help")
+    assert (code, err) == (0, "")
+    lines = out.rstrip("\n").splitlines()
+    assert len(lines) < 24
+    assert max(map(len, lines)) <= 80
+    examples = out.partition("Examples:\n")[2].splitlines()
+    assert 1 <= len(examples) <= 3
+    assert len(SHORT[command].flags) <= 12
+
+
+def test_every_option_of_the_short_page_is_one_of_the_command(invoke, command):
+    whole = invoke(command, "--help-all").out
+    for name, _ in SHORT[command].rows:
+        for flag in re.findall(r"--[a-z-]+", name):
+            assert re.search(rf"(?<!\S){flag}(?=[,\s]|$)", whole, re.MULTILINE), flag
+
+
 def test_help_ends_with_two_examples_that_parse(invoke, command, tmp_path):
-    lines = invoke(command, "--help").out.partition("Examples:\n")[2].splitlines()
+    lines = invoke(command, "--help-all").out.partition("Examples:\n")[2].splitlines()
     assert len(lines) == 2
     for line in lines:
         name, asked, *flags = line.split()
@@ -47,7 +65,7 @@ def test_help_ends_with_two_examples_that_parse(invoke, command, tmp_path):
 
 
 def test_short_and_long_help_are_one_page(invoke, command):
-    assert invoke(command, "-h") == invoke(command, "--help")
+    assert invoke(command, "-h") == invoke(command, "--help") == invoke("help", command)
 
 
 @pytest.mark.parametrize("variables", [{}, {"NO_COLOR": "1"}, {"FORCE_COLOR": "0"}, {"TERM": "dumb"}])
@@ -55,7 +73,7 @@ def test_help_on_a_terminal_is_bold_only_where_that_is_wanted(invoke, command, v
     monkeypatch.setattr("mha_inspect.render.screen.is_terminal", lambda stream: True)
     for name, value in {"TERM": "xterm", **variables}.items():
         monkeypatch.setenv(name, value)
-    shown = invoke(command, "--help").out
+    shown = invoke(command, "--help-all").out
     assert ("\x1b[1mLayer\x1b[0m:" in shown) == (not variables)
     assert set(re.findall("\x1b\\[[0-9;]*m", shown)) == (set() if variables else {"\x1b[1m", "\x1b[0m"})
 
@@ -66,7 +84,7 @@ def test_names_of_options_are_whole_at_any_width(invoke, command, columns, monke
     names = {name for parameter in own.params for name in (*parameter.opts, *parameter.secondary_opts) if "--" in name}
     assert {"--embed-dim", "--seq-first", "--export"} <= names
     monkeypatch.setenv("COLUMNS", str(columns))
-    text = invoke(command, "--help").out.partition("Examples:")[0]
+    text = invoke(command, "--help-all").out.partition("Examples:")[0]
     heads = [line for line in text.splitlines() if re.match(r"  -", line)]
     assert names <= set(re.findall(r"(?<!\S)--[a-z-]+(?=[,\s]|$)", "\n".join(heads)))
     assert max(map(len, text.splitlines())) <= columns
@@ -75,7 +93,9 @@ def test_names_of_options_are_whole_at_any_width(invoke, command, columns, monke
 @pytest.mark.skipif(os.name != "posix", reason="needs a pseudo-terminal")
 def test_help_on_a_terminal_is_within_its_width(entry_point, environment, command):
     master, slave = os.openpty()
-    done = subprocess.Popen([*entry_point, command, "--help"], stdout=slave, stdin=slave, env=environment(COLUMNS="60"))
+    done = subprocess.Popen(
+        [*entry_point, command, "--help-all"], stdout=slave, stdin=slave, env=environment(COLUMNS="60")
+    )
     os.close(slave)
     shown = b""
     try:
@@ -90,9 +110,12 @@ def test_help_on_a_terminal_is_within_its_width(entry_point, environment, comman
     assert max(map(len, lines)) <= 60
 
 
-def test_the_commands_stand_before_the_options(invoke, command):
+def test_the_first_page_names_the_command_and_fits_a_small_terminal(invoke, command):
     page = invoke("--help").out
-    assert page.index(f"  {command} ") < page.index("Options:")
+    assert f"  {command} " in page
+    assert len(page.splitlines()) < 24
+    assert max(map(len, page.splitlines())) <= 80
+    assert invoke("help") == invoke() == invoke("--help")
 
 
 def test_readme_documents_the_command(command):

@@ -53,7 +53,7 @@ def test_plain_lines_can_be_read_by_a_script(program):
 
 
 def test_help_shows_the_options_that_it_has_and_no_other(invoke):
-    out = invoke("layers", "--help").out
+    out = invoke("layers", "--help-all").out
     assert "--json" in out
     assert "--export" in out
     assert "--embed-dim" not in out

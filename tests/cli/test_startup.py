@@ -74,7 +74,17 @@ TYPER_ALONE = "import sys, typer; print('imported:', *sorted(sys.modules), file=
 HELP_IMPORTS = {
     *("gc", "dataclasses", "unicodedata"),
     *("__main__", "build", "build.vocabulary", "errors", "files", "files.memory", "layers", "layers.catalog", "text"),
-    *("cli", "cli.app", "cli.messages", "cli.target_text", "cli.options", "cli.output", "cli.process", "cli.ranks"),
+    *(
+        "cli",
+        "cli.app",
+        "cli.messages",
+        "cli.help",
+        "cli.target_text",
+        "cli.options",
+        "cli.output",
+        "cli.process",
+        "cli.ranks",
+    ),
     *("render", "render.export", "render.screen"),
 }
 """What the page of help may import beside what `import typer` does; names of the package without its own."""
@@ -124,7 +134,7 @@ def test_without_a_picture_nothing_of_it_is_imported(environment):
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        ("mha-inspect ", {"trace", "params", "compare-heads", "diff", "check", "layers"}),
+        ("mha-inspect ", {"trace", "params", "compare-heads", "diff", "check", "layers", "help"}),
         ("mha-inspect trace --dty", {"--dtype"}),
         ("mha-inspect trace --dtype ", {"float32", "float64", "bfloat16", "float16"}),
         ("mha-inspect trace --layer to", {"torch"}),

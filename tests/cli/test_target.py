@@ -275,7 +275,7 @@ def test_what_returns_no_tensor_is_not_compared(invoke, tmp_path, monkeypatch):
         assert (code, out) == (2, ""), err
         assert "returned None, which contains no tensor" in err
     data = data_of(invoke(*["diff", "silent.py:Wrapped", "torch", "--batch", "3", "--seq-len", "5", "--json"]))
-    assert data["verdict"] == "same"
+    assert data["outcome"] == "same"
     assert data["left"]["output_shape"] == [3, 5, 22]
 
 

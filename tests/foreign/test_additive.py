@@ -306,7 +306,7 @@ def test_every_command_says_that_no_scale_is_due() -> None:
     ]
     assert [str(report).count(SAID) for report in reports] == [1, 1, 1, 2]
     assert not reports[2].findings
-    assert reports[3].verdict == "same"
+    assert reports[3].outcome == "same"
 
     def heads(number: int) -> nn.Module:
         torch.manual_seed(0)

@@ -127,7 +127,7 @@ def test_pieces_are_one_attention(way: Callable[..., Tensor] | None) -> None:
     assert stages["q_proj"].flops == stages["output"].flops == 2 * B * N * WIDTH * WIDTH
     assert any(f"pieces along {WAYS.get(way, 'query')}" in note for note in one.notes)
     plain = Heads(lambda *heads: attend(*heads, masked)).double().eval()
-    assert diff(module, plain, x, same_weights=True).verdict == "same"
+    assert diff(module, plain, x, same_weights=True).outcome == "same"
     assert not check(module, x).findings
     assert_heads_are_rows(module, x)
 

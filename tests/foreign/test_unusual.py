@@ -170,7 +170,7 @@ ALIKE = [
 def test_stages_are_compared_whatever_way_they_are_written(left: str, right: str) -> None:
     module, x, _ = find(left)
     report = mha_inspect.diff(module, getattr(unusual, right)().eval(), x, same_weights=True)
-    assert report.verdict == "same"
+    assert report.outcome == "same"
     missing = {"weights"} if (left, right) == ("Loop", "Late") else set()
     assert {stage.name for stage in report.stages if stage.verdict != "same"} == missing
     assert {"q_proj", "k_heads", "scores", "context", "concat"} <= {stage.name for stage in report.stages}

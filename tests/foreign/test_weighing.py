@@ -84,7 +84,7 @@ def test_weights_need_no_softmax(weigh: Callable[[Tensor], Tensor]) -> None:
     assert {stage.name: stage.formula for stage in shown.stages}["weights"] == FORMULAS[weigh]
     assert "without a softmax" in " ".join(shown.notes)
     assert not mha_inspect.check(module, x).findings
-    assert mha_inspect.diff(module, Weighed(weigh).eval(), x, same_weights=True).verdict == "same"
+    assert mha_inspect.diff(module, Weighed(weigh).eval(), x, same_weights=True).outcome == "same"
     assert all(
         "W_" in own.role for own in mha_inspect.params(module, x, per_head=True).parameters if "weight" in own.name
     )
@@ -235,7 +235,7 @@ def test_maps_of_one_head_are_no_heads_of_their_own(style: type[Differential]) -
     assert (shown.num_heads, shown.num_kv_heads, shown.kind) == (H, H, ("self",))
     assert "Each head combines the weights of 2 softmaxes before the values." in shown.notes
     assert not [found for found in mha_inspect.check(module, x).findings if found.sure]
-    assert mha_inspect.diff(module, style().eval(), x, same_weights=True).verdict == "same"
+    assert mha_inspect.diff(module, style().eval(), x, same_weights=True).outcome == "same"
 
 
 def test_a_heads_part_of_the_parameters_has_all_its_maps() -> None:

@@ -72,7 +72,7 @@ def test_one_function_in_two_styles_is_the_same_at_every_stage(try_all: Callable
         left, right, x = made(*pair)
         assert torch.allclose(deepcopy(left)(x), deepcopy(right)(x), atol=1e-4)
         report = mha_inspect.diff(left, right, x)
-        assert (report.verdict, report.first_differing_stage) == ("same", None)
+        assert (report.outcome, report.first_differing_stage) == ("same", None)
         packed = (
             {"k_proj", "v_proj"} if "beside" in (pair[0].project, pair[1].project) else set()
         )  # split with the heads
@@ -90,6 +90,6 @@ def test_a_fault_is_told_by_the_first_stage_that_differs(try_all: Callable[..., 
         left, right, x = made(style, other, fault)
         assume((deepcopy(left)(x) - deepcopy(right)(x)).abs().max() > 1e-4)
         report = mha_inspect.diff(left, right, x)
-        assert (report.verdict, report.first_differing_stage) == ("differs", FAULTS[fault])
+        assert (report.outcome, report.first_differing_stage) == ("differs", FAULTS[fault])
 
     try_all(check, st.tuples(pairs(), st.sampled_from(sorted(FAULTS))), 30)

@@ -61,7 +61,7 @@ def test_gradients_and_training_of_such_a_module():
     assert report.gradients.counts[1].verdict == report.training.counts[1].verdict == "differs"
     module = Holding()
     module(x)
-    assert mha_inspect.diff(module, module, x).verdict == "same"
+    assert mha_inspect.diff(module, module, x).outcome == "same"
 
 
 class Uncopied(Holding):
@@ -81,14 +81,14 @@ class Silent(Holding):
 def test_what_cannot_be_copied_is_said():
     module, x = Uncopied(), torch.randn(3, 7, 30)
     assert mha_inspect.trace(module, x).attentions
-    assert mha_inspect.diff(module, module, x).verdict == "same"
+    assert mha_inspect.diff(module, module, x).outcome == "same"
     with pytest.raises(InputError, match=r"Uncopied cannot be copied.*a lock has no copy"):
         mha_inspect.diff(module, module, x, same_weights=True)
 
 
 def test_a_module_whose_eval_returns_nothing_is_measured():
     module, x = Silent(), torch.randn(3, 7, 30)
-    assert mha_inspect.diff(module, module, x).verdict == "same"
+    assert mha_inspect.diff(module, module, x).outcome == "same"
 
 
 @dataclass

@@ -61,7 +61,7 @@ DIFF = DiffReport(
     ),
     first_differing_stage="q_proj",
     output=Difference(1.67, 0.714, 6.1e-07, 2750113.0, "differs"),
-    verdict="differs",
+    outcome="differs",
     notes=("narrow has no use for kdim 7, and is left as it is.",),
     answer=("Not the same: they part at q_proj.", "Splitting the input is not what torch does."),
 )
@@ -86,7 +86,7 @@ SAME_DIFF = replace(
     stages=(_row("query", QUERY, QUERY, *SAME_ROW),),
     first_differing_stage=None,
     output=Difference(0.0, 0.0, None, 0.0, "same"),
-    verdict="same",
+    outcome="same",
     answer=("The same, bit for bit.",),
 )
 

@@ -18,6 +18,7 @@ from mha_inspect.reports.compare_heads import (
     HeadTraining,
     PartGradient,
     StageFlops,
+    StageShapes,
     Timing,
     Training,
 )
@@ -128,7 +129,11 @@ COMPARE = CompareHeadsReport(
             for n, d, r in ((2, 0.0731, 0.168), (4, 0.1093, 0.2417), (8, 0.1409, 0.3011), (16, 0.1621, 0.3408))
         ),
     ),
-    verdict="differs",
+    stages=(
+        StageShapes("query", "batch query embed", ((1, 12, 512),) * 5),
+        StageShapes("weights", "batch heads query key", tuple((1, n, 12, 12) for n in (1, 2, 4, 8, 16))),
+    ),
+    outcome="differs",
     answer=(
         "Yes: with the same weights and the same input the output differs for 2, 4, 8 and 16 heads, "
         "by up to 672,614 times the noise floor.",
@@ -144,7 +149,8 @@ ONE_KEY_COMPARE = replace(
         replace(_count(2, 1.2e-07, 3.1e-07, 2.4e-07, "inconclusive", None, "One key."), same_parameters=False),
         _count(4, 0.5, 0.25, 0.0, "differs", "scores", "One key."),
     ),
-    verdict="inconclusive",
+    stages=(StageShapes("scores", "batch heads query key", ((1, 1, 12, 1), None, (1, 4, 12, 1))),),
+    outcome="inconclusive",
 )
 
 _PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o")

@@ -29,6 +29,8 @@ NARROWER: dict[tuple[str, str], dict[str, Any]] = {
 """Class and field, to what its type does not say."""
 
 
+JUDGED = ("trace", "check", "diff", "diff-checkpoints", "compare-heads")
+"""Commands whose pages begin with a verdict."""
 COUNT = {"type": "integer", "minimum": 0}
 SHARED: dict[str, dict[str, Any]] = {
     "Number": {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]},
@@ -95,7 +97,9 @@ def _as_written(cls: type, part: dict[str, Any]) -> None:
             known.pop("anyOf", None)
             known |= narrower
     if issubclass(cls, Report):
-        heading = {"schema_version": {"const": SCHEMA_VERSION}, "command": {"const": cls.command}}
+        heading: dict[str, Any] = {"schema_version": {"const": SCHEMA_VERSION}, "command": {"const": cls.command}}
+        if cls.command in JUDGED:
+            heading["verdict"] = {"type": "string", "description": "The first line of the page."}
         part["properties"] = heading | part["properties"]
         part["required"] = [*heading, *part["required"]]
 

@@ -65,7 +65,7 @@ def test_no_number_of_a_tensor_is_lost_where_it_does_not_fit(width):
 def test_a_shape_is_one_word_and_no_other_character_stands_for_its_spaces():
     columns = [Column("inputs", str, wrap=6), Column("note", lambda row: "")]
     page = Page("", "", "", (section("", table(["%4 [1536], %2 [12, 512]", "漢字漢字 abcdefgh"], columns)),))
-    assert [line.split("  ")[0] for line in to_table(page, width=18, color=False).split("\n")[5:]] == [
+    assert [line.split("  ")[0] for line in to_table(page, width=18, color=False).split("\n")[4:]] == [
         *("%4 [1536],", "%2 [12, 512]", "漢字漢字", "abcdefgh", "")
     ]
 
@@ -182,7 +182,8 @@ def test_head_counts_whose_reason_is_the_same_share_a_line():
     same = [replace(count, reason="Every stage is identical.") for count in COMPARE.counts[:3]]
     page = to_text(replace(COMPARE, baseline=2, counts=tuple(same)), "plain")
     assert "1, 4 heads  Every stage is identical." in page
-    assert "1 head  Every" in to_text(replace(COMPARE, baseline=2, counts=tuple(same[:2])), "plain")
+    alone = to_text(replace(COMPARE, baseline=2, counts=tuple(same[:2])), "plain")
+    assert re.search(r"^1 head +Every stage is identical", alone, re.MULTILINE)
 
 
 def test_an_unknown_format_is_refused():
@@ -206,11 +207,27 @@ def test_only_terminal_formats_import_rich_and_none_imports_torch(format, rich):
     assert done.stdout.split() == [str(rich), "False"]
 
 
-@pytest.mark.parametrize("name", [name for name, report in REPORTS.items() if page_of(report).closing is not None])
-def test_html_says_the_verdict_before_the_first_section(name):
-    """A file of check or trace lacked the line that a terminal ends with."""
-    closing = page_of(REPORTS[name]).closing
-    assert closing is not None
-    before, _, after = rendered(name, "html").partition("<section>")
-    assert escape(closing.text) in before
+JUDGED = [name for name, report in REPORTS.items() if report.verdict is not None]
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_the_verdict_is_the_first_line_in_every_format(name):
+    verdict = REPORTS[name].verdict
+    assert verdict
+    assert rendered(name, "plain").split("\n")[0] == verdict
+    words = rendered(name, "table", width=100).split()
+    assert words[: len(verdict.split())] == verdict.split()
+    before, _, after = rendered(name, "html").partition("<h1>")
+    assert escape(verdict) in before
     assert after
+    assert REPORTS[name].to_dict()["verdict"] == verdict
+
+
+@pytest.mark.parametrize("name", JUDGED)
+def test_a_page_that_is_longer_than_the_screen_ends_with_the_verdict(name):
+    verdict, report = REPORTS[name].verdict, REPORTS[name]
+    short = to_text(report, "table", width=100, height=3).split()
+    assert short[-len(verdict.split()) :] == verdict.split()
+    whole = to_text(report, "table", width=100, height=None).split()
+    assert len(short) > len(verdict.split())
+    assert " ".join(short).count(" ".join(verdict.split())) > " ".join(whole).count(" ".join(verdict.split())) - 1

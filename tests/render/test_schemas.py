@@ -55,7 +55,7 @@ def test_every_command_has_a_schema():
 def test_json_follows_its_schema(name):
     data = data_of(REPORTS[name])
     validator(data["command"]).validate(data)
-    assert data["schema_version"] == 1
+    assert data["schema_version"] == 2
 
 
 FULL = {
@@ -118,10 +118,10 @@ def test_a_missing_a_misnamed_and_an_unknown_key_are_noticed(command):
         (TRACE, "attentions.0.stages.0.nbytes", -1),
         (TRACE, "attentions.0.stages.0.memory", "shared"),
         (TRACE, "proof.noise_floor", "nan"),
-        (TRACE, "schema_version", 2),
+        (TRACE, "schema_version", 1),
         (FULL_PARAMS, "parameters.0.share", 1.5),
         (FULL_PARAMS, "parameters.0.heads.0.rows", [0]),
-        (COMPARE, "verdict", "equal"),
+        (COMPARE, "outcome", "equal"),
         (COMPARE, "command", "compare_heads"),
         (DIFF, "stages.0.name", "queries"),
         (DIFF, "stages.1.left.shape", "[1, 12, 512]"),

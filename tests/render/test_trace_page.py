@@ -23,9 +23,8 @@ def page_of(module: nn.Module, *args: torch.Tensor) -> str:
 def test_the_answer_comes_first_and_kernels_after_it() -> None:
     x = torch.randn(2, 5, 12)
     page = page_of(nn.MultiheadAttention(12, 3, batch_first=True), x, x, x)
-    order = [page.index(title) for title in ("attention: self", "\nstage ", "\nreturns ", "\nkernel ")]
+    order = [page.index(title) for title in ("nothing wrong", "attention: self", "\nstage ", "\nreturns ", "\nkernel ")]
     assert order == sorted(order)
-    assert page.splitlines()[3].startswith("attention: self, num_heads 3")
 
 
 def test_axes_that_share_a_dimension_are_explained_once_and_so_is_a_layout_that_turns() -> None:

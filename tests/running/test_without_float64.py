@@ -62,18 +62,18 @@ def test_rounding_is_measured_all_the_same(kind: type[Attention], x: Tensor) -> 
     own = mha_inspect.diff(seeded(Attention), seeded(kind), x, same_weights=False)
     assert own.left.measured_against == "float64"
     assert own.right.measured_against == "half a digit"
-    assert own.verdict == "same"
+    assert own.outcome == "same"
     # One and the same computation: the two ways to measure its rounding come to numbers of one size.
     assert 0.25 < own.right.rounding_error / own.left.rounding_error < 4
     other = seeded(kind)
     with torch.no_grad():
         other.out.weight[0, 0] += 1e-4
-    assert mha_inspect.diff(seeded(Attention), other, x, same_weights=False).verdict == "differs"
+    assert mha_inspect.diff(seeded(Attention), other, x, same_weights=False).outcome == "differs"
 
 
 def test_axes_are_those_of_the_module_as_it_is(x: Tensor) -> None:
     own = mha_inspect.diff(seeded(SequenceFirst), seeded(SequenceFirst), x, same_weights=False)
-    assert (own.verdict, own.left.measured_against) == ("same", "half a digit")
+    assert (own.outcome, own.left.measured_against) == ("same", "half a digit")
     assert 0 < own.left.rounding_error < 1e-6
     plain = Subject(seeded(Attention), (x,), {}, grad=False)
     known, shaken = (one.recorded().recording for one in (plain, plain.shaken()))
@@ -87,7 +87,7 @@ def test_head_counts_are_compared_and_gradients_refused(x: Tensor) -> None:
 
     report = mha_inspect.compare_heads((1, 3), make, x)
     assert report.measured_against == "half a digit"
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert "by half a digit, since no copy of it runs in float64" in " ".join(str(report).split())
     with pytest.raises(InputError, match="InFloat32 cannot be run in float64, and measuring rounding needs that"):
         mha_inspect.compare_heads((1, 3), make, x, gradients=True)

@@ -57,6 +57,11 @@ class Arguments:
                 f"{did_you_mean(name, self.parameters)}"
             )
 
+    def is_missing(self, name: str) -> bool:
+        """Return whether an argument that the forward requires is None in the call."""
+        parameter = self.parameters.get(name)
+        return parameter is not None and parameter.default is Parameter.empty and self.values.get(name) is None
+
     def is_free(self, name: str) -> bool:
         """Return whether an argument is None, in the call or by default."""
         return self.values.get(name, self.parameters[name].default) is None

@@ -13,9 +13,10 @@ from ...errors import InputError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.score_formulas import unlike_dot
+from ...record.arguments import tensors_in
 from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
-from ...running.subject import Subject
+from ...running.subject import Run, State, Subject
 from ...text import first_few, plural
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments
@@ -64,6 +65,16 @@ _CHECKS = {
     "reference": Check(reference),
 }
 """In the order of `CHECKS`."""
+_OF_ONE_RUN = tuple(name for name, entry in _CHECKS.items() if not entry.runs and name not in ("inputs", "reference"))
+"""The checks of a run that has been made. Whether it wrote into its inputs, copies from before it would show."""
+_CONFIRM = {
+    "scale": "--scale sqrt_head_dim",
+    "causal": "--causal",
+    "window": "--window N",
+    "batch": "--batch-axis 0 or 1",
+    "padding": "--mask NAME=keep",
+}
+"""The option that confirms or dismisses a finding that is not sure, by its check; else --skip with its name."""
 _OF_POSITIONS = ("rotary", "mixing", "causal", "window", "padding", "cache")
 """Checks that rely on one token per position."""
 
@@ -74,13 +85,12 @@ def check(
     *,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    evidence_only: bool = False,
     tick: Callable[[str], None] = lambda _: None,
 ) -> CheckReport:
     """Run a subject repeatedly with one thing changed each time, and report what is wrong with its attention.
 
-    Every run is in eval and starts from the same state, which is restored at the end. `evidence_only` allows one run,
-    and so does a module that is spread over ranks.
+    Every run is in eval and starts from the same state, which is restored at the end. A module that is spread over
+    ranks is run once.
 
     Raises:
         InputError: the module has no attention, or the intent names an argument that the forward lacks.
@@ -95,7 +105,7 @@ def check(
         Arguments(subject).require(argument)
     results: list[Finding | PassedCheck | SkippedCheck] = []
     with runner.changed_by(nn.Module.eval):
-        evidence = evidence_of(runner, runner.subject, intent, once=evidence_only)
+        evidence = evidence_of(runner, runner.subject, intent, once=False)
         if not evidence.run.attentions:
             results += lone_softmaxes(evidence)
             if not results:
@@ -110,7 +120,7 @@ def check(
     failed, order = _failed(results), list(CHECKS)
     if not failed:
         _require_declared(intent, results)
-    findings = [result for result in results if isinstance(result, Finding)]
+    findings = [_with_way(result) for result in results if isinstance(result, Finding)]
     return CheckReport(
         environment=replace(environment_of(subject), seed=runner.subject.seed),
         layer=layer_of(subject),
@@ -122,6 +132,36 @@ def check(
         runs=runner.runs,
         notes=(*subject.notes, *unlike_dot(evidence.run), *evidence.notes),
     )
+
+
+def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
+    """Return what is wrong, or may be, in one run whose tensors were kept; `state` is that before the run.
+
+    These are the findings of the checks that need no other run and no declared intent.
+    """
+    tensors = [tensor for _, tensor in tensors_in((subject.args, subject.kwargs))]
+    on_meta = any(tensor.is_meta for tensor in (*subject.module.parameters(), *tensors))
+    runner, given = Runner(subject, lambda _: None, state), (subject.args, subject.kwargs)
+    evidence = Evidence(
+        runner, runner.subject, Intent(), Arguments(subject), run, given, on_meta=on_meta, once=True, again=None
+    )
+    if not run.attentions:
+        return tuple(lone_softmaxes(evidence))
+    findings = list[Finding]()
+    for name in _OF_ONE_RUN:
+        results = list(_results(evidence, name, _CHECKS[name]))
+        findings += [result for result in results if isinstance(result, Finding)]
+        evidence.failed.update(_failed(results))
+    order = list(CHECKS)
+    findings.sort(key=lambda finding: (not finding.sure, order.index(finding.check)))
+    return tuple(map(_with_way, findings))
+
+
+def _with_way(finding: Finding) -> Finding:
+    """Return a finding; one that is not sure names the option of `check` that confirms or dismisses it."""
+    if finding.sure or finding.confirm:
+        return finding
+    return replace(finding, confirm=_CONFIRM.get(finding.check, f"--skip {finding.check}"))
 
 
 def _require_declared(intent: Intent, results: Iterable[object]) -> None:

@@ -21,7 +21,7 @@ from ...naming.pattern import dims_of
 from ...record.arguments import dense, tensors_in
 from ...record.ops import Op, Recording, TensorRef
 from ...record.ranks import needs_ranks
-from ...running.subject import Run, Subject
+from ...running.subject import Run, State, Subject
 from ...text import message_of
 from .arguments import Arguments, Source, masks_by_item, sources_of
 from .intent import Intent
@@ -56,9 +56,9 @@ class RaisedError(NotPossibleError):
 class Runner:
     """Runs a module from the same state each time, and counts the runs."""
 
-    def __init__(self, subject: Subject, tick: Callable[[str], None]) -> None:
+    def __init__(self, subject: Subject, tick: Callable[[str], None], state: State | None = None) -> None:
         self.subject = replace(subject, seed=subject.seed or 0, grad=False)
-        self.runs, self.tick, self._state = 0, tick, subject.state()
+        self.runs, self.tick, self._state = 0, tick, subject.state() if state is None else state
 
     def prepared(self, arguments: tuple[Any, ...], *, go_on: bool = False, more_seed: int = 0) -> Subject:
         """Return the subject with these arguments, ready to run, and count the run.

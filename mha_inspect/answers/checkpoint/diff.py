@@ -272,7 +272,7 @@ def _answer(report: CheckpointDiffReport) -> Iterator[str]:
         "other shape": "of another shape",
     }
     said = [f"{count:,} {words[verdict]}" for verdict in words if (count := verdicts[verdict])]
-    answer = "Yes" if report.verdict == "same" else "No"
+    answer = "Yes" if report.outcome == "same" else "No"
     yield f"{answer}: {plural(number, 'tensor')} on both sides{': ' if said else ''}{listed(said)}."
     beside = [f"{renamed:,} renamed"] if renamed else []
     for names, where in ((report.only_left, "left"), (report.only_right, "right")):

@@ -72,15 +72,15 @@ def test_what_is_returned_accuses_nobody(name: str) -> None:
 def test_what_is_returned_is_compared(name: str) -> None:
     torch.manual_seed(0)
     module, other, x = Returning(COMPARED[name]), Returning(COMPARED[name]), torch.randn(2, 5, 8)
-    assert mha_inspect.diff(module, other, x).verdict == "differs"
-    assert mha_inspect.diff(module, other, x, same_weights=True).verdict == "same"
+    assert mha_inspect.diff(module, other, x).outcome == "differs"
+    assert mha_inspect.diff(module, other, x, same_weights=True).outcome == "same"
 
 
 def test_an_imaginary_part_is_compared() -> None:
     x = torch.randn(2, 5, 8)
     once, again, twice = (Returning(lambda y, by=by: torch.complex(y.detach() * 0 + 1, by * y)) for by in (1, 1, 2))
-    assert mha_inspect.diff(once, twice, x, same_weights=True).verdict == "differs"
-    assert mha_inspect.diff(once, again, x, same_weights=True).verdict == "same"
+    assert mha_inspect.diff(once, twice, x, same_weights=True).outcome == "differs"
+    assert mha_inspect.diff(once, again, x, same_weights=True).outcome == "same"
 
 
 def test_what_one_look_holds_for_several_tensors_is_held_for_each() -> None:

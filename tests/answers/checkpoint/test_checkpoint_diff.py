@@ -43,7 +43,7 @@ def compared(tmp_path, left, right, *, left_config=CONFIG, right_config=CONFIG, 
 
 def test_the_same_file(tmp_path):
     report = compared(tmp_path, llama(), llama())
-    assert (report.verdict, report.answer) == ("same", ("Yes: all 10 tensors are the same, bit for bit.",))
+    assert (report.outcome, report.answer) == ("same", ("Yes: all 10 tensors are the same, bit for bit.",))
     assert report.parts == ()
 
 
@@ -52,7 +52,7 @@ def test_rounding_of_a_dtype_is_told_from_a_change(tmp_path, dtype):
     left = llama()
     right = {name: own.to(dtype) for name, own in left.items()}
     report = compared(tmp_path, left, right)
-    assert (report.verdict, {pair.verdict for pair in report.tensors}) == ("same", {"same within rounding"})
+    assert (report.outcome, {pair.verdict for pair in report.tensors}) == ("same", {"same within rounding"})
     for pair in report.tensors:
         apart = (left[pair.name].double() - right[pair.name].double()).abs().max()
         assert pair.max_abs_difference == float(apart)
@@ -60,7 +60,7 @@ def test_rounding_of_a_dtype_is_told_from_a_change(tmp_path, dtype):
     name = "layers.1.self_attn.k_proj.weight"
     right[name][9, 3] *= 1.02  # two or three steps of bfloat16
     report = compared(tmp_path, left, right)
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert [pair.name for pair in report.tensors if pair.verdict == "differs"] == [name]
 
 
@@ -112,7 +112,7 @@ def test_one_tensor_of_all_parts_against_one_for_each(tmp_path, turned):
     where = ("right", "left") if turned else ("left", "right")
     report = compared(tmp_path, *sides, left_config=None, right_config=None, num_heads=4)
     words = f"q, k and v are in one tensor on the {where[0]}, in several on the {where[1]}"
-    assert (report.verdict, report.only_left, report.only_right) == ("differs", (), ())
+    assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
     pairs = {(one.name, one.other)[:: -1 if turned else 1]: (one.verdict, one.note) for one in report.tensors}
     whole = {f"h.0.attn.c_attn.{kind}": f"h.0.attn.{n}_proj.{kind}" for kind in ("weight", "bias") for n in "q"}
     assert pairs.pop(("h.0.attn.c_proj.weight", "h.0.attn.o_proj.weight")) == ("same, permuted", "transposed")
@@ -169,9 +169,9 @@ def test_a_tensor_that_is_no_part_of_an_attention_is_known_by_its_numbers(tmp_pa
 def test_nan_is_equal_to_itself_and_to_no_number(tmp_path):
     left = llama()
     left["embed.weight"][3, 4] = float("nan")
-    assert compared(tmp_path, left, {n: own.double() for n, own in left.items()}).verdict == "same"
+    assert compared(tmp_path, left, {n: own.double() for n, own in left.items()}).outcome == "same"
     report = compared(tmp_path, left, {**left, "embed.weight": left["embed.weight"].nan_to_num(0)})
-    assert report.verdict == "differs"
+    assert report.outcome == "differs"
     assert json.loads(to_text(report, "json"))["tensors"][0]["max_abs_difference"] == "Infinity"
 
 
