@@ -95,7 +95,6 @@ def compare_heads(
     heads: Sequence[int],
     layer: str | Callable[..., nn.Module] = "torch",
     *args: Any,
-    gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
     time: bool = False,
@@ -110,15 +109,14 @@ def compare_heads(
     A class, or a function that returns a module, is called with each head count, and the module is called with the
     remaining arguments. Modules run in their current mode: call `.eval()` if they use dropout.
 
-        compare_heads((1, 2, 4), functools.partial(MyAttention, 64), x, gradients=True)
+        compare_heads((1, 2, 4), functools.partial(MyAttention, 64), x, steps=1)
         compare_heads((1, 2, 4), lambda heads: MyAttention(64, heads).eval(), x, mask)
 
     Args:
         heads: the head counts; the first is the baseline.
         layer: the name of a layer, a class or a function.
         *args: arguments of the forward, for a class or a function.
-        gradients: whether to compare the gradient of every parameter.
-        steps: number of training steps for each head count, to compare the learned weights.
+        steps: number of training steps for each head count, to compare the learned weights; 1 is the first gradient.
         focus: whether to measure which keys each head attends to, with the weights as given.
         time: whether to measure the time that each head count takes.
         **kwargs: settings of a layer, or arguments of the forward.
@@ -141,7 +139,7 @@ def compare_heads(
         subjects = layers_by_name(layer, heads, kwargs)
     else:
         subjects = list(modules_with_heads(layer, heads, args, kwargs))
-    return report_of(subjects, gradients=gradients, steps=steps, focus=focus, time=time)
+    return report_of(subjects, steps=steps, focus=focus, time=time)
 
 
 def diff(

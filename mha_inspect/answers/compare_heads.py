@@ -27,7 +27,7 @@ from ..text import listed, percent, plural, times
 from .comparable_run import ComparableRun, ComparedStage, Comparison, difference_of, overall
 from .focus import compare_focus, focus_of_run
 from .head_sentences import Change, CopiedWeights, StageWalk, answer, reason
-from .learning import Learner, compare_gradients, compare_training, in_the_same_parts
+from .learning import Learner, compare_training, in_the_same_parts
 from .run_report import environment_of, fate_of, layer_of, masked_sentence
 from .shared_weights import weights_by_name, write_by_name
 
@@ -55,7 +55,6 @@ class HeadRun(ComparableRun):
 def compare_heads(
     counted: Sequence[tuple[int, Subject]],
     *,
-    gradients: bool = False,
     steps: int = 0,
     focus: bool = False,
     time: bool = False,
@@ -83,7 +82,7 @@ def compare_heads(
         _require_comparable(run, baseline)
         rows.append(_row(run, baseline, copied[-1], rows))
         shapes.append(_canonical_shapes(run))
-        if gradients or steps:
+        if steps:
             learners.append(Learner.of(num_heads, run))
         if focus:
             focuses += focus_of_run(run)
@@ -109,7 +108,6 @@ def compare_heads(
             *_masked(baseline, masked, list(effects)),
             *unlike_dot(baseline.run),
         ),
-        gradients=compare_gradients(learners) if gradients else None,
         training=training,
         focus=compare_focus(focuses) if focus else None,
         timing=_compare_times(counted, flops) if time else None,

@@ -1,11 +1,11 @@
-"""Compare learning under each head count: the gradient of every parameter, and the weights after a few steps."""
+"""Compare learning under each head count: the weights after a few steps of the same task, from the same start."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,10 +15,10 @@ from ..layers.spec import require_steps
 from ..measure.weights import PARTS, Weights, as_matrix
 from ..record.arguments import copy_module, first_tensor, tensors_in
 from ..record.rounding import beside, judge, max_difference, rounding_error
-from ..reports.compare_heads import Gradients, HeadGradients, HeadTraining, PartGradient, Training
+from ..reports.compare_heads import HeadTraining, PartTraining, Training
 from ..running.subject import Subject
 from ..text import first_line, percent, plural
-from .comparable_run import ComparableRun, difference_of, measured_in, overall
+from .comparable_run import ComparableRun, measured_in
 from .run_report import environment_of
 
 LOSS = "mean((output - target)²), with a random normal target from the seed"
@@ -36,13 +36,13 @@ Parts = dict[str, Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The result of learning: a gradient by part, or the weights after some steps."""
+    """The weights after some steps."""
 
     parts: Parts
     loss: float
     """The loss of the first run."""
-    last_loss: float = math.nan
-    before: Parts = field(default_factory=dict)
+    last_loss: float
+    before: Parts
     """The weights before the first step."""
 
 
@@ -80,14 +80,13 @@ class Learner:
         """The dtype of the rounding measurement, and the factor of the measured error."""
         return beside(getattr(torch, environment_of(self.subject).dtype or "float32"))
 
-    def twice(self, what: str, measure: Callable[[Learner], Outcome]) -> Outcomes:
+    def twice(self, measure: Callable[[Learner], Outcome]) -> Outcomes:
         """Return the measurement of this learner and of its copy in the dtype of the rounding measurement.
 
         Raises `InputError` if the copy does not run, or every gradient would be NaN.
         """
         if self.nan:
-            flag = "--steps" if what == "training" else "--gradients"
-            raise InputError(f"{what} would be NaN: {self.nan}. Leave each query an unmasked key, or remove {flag}.")
+            raise InputError(f"training would be NaN: {self.nan}. Leave each query an unmasked key, or remove --steps.")
         outcome, (dtype, _) = measure(self), self.beside
         suffix = f" in {str(dtype).removeprefix('torch.')}"
 
@@ -121,7 +120,7 @@ class Learner:
         if not output.requires_grad:
             raise InputError(
                 "There is no gradient: the output depends on no trainable parameter (no_grad, integers or frozen "
-                "parameters). Remove --gradients and --steps."
+                "parameters). Remove --steps."
             )
         generator = torch.Generator("cpu").manual_seed(((self.subject.seed or 0) + _TARGET_STREAM) % 2**64)
         target = torch.randn(output.shape, generator=generator, dtype=torch.float32, device="cpu")
@@ -140,7 +139,7 @@ class Learner:
             if is_out_of_memory(error):
                 raise
             raise InputError(
-                f"There is no gradient of {self.subject.name}: {first_line(error)} Remove --gradients and --steps, "
+                f"There is no gradient of {self.subject.name}: {first_line(error)} Remove --steps, "
                 "or remove in-place changes from its forward."
             ) from None
         return float(loss.detach()), dict(zip(learns, gradients, strict=True))
@@ -152,68 +151,12 @@ def in_the_same_parts(learners: Sequence[Learner]) -> list[Learner]:
     return [learner if by_head else replace(learner, weights=None) for learner in learners]
 
 
-def compare_gradients(learners: Sequence[Learner]) -> Gradients:
-    """Compare the gradients of modules of the same weights with those of the first, the baseline.
-
-    Raises `InputError` if the output has NaN, which makes every gradient NaN, or if there is no gradient.
-    """
-    counts, base = [], None
-    for learner in learners:
-        outcomes = learner.twice("gradients", gradient_of)
-        base = base or outcomes
-        counts.append(_gradient_row(learner, outcomes, base))
-    return Gradients(LOSS, tuple(counts), _gradient_answer(counts))
-
-
-def gradient_of(learner: Learner) -> Outcome:
-    """Return the gradient of the loss for every trainable parameter."""
-    with learner.undisturbed():
-        loss, gradients = learner.gradients()
-    return Outcome(learner.parts(gradients), loss)
-
-
-def _gradient_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadGradients:
-    parts = []
-    for part, gradient in outcomes[0].parts.items():
-        baseline, norm = base[0].parts.get(part), float(gradient.double().norm())
-        if baseline is None or baseline.shape != gradient.shape:
-            parts.append(PartGradient(None, None, None, None, None, part=part, norm=norm))
-            continue
-        floor = _larger_error(learner, part, outcomes, base)
-        row = PartGradient(**vars(difference_of(baseline, gradient, floor)), part=part, norm=norm)
-        if row.verdict == "differs" and judge(max_difference(baseline, torch.zeros_like(baseline)), floor)[1] == "same":
-            # The baseline's gradient is rounding only, so a relative difference has no meaning.
-            row = replace(row, relative_difference=math.inf)
-        parts.append(row)
-    verdict = overall([part.verdict for part in parts])
-    return HeadGradients(learner.num_heads, outcomes[0].loss, tuple(parts), verdict)
-
-
 def _larger_error(learner: Learner, part: str, *pairs: Outcomes) -> float:
     """Return the larger rounding error of two results, each measured against its exact result.
 
     Two results that differ by rounding alone are at most twice that apart, even if one head count rounds more.
     """
     return max(rounding_error(result.parts[part], exact.parts[part]) for result, exact in pairs) * learner.beside[1]
-
-
-def _gradient_answer(counts: Sequence[HeadGradients]) -> str:
-    base, others = counts[0], counts[1:]
-    differing = [count for count in others if count.verdict == "differs"]
-    changed = any(part.verdict is None for count in others for part in count.parts)
-    if not any(part.verdict for count in others for part in count.parts):
-        return "The head count changes the shape of every parameter: only losses can be compared, not gradients."
-    if not differing:
-        if any(count.verdict == "inconclusive" for count in others):
-            return "Undecided: the gradients differ by little more than rounding."
-        return "The gradients are the same for every head count: the first training step is the same."
-    furthest = {part.part: part.relative_difference or 0.0 for part in differing[-1].parts if part.verdict == "differs"}
-    finite = {part: relative for part, relative in furthest.items() if math.isfinite(relative)}
-    most = max(finite or furthest, key=lambda part: furthest[part])
-    ours, theirs = plural(differing[-1].num_heads, "head"), plural(base.num_heads, "head")
-    text = f"The first training step differs: the gradient of {most} with {ours} "
-    text += f"differs by {percent(furthest[most])} from that with {theirs}." if finite else f"is not 0; {theirs}: 0."
-    return f"{text} Parts with another shape were not compared." if changed else text
 
 
 def compare_training(
@@ -225,15 +168,17 @@ def compare_training(
 
     `tick` is called with the progress before each step.
 
-    Raises `SpecError` for an impossible number of steps, `InputError` as `compare_gradients`.
+    Raises `SpecError` for an impossible number of steps, `InputError` if there is no gradient, or it would be NaN.
     """
     require_steps(steps)
     counts, base = [], None
     for learner in learners:
-        outcomes = learner.twice("training", lambda learner: train(learner, steps, tick))
+        outcomes = learner.twice(lambda learner: train(learner, steps, tick))
         base = base or outcomes
         counts.append(_training_row(learner, outcomes, base))
-    return Training(steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts))
+    return Training(
+        steps, OPTIMIZER, f"from the input to a target, by {LOSS}", tuple(counts), _training_answer(counts, steps)
+    )
 
 
 def train(learner: Learner, steps: int, tick: Callable[[str], None]) -> Outcome:
@@ -273,26 +218,44 @@ def few_threads(subject: Subject) -> Iterator[None]:
 def _training_row(learner: Learner, outcomes: Outcomes, base: Outcomes) -> HeadTraining:
     """Return a row of the report; without a comparison if the weights did not start the same."""
     trained, baseline = outcomes[0], base[0]
+    parts = tuple(_part_row(learner, part, outcomes, base) for part in trained.parts)
     known = (learner.num_heads, trained.loss, trained.last_loss, _distance(trained.parts, trained.before))
     alike = trained.before.keys() == baseline.before.keys()
-    if not alike or not all(torch.equal(start, baseline.before[part]) for part, start in trained.before.items()):
-        return HeadTraining(*known, None, None, None, None, None)
+    if not alike or any(part.verdict is None for part in parts):
+        return HeadTraining(*known, None, None, None, None, None, parts)
     # Each part by itself: the rounding of one part may exceed the changes of all others.
-    judged = [
-        (max_difference(after, baseline.parts[part]), _larger_error(learner, part, outcomes, base))
-        for part, after in trained.parts.items()
-    ]
-    difference, floor = max(judged, key=lambda measured: judge(*measured)[0])
+    furthest = max(parts, key=lambda part: part.times_noise or 0.0)
     movement = _distance(baseline.parts, baseline.before)
     apart = _distance(trained.parts, baseline.parts) / movement if movement else 0.0
-    return HeadTraining(*known, max(judged)[0], apart, floor, *judge(difference, floor))
+    largest = max(part.max_abs_difference or 0.0 for part in parts)
+    return HeadTraining(*known, largest, apart, furthest.noise_floor, furthest.times_noise, furthest.verdict, parts)
+
+
+def _part_row(learner: Learner, part: str, outcomes: Outcomes, base: Outcomes) -> PartTraining:
+    """Return how far a part is from the baseline's after training; without a comparison if they did not start alike."""
+    trained, baseline = outcomes[0], base[0]
+    after, before = trained.parts[part], trained.before[part]
+    moved = float((after.double() - before.double()).norm())
+    start = baseline.before.get(part)
+    if start is None or not torch.equal(before, start):
+        return PartTraining(None, None, None, None, None, part=part, moved=moved)
+    floor = _larger_error(learner, part, outcomes, base)
+    difference = max_difference(after, baseline.parts[part])
+    times_noise, verdict = judge(difference, floor)
+    change = float((baseline.parts[part].double() - start.double()).norm())
+    apart = float((after.double() - baseline.parts[part].double()).norm())
+    relative = apart / change if change else 0.0
+    is_rounding = judge(max_difference(baseline.parts[part], start), floor)[1] == "same"
+    if verdict == "differs" and is_rounding:
+        relative = math.inf  # relative to rounding it would have no meaning
+    return PartTraining(difference, relative, floor, times_noise, verdict, part=part, moved=moved)
 
 
 def _distance(left: Parts, right: Parts) -> float:
     return math.sqrt(sum(float((left[part].double() - right[part].double()).square().sum()) for part in left))
 
 
-def _training_answer(counts: Sequence[HeadTraining]) -> str:
+def _training_answer(counts: Sequence[HeadTraining], steps: int) -> str:
     base, others = counts[0], counts[1:]
     if any(count.verdict is None for count in others):
         return "The head count changes the parameters, so weights cannot start the same: only losses can be compared."
@@ -300,9 +263,10 @@ def _training_answer(counts: Sequence[HeadTraining]) -> str:
     if differing:
         furthest = max(differing, key=lambda count: count.apart or 0.0)
         ours, theirs = plural(furthest.num_heads, "head"), plural(base.num_heads, "head")
+        start = "The first step" if steps == 1 else "Training"
         return (
-            f"Training gives different weights: the distance between {ours} and {theirs} is "
-            f"{percent(furthest.apart or 0.0)} of what training changed with {theirs}."
+            f"{start} gives different weights: the distance between {ours} and {theirs} is "
+            f"{percent(furthest.apart or 0.0)} of the change with {theirs}."
         )
     if any(count.verdict == "inconclusive" for count in others):
         return "Undecided: after the same steps, the weights differ by little more than rounding."

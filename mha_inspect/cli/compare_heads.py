@@ -28,7 +28,7 @@ USUAL = (1, 2, 4, 8, 16)
 
 @command(
     "compare-heads --embed-dim 512 --heads 1,2,4,8,16",
-    "compare-heads --embed-dim 512 --heads 1,8 --gradients --focus --fail-if differs",
+    "compare-heads --embed-dim 512 --heads 1,8 --steps 1 --focus --fail-if differs",
     without=(*NUMBERS, "grad"),
 )
 def compare_heads(
@@ -41,8 +41,9 @@ def compare_heads(
         metavar="N,N,...",
         show_default="those of 1,2,4,8,16 that divide embed_dim",
     ),
-    gradients: bool = option(PANEL, "Compare the gradient of every parameter, with the same loss.", False),
-    steps: int | None = size(PANEL, "Train each head count for N steps on the same task, and compare the weights."),
+    steps: int | None = size(
+        PANEL, "Train each head count N steps on one task, and compare weights; 1: the first gradient."
+    ),
     focus: bool = option(
         PANEL,
         "Show the key that each head looks at most, how many keys share the weight, and their distance.",
@@ -78,7 +79,6 @@ def compare_heads(
             try:
                 report = report_of(
                     subjects,
-                    gradients=gradients,
                     steps=steps or 0,
                     focus=focus,
                     time=time,

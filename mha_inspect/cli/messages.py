@@ -23,6 +23,7 @@ _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
 """Names that other programs have for an option."""
 GONE = {
+    "--gradients": "compare-heads --steps 1 compares the first gradient.",
     "params --picture": "trace --picture and compare-heads --picture draw attention.",
     "--batch-row": "the library draws any batch item: stage.picture(batch_row=1) of mha_inspect.recording().",
     "--format": "give --json or --plain; a terminal gets a table.",

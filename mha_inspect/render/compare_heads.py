@@ -10,11 +10,10 @@ from .. import text
 from ..reports.compare_heads import (
     CompareHeadsReport,
     Focus,
-    Gradients,
     HeadCount,
-    HeadGradients,
     HeadsFocus,
     HeadTime,
+    HeadTraining,
     StageShapes,
     Timing,
     Training,
@@ -34,8 +33,10 @@ from .parts import (
 
 _OWN_SOFTMAX = "H heads are H softmaxes over the same keys, each of its own scores: so H patterns of weights."
 _HEADS = Column("num_heads", lambda count: count.num_heads, "right", "strong")
-_MATRICES = frozenset({"W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o", "bias_k", "bias_v"})
-"""Parts of a layer built from flags. Those of another module are its parameters."""
+_NO_RANKING = (
+    "The losses do not rank head counts: with another task, seed, learning rate or number of steps, another head count "
+    "may have the lowest."
+)
 
 
 def compare_heads_page(report: CompareHeadsReport) -> Page:
@@ -66,8 +67,6 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
     yield _stages(report)
     reasons = tuple(_reasons([count for count in report.counts if count.num_heads != report.baseline]))
     yield section("why", facts(("each head", _OWN_SOFTMAX), *reasons))
-    if report.gradients is not None:
-        yield _gradients(report.gradients, report.baseline)
     if report.training is not None:
         yield _training(report.training, report.baseline)
     if report.focus is not None:
@@ -76,8 +75,7 @@ def _sections(report: CompareHeadsReport) -> Iterator[Section]:
         yield _timing(report.timing)
     yield answered(report.answer)
     ways = {
-        "--gradients compares a first step": report.gradients,
-        "--steps 100 trains them": report.training,
+        "--steps 1 compares a first gradient, --steps 100 trains them": report.training,
         "--focus shows what each head looks at": report.focus,
         "--time measures speed": report.timing,
     }
@@ -121,41 +119,8 @@ def _reasons(counts: Sequence[HeadCount]) -> Iterator[tuple[str, str]]:
         yield heads, f"{start}{sizes}{others}{end}"
 
 
-def _gradients(gradients: Gradients, baseline: int) -> Section:
-    """Return the parts as columns. Parameters, whose names are long, are rows."""
-    names = list(dict.fromkeys(part.part for count in gradients.counts for part in count.parts))
-    first = [part.part for part in gradients.counts[0].parts]
-    across = first if set(first) <= _MATRICES else []
-
-    def noise(count: HeadGradients) -> str:
-        return multiple(max((part.times_noise for part in count.parts if part.times_noise is not None), default=None))
-
-    columns = [
-        _HEADS,
-        Column("loss", lambda count: text.statistic(count.loss), "right", drop=20),
-        # Biases go first where the page is narrow, the last of them first.
-        *(
-            Column(name, partial(_apart, name), "right", drop=0 if name.startswith("W") else 1 + place)
-            for place, name in enumerate(across)
-        ),
-        Column("× noise", noise, "right"),
-        verdict_column(lambda count: count.num_heads == baseline),
-    ]
-    tables = [table(gradients.counts, columns)]
-    if not across:
-        others = [count for count in gradients.counts if count.num_heads != baseline]
-        # Where the page is narrow, the last counts go first.
-        counts = [
-            Column(text.plural(count.num_heads, "head"), partial(_apart, count=count), "right", drop=place)
-            for place, count in enumerate(others)
-        ]
-        tables.append(table(names, [Column("parameter", str, tone="strong"), *counts]))
-    detail = f"relative difference from the baseline; loss {gradients.loss}"
-    return section("gradients", *tables, Paragraph(gradients.answer), detail=detail)
-
-
-def _apart(name: str, count: HeadGradients) -> str:
-    """Return the relative difference of a part: a number, `from 0`, or `rounding`.
+def _apart(name: str, count: HeadTraining) -> str:
+    """Return the relative difference of a part's change: a number, `from 0`, or `rounding`.
 
     A dash where this head count has no such part.
     """
@@ -179,7 +144,21 @@ def _training(training: Training, baseline: int) -> Section:
         verdict_column(lambda count: count.num_heads == baseline),
     ]
     detail = f"{text.plural(training.steps, 'step')} of {training.optimizer}, {training.task}"
-    return section("training", table(training.counts, columns), Paragraph(training.answer), detail=detail)
+    others = [count for count in training.counts if count.num_heads != baseline]
+    names = dict.fromkeys(part.part for count in others for part in count.parts)
+    # Where the page is narrow, the last counts go first.
+    by_part = [
+        Column(text.plural(count.num_heads, "head"), partial(_apart, count=count), "right", drop=place)
+        for place, count in enumerate(others)
+    ]
+    return section(
+        "training",
+        table(training.counts, columns),
+        table(list(names), [Column("change relative to the baseline's", str, tone="strong"), *by_part]),
+        Paragraph(training.answer),
+        Paragraph(_NO_RANKING, "muted"),
+        detail=detail,
+    )
 
 
 def _focus(focus: Focus) -> Section:

@@ -49,40 +49,19 @@ class StageShapes:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartGradient(Difference):
-    """The gradient of one matrix or bias for one head count, compared with the baseline's.
+class PartTraining(Difference):
+    """One matrix or bias after training, compared with the baseline's.
 
-    The difference is None if the baseline has no part of this name and shape. The relative difference is infinite if
-    the baseline's gradient is 0 or rounding, and this gradient is larger.
+    The difference is None if the two did not start the same. The relative difference is that of the changes, and
+    infinite if the baseline's change is 0 or rounding, and this change is larger. After one step it is that of the
+    gradients.
     """
 
     part: str
     """`W_q`, `W_k`, `W_v`, `W_o`, `b_q`, `b_k`, `b_v`, `b_o`; `bias_k`, `bias_v` for a learned key and value. For the
     user's own module, the name of the parameter."""
-    norm: float
-    """‖gradient‖."""
-
-
-@dataclass(frozen=True)
-class HeadGradients:
-    """The gradient of every parameter for one head count."""
-
-    num_heads: int
-    loss: float
-    parts: tuple[PartGradient, ...]
-    verdict: Verdict
-    """`differs` if any part differs from the baseline's, `same` if every comparable part is the same."""
-
-
-@dataclass(frozen=True)
-class Gradients:
-    """The gradients of each head count, for the same weights, input and loss."""
-
-    loss: str
-    """Description of the loss."""
-    counts: tuple[HeadGradients, ...]
-    answer: str
-    """The answer in one or two sentences."""
+    moved: float
+    """‖after - before‖."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +82,7 @@ class HeadTraining:
     with the largest difference in units of its rounding error."""
     times_noise: float | None
     verdict: Verdict | None
+    parts: tuple[PartTraining, ...]
 
 
 @dataclass(frozen=True)
@@ -203,8 +183,6 @@ class CompareHeadsReport(Report):
     """`differs` if any head count differs from the baseline, `same` if all are the same."""
     answer: tuple[str, ...]
     """The answer in sentences: on the output, on the parameters, and on queries that can attend to no key."""
-    gradients: Gradients | None = None
-    """The gradient of every parameter; None if not requested."""
     training: Training | None = None
     """The differences of the weights after training; None if not requested."""
     focus: Focus | None = None

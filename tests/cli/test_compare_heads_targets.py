@@ -161,13 +161,13 @@ def test_one_key_makes_all_the_same(invoke, mine):
 
 def test_what_is_learned_and_looked_at(invoke, mine):
     """The numbers are those of tests/test_heads_of_modules.py; here that each option is heard, and the page."""
-    asked = ["--gradients", "--steps", "3", "--focus"]
+    asked = ["--steps", "3", "--focus"]
     data = report_of(invoke, f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", *asked)
-    assert [part["part"] for part in data["gradients"]["counts"][1]["parts"]][:2] == ["W_q", "W_k"]
-    assert data["gradients"]["counts"][1]["verdict"] == data["training"]["counts"][1]["verdict"] == "differs"
+    assert [part["part"] for part in data["training"]["counts"][1]["parts"]][:2] == ["W_q", "W_k"]
+    assert data["training"]["counts"][1]["verdict"] == "differs"
     assert [len(count["by_head"]) for count in data["focus"]["counts"]] == [1, 2]
     assert "attention" not in data["focus"]["counts"][1]
-    code, out, _ = invoke("compare-heads", f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", *asked[:1])
+    code, out, _ = invoke("compare-heads", f"{mine}:Tutorial", "--embed-dim", "22", "--heads", "1,2", *asked[:2])
     assert code == 0
     assert "W_k" in out
 
@@ -197,7 +197,7 @@ def test_each_head_count_runs_once_from_the_state_that_came_in(invoke, mine):
     }
 
 
-@pytest.mark.parametrize("asked", ["--gradients", "--steps 3", "--focus", "--time", "--picture"])
+@pytest.mark.parametrize("asked", ["--steps 3", "--focus", "--time", "--picture"])
 def test_what_counts_on_from_run_to_run_is_compared_in_every_way(invoke, mine, asked):
     code, out, err = invoke(
         "compare-heads", f"{mine}:Counting", "--embed-dim", "22", "--heads", "1,2", *asked.split(), *SIZES
@@ -233,22 +233,21 @@ def test_gradients_are_compared_where_a_view_gives_heads_no_part_of_a_matrix(inv
         "--heads",
         "1,3",
         *SIZES,
-        "--gradients",
         "--steps",
         "1",
     )
     code, out, _ = invoke(*line, "--json")
     assert code == 0
     data = json.loads(out)
-    assert data["gradients"]["counts"][1]["verdict"] == data["training"]["counts"][1]["verdict"] == "differs"
-    parts = {part["part"]: part for part in data["gradients"]["counts"][1]["parts"]}
+    assert data["training"]["counts"][1]["verdict"] == "differs"
+    parts = {part["part"]: part for part in data["training"]["counts"][1]["parts"]}
     assert sorted(parts) == sorted(f"{name}.{kind}" for name in "qkvo" for kind in ("weight", "bias"))
     # With one head a bias of the keys adds one number to all scores of a query: what it gets is rounding.
     assert parts["k.bias"]["relative_difference"] == "Infinity"
     assert parts["k.bias"]["verdict"] == "differs"
     page = invoke(*line).out
     assert "q_heads differ: 3 heads of 4 features instead of 1 of 12." in page
-    assert "The first training step differs: the gradient of " in page
+    assert "The first step gives different weights" in page
     assert next(row for row in page.splitlines() if row.startswith("k.bias")).split() == ["k.bias", "from", "0"]
 
 
@@ -278,7 +277,7 @@ def test_the_head_counts_are_those_that_divide_the_width_which_a_target_has(invo
         ("mine:ready", 2, "takes no number of heads (its arguments: none)"),
         ("mine:Tutorial --heads 1,2 --set nhead=2", 2, "--set nhead fixes the number of heads"),
         ("mine:Tutorial --heads 1,2 --steps 0", 2, "steps 0 trains nothing"),
-        ("mine:Blind --embed-dim 22 --heads 1,2 --gradients", 2, "Remove --gradients and --steps"),
+        ("mine:Blind --embed-dim 22 --heads 1,2 --steps 1", 2, "Remove --steps"),
         ("mine:Dropping --embed-dim 22 --heads 1,2 --train", 2, "Use eval mode (--eval"),
         ("mine:Tutorial --heads 1,2 --device meta", 2, "no numbers"),
         ("mine:Tutorial --heads 1,2 --layer bert", 2, "two layers"),

@@ -81,7 +81,7 @@ LINES: list[tuple[str, ...]] = [
     ("trace --batch-size 4", "trace has no option --batch-size. Did you mean --batch?"),
     ("trace --output x.html", "trace has no option --output. Did you mean --export?"),
     ("trace --cuda", "trace has no option --cuda. Did you mean --device?"),
-    ("trace --gradients", "no option --gradients", "mha-inspect compare-heads"),
+    ("trace --steps 1", "no option --steps", "mha-inspect compare-heads"),
     ("trace --left-set dtype=float64", "no option --left-set", "mha-inspect diff"),
     ("trace --embed-dim", "--embed-dim needs a value"),
     ("trace a.py:A --set", "write --set NAME=VALUE. For details: mha-inspect trace --help"),

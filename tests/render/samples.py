@@ -9,14 +9,12 @@ from mha_inspect.reports.check import CheckReport, Fact, Finding, PassedCheck, S
 from mha_inspect.reports.compare_heads import (
     CompareHeadsReport,
     Focus,
-    Gradients,
     HeadCount,
     HeadFocus,
-    HeadGradients,
     HeadsFocus,
     HeadTime,
     HeadTraining,
-    PartGradient,
+    PartTraining,
     StageFlops,
     StageShapes,
     Timing,
@@ -154,41 +152,30 @@ ONE_KEY_COMPARE = replace(
 )
 
 _PARTS = ("W_q", "W_k", "W_v", "W_o", "b_q", "b_k", "b_v", "b_o")
-_ROUNDED = PartGradient(1e-9, 1.66, 7e-10, 1.4, "same", part="b_k", norm=7e-10)
+_ROUNDED = PartTraining(1e-9, 1.66, 7e-10, 1.4, "same", part="b_k", moved=7e-11)
 
 
-def _gradients(num_heads: int, relative: float) -> HeadGradients:
-    difference = 1e-3 * relative, relative, 1e-9, 1e6 * relative, "differs"
-    parts = [PartGradient(*difference, part=part, norm=0.0749) for part in _PARTS]
-    if not relative:
-        parts = [replace(part, verdict="same") for part in parts]
-    return HeadGradients(num_heads, 0.9544, tuple(parts), "differs" if relative else "same")
+def _parts(relative: float) -> tuple[PartTraining, ...]:
+    difference = 1e-3 * relative, relative, 1e-9, 1e6 * relative, "differs" if relative else "same"
+    return tuple(PartTraining(*difference, part=part, moved=0.0749) for part in _PARTS)
+
+
+_NOT_COMPARED = tuple(PartTraining(None, None, None, None, None, part=part, moved=0.05) for part in _PARTS)
 
 
 LEARNING_COMPARE = replace(
     COMPARE,
-    gradients=Gradients(
-        "mean((output - target)²)",
-        (
-            _gradients(1, 0.0),
-            replace(
-                _gradients(2, 0.701), parts=(*_gradients(2, 0.701).parts[:5], _ROUNDED, *_gradients(2, 0.1).parts[6:])
-            ),
-            replace(
-                _gradients(4, 0.859),
-                parts=tuple(PartGradient(None, None, None, None, None, part=part, norm=0.05) for part in _PARTS),
-            ),
-        ),
-        "A first step of learning would change the weights differently.",
-    ),
     training=Training(
         5,
         "SGD, learning rate 0.1",
         "from the input to a target",
         (
-            HeadTraining(1, 0.9544, 0.9349, 0.0993, 0.0, 0.0, 2.9e-8, 0.0, "same"),
-            HeadTraining(2, 0.9531, 0.9354, 0.0943, 0.0022, 0.474, 1.8e-10, 5786315.2, "differs"),
-            HeadTraining(4, 0.9531, 0.9354, 0.0943, None, None, None, None, None),
+            HeadTraining(1, 0.9544, 0.9349, 0.0993, 0.0, 0.0, 2.9e-8, 0.0, "same", _parts(0.0)),
+            HeadTraining(
+                *(2, 0.9531, 0.9354, 0.0943, 0.0022, 0.474, 1.8e-10, 5786315.2, "differs"),
+                (*_parts(0.701)[:5], _ROUNDED, *_parts(0.1)[6:]),
+            ),
+            HeadTraining(4, 0.9531, 0.9354, 0.0943, None, None, None, None, None, _NOT_COMPARED),
         ),
         "After the same steps from the same start the weights have moved apart.",
     ),

@@ -63,7 +63,6 @@ FULL = {
     "params": FULL_PARAMS,
     "compare-heads": replace(
         ONE_KEY_COMPARE,
-        gradients=LEARNING_COMPARE.gradients,
         training=LEARNING_COMPARE.training,
         focus=LEARNING_COMPARE.focus,
     ),
@@ -91,7 +90,7 @@ def objects(data: Any, path: str = "") -> Iterator[str]:
 
 
 OPTIONAL = {"ops", "stats", "values", "heads", "side_by_side"}
-OPTIONAL |= {"gradients", "training", "focus"}
+OPTIONAL |= {"training", "focus"}
 
 
 @pytest.mark.parametrize("command", FULL)

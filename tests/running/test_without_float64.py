@@ -90,7 +90,7 @@ def test_head_counts_are_compared_and_gradients_refused(x: Tensor) -> None:
     assert report.outcome == "differs"
     assert "by half a digit, since no copy of it runs in float64" in " ".join(str(report).split())
     with pytest.raises(InputError, match="InFloat32 cannot be run in float64, and measuring rounding needs that"):
-        mha_inspect.compare_heads((1, 3), make, x, gradients=True)
+        mha_inspect.compare_heads((1, 3), make, x, steps=1)
 
 
 def test_a_subject_that_is_shaken_stays_as_it_is(x: Tensor) -> None:
