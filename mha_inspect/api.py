@@ -187,8 +187,8 @@ def check(
     module: nn.Module,
     *args: Any,
     intent: Intent | None = None,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     **kwargs: Any,
 ) -> CheckReport:
     """Check whether the attention of a module is right: change one input at a time, and see which outputs change.
@@ -199,13 +199,14 @@ def check(
         module: any module with attention.
         *args: arguments of its forward.
         intent: its intended behavior: `mha_inspect.Intent(causal=True, window=4, ...)`.
-        only: names of the checks to run; all others are skipped.
-        skip: names of the checks to skip.
+        only: name or names of the checks to run, e.g. `only="heads"`; all others are skipped.
+        skip: name or names of the checks to skip.
         **kwargs: arguments of its forward.
 
     Raises:
         InputError: the module has no attention, or the intent names an argument that its forward does not have.
         SpecError: a check name is unknown.
+        TypeError: an argument belongs into the intent: `causal=True`, and the forward has no such argument.
     """
     from .answers.check.check import check as report_of
 

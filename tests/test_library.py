@@ -236,6 +236,53 @@ def test_a_report_says_whether_the_answer_is_good(tmp_path) -> None:
     assert not any(report.ok or bool(report) for report in bad)
 
 
+@pytest.mark.parametrize("names", ["heads", ("heads",), ["heads"]])
+def test_one_check_is_chosen_by_its_name(names) -> None:
+    x, layer = torch.randn(2, 5, 12), nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).eval()
+    report = mha_inspect.check(layer, x, only=names)
+    assert [passed.check for passed in report.held] == ["heads"]
+    report = mha_inspect.check(layer, x, skip=names)
+    assert "heads" not in [passed.check for passed in report.held]
+    with pytest.raises(SpecError, match=r"Unknown check haeds.*Did you mean heads"):
+        mha_inspect.check(layer, x, only="haeds")
+
+
+@pytest.mark.parametrize(
+    ("given", "way"),
+    [
+        ({"causal": True}, r"forward takes no causal: use intent=mha_inspect\.Intent\(causal=True\)"),
+        (
+            {"window": 4, "scale": "sqrt_head_dim"},
+            r"no window and no scale: .*\(window=4, scale='sqrt_head_dim'\)",
+        ),
+        ({"padding": "mask", "padding_side": "left"}, r"Intent\(padding='mask', padding_side='left'\)"),
+        ({"cache": "past", "batch_axis": 1}, r"Intent\(cache='past', batch_axis=1\)"),
+        ({"reference": nn.Identity()}, r"Intent\(reference=Identity\)"),
+    ],
+)
+@pytest.mark.parametrize("check", [mha_inspect.check, mha_inspect.testing.assert_attention_is_right])
+def test_intent_among_the_arguments_is_answered_with_where_it_goes(check, given, way) -> None:
+    with pytest.raises(TypeError, match=way) as refused:
+        check(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).eval(), torch.randn(2, 5, 12), **given)
+    assert len(str(refused.value).splitlines()) == 1
+
+
+class TakesCausal(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+
+    def forward(self, x: torch.Tensor, causal: bool = False) -> torch.Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1]) if causal else None
+        return self.layer(x, src_mask=mask, is_causal=causal)
+
+
+def test_an_argument_that_the_forward_has_is_its_own() -> None:
+    report = mha_inspect.check(TakesCausal().eval(), torch.randn(2, 5, 12), causal=True, only="heads")
+    assert report.ok
+    assert report.intent == {}
+
+
 def test_a_stage_goes_by_its_name_and_a_slip_gets_the_nearest() -> None:
     x = torch.randn(2, 5, 12)
     attention = mha_inspect.trace(nn.MultiheadAttention(12, 3, batch_first=True).eval(), x, x, x).attentions[0]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from functools import partial
 from inspect import BoundArguments, Parameter, Signature
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...call.guess import batch_axis_in_words, said_batch_first
 from ...errors import InputError
@@ -29,6 +30,8 @@ _ROTATION = re.compile(r"cos|sin|freqs|rope|rotary|position_embeddings", re.IGNO
 CACHES = ("past_key_values", "past_key_value", "layer_past", "past", "kv_cache", "cache", "past_kv", "caches")
 """Usual names of the argument that takes the cache, which the forward returns second."""
 
+_DECLARED = tuple(field.name for field in fields(Intent))
+"""Names of what is declared in `Intent`, instead of given to the forward."""
 _NOT_CACHE = re.compile(r"hidden_state|attention|pooler|logits|loss", re.IGNORECASE)
 """Outputs of these names are not caches."""
 
@@ -150,6 +153,36 @@ def _bound(subject: Subject) -> BoundArguments:
         pass
     places = [Parameter(f"input_{place}", Parameter.POSITIONAL_ONLY) for place in range(len(args))]
     return Signature([*places, *(Parameter(name, Parameter.KEYWORD_ONLY) for name in kwargs)]).bind(*args, **kwargs)
+
+
+def require_apart(subject: Subject) -> None:
+    """Raise `TypeError` if an argument of the call belongs into `Intent`: the forward does not take it."""
+    stray = {name: value for name, value in subject.kwargs.items() if name in _DECLARED and _is_declared(value)}
+    if not stray:
+        return
+    try:
+        taken = inspect.signature(subject.module.forward).parameters
+    except (TypeError, ValueError):  # a forward of C has no signature
+        return
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in taken.values()):
+        return
+    declared = {name: value for name, value in stray.items() if name not in taken}
+    if declared:
+        written = ", ".join(_written(name, value) for name, value in declared.items())
+        raise TypeError(
+            f"{type(subject.module).__name__}.forward takes no {' and no '.join(declared)}: "
+            f"use intent=mha_inspect.Intent({written})."
+        )
+
+
+def _is_declared(value: object) -> bool:
+    """Return whether `Intent` could have a value: a tensor is an argument of a forward."""
+    return isinstance(value, (bool, int, str, nn.Module))
+
+
+def _written(name: str, value: object) -> str:
+    """Return a field as it is written in Python, `padding='mask'`; of a module its class."""
+    return f"{name}={type(value).__name__ if isinstance(value, nn.Module) else repr(value)}"
 
 
 class Source:

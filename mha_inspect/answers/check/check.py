@@ -19,7 +19,7 @@ from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedChe
 from ...running.subject import Run, State, Subject
 from ...text import first_few, plural
 from ..run_report import environment_of, layer_of
-from .arguments import Arguments
+from .arguments import Arguments, require_apart
 from .behaviour import batch, causal, inputs, mixing, window
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
@@ -83,8 +83,8 @@ def check(
     subject: Subject,
     intent: Intent | None = None,
     *,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
+    only: str | Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     tick: Callable[[str], None] = lambda _: None,
 ) -> CheckReport:
     """Run a subject repeatedly with one thing changed each time, and report what is wrong with its attention.
@@ -95,7 +95,9 @@ def check(
     Raises:
         InputError: the module has no attention, or the intent names an argument that the forward lacks.
         SpecError: a check name is unknown.
+        TypeError: an argument of the call belongs into the intent.
     """
+    require_apart(subject)
     intent = intent or Intent()
     names = chosen_checks(only, skip)
     if isinstance(subject.module, nn.parallel.DistributedDataParallel):

@@ -41,8 +41,13 @@ _KNOWN: dict[str, tuple[Any, ...]] = {
 }
 
 
-def chosen_checks(only: Sequence[str] = (), skip: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the names of the checks to run. Raise `SpecError` for an unknown name, or if no check is left."""
+def chosen_checks(only: str | Sequence[str] = (), skip: str | Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the names of the checks to run: `only="heads"` is one name.
+
+    Raises `SpecError` for an unknown name, or if no check is left.
+    """
+    only = (only,) if isinstance(only, str) else only
+    skip = (skip,) if isinstance(skip, str) else skip
     for name in (*only, *skip):
         if name not in CHECKS:
             raise SpecError(f"Unknown check {shown(name)}: use {', '.join(CHECKS)}.{did_you_mean(name, CHECKS)}")
