@@ -28,9 +28,10 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
         **kwargs: stage names with patterns as strings; all others are arguments of its forward.
 
     Raises:
-        AssertionError: a stage does not match; the message lists the stages.
+        AssertionError: a stage does not match; the first line is the mismatch, and the stages follow.
         ValueError: no pattern for a stage name was given.
     """
+    __tracebackhide__ = True  # pytest shows the line of the test instead
     patterns = {name: value for name, value in kwargs.items() if name in STAGES and isinstance(value, str)}
     if not patterns:
         near = next(filter(None, (did_you_mean(name, STAGES) for name in kwargs)), "")
@@ -77,8 +78,9 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
         **kwargs: arguments of both forwards.
 
     Raises:
-        AssertionError: with the first stage that differs, and the report of `mha_inspect.diff`.
+        AssertionError: the first line is the first stage that differs, and the report of `mha_inspect.diff` follows.
     """
+    __tracebackhide__ = True
     require_module(left, "testing.assert_same_attention")
     require_module(right, "testing.assert_same_attention")
     ours, theirs = Side("left", Subject(left, args, kwargs)), Side("right", Subject(right, args, kwargs))
@@ -103,9 +105,10 @@ def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | No
         **kwargs: arguments of its forward.
 
     Raises:
-        AssertionError: with the report, findings first: evidence, line, and fix if there is one.
+        AssertionError: the first line is the verdict; evidence, line, and fix of each finding follow.
         InputError: the module has no attention, or the intent names an argument that its forward does not have.
     """
+    __tracebackhide__ = True
     require_module(module, "testing.assert_attention_is_right")
     report = check(Subject(module, args, kwargs), intent)
     if not report.ok:

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
 from mha_inspect.layers.catalog import find_layer
 from mha_inspect.layers.spec import AttentionSpec
-from mha_inspect.testing import assert_same_attention, assert_stage_shapes
+from mha_inspect.testing import assert_attention_is_right, assert_same_attention, assert_stage_shapes
 
 from .layers.declared import canonical_weights, load_weights
 
@@ -90,6 +92,38 @@ def test_another_weight_is_found_where_it_stands(x):
     assert text.splitlines()[0] == "attention 1 differs, starting at v_proj"
     verdicts = {line.split()[0]: line.split()[-1] for line in text.splitlines() if line}
     assert (verdicts["weights"], verdicts["v_proj"], verdicts["v_heads"]) == ("same", "differs", "differs")
+
+
+class MergedWithoutTranspose(nn.Module):
+    """Heads are merged by a reshape alone, a mistake that no shape shows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(15, 45), nn.Linear(15, 15)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.qkv(x).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (HEADS, HEAD_DIM)).transpose(1, 2) for part in parts)
+        return self.out(((q @ k.mT / HEAD_DIM**0.5).softmax(-1) @ v).reshape(x.shape))
+
+
+def failing(x):
+    left, right = Self(layer("torch")), Self(layer("torch"))
+    with torch.no_grad():
+        right.inner.in_proj_weight[0] += 1
+    yield "scores: expected 5", lambda: assert_stage_shapes(left, x, scores="bh q 5")
+    yield "attention 1 inner differs, starting at q_proj", lambda: assert_same_attention(left, right, x)
+    yield "1 attention on the left", lambda: assert_same_attention(left, nn.Sequential(left, right), x)
+    yield "1 problem: ", lambda: assert_attention_is_right(MergedWithoutTranspose(), x)
+
+
+def test_a_failure_begins_with_the_finding_and_ends_in_the_line_of_the_test(x):
+    for first, fails in failing(x):
+        with pytest.raises(AssertionError) as raised:
+            fails()
+        assert str(raised.value).startswith(first)
+        last = raised.traceback.filter(raised)[-1]
+        assert last.path == Path(__file__), first
 
 
 def test_not_as_many_attentions(x):
