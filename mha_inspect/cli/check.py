@@ -10,7 +10,7 @@ from ..errors import ExitCode, MhaInspectError, SpecError
 from ..text import shown
 from . import subject
 from .app import command
-from .options import NUMBERS, TARGET, Options, option, size
+from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
 from .output import give, prepare, write
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ INTENT = "Expected behaviour"
 @command(
     "check model.py:Attention --causal",
     "check hf:gpt2 --causal --mask attention_mask=keep --padding-side left --cache past_key_values",
-    without=(*NUMBERS, "grad"),
+    without=(*NUMBERS, *RETURNED_WEIGHTS, "grad"),
     targets=True,
 )
 def check(

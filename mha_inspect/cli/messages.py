@@ -24,6 +24,10 @@ _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "dev
 """Names that other programs have for an option."""
 GONE = {
     "--gradients": "compare-heads --steps 1 compares the first gradient.",
+    "diff --need-weights": "a side has it: --left-set need_weights=true.",
+    "diff --no-need-weights": "a side has it: --left-set need_weights=false.",
+    "diff --average-weights": "a side has it: --left-set average_weights=true.",
+    "diff --per-head-weights": "a side has it: --left-set average_weights=false.",
     "params --picture": "trace --picture and compare-heads --picture draw attention.",
     "--batch-row": "the library draws any batch item: stage.picture(batch_row=1) of mha_inspect.recording().",
     "--format": "give --json or --plain; a terminal gets a table.",

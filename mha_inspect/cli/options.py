@@ -29,6 +29,8 @@ _OF_TORCH = {"half": "float16", "float": "float32", "double": "float64"}
 """Torch's other names for data types."""
 NUMBERS = ("ops", "stats", "values")
 """Options that add numbers to a report, beyond names, shapes and axes."""
+RETURNED_WEIGHTS = ("need_weights", "average_weights")
+"""Options on the weights that a layer returns. No stage depends on them."""
 OUTPUTS = ("json", "plain", "export", "color", "quiet")
 """Options of every command: where its report goes, and how."""
 LARGEST_SIZE = 2**40

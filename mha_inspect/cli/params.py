@@ -14,7 +14,7 @@ from ..layers.catalog import LAYERS
 from ..text import shown
 from . import subject
 from .app import command
-from .options import TARGET, Options, option, require_ranks, size
+from .options import RETURNED_WEIGHTS, TARGET, Options, option, require_ranks, size
 from .output import give, prepare
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _OF_CHECKPOINT = ("num_heads", "stats", "values")
 @command(
     "params --embed-dim 512 --num-heads 8 --per-head",
     "params --embed-dim 512 --num-heads 1,2,4,8",
-    without=("grad", "need_weights", "average_weights", "ops"),
+    without=(*RETURNED_WEIGHTS, "grad", "ops"),
 )
 def params(
     options: Options,
