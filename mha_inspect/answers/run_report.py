@@ -253,12 +253,6 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
     sentences = {
         without_dot(attention): True,
         f"The weights come from the scores without a softmax.{beside}": attention.weighing,
-        "A view without a transpose splits the heads and mixes positions: each head sees features of a few positions "
-        "only. View to (…, heads, head_dim), then transpose.": names.mixes_positions,
-        "The heads of a token attend to one another, and no token attends to another: the heads were not transposed in "
-        "front of the positions. For attention over positions, use transpose(1, 2) after the view.": (
-            names.within_tokens
-        ),
         "The features of a head attend to one another: the scores sum over positions, the softmax is over "
         "features.": names.over_features,
         "The softmax is over the queries instead of the keys: the weights of each key sum to 1.": (

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from .. import text
 from ..reports.check import CheckReport, Finding, SkippedCheck
 from ..reports.common import LayersReport
-from .page import Column, Page, Paragraph, Section, Tone, Verbatim, facts, section, table
+from .page import Column, Page, Paragraph, Section, Verbatim, facts, section, table
 from .parts import grouped, layer_page
 
 _MORE = "A pipe, e.g. | less, shows who sees whom."
@@ -18,13 +18,17 @@ def check_page(report: CheckReport) -> Page:
     return layer_page(report.environment, report.layer, _sections(report))
 
 
-def findings_sections(findings: Iterable[Finding]) -> Iterator[Section]:
-    """Yield a section for each finding: the problems, numbered, then the suspicions."""
+def findings_sections(findings: Sequence[Finding]) -> Iterator[Section]:
+    """Yield a section for each finding: the problems, numbered, then the suspicions.
+
+    The sentence of a single finding is the verdict above it, and is not repeated.
+    """
     number = 0
     for finding in findings:
         number += finding.sure
         title = f"{number}. {finding.check}" if finding.sure else f"may be: {finding.check}"
-        yield _finding(finding, title, "bad" if finding.sure else "warn")
+        sentence = Paragraph(finding.sentence, "bad" if finding.sure else "warn")
+        yield _finding(finding, title, [sentence] if len(findings) > 1 else [])
 
 
 def _sections(report: CheckReport) -> Iterator[Section]:
@@ -49,11 +53,11 @@ def _skipped(checks: Sequence[SkippedCheck]) -> str:
     return ", ".join(f"{', '.join(s.check for s in group)} ({group[0]._brief or group[0].reason})" for group in groups)
 
 
-def _finding(finding: Finding, title: str, tone: Tone) -> Section:
+def _finding(finding: Finding, title: str, sentence: Sequence[Paragraph]) -> Section:
     where = ", ".join(filter(None, (finding.source, finding.module)))
     more = [("fix", finding.fix)] if finding.fix else []
     more += [("to settle it", finding.confirm)] if finding.confirm else []
-    return section(title, Paragraph(finding.sentence, tone), facts(("evidence", finding.evidence), *more), detail=where)
+    return section(title, *sentence, facts(("evidence", finding.evidence), *more), detail=where)
 
 
 def layers_page(report: LayersReport) -> Page:

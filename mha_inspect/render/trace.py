@@ -34,8 +34,8 @@ _NOT_LOOKED_AT = "Not looked at: what other inputs do. mha-inspect check changes
 MEMORY = "view: shares memory with the stage before; copy: moved to new memory, as PyTorch's code does there"
 
 _SPLIT_WRONGLY = {
-    WITHIN_TOKENS: "no token attends to another",
-    PIECES_OF_TOKENS: "a view without a transpose splits the heads",
+    WITHIN_TOKENS: "no token attends to another. Transpose heads and positions after the view",
+    PIECES_OF_TOKENS: "a view without a transpose splits the heads. View to (…, heads, head_dim), then transpose",
 }
 """What attention runs over if the heads were split wrongly, and the consequence or the cause."""
 
@@ -299,8 +299,13 @@ def _measured(proof: Proof | DecodeProof) -> str:
 
 
 def _closing(trace: Trace) -> Paragraph:
-    """Return the last line: the proof, and a warning if heads that were split wrongly attend to something else."""
+    """Return the last line: the proof, and a warning if heads that were split wrongly attend to something else.
+
+    Where the page has findings, the warning is one of them, and the proof is no good news.
+    """
     proof = _proof(trace.proof)
+    if trace.findings:
+        return replace(proof, tone="muted") if proof.tone == "good" else proof
     for over, consequence in _SPLIT_WRONGLY.items():
         if any(over in attention.kind for attention in trace.attentions):
             return Paragraph(f"{proof.text} Attention runs {over}: {consequence}.", "warn")
@@ -351,9 +356,8 @@ def _failure(failure: Failure, dtype: str, *, with_ops: bool) -> Iterator[Sectio
         yield section("operations", table(failure.last_ops, columns), detail=detail, more="")
     yield section("failed", *_failed(failure, dtype), detail=f"{failure.error} at {failure.source}")
     if failure.cause is not None:
-        cause = failure.cause
-        fix = [facts(("fix", cause.fix))] if cause.fix else []
-        yield section("cause", Paragraph(cause.explanation, "bad"), *fix, detail=cause.name.replace("_", " "))
+        # Its sentence and its fix are the verdict.
+        yield section("cause", detail=failure.cause.name.replace("_", " "))
 
 
 def _failed(failure: Failure, dtype: str) -> Iterator[Block]:

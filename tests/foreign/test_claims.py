@@ -70,7 +70,6 @@ def test_a_view_that_mixes_positions_is_called_so(length: int) -> None:
     assert found.kind == ("self", "over pieces of tokens")
     assert (found.num_heads, found.num_kv_heads) == (claims.HEADS, claims.HEADS)
     assert axes(found, "q_heads") == "batch heads query head_dim"
-    assert any("mixes positions" in note for note in found.notes)
     roles = [row.role for row in params(claims.Mixing(), torch.randn(2, length, claims.WIDTH)).parameters]
     assert sum("shared by the heads" in role for role in roles) == 7
 

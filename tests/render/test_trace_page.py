@@ -181,13 +181,21 @@ class SplitWrongly(nn.Module):
         ("right", (7, 12), ""),
     ],
 )
-def test_heads_that_were_split_wrongly_are_said_in_the_last_line(way: str, shape: tuple[int, ...], over: str) -> None:
+def test_heads_that_were_split_wrongly_are_said_once(way: str, shape: tuple[int, ...], over: str) -> None:
     torch.manual_seed(0)
-    module, x = SplitWrongly(way), torch.randn(shape)
-    (attention,) = mha_inspect.trace(module.eval(), x).attentions
+    module, x = SplitWrongly(way).eval(), torch.randn(shape)
+    trace = mha_inspect.trace(module, x)
+    (attention,) = trace.attentions
     assert attention.kind == (("self", over) if over else ("self",))
     assert (attention.num_heads, attention.num_kv_heads) == (3, 3)
-    last = page_of(module, x).splitlines()[-1]
+    page = str(trace)
+    assert page.startswith("1 problem: " if over else "nothing wrong")
+    assert "Attention runs" not in page
+    assert [page.count(finding.sentence.removesuffix(".")) for finding in trace.findings] == ([1] if over else [])
+    # A recorded block is not judged, and its last line says it.
+    with mha_inspect.recording() as seen:
+        module(x)
+    last = str(seen.trace).splitlines()[-1]
     assert f"Attention runs {over}: " in last if over else "Attention runs" not in last
     # A changed token has an effect on the others, or in its own row alone.
     changed = x.clone()

@@ -133,6 +133,7 @@ def test_the_example_of_the_issue(attention_file: Path, invoke: Callable[..., An
     page = invoke("trace", "attention.py:Attention", "--input-shape", "x=2x5x512").out
     told = ["completed before", "q_heads", "failed: RuntimeError", "Dimension 1 clashes", "cause"]
     assert sorted(told, key=page.index) == told
+    assert page.count("k was split but not transposed") == 1
 
 
 class Projected(nn.Module):
