@@ -146,24 +146,27 @@ def diff(
     left: nn.Module | str | PathLike[str],
     right: nn.Module | str | PathLike[str],
     *args: Any,
-    same_weights: bool = False,
+    same_weights: bool = True,
     num_heads: int | None = None,
     **kwargs: Any,
 ) -> DiffReport | CheckpointDiffReport:
-    """Run two modules on the same arguments, compare them stage by stage, and return where they differ.
+    """Run two modules with the same weights and arguments, and return where they differ, stage by stage.
 
-    Each module keeps its own weights, as needed to check a port. With `same_weights`, one module's weights are copied
-    into a copy of the other, in any packing. The modules themselves are not changed.
+    As in the command, one module's weights are copied into a copy of the other, in any packing. `report.weights` says
+    what was copied. The modules themselves are not changed.
+
+    `same_weights=False` keeps each side's own weights, as needed to check a port that has its weights already.
 
     Two checkpoints, given by their paths, are compared tensor by tensor and head by head; `num_heads` is their number
     of heads, if the files do not determine it.
 
-    Raises `InputError` if a module cannot run in float64, which rounding is measured against, or a file cannot be read.
+    Raises `InputError` if a module cannot run in float64, which rounding is measured against, a module cannot be
+    copied, or a file cannot be read.
     """
     if isinstance(left, (str, PathLike)) and isinstance(right, (str, PathLike)):
         from .answers.checkpoint.diff import diff_of_checkpoints
 
-        if args or kwargs or same_weights:
+        if args or kwargs:
             raise TypeError(
                 f"{str(left)!r} and {str(right)!r} are paths of checkpoints, which take no other arguments. "
                 "Use mha_inspect.diff(path, path), or give the modules themselves."
@@ -178,9 +181,18 @@ def diff(
     lazy = next((name for module in modules for name, p in module.named_parameters() if is_lazy(p)), None)
     if lazy is not None:
         raise InputError(f"parameter {lazy!r} is lazy: it has no shape before the first call. Run the module once.")
-    modules = [copy_module(module) for module in modules] if same_weights else modules
+    if same_weights:
+        modules = [_copied(module) for module in modules]
     first, second = (Subject(module, args, kwargs, seed=0) for module in modules)
     return report_of(Side("left", first), Side("right", second), same_weights=same_weights)
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """Return a copy of a side of `diff`. Raises `InputError` with the way out for a module that cannot be copied."""
+    try:
+        return copy_module(module)
+    except InputError as error:
+        raise InputError(f"{error} Or compare it with its own weights: same_weights=False.") from error
 
 
 def check(

@@ -173,14 +173,16 @@ def test_diff_compares_modules_as_they_are_and_changes_neither(layer, x):
     same, other = Split(0.0).eval(), Split(1.0).eval()
     before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
     assert mha_inspect.diff(same, same, x, x, x).outcome == "same"
-    found = mha_inspect.diff(same, other, x, x, x)
+    found = mha_inspect.diff(same, other, x, x, x, same_weights=False)
     with torch.no_grad():
         expected = (same(x, x, x) - other(x, x, x)).abs().max().item()
     assert found.outcome == "differs"
     assert found.first_differing_stage == "output"
     assert found.output.max_abs_difference == pytest.approx(expected, rel=1e-5)
     assert "output" in repr(found)
-    assert mha_inspect.diff(same, other, x, x, x, same_weights=True).outcome == "same"
+    shared = mha_inspect.diff(same, other, x, x, x)
+    assert shared.outcome == "same"
+    assert shared.weights.sentence == "Copied by name from left to right: names and shapes agree."
     assert all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
 
 
@@ -231,7 +233,8 @@ def test_a_report_says_whether_the_answer_is_good(tmp_path) -> None:
     right = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True).eval()
     causal = mha_inspect.Intent(causal=True)
     good = [mha_inspect.trace(layer, x, x, x), mha_inspect.params(layer, x, x, x), mha_inspect.check(right, x)]
-    bad = [mha_inspect.check(right, x, intent=causal), mha_inspect.diff(layer, other, x, x, x)]
+    bad = [mha_inspect.check(right, x, intent=causal)]
+    bad.append(mha_inspect.diff(layer, other, x, x, x, same_weights=False))
     assert all(report.ok and bool(report) for report in [*good, mha_inspect.diff(layer, layer, x, x, x)])
     assert not any(report.ok or bool(report) for report in bad)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from enum import Enum, auto
 from typing import NamedTuple
 
 import torch
@@ -25,6 +26,17 @@ AS_THEY_ARE: Shared = (
     SharedWeights(False, "Not copied: each side keeps its own weights.", ()),
     "each side's own weights and the same input",
 )
+
+
+class _ByName(Enum):
+    """Whether all weights of two sides are the same by name."""
+
+    NOT_SHARED = auto()
+    """Names, shapes or ties differ."""
+    EQUAL = auto()
+    """The numbers were the same before."""
+    COPIED = auto()
+    """The numbers were copied."""
 
 
 class _Direction(NamedTuple):
@@ -52,13 +64,17 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
     transposed = _read_transposed(source, target)
-    if not transposed and _share_by_name(source, target):
-        return SharedWeights(True, "Both sides have the same parameters: names and shapes agree.", ()), _SAME
+    shared = _ByName.NOT_SHARED if transposed else _share_by_name(source, target)
+    if shared is _ByName.EQUAL:
+        return SharedWeights(True, "Both sides have the same parameters: names, shapes and numbers agree.", ()), _SAME
+    if shared is _ByName.COPIED:
+        way = "from left to right" if source is left else "from right to left"
+        return SharedWeights(True, f"Copied by name {way}: names and shapes agree.", ()), _SAME
     direction = _direction(target, source) if source.subject.layer else _direction(source, target)
     if isinstance(direction, str):
         if not any(weights_by_name(side) for side in (left, right)):
             return SharedWeights(True, "Neither side has weights.", ()), _SAME
-        sentence = f"The weights could not be copied; each side keeps its own, built from seed {left.subject.seed}."
+        sentence = "The weights could not be copied; each side keeps its own."
         return SharedWeights(False, sentence, (direction,)), ""
     source, target = direction.source, direction.target
     lacking = _why_not(direction.not_copied, target.label, source.label)
@@ -190,22 +206,23 @@ def write_by_name(side: ComparableRun, numbers: Mapping[str, Tensor]) -> None:
             weights[name].copy_(tensor)
 
 
-def _share_by_name(source: ComparableRun, target: ComparableRun) -> bool:
+def _share_by_name(source: ComparableRun, target: ComparableRun) -> _ByName:
     """Copy all weights by name if names and shapes agree; return whether both sides have the same numbers then.
 
     They do not if names of the target are one tied tensor, and the source has a tensor for each: then nothing changes.
     """
     numbers, before = _numbers(source), _numbers(target)
     if not numbers or not _agree(numbers, before):
-        return False
+        return _ByName.NOT_SHARED
     write_by_name(target, numbers)
     after = weights_by_name(target)
     if any(not same_bits(after[name], tensor.to(after[name])) for name, tensor in numbers.items()):
         write_by_name(target, before)
-        return False
-    if any(not same_bits(tensor, before[name]) for name, tensor in after.items()):
-        target.forget()  # a run with the same numbers stays valid
-    return True
+        return _ByName.NOT_SHARED
+    if all(same_bits(tensor, before[name]) for name, tensor in after.items()):
+        return _ByName.EQUAL  # a run with the same numbers stays valid
+    target.forget()
+    return _ByName.COPIED
 
 
 def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str:

@@ -71,7 +71,7 @@ def test_one_function_in_two_styles_is_the_same_at_every_stage(try_all: Callable
     def check(pair: tuple[Style, Style]) -> None:
         left, right, x = made(*pair)
         assert torch.allclose(deepcopy(left)(x), deepcopy(right)(x), atol=1e-4)
-        report = mha_inspect.diff(left, right, x)
+        report = mha_inspect.diff(left, right, x, same_weights=False)
         assert (report.outcome, report.first_differing_stage) == ("same", None)
         packed = (
             {"k_proj", "v_proj"} if "beside" in (pair[0].project, pair[1].project) else set()
@@ -89,7 +89,7 @@ def test_a_fault_is_told_by_the_first_stage_that_differs(try_all: Callable[..., 
         assume(fault != "key left alone" or style.rotated)
         left, right, x = made(style, other, fault)
         assume((deepcopy(left)(x) - deepcopy(right)(x)).abs().max() > 1e-4)
-        report = mha_inspect.diff(left, right, x)
+        report = mha_inspect.diff(left, right, x, same_weights=False)
         assert (report.outcome, report.first_differing_stage) == ("differs", FAULTS[fault])
 
     try_all(check, st.tuples(pairs(), st.sampled_from(sorted(FAULTS))), 30)

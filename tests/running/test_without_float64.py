@@ -59,6 +59,9 @@ def seeded(kind: type[Attention], num_heads: int = 3) -> Attention:
 
 @pytest.mark.parametrize("kind", [InFloat32, Uncopied])
 def test_rounding_is_measured_all_the_same(kind: type[Attention], x: Tensor) -> None:
+    if kind is Uncopied:
+        with pytest.raises(InputError, match=r"cannot be copied .* own weights: same_weights=False\.$"):
+            mha_inspect.diff(seeded(Attention), seeded(kind), x)
     own = mha_inspect.diff(seeded(Attention), seeded(kind), x, same_weights=False)
     assert own.left.measured_against == "float64"
     assert own.right.measured_against == "half a digit"

@@ -549,7 +549,7 @@ def _others(own: Configuration, module: nn.Module, found: Findings, attends: boo
 def _commands(own: Configuration, module: nn.Module, attends: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
     args, kwargs = own.call()
     other = _copy(module)
-    yield "diff", lambda: mha_inspect.diff(module, other, *args, **kwargs)
+    yield "diff", lambda: mha_inspect.diff(module, other, *args, same_weights=False, **kwargs)
     if attends:
-        yield "diff with the same weights", lambda: mha_inspect.diff(module, other, *args, same_weights=True, **kwargs)
+        yield "diff with the same weights", lambda: mha_inspect.diff(module, other, *args, **kwargs)
         yield "check", lambda: mha_inspect.check(module, *args, **kwargs)
