@@ -65,6 +65,8 @@ def _judged(trace: Trace, subject: Subject, run: Run, before: State) -> Trace:
         return replace(trace, unjudged="device meta has no numbers")
     if needs_ranks(subject.module, run.recording):
         return replace(trace, unjudged="the module is spread over ranks")
+    if not all(tensor.numel() for _, tensor in tensors_in((subject.args, subject.kwargs))):
+        return replace(trace, unjudged="an input has no elements")
     if not run.recording.values:
         return replace(trace, unjudged="its tensors take more than 64 MiB. mha-inspect check judges it")
     return replace(trace, findings=judged(subject, run, before), unjudged=None)

@@ -105,6 +105,7 @@ def test_an_input_without_elements(shape):
     trace = mha_inspect.trace(layer, x, x, x, show=Show(stats=True, values=True), keep=True)
     assert trace.attentions[0].query.shape == shape
     assert "query" in trace._repr_html_()
+    assert trace.verdict.endswith("an input has no elements")
     with pytest.raises(InputError, match=r"no numbers to compare"):
         mha_inspect.diff(layer, layer, x, x, x)
     with pytest.raises(InputError, match=r"has the shape .* no element"):
