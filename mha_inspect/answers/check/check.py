@@ -54,7 +54,7 @@ _CHECKS = {
     "rotary": Check(rotary),
     "batch": Check(batch, runs=True, follows=("heads", "softmax")),
     "mixing": Check(mixing, runs=True, follows=("heads", "softmax", "masking", "batch", "finite")),
-    "parameters": Check(parameters, runs=True, on_meta="every projection is used once"),
+    "parameters": Check(parameters, on_meta="every projection is used once"),
     "repeat": Check(repeat, runs=True, follows=("finite",)),
     "training": Check(training, runs=True, follows=("finite",)),
     "causal": Check(causal, follows=("softmax", "masking")),

@@ -106,6 +106,8 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
         yield from _unread_features(evidence, readers, attention)
     if evidence.on_meta:
         yield SkippedCheck("parameters", "gradients cannot be computed on meta; use --device cpu")
+    elif evidence.once:
+        yield SkippedCheck("parameters", "gradients need another run")
     elif not any(map(masks_everything, evidence.sights)):
         yield from _without_gradient(evidence, readers)
 

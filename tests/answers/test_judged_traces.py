@@ -1,0 +1,156 @@
+"""What trace says of its one run: right code is not accused, and mistakes that one run shows are problems."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import mha_inspect.errors
+from mha_inspect.answers.trace import ROOM
+
+from ..foreign import styles
+from .check.cases import CASES, Case
+from .check.mutants import IDIOMS, MUTANTS
+from .check.test_mutants import arguments, module_of, mutated
+
+STYLES = [
+    value
+    for value in vars(styles).values()
+    if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == styles.__name__
+]
+
+
+@pytest.fixture(autouse=True)
+def without_gradients() -> Any:
+    """Some idioms write into views of a cache, which torch allows in this mode alone."""
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("idiom", IDIOMS)
+def test_right_idioms_are_not_accused(idiom: str, tmp_path: Path) -> None:
+    module = module_of(IDIOMS[idiom][2], tmp_path, f"right_{idiom}")
+    trace = mha_inspect.trace(module, **arguments(idiom))
+    assert [finding for finding in trace.findings if finding.sure] == []
+    assert trace.unjudged is None
+    assert trace.ok
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_twins_are_not_accused(case: Case) -> None:
+    torch.manual_seed(0)
+    try:
+        trace = mha_inspect.trace(case.make(False).eval(), **case.inputs())
+    except mha_inspect.errors.ForwardError:
+        pytest.skip("its inputs are for check alone")
+    assert [finding for finding in trace.findings if finding.sure] == []
+
+
+@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
+def test_styles_are_not_accused(style: Callable[[], nn.Module]) -> None:
+    torch.manual_seed(0)
+    try:
+        trace = mha_inspect.trace(style().eval(), torch.randn(2, 7, styles.E))
+    except (mha_inspect.errors.ForwardError, TypeError, NotImplementedError):
+        pytest.skip("it takes other arguments")
+    # Every style inherits the parameters of all, also those that it does not use.
+    assert [finding for finding in trace.findings if finding.sure and finding.check != "parameters"] == []
+
+
+def test_what_one_run_shows_is_found_as_often_as_it_was(tmp_path: Path) -> None:
+    """Of one-line mistakes: the others change what other inputs do, and are for check."""
+    problems = silent = 0
+    for idiom, name, right, wrong in MUTANTS[::3]:
+        module = module_of(mutated(idiom, right, wrong), tmp_path, f"{idiom}_{name}")
+        try:
+            trace = mha_inspect.trace(module, **arguments(idiom))
+        except mha_inspect.errors.ForwardError:
+            continue
+        problems += any(finding.sure for finding in trace.findings)
+        silent += not trace.findings
+    assert problems >= 20
+    assert silent <= 31
+
+
+@pytest.mark.parametrize("name", ["SplitByView", "SplitIntoBatch", "QueryServesTwice"])
+def test_a_problem_is_the_verdict(
+    name: str,
+) -> None:
+    torch.manual_seed(0)
+    (case,) = [case for case in CASES if case.name == name]
+    trace = mha_inspect.trace(case.make(True).eval(), **case.inputs())
+    assert trace.verdict.startswith("1 problem: ")
+    assert not trace.ok
+
+
+FILE = """
+import torch
+from torch import nn
+
+class Attention(nn.Module):
+    def __init__(self, embed_dim=16, num_heads=2, over=-1, scale=None):
+        super().__init__()
+        self.heads, self.over, self.scale = num_heads, over, scale
+        self.qkv, self.out = nn.Linear(embed_dim, 3 * embed_dim), nn.Linear(embed_dim, embed_dim)
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return self.out(((q @ k.mT * scale).softmax(self.over) @ v).transpose(1, 2).flatten(2))
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "flags", "code", "begins"),
+    [
+        ((), (), 0, "nothing wrong in this run: 1 attention, 2 heads of 8"),
+        ((), ("--fail-if", "suspicion"), 0, "nothing wrong"),
+        (("over=-2",), (), 0, "1 problem: The softmax runs over the queries"),
+        (("over=-2",), ("--fail-if", "problem"), 1, "1 problem: "),
+        (("scale=1.0",), (), 0, "1 suspicion: The scores are not scaled"),
+        (("scale=1.0",), ("--fail-if", "problem"), 0, "1 suspicion: "),
+        (("scale=1.0",), ("--fail-if", "suspicion"), 1, "1 suspicion: "),
+    ],
+)
+def test_exit_codes(
+    invoke: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: tuple[str, ...],
+    flags: tuple[str, ...],
+    code: int,
+    begins: str,
+) -> None:
+    (tmp_path / "model.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    words = [word for setting in settings for word in ("--set", setting)]
+    answer = invoke("model.py", *words, *flags)
+    assert answer.code == code, answer.err
+    assert answer.out.startswith(begins)
+
+
+def test_a_suspicion_names_the_option_of_check_that_settles_it(
+    invoke: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.py").write_text(FILE)
+    monkeypatch.chdir(tmp_path)
+    (finding,) = json.loads(invoke("model.py", "--set", "scale=1.0", "--json").out)["findings"]
+    assert finding["confirm"] == "--scale sqrt_head_dim"
+    assert invoke("check", "model.py", "--set", "scale=1.0").code == 0
+    assert invoke("check", "model.py", "--set", "scale=1.0", "--strict").code == 1
+    assert invoke("check", "model.py", "--set", "scale=1.0", *finding["confirm"].split()).code == 1
+
+
+def test_a_run_that_needs_much_memory_is_not_judged_and_says_so() -> None:
+    width = 1024
+    layer = nn.MultiheadAttention(width, 2, batch_first=True).eval()
+    x = torch.randn(ROOM // (4 * width * 4), 5, width)
+    trace = mha_inspect.trace(layer, x, x, x)
+    assert trace.findings == ()
+    assert trace.unjudged is not None
+    assert trace.verdict.startswith("ran, not judged: 1 attention")
