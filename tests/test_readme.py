@@ -52,11 +52,11 @@ def cut(output: str, shown: str) -> str:
     >>> cut("a\nb\nc\nd\n", "a\n…\nc\n…\n")
     'a\n…\nc\n…\n'
     """
-    lines = output.splitlines()
+    lines, starts = output.splitlines(), comparable(output).splitlines()
     parts = []
     for part in shown.split(f"{CUT}\n"):
         size = part.count("\n")
-        first = lines.index(part.partition("\n")[0]) if size else 0
+        first = starts.index(comparable(part).partition("\n")[0]) if size else 0
         parts.append("".join(f"{line}\n" for line in lines[first : first + size]))
     return f"{CUT}\n".join(parts)
 

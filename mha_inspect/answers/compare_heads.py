@@ -75,6 +75,7 @@ def compare_heads(
     flops: list[tuple[StageFlops, ...]] = []
     effects: dict[str, None] = {}
     shapes: list[dict[str, tuple[int, ...]]] = []
+    shares_keys = False
     all_nan = True
     for num_heads, subject in counted:
         run = HeadRun(num_heads, subject) if rows else baseline
@@ -82,6 +83,7 @@ def compare_heads(
         _require_comparable(run, baseline)
         rows.append(_row(run, baseline, copied[-1], rows))
         shapes.append(_canonical_shapes(run))
+        shares_keys = shares_keys or _shares_keys(run)
         if steps:
             learners.append(Learner.of(num_heads, run))
         if focus:
@@ -101,7 +103,7 @@ def compare_heads(
         layer=layer_of(baseline.subject),
         baseline=baseline.num_heads,
         counts=tuple(rows),
-        stages=_stages(shapes),
+        stages=_stages(shapes, shares_keys=shares_keys),
         outcome=overall([row.verdict for row in rows[1:]]),
         answer=(
             *answer(rows, copied, all_nan=all_nan),
@@ -121,13 +123,24 @@ def _canonical_shapes(run: HeadRun) -> dict[str, tuple[int, ...]]:
     return {stage: tuple(content.shape) for stage, content in contents.items() if content is not None}
 
 
-def _stages(counted: Sequence[dict[str, tuple[int, ...]]]) -> tuple[StageShapes, ...]:
-    """Return the shapes of each stage, from those of each head count."""
+def _shares_keys(run: HeadRun) -> bool:
+    """Return whether several heads of the first attention share a key and value head."""
+    names = run.attentions[0][1]
+    return names.num_kv_heads != names.num_heads
+
+
+def _stages(counted: Sequence[dict[str, tuple[int, ...]]], *, shares_keys: bool) -> tuple[StageShapes, ...]:
+    """Return the shapes of each stage, from those of each head count.
+
+    Keys and values have `kv_heads` where heads share them, and `heads` otherwise, as in `trace`.
+    """
     there = {stage for shapes in counted for stage in shapes}
-    ordered = [stage for stage in STAGES if stage in there]
-    return tuple(
-        StageShapes(stage, CANONICAL_AXES[stage], tuple(shapes.get(stage) for shapes in counted)) for stage in ordered
-    )
+    stages: list[StageShapes] = []
+    for stage in STAGES:
+        if stage in there:
+            axes = CANONICAL_AXES[stage] if shares_keys else CANONICAL_AXES[stage].replace("kv_heads", "heads")
+            stages.append(StageShapes(stage, axes, tuple(shapes.get(stage) for shapes in counted)))
+    return tuple(stages)
 
 
 def _masked(baseline: HeadRun, masked: Rows, effects: list[str]) -> tuple[str, ...]:

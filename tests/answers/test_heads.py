@@ -196,6 +196,7 @@ def test_head_counts_that_share_keys_stand_beside_one_that_does_not(num_kv_heads
     sizes = {"embed_dim": 24, "batch": 3, "seq_len": 7, "num_kv_heads": num_kv_heads}
     report = compare_heads(counts, **sizes, layer="grouped-query")
     assert [count.num_heads for count in report.counts] == list(counts)
+    assert {stage.name: stage.axes for stage in report.stages}["k_proj"] == "batch key (kv_heads head_dim)"
     for count in report.counts[1:]:
         assert (count.verdict, count.first_differing_stage) == ("differs", "k_proj")
         width, base = (num_kv_heads * one.head_dim for one in (count, report.counts[0]))
@@ -205,6 +206,7 @@ def test_head_counts_that_share_keys_stand_beside_one_that_does_not(num_kv_heads
 def test_stages_have_a_shape_for_each_head_count_and_equal_ones_are_marked():
     report = compare_heads((1, 2, 5), **SIZES)
     shapes = {stage.name: stage.shapes for stage in report.stages}
+    assert {stage.name: stage.axes for stage in report.stages}["k_proj"] == "batch key (heads head_dim)"
     batch, queries, keys = 3, 7, 7
     assert shapes["weights"] == tuple((batch, heads, queries, keys) for heads in (1, 2, 5))
     width = EMBED
