@@ -18,12 +18,14 @@ LINES = {
     "trace": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5",
     "trace everything": "trace --embed-dim 22 --num-heads 2 --batch 3 --seq-len 5 --causal --ops --stats --values",
     "trace masked rows": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --padding 5 --stats --values",
-    "trace cross": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --key-len 7 --kdim 11 --vdim 13 --per-head-weights",
+    "trace cross": "trace --embed-dim 22 --num-heads 2 --seq-len 5 --key-len 7 --set kdim=11 --set vdim=13"
+    " --per-head-weights",
     "trace meta": "trace --embed-dim 22 --num-heads 2 --device meta --ops --stats --values",
-    "trace training": "trace --embed-dim 22 --num-heads 2 --train --dropout 0.5 --grad --add-bias-kv --add-zero-attn",
+    "trace training": "trace --embed-dim 22 --num-heads 2 --train --set dropout=0.5 --grad --set add_bias_kv=true"
+    " --set add_zero_attn=true",
     "trace unbatched": "trace --embed-dim 22 --num-heads 2 --unbatched --no-need-weights --dtype bfloat16",
     "trace loop": "trace --layer per-head --embed-dim 22 --num-heads 2",
-    "trace shared": "trace --layer grouped-query --embed-dim 24 --num-heads 6 --num-kv-heads 2 --rope",
+    "trace shared": "trace --layer grouped-query --embed-dim 24 --num-heads 6 --num-kv-heads 2 --set rope=true",
     "params": "params --embed-dim 22 --num-heads 2 --stats --values --per-head",
     "params columns": "params --embed-dim 22 --num-heads 1,2,11",
     "compare-heads": "compare-heads --embed-dim 22 --heads 1,2,11",

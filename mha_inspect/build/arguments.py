@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DoesNotFitError, SpecError
 from ..text import did_you_mean, first_few, shown
-from .vocabulary import ALIASES, Flags, dashed, flag_of, kind_of, named_for
+from .vocabulary import ALIASES, Flags, flag_of, kind_of, named_for, origin_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -219,7 +219,7 @@ def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) 
     for flag in ALIASES:
         matching = named_for(flag, plain)
         said = [n for n in matching if n in bound.values]
-        value, origin = flags.value(flag), dashed(flag)
+        value, origin = flags.value(flag), origin_of(flag)
         needed = [n for n in matching if plain[n].default is Parameter.empty and n not in said]
         if flag in flags.given and flag != "seq_len" and matching:
             bound.used.add(flag)

@@ -25,10 +25,7 @@ from .hugging_face import build_model
 from .importing import in_one_line, load_object
 from .vocabulary import Flags, dashed
 
-_OF_CONSTRUCTION = frozenset(
-    {"embed_dim", "num_heads", "num_kv_heads", "head_dim", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn"}
-    | {"dropout", "rope"}
-)
+_OF_CONSTRUCTION = frozenset({"embed_dim", "num_heads", "num_kv_heads"})
 """Flags that only a constructor can take."""
 _WANTED = "a torch.nn.Module. A target is a class of modules, a function that returns one, or a module."
 

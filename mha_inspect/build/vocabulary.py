@@ -41,6 +41,10 @@ ALIASES: dict[str, list[str]] = {flag: names.split() for flag, names in _NAMES.i
 """Flag to the names of arguments of the same meaning, the most specific first."""
 
 
+SET_BY_NAME = ("head_dim", "rope", "kdim", "vdim", "bias", "add_bias_kv", "add_zero_attn", "dropout")
+"""Arguments of a layer without an option of their own: --set gives them, as it does for a target."""
+
+
 def plain(name: str) -> str:
     """Return a name without case and underscores: `nHead`, `n_head` and `NHEAD` are one."""
     return name.replace("_", "").casefold()
@@ -63,6 +67,11 @@ def named_for(flag: str, names: Iterable[str]) -> list[str]:
 def dashed(flag: str) -> str:
     """Return the flag as it is typed: `--embed-dim`."""
     return f"--{flag.replace('_', '-')}"
+
+
+def origin_of(flag: str) -> str:
+    """Return where the value of a flag comes from, as the user reads it: the option, or a default."""
+    return "default" if flag in SET_BY_NAME else dashed(flag)
 
 
 @dataclass(frozen=True)

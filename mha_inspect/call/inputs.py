@@ -201,6 +201,7 @@ def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     *places, width = sizes.plan(name).axes
     role = next((n for n in ("key", "value") if sizes.forward.kind(name) == n), "query")
     flag = {"key": "kdim", "value": "vdim"}.get(role, "embed-dim")
+    option = "--embed-dim " if flag == "embed-dim" else f"--set {flag}="
     ordered = places if batch_first_of(sizes.forward.module, ())[0] else reversed(places)
     axes = f"`{' '.join(map(str, ordered))} {flag.removesuffix('-dim')}`"
     said = f"{file}: {name} has shape {list(tensor.shape)}"
@@ -211,7 +212,7 @@ def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     if tensor.shape[-1] != width:
         raise InputError(
             f"{said}, expected {axes} with {flag.replace('-', '_')} {width} as the last size. "
-            f"Try --{flag} {tensor.shape[-1]}."
+            f"Try {option}{tensor.shape[-1]}."
         )
     if not tensor.is_floating_point():
         kind = str(tensor.dtype).removeprefix("torch.")

@@ -15,13 +15,13 @@ from typer.main import get_command
 from typer.models import OptionInfo
 
 from .. import __version__
-from ..build.vocabulary import dashed
+from ..build.vocabulary import SET_BY_NAME, dashed
 from ..errors import ExitCode, SpecError
-from ..layers.catalog import LAYERS, LETTERS, OPTIONAL
+from ..layers.catalog import LAYERS, LETTERS, find_layer
 from ..render import screen
 from ..text import did_you_mean, shown
 from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual
-from .options import OUTPUTS, SHARED, Options
+from .options import OUTPUTS, SHARED, Options, argument
 from .output import give, prepare, write
 from .ranks import require_one_process
 from .target_text import command_for, completed
@@ -267,9 +267,15 @@ def _help(
     return ExitCode.OK
 
 
-@command("layers", "layers --json", only=OUTPUTS)
-def layers(options: Options) -> ExitCode:
-    """List the built-in attention layers: name, parameters, how heads are split, and where the style comes from."""
+@command("layers", "layers torch", only=OUTPUTS)
+def layers(
+    options: Options,
+    name: str | None = typer.Argument(None, metavar="[NAME]", help="A layer, to list its arguments for --set."),
+) -> ExitCode:
+    """List the built-in attention layers: name, parameters, how heads are split, and where the style comes from.
+
+    With NAME, also list the arguments of this layer that --set gives, with their types and defaults.
+    """
     from ..reports.common import LayersReport, ListedLayer
 
     listed = [
@@ -279,9 +285,9 @@ def layers(options: Options) -> ExitCode:
             formula=kind.parameter_formula,
             split=kind.split,
             source=kind.origin,
-            takes=tuple(name for name in OPTIONAL if name in kind.takes),
+            arguments=tuple(argument(setting) for setting in SET_BY_NAME if setting == "bias" or setting in kind.takes),
         )
-        for kind in LAYERS.values()
+        for kind in (LAYERS.values() if name is None else [find_layer(name)])
     ]
     formulas = "".join(layer.formula for layer in listed)
     letters = {letter: name for letter, name in LETTERS.items() if letter in formulas}

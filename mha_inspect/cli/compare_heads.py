@@ -103,7 +103,7 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
     sizes = " For shapes side by side: `mha-inspect params --num-heads 1,2,4 --device meta`."
     require_numbers(options.device, "compare", sizes)
     if target is None:
-        options.require_no_target_settings("compare-heads")
+        options.take_settings("compare-heads")
         compared = chosen_counts(options, heads)
         subject.check_layer(options, compared)
         return compared

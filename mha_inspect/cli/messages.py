@@ -23,6 +23,15 @@ _LONGEST = 1500
 _ELSEWHERE = {"output": "export", "out": "export", "save": "export", "gpu": "device", "cuda": "device"}
 """Names that other programs have for an option."""
 GONE = {
+    "--add-bias-kv": "write --set add_bias_kv=true.",
+    "--add-zero-attn": "write --set add_zero_attn=true.",
+    "--bias": "write --set bias=true.",
+    "--no-bias": "write --set bias=false.",
+    "--dropout": "write --set dropout=0.1.",
+    "--head-dim": "write --set head_dim=64.",
+    "--kdim": "write --set kdim=64.",
+    "--vdim": "write --set vdim=64.",
+    "--rope": "write --set rope=true.",
     "--gradients": "compare-heads --steps 1 compares the first gradient.",
     "diff --need-weights": "a side has it: --left-set need_weights=true.",
     "diff --no-need-weights": "a side has it: --left-set need_weights=false.",

@@ -6,11 +6,11 @@
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import typer
 
-from ..build.vocabulary import dashed
+from ..build.vocabulary import SET_BY_NAME, dashed
 from ..errors import DeviceError, SpecError
 from ..layers.catalog import LAYERS
 from ..render import screen
@@ -18,6 +18,7 @@ from ..text import did_you_mean, shown
 
 if TYPE_CHECKING:
     from ..build.in_file import ChosenTarget
+    from ..reports.common import LayerArgument
 
 N = TypeVar("N", int, float)
 FORMS = "package.module:Name, path/to/file.py:Name, hf:TYPE or hf:DIRECTORY"
@@ -34,6 +35,7 @@ RETURNED_WEIGHTS = ("need_weights", "average_weights")
 OUTPUTS = ("json", "plain", "export", "color", "quiet")
 """Options of every command: where its report goes, and how."""
 LARGEST_SIZE = 2**40
+_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
 def _reader(kind: Callable[[str], N], rule: str, largest: float = float("inf")) -> Callable[[object], N]:
@@ -95,7 +97,7 @@ def option(
 ) -> Any:
     """Declare an option: `embed_dim: int = option(LAYER, ...)` is `--embed-dim`.
 
-    `panel` is its group in the help; `flags` replaces the flag that follows from its name, e.g. `--bias/--no-bias`;
+    `panel` is its group in the help; `flags` replaces the flag that follows from its name, e.g. `--train/--eval`;
     `known` lists the words that it takes (empty: any).
     """
     if known:
@@ -146,7 +148,7 @@ class Options:
     rope: bool = option(LAYER, "Rotate queries and keys by their positions.", False)
     kdim: int | None = size(LAYER, "Width of the key.", unset="embed_dim")
     vdim: int | None = size(LAYER, "Width of the value.", unset="embed_dim")
-    bias: bool = option(LAYER, "Whether the projections add a bias.", True, "--bias/--no-bias")
+    bias: bool = option(LAYER, "Whether the projections add a bias.", True)
     add_bias_kv: bool = option(LAYER, "Append one learned key and value.", False)
     add_zero_attn: bool = option(LAYER, "Append one key and value of zeros.", False)
     dropout: float = option(
@@ -158,7 +160,7 @@ class Options:
     train: bool = option(LAYER, "Training or inference mode.", False, "--train/--eval")
     settings: list[str] | None = option(
         LAYER,
-        "An argument of TARGET, e.g. --set depth=2; repeatable.",
+        "An argument of TARGET or of the layer, e.g. --set bias=false; repeatable.",
         flags="--set",
         metavar="NAME=VALUE",
     )
@@ -245,14 +247,27 @@ class Options:
         self.layer = name
         self.given, self.typed = self.given | {"layer"}, self.typed | {"layer"}
 
-    def require_no_target_settings(self, command: str) -> None:
-        """Raise `SpecError` if a target-only option was given without a target."""
-        for flag, texts in (("--set", self.settings), ("--input-shape", self.input_shape)):
-            if texts:
+    def take_settings(self, command: str) -> None:
+        """Take the arguments of a layer from --set. Raises `SpecError` for other names, and for --input-shape."""
+        if self.input_shape:
+            raise SpecError(
+                f"--input-shape {shown(self.input_shape[0])} needs a TARGET, and {command} was given none. Name one, "
+                f"e.g. mha-inspect {command} path/to/file.py:Name."
+            )
+        for text in self.settings or ():
+            name, equals, value = (part.strip() for part in text.partition("="))
+            name = name.replace("-", "_")
+            if name in (option.name for option in SHARED):
+                raise SpecError(f"--set {shown(text)} has an option of its own: {dashed(name)}.")
+            if not equals or name not in SET_BY_NAME:
                 raise SpecError(
-                    f"{flag} {shown(texts[0])} needs a TARGET, and {command} was given none. Name one, e.g. "
-                    f"mha-inspect {command} path/to/file.py:Name."
+                    f"--set {shown(text)} is not an argument of a layer: `mha-inspect layers {self.layer}` lists them. "
+                    f"For a module of your own, name a TARGET.{did_you_mean(name, SET_BY_NAME)}"
                 )
+            try:
+                setattr(self, name, read_setting(name, value))
+            except typer.BadParameter as error:
+                raise SpecError(f"--set {name}={shown(value)} is invalid: {error.message}") from None
 
     def require_file_options(self, text: str, *used: str) -> None:
         """Raise `SpecError` if an option was typed that does not apply to a file of tensors."""
@@ -264,8 +279,32 @@ class Options:
 SHARED = [
     inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=getattr(Options, name), annotation=hint)
     for name, hint in Options.__annotations__.items()
+    if name not in SET_BY_NAME
 ]
 """The shared options as parameters of a function."""
+
+
+def read_setting(name: str, text: str) -> Any:
+    """Return a text as the value of the option of this name. Raises as its parser."""
+    hint, declared = Options.__annotations__[name], getattr(Options, name)
+    if text.lower() == "none" and (type(None) in get_args(hint) or name == "padding"):
+        return declared.default
+    if hint is bool and text.lower() not in _SWITCH:
+        raise typer.BadParameter(f"{name} must be true or false.")
+    if name in ("num_heads", "padding") and len(text) < 100:
+        counts(name, text)
+    parser = declared.parser or (Path if Path in get_args(hint) else str)
+    return _SWITCH[text.lower()] if hint is bool else parser(text)
+
+
+def argument(name: str) -> "LayerArgument":
+    """Return an argument of a layer that --set gives, as `mha-inspect layers NAME` lists it."""
+    from ..reports.common import LayerArgument
+
+    hint, declared = Options.__annotations__[name], getattr(Options, name)
+    kind = "true or false" if hint is bool else "number" if hint is float else "whole number"
+    default = declared.show_default if isinstance(declared.show_default, str) else str(declared.default).lower()
+    return LayerArgument(name, kind, default, declared.help)
 
 
 def require_numbers(device: str, use: str, way_out: str = "") -> None:

@@ -69,7 +69,7 @@ def params(
         if len(heads) > 1:
             subject.require_open_head_count(options, heads, "--num-heads gives the counts.")
     else:
-        options.require_no_target_settings("params")
+        options.take_settings("params")
         subject.check_layer(options, heads)
         for name in sorted(options.typed & {*_OF_INPUTS}):
             raise SpecError(

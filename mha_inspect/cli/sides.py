@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
@@ -16,7 +15,7 @@ from ..layers.catalog import USUAL as SAME_SIZE
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec
 from ..text import did_you_mean, shown
 from . import subject
-from .options import Options, counts, is_target, require_numbers
+from .options import Options, is_target, read_setting, require_numbers
 
 if TYPE_CHECKING:
     from ..answers.diff import Side
@@ -35,7 +34,6 @@ _OF_RUN = ("dtype", "device", "training", "causal", "padding", "attn_mask", "gra
 """Settings that apply to a target as they do to a layer."""
 _OF_BOTH = ("seed", "batch", "seq_len", "key_len", "unbatched", "input")
 """Settings of the weights and the input, which are the same on both sides."""
-_SWITCH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 _SHAPES = " For shapes: `mha-inspect trace --device meta`."
 
 
@@ -97,7 +95,7 @@ class AskedSide:
                     f"--{name.replace('_', '-')} instead."
                 )
             try:
-                setattr(side, _option(name), _read(name, value))
+                setattr(side, _option(name), read_setting(_option(name), value))
             except typer.BadParameter as error:
                 raise SpecError(f"{self.flag} {name}={shown(value)} is invalid: {error.message}") from None
             side.given, side.typed = side.given | {_option(name)}, side.typed | {_option(name)}
@@ -112,19 +110,6 @@ def setting_of(text: str) -> str:
 
 def _option(name: str) -> str:
     return "train" if name == "training" else name
-
-
-def _read(name: str, text: str) -> Any:
-    """Return a text as the value of the option of this name. Raises as its parser."""
-    hint, declared = Options.__annotations__[_option(name)], getattr(Options, _option(name))
-    if text.lower() == "none" and (type(None) in get_args(hint) or name == "padding"):
-        return declared.default
-    if hint is bool and text.lower() not in _SWITCH:
-        raise typer.BadParameter(f"{name} must be true or false.")
-    if name in ("num_heads", "padding") and len(text) < 100:
-        counts(name, text)
-    parser = declared.parser or (Path if Path in get_args(hint) else str)
-    return _SWITCH[text.lower()] if hint is bool else parser(text)
 
 
 @dataclass(frozen=True)
@@ -175,7 +160,7 @@ def require_same_rows(left: PlannedLayer, right: PlannedLayer) -> None:
     if rows[0] != rows[1] and left.spec.embed_dim == right.spec.embed_dim:
         raise SpecError(
             f"head_dim is {widths[0]} on the left{why[0]} and {widths[1]} on the right{why[1]}: W_q would have "
-            f"{rows[0]} rows and {rows[1]}. Both sides need the same weights. Try --head-dim {min(widths)}."
+            f"{rows[0]} rows and {rows[1]}. Both sides need the same weights. Try --set head_dim={min(widths)}."
         )
 
 
@@ -188,6 +173,8 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
     from ..build.arguments import parse_settings
 
     has_target, both_named = left.is_target or right.is_target, bool(left.text and right.text)
+    if not has_target:
+        options.take_settings("diff")
     if both_named and not has_target and options.layer not in ("torch", left.text, right.text):
         raise SpecError(
             f"layer {options.layer} is a third layer beside {left.text} and {right.text}, and diff compares two. "
@@ -211,7 +198,6 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
         subject.inputs(changed)
     subject.single_head_count(options, "diff")
     if not has_target:
-        options.require_no_target_settings("diff")
         kinds = sides[0].kind, sides[1].kind
         require_same_rows(planned_layer(options, sides[0], kinds[1]), planned_layer(options, sides[1], kinds[0]))
     return sides

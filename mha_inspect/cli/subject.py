@@ -125,7 +125,7 @@ def check(text: str | None, options: Options, command: str) -> None:
     if text is not None:
         check_target(text, options, command)
         return
-    options.require_no_target_settings(command)
+    options.take_settings(command)
     check_layer(options, [single_head_count(options, command)])
 
 

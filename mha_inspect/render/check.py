@@ -61,23 +61,26 @@ def _finding(finding: Finding, title: str, sentence: Sequence[Paragraph]) -> Sec
 
 
 def layers_page(report: LayersReport) -> Page:
-    """Return the page: one row per layer, then how each splits its heads, its settings and its source."""
+    """Return the page: a block for each layer; for a single layer also its arguments."""
     letters = ", ".join(f"{letter} {name}" for letter, name in report.letters.items())
+    several = len(report.layers) > 1
     columns = [
-        Column("layer", lambda layer: layer.name, tone="strong"),
-        Column("how it is written", lambda layer: layer.summary, wrap=30),
-        Column("parameters", lambda layer: layer.formula),
+        Column("argument", lambda argument: argument.name, tone="strong"),
+        Column("type", lambda argument: argument.type),
+        Column("default", lambda argument: argument.default),
+        Column("meaning", lambda argument: argument.meaning, wrap=30),
     ]
-    takes = [(layer.name, ", ".join(layer.takes) or "none") for layer in report.layers]
-    more = Paragraph("mha-inspect diff LEFT RIGHT shows where two of them differ.", "muted")
+    blocks = []
+    for layer in report.layers:
+        said = [("heads", layer.split), ("parameters", layer.formula), ("source", layer.source)]
+        arguments = [] if several else [table(layer.arguments, columns)]
+        blocks.append(section(layer.name, Paragraph(layer.summary), facts(*said), *arguments))
+    way = "mha-inspect layers NAME lists the arguments of a layer for --set."
+    if not several:
+        way = f"e.g. mha-inspect trace {report.layers[0].name} --set {report.layers[0].arguments[0].name}=VALUE"
     return Page(
         "layers",
         f"{text.plural(len(report.layers), 'way')} to write attention, for --layer and for diff",
         f"parameter counts with biases: {letters}",
-        (
-            section("", table(report.layers, columns)),
-            section("how the heads are split", facts(*((layer.name, layer.split) for layer in report.layers))),
-            section("extra settings of each layer", facts(*takes)),
-            section("source of the style", facts(*((layer.name, layer.source) for layer in report.layers)), more),
-        ),
+        (*blocks, section("", Paragraph(way, "muted"))),
     )

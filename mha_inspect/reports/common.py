@@ -156,6 +156,17 @@ class Values:
 
 
 @dataclass(frozen=True)
+class LayerArgument:
+    """An argument of a layer."""
+
+    name: str
+    type: str
+    """`whole number`, `number` or `true or false`."""
+    default: str
+    meaning: str
+
+
+@dataclass(frozen=True)
 class ListedLayer:
     """One implementation of attention."""
 
@@ -169,8 +180,8 @@ class ListedLayer:
     """How the heads are split, as an einops pattern or a phrase."""
     source: str
     """Where this style comes from."""
-    takes: tuple[str, ...]
-    """Settings that this layer takes and some other layers do not."""
+    arguments: tuple[LayerArgument, ...]
+    """Arguments that --set gives."""
 
 
 @dataclass(frozen=True, repr=False)

@@ -176,8 +176,8 @@ def test_flags_reach_the_configuration():
     )
     config = load("hf:gpt2", {"n_layer": "1", "vocab_size": "53"}, flags=flags).module.config
     assert (config.n_embd, config.n_head) == (22, 11)
-    with pytest.raises(SpecError, match="no setting for --kdim"):
-        load("hf:bert", BERT, flags=Flags({"kdim": 3}, frozenset({"kdim"}), frozenset({"kdim"})))
+    with pytest.raises(SpecError, match="no setting for --num-kv-heads"):
+        load("hf:bert", BERT, flags=Flags({"num_kv_heads": 3}, *[frozenset({"num_kv_heads"})] * 2))
 
 
 def test_parts_of_a_configuration():

@@ -163,10 +163,10 @@ def test_what_cannot_be_built(name, settings, said):
 
 
 def test_a_flag_that_nothing_takes():
-    with pytest.raises(SpecError, match=r"no argument for --kdim. Arguments: d_model, h, dropout"):
-        load("Tutorial", flags=flags(kdim=3))
+    with pytest.raises(SpecError, match=r"no argument for --num-kv-heads. Arguments: d_model, h, dropout"):
+        load("Tutorial", flags=flags(num_kv_heads=3))
     # A variable that is set for every command is not a demand.
-    quiet = Flags({**SIZES, "kdim": 3}, frozenset({"kdim"}), frozenset())
+    quiet = Flags({**SIZES, "num_kv_heads": 3}, frozenset({"num_kv_heads"}), frozenset())
     assert load("Tutorial", flags=quiet).passed == {"d_model": 14, "h": 2}
 
 

@@ -136,7 +136,7 @@ def test_float64_is_cast_to_the_layers_dtype(tmp_path: Path) -> None:
         (torch.zeros(3, 7, 10, dtype=torch.int64), {}, ["int64", "floating-point", ".float()"]),
         (torch.zeros(3, 7, 10, dtype=torch.complex64), {}, ["complex64", "floating-point"]),
         ({"query": torch.zeros(3, 7, 10), "mask": torch.zeros(1)}, {}, ["names mask", "query, key, value"]),
-        ({"query": torch.zeros(3, 7, 10), "key": torch.zeros(3, 7, 11)}, {}, ["key", "kdim 10", "--kdim 11"]),
+        ({"query": torch.zeros(3, 7, 10), "key": torch.zeros(3, 7, 11)}, {}, ["key", "kdim 10", "--set kdim=11"]),
         (torch.zeros(3, 7, 10), {"padding": (1, 2)}, ["2 numbers for batch 3"]),
         (torch.zeros(3, 7, 10), {"padding": (8,)}, ["padding 8", "7 keys"]),
     ],

@@ -7,6 +7,7 @@ import json
 import jsonschema
 import pytest
 
+from mha_inspect.build.vocabulary import SET_BY_NAME
 from mha_inspect.layers.catalog import LAYERS, LETTERS, evaluate
 from mha_inspect.layers.spec import AttentionSpec
 
@@ -23,7 +24,8 @@ def test_every_layer_is_listed_with_its_formula_its_split_and_its_source(invoke)
         kind = LAYERS[layer["name"]]
         assert (layer["summary"], layer["formula"]) == (kind.summary, kind.parameter_formula)
         assert (layer["split"], layer["source"]) == (kind.split, kind.origin)
-        assert set(layer["takes"]) == kind.takes
+        of_set = {argument["name"] for argument in layer["arguments"]}
+        assert of_set == kind.takes & {*SET_BY_NAME} | {"bias"}
 
 
 def test_every_letter_of_a_formula_is_explained(invoke):
@@ -42,14 +44,14 @@ def test_the_table_shows_each_within_the_width(invoke, monkeypatch, width):
     monkeypatch.setattr("mha_inspect.cli.output.is_terminal", lambda stream: True)
     out = invoke("layers").out
     assert max(map(len, out.splitlines())) <= width
-    assert [name for name in LAYERS if f"\n{name} " not in out] == []
+    assert [name for name in LAYERS if f"\n{name}\n" not in out] == []
 
 
 def test_plain_lines_can_be_read_by_a_script(program):
     code, out, err = program("layers")
     assert (code, err) == (0, "")
-    row = next(line for line in out.splitlines() if line.startswith("bert "))
-    assert row.split("  ")[-1].strip() == "3E² + 3E"
+    block = out.partition("\nbert\n")[2].partition("\n\n")[0]
+    assert block.splitlines()[2].split("  ")[-1].strip() == "3E² + 3E"
 
 
 def test_help_shows_the_options_that_it_has_and_no_other(invoke):
@@ -59,7 +61,7 @@ def test_help_shows_the_options_that_it_has_and_no_other(invoke):
     assert "--embed-dim" not in out
     assert out.partition("Examples:\n")[2].splitlines() == [
         "  mha-inspect layers",
-        "  mha-inspect layers --json",
+        "  mha-inspect layers torch",
     ]
     assert invoke("layers", "--embed-dim", "3").code == 2
 
@@ -68,3 +70,17 @@ def test_it_can_be_exported(invoke, tmp_path):
     target = tmp_path / "layers.json"
     assert invoke("layers", "--export", str(target)).code == 0
     assert json.loads(target.read_text(encoding="utf-8"))["command"] == "layers"
+
+
+def test_a_layer_lists_its_arguments_and_takes_them(invoke):
+    out = invoke("layers", "grouped-query").out
+    rows = {line.split()[0]: line for line in out.splitlines() if line}
+    assert "true or false  false" in rows["rope"]
+    assert "whole number   embed_dim / num_heads" in rows["head_dim"]
+    assert "kdim" not in rows
+    sizes = ("--embed-dim", "24", "--num-heads", "6", "--json")
+    data = json.loads(invoke("params", "--layer", "grouped-query", *sizes, "--set", "head_dim=10").out)
+    shapes = {parameter["name"]: parameter["shape"] for parameter in data["parameters"]}
+    assert [60, 24] in shapes.values()
+    err = invoke("layers", "torhc").err
+    assert "Did you mean torch?" in err

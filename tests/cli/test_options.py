@@ -10,6 +10,7 @@ from typing import get_type_hints
 import pytest
 from typer.main import get_command
 
+from mha_inspect.build.vocabulary import SET_BY_NAME
 from mha_inspect.cli import check, compare_heads, diff, options, params, subject, trace
 from mha_inspect.cli.app import COMMANDS
 from mha_inspect.cli.messages import GONE
@@ -25,7 +26,7 @@ APPS = {
     "check": check.check,
 }
 
-SHARED = frozenset(get_type_hints(Options))
+SHARED = frozenset(get_type_hints(Options)) - {*SET_BY_NAME}
 
 
 def parameters(command: str) -> dict[str, object]:
@@ -45,13 +46,13 @@ def test_bare_options_are_the_specs_defaults():
     ("flags", "made", "expected"),
     [
         ("--embed-dim 21 --num-heads 7", "attention", {"embed_dim": 21, "num_heads": 7}),
-        ("--kdim 5 --vdim 3", "attention", {"kdim": 5, "vdim": 3}),
-        ("--num-kv-heads 4 --rope", "attention", {"num_kv_heads": 4, "rope": True}),
-        ("--head-dim 6", "attention", {"head_dim": 6}),
-        ("--no-bias", "attention", {"bias": False}),
-        ("--add-bias-kv", "attention", {"add_bias_kv": True}),
-        ("--add-zero-attn", "attention", {"add_zero_attn": True}),
-        ("--dropout 0.25 --train", "attention", {"dropout": 0.25, "training": True}),
+        ("--set kdim=5 --set vdim=3", "attention", {"kdim": 5, "vdim": 3}),
+        ("--num-kv-heads 4 --set rope=true", "attention", {"num_kv_heads": 4, "rope": True}),
+        ("--set head_dim=6", "attention", {"head_dim": 6}),
+        ("--set bias=false", "attention", {"bias": False}),
+        ("--set add_bias_kv=true", "attention", {"add_bias_kv": True}),
+        ("--set add_zero_attn=yes", "attention", {"add_zero_attn": True}),
+        ("--set dropout=0.25 --train", "attention", {"dropout": 0.25, "training": True}),
         ("--seq-first", "attention", {"batch_first": False}),
         ("--dtype bfloat16 --seed 13", "attention", {"dtype": "bfloat16", "seed": 13}),
         ("--batch 2 --seq-len 5 --key-len 7", "inputs", {"batch": 2, "seq_len": 5, "key_len": 7}),
@@ -69,6 +70,7 @@ def test_bare_options_are_the_specs_defaults():
 def test_each_flag_reaches_its_spec(flags, made, expected):
     ctx = get_command(trace.trace).make_context("trace", flags.split())
     given = Options(**ctx.params)
+    given.take_settings("trace")
     spec = (
         subject.attention(given, subject.single_head_count(given, "trace"))
         if made == "attention"

@@ -112,7 +112,7 @@ def test_what_was_not_shown_is_shown_on_a_wide_one(screen, monkeypatch) -> None:
 
 
 def test_the_steps_of_a_stage_are_listed_where_there_is_no_room_for_a_formula(screen) -> None:
-    lines = screen("trace", "--layer", "grouped-query", "--num-kv-heads", "2", "--rope")
+    lines = screen("trace", "--layer", "grouped-query", "--num-kv-heads", "2", "--set", "rope=true")
     stages = {line.split()[0]: line for line in lines if "batch" in line}
     assert stages["q_heads"].endswith("split, rotary")
     assert stages["k_heads"].endswith("split, rotary, ×4")

@@ -42,7 +42,7 @@ def test_json_of_a_model_has_every_attention(invoke):
 
 
 def test_numbers_are_those_of_a_run_by_hand(invoke):
-    line = ("trace", f"{STYLES}:Tutorial", *SMALL, "--dropout", "0.5", "--values", "--json")
+    line = ("trace", f"{STYLES}:Tutorial", *SMALL, "--set", "dropout=0.5", "--values", "--json")
     data = data_of(invoke(*line))
     stages = {stage["name"]: torch.tensor(stage["values"]["data"]) for stage in data["attentions"][0]["stages"]}
     torch.manual_seed(0)
@@ -205,7 +205,7 @@ def test_targets_that_are_none(invoke, command, target, said):
         ("STYLES:Refusing --embed-dim 5 --num-heads 2", "AssertionError: assert dim % heads == 0"),
         ("STYLES:Tutorial --set d_modle=3", "Did you mean d_model?"),
         ("STYLES:Tutorial --set d_model", "NAME=VALUE"),
-        ("STYLES:Tutorial --kdim 3", "no argument for --kdim"),
+        ("STYLES:Tutorial --num-kv-heads 3", "no argument for --num-kv-heads"),
     ],
 )
 def test_constructors_that_cannot_be_called_so(invoke, line, said):

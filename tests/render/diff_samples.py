@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from mha_inspect.reports.common import Difference, LayersReport, ListedLayer
+from mha_inspect.reports.common import Difference, LayerArgument, LayersReport, ListedLayer
 from mha_inspect.reports.diff import DiffReport, DiffSide, NoiseSource, SharedWeights, StageRow, StageSide
 from mha_inspect.reports.trace import OpRef, Path
 
@@ -94,7 +94,12 @@ LAYERS = LayersReport(
     layers=(
         ListedLayer("torch", "one packed projection", "4E² + 4E", "(heads head_dim) -> heads head_dim", "PyTorch", ()),
         ListedLayer(
-            "grouped-query", "fewer key and value heads", "2EHD + 2EGD", "repeated", "LLaMA", ("rope", "head_dim")
+            "grouped-query",
+            "fewer key and value heads",
+            "2EHD + 2EGD",
+            "repeated",
+            "LLaMA",
+            (LayerArgument("rope", "true or false", "false", "Rotate."),),
         ),
     ),
     letters={"E": "embed_dim", "H": "num_heads", "G": "num_kv_heads", "D": "head_dim"},
