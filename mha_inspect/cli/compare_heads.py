@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from ..answers.comparable_run import ComparableRun
     from ..build.target import Target
     from ..call.call import Call
-    from ..pictures.grid import Picture
+    from ..pictures.stages import Attended
+    from ..render.export import Destination
     from ..running.subject import Subject
 
 PANEL = "Comparison"
@@ -51,7 +52,7 @@ def compare_heads(
     ),
     time: bool = option(PANEL, "Measure how long each head count takes.", False),
     picture: bool = option(
-        PANEL, "Draw the weights of each head count, averaged over the heads.", False, allow_from_autoenv=False
+        PANEL, "Draw the weights of each head count, a pattern for each head.", False, allow_from_autoenv=False
     ),
     fail_if: str | None = FAIL_IF,
 ) -> ExitCode:
@@ -67,7 +68,7 @@ def compare_heads(
     if picture:
         require_drawable(options)
     export = prepare(options, draws=picture)
-    weights: list[tuple[int, list[Picture]]] = []
+    attended: list[Attended] = []
     named = f" {listed([str(count) for count in compared])}" if compared else ""
     with subject.running(options, f"comparing{named} heads") as tick:
         from ..answers.compare_heads import compare_heads as report_of
@@ -83,16 +84,14 @@ def compare_heads(
                     focus=focus,
                     time=time,
                     tick=tick,
-                    see=partial(_keep_weights, weights) if picture else None,
+                    see=partial(_keep_weights, attended) if picture else None,
                 )
             except TargetFailedError as failed:
                 way = _counts_that_run(target, options, subjects, failed.subject)
                 raise failed if not way else failed.with_way(way, is_tried=True) from failed
     drawn = None
     if picture:
-        from ..pictures.stages import counts_pictures
-
-        drawn = Drawn(counts_pictures(weights))
+        drawn = _drawn(attended, export)
     subject.print_notes(baseline.notes, options)
     give(report, options, export, drawn)
     return ExitCode.CONDITION if report.outcome == fail_if else ExitCode.OK
@@ -190,17 +189,24 @@ def _runs(subject: Subject) -> bool:
     return True
 
 
-def _keep_weights(weights: list[tuple[int, list[Picture]]], count: int, run: ComparableRun) -> None:
-    """Add a picture of each attention's weights in the run of a head count, averaged over the heads."""
-    from ..pictures.stages import Attended, averaged
+def _keep_weights(attended: list[Attended], count: int, run: ComparableRun) -> None:
+    """Add the attentions in the run of a head count, with their scores and weights."""
+    from ..pictures.stages import Attended
 
-    pictures: list[Picture] = []
-    for place in range(len(run.attentions)):
+    number = len(run.attentions)
+    for place in range(number):
         stages = {stage: run.content(place, stage) for stage in ("scores", "masked_scores", "weights")}
         contents = {stage: tensor for stage, tensor in stages.items() if tensor is not None}
-        name = f"attention {place + 1} of {len(run.attentions)}" if len(run.attentions) > 1 else ""
-        pictures.append(averaged(Attended(name, count, count, partial(dict, contents))))
-    weights.append((count, pictures))
+        which = f", attention {place + 1} of {number}" if number > 1 else ""
+        attended.append(Attended(f"{plural(count, 'head')}{which}", count, count, partial(dict, contents)))
+
+
+def _drawn(attended: Sequence[Attended], export: Destination | None) -> Drawn:
+    """Return a picture of each head count with a panel for each head, and for a page the viewer of all of them."""
+    from ..pictures.stages import for_viewer
+
+    viewed = for_viewer(attended) if export is not None and export.format == "html" else None
+    return Drawn(tuple(item.picture("weights") for item in attended), viewed=viewed)
 
 
 def chosen_counts(options: Options, heads: tuple[int, ...]) -> tuple[int, ...]:

@@ -58,8 +58,6 @@ class Picture:
     signed: bool = False
     """Whether 0 is the middle of the colours instead of their start."""
     notes: tuple[str, ...] = ()
-    below: bool = False
-    """Whether panels are always below each other, to be compared column by column."""
 
     def __post_init__(self) -> None:
         panels, notes = tuple(map(printable, self.panels)), tuple(map(printable, self.notes))

@@ -44,8 +44,7 @@ def to_png(pictures: Sequence[Picture]) -> bytes:
 
 def size_of(picture: Picture) -> tuple[float, float]:
     """Return a suitable figure size for the picture, in inches: width and height."""
-    high, wide = _layout(picture)
-    return wide * _INCHES + 1.4, high * _INCHES + 0.9
+    return picture.shape[0] * _INCHES + 1.4, _INCHES + 0.9
 
 
 def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
@@ -57,7 +56,7 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
 
     low, high = picture.scale
     with matplotlib.rc_context({"text.parse_math": False}):  # a name may have dollar signs
-        panels = list(figure.subplots(*_layout(picture), squeeze=False).flat)
+        panels = list(figure.subplots(1, picture.shape[0], squeeze=False).flat)
         for axes, values, title in zip(panels, picture.values, picture.panels, strict=True):
             numbers = np.ma.masked_invalid(values)
             image = axes.imshow(numbers, "coolwarm" if picture.signed else "viridis", vmin=low, vmax=high)
@@ -69,9 +68,3 @@ def onto(picture: Picture, figure: FigureBase) -> list[Axes]:
         figure.colorbar(image, ax=panels, label=picture.title)
         figure.supxlabel("   ".join(picture.notes), fontsize="small")
     return panels
-
-
-def _layout(picture: Picture) -> tuple[int, int]:
-    """Return the number of panel rows, and of panels in a row."""
-    count = picture.shape[0]
-    return (count, 1) if picture.below else (1, count)

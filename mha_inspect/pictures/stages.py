@@ -1,18 +1,16 @@
-"""Make the picture of a stage with a panel for each head, and of several numbers of heads."""
+"""Make the picture of a stage with a panel for each head, and the data of a page's viewer."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from einops import rearrange
 
 from ..errors import SpecError
 from ..naming.pattern import CANONICAL_AXES
-from ..text import plural
 from .grid import Floats, Picture, PictureAxis
 
 if TYPE_CHECKING:
@@ -164,26 +162,3 @@ def _masked(contents: Mapping[str, Tensor], stage: str, batch_row: int) -> Tenso
     if free is not None and free.shape == scores.shape:
         masked &= free[place].detach() >= -_FAR
     return masked & (contents[stage][batch_row].detach() == 0) if stage == "weights" else masked
-
-
-def averaged(attended: Attended) -> Picture:
-    """Return the weights averaged over the heads: one panel, with the memory of one head.
-
-    An element is masked if it is masked for every head. Raise `SpecError` as `Attended.picture` does.
-    """
-    picture = attended.picture("weights")
-    masked = picture.values == -np.inf
-    mean = np.where(masked, 0, picture.values).mean(axis=0, dtype=np.float32)
-    mean = np.where(masked.all(axis=0), np.float32(-np.inf), mean)
-    title = "weights, averaged over the heads" + (f", of {attended.name}" if attended.name else "")
-    return replace(picture, title=title, panels=(title,), values=mean[None], below=True)
-
-
-def counts_pictures(counts: Sequence[tuple[int, Sequence[Picture]]]) -> tuple[Picture, ...]:
-    """Return a picture for each attention that all numbers of heads have: the averaged weights, one below the other."""
-    names = tuple(plural(count, "head") for count, _ in counts)
-    attentions = zip(*(pictures for _, pictures in counts), strict=False)
-    return tuple(
-        replace(first, panels=names, values=np.concatenate([first.values, *(picture.values for picture in rest)]))
-        for first, *rest in attentions
-    )

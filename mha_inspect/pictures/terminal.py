@@ -57,14 +57,14 @@ class _Drawing:
         self.widest_name = max(map(cells, picture.panels))
         # A cell is two columns wide if the picture is small, or has labels, which need room.
         named, is_inked = bool(rows.labels or columns.labels), depth != "none"
-        beside = count if is_inked and not named and not picture.below else 1
+        beside = count if is_inked and not named else 1
         limit = 2 * LARGE if named else LARGE
         self.zoom = 2 if max(height, across) <= limit and 2 * across <= self.room(beside) else 1
         self.is_tall = self.zoom > 1 or not is_inked
         """Whether a cell is a whole line high instead of half a line."""
         side = max(2 * across if self.zoom > 1 else min(across, SIDE), self.widest_name)
         fit = (width - self.gutter + GAP) // (side + GAP)
-        self.beside = 1 if picture.below else max(min(count, fit), 1)
+        self.beside = max(min(count, fit), 1)
         """Number of panels in a row."""
 
     def room(self, beside: int) -> int:
