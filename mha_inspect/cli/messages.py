@@ -40,10 +40,12 @@ GONE = {
     "params --picture": "trace --picture and compare-heads --picture draw attention.",
     "--batch-row": "the library draws any batch item: stage.picture(batch_row=1) of mha_inspect.recording().",
     "--format": "give --json or --plain; a terminal gets a table.",
+    "check --train": "check runs in eval, and compares training itself.",
     "check --evidence-only": "mha-inspect trace judges its one run.",
     "--edge-items": "--values --json prints every element.",
     "--precision": "--values --json prints every digit.",
     "--text": "give its token ids: torch.save({'input_ids': ids}, FILE), then --input FILE and --tokens.",
+    "trace --module": "--attention takes the path of a module too.",
     "params --module": "the library lists the tensors: mha_inspect.params(FILE).parameters.",
 }
 """Options that were removed, with the way that is left. A key such as `params --module` is of one command."""

@@ -34,9 +34,11 @@ PANEL, DECODE, RANKS, PICTURE = "Trace", "Decode", "Ranks", "Picture"
 def trace(
     options: Options,
     target: str | None = TARGET,
-    attention: int | None = size(PANEL, "Show only this attention in full.", unset="one of each kind"),
-    module: str | None = option(
-        PANEL, "Show only attentions of this module in full.", metavar="PATH", show_default="one of each kind"
+    attention: str | None = option(
+        PANEL,
+        "Show only this attention in full, or those of a module.",
+        metavar="N|PATH",
+        show_default="one of each kind",
     ),
     fail_if: str | None = option(
         PANEL,
@@ -106,7 +108,7 @@ def trace(
         return ExitCode.CONDITION
     if not answers():
         return ExitCode.OK
-    report = choose(report, attention, module)
+    report = choose(report, attention)
     give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
     if not report.complete:
         return ExitCode.CONDITION
@@ -152,28 +154,28 @@ def _traced(
             return replace(failed.trace, notes=notes), None
 
 
-def choose(trace: Trace, attention: int | None, module: str | None) -> Trace:
-    """Mark the attentions to show in full, by number or module. Raises `SpecError` if there is no such attention."""
+def choose(trace: Trace, asked: str | None) -> Trace:
+    """Mark the attentions to show in full, by number or by the path of a module.
+
+    Raises `SpecError` if there is no such attention.
+    """
+    if asked is None:
+        return trace
     paths = [report.module for report in trace.attentions]
-    chosen = set(range(1, len(paths) + 1))
-    if attention is not None:
-        if attention not in chosen:
+    if asked.isascii() and asked.isdigit():
+        number = int(asked) if len(asked) < 10 else 0
+        if not 1 <= number <= len(paths):
             there = {0: "none was found", 1: "there is only 1"}.get(len(paths), f"there are 1 to {len(paths)}")
-            raise SpecError(f"attention {attention} does not exist: {there}. Without --attention, all are listed.")
-        chosen = {attention}
-    if module is not None:
-        inside = {n for n, path in enumerate(paths, 1) if path == module or path.startswith(f"{module}.")}
-        if not inside:
-            listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if len(paths) > 4 else "")
-            where = f"Modules with attention: {listed or 'none'}."
-            if paths and not listed:
-                where = "The only attention is in the layer itself. Drop --module."
-            raise SpecError(f"module {shown(module)} has no attention. {where}{did_you_mean(module, paths)}")
-        chosen &= inside
-        if not chosen:
-            where = shown(paths[(attention or 1) - 1])
-            raise SpecError(f"attention {attention} is in module {where}, not in {shown(module)}.")
-    return trace if attention is None and module is None else replace(trace, chosen=tuple(sorted(chosen)))
+            raise SpecError(f"attention {shown(asked)} does not exist: {there}. Without --attention, all are listed.")
+        return replace(trace, chosen=(number,))
+    inside = tuple(n for n, path in enumerate(paths, 1) if path == asked or path.startswith(f"{asked}."))
+    if not inside:
+        listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if len(paths) > 4 else "")
+        where = f"Modules with attention: {listed or 'none'}."
+        if paths and not listed:
+            where = "The only attention is in the layer itself. Drop --attention."
+        raise SpecError(f"module {shown(asked)} has no attention. {where}{did_you_mean(asked, paths)}")
+    return replace(trace, chosen=inside)
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,6 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
     ]
     if trace.chosen is None and len(attended) > 1:
         others = "attention 2" if len(attended) == 2 else f"attentions 2 to {len(attended)}"
-        note = f"To draw {others}: --attention N or --module PATH."
+        note = f"To draw {others}: --attention N, or the path of a module."
         pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
     return Drawn(tuple(pictures), wanted.printed, viewed)

@@ -113,7 +113,7 @@ LINES: list[tuple[str, ...]] = [
     ("trace --padding x", "padding x"),
     ("trace --seed -1", "seed -1", "2**64 - 1"),
     ("trace --attention 2 --embed-dim 8", "attention 2", "there is only 1"),
-    ("trace --module layer --embed-dim 8", "module layer", "Drop --module."),
+    ("trace --attention layer --embed-dim 8", "module layer", "Drop --attention."),
     ("check --padding-side left", "needs a padding mask. Add --mask NAME=keep."),
     # sizes and settings of a layer
     ("trace --embed-dim 10 --num-heads 3", "divide 10: 1, 2, 5, 10."),

@@ -29,7 +29,7 @@ WORDS = {
     "--device": ["cpu", "meta", "cuda", "mps", "cuda:9", "xla"],
     "--set": ["x=1", "=", "depth", "a.b=2", "dim_feedforward=7", "dropout=2", "batch_first=True", "dtype=int8"],
     "--input-shape": ["x=2x3", "x=", "2x3:float32", "x=1x99999999999999999999", "src=3x2x12", "query=2x3x12:float64"],
-    "--module": ["", "layers.0", "self_attn"],
+    "--attention": ["1", "layers.0", "self_attn", "99"],
     "--picture": ["weights", "scores", "q_heads", "output"],
     "--head": ["0", "0,1", "0-9", "1-0"],
     "--tokens": ["a,b,c", "nothing.txt", ","],

@@ -167,10 +167,10 @@ def test_a_page_that_fits_without_its_pictures_is_written_without(invoke, tmp_pa
 
     real = trace.traced
 
-    def traced(subject, show, *, keep=False):
+    def traced(subject, show, *, keep=False, judge=False):
         if keep:
             raise RuntimeError("can't allocate memory: you tried to allocate 3 bytes.")
-        return real(subject, show, keep=keep)
+        return real(subject, show, keep=keep, judge=judge)
 
     monkeypatch.setattr(trace, "traced", traced)
     code, _, err = invoke(*LINE, "--export", str(tmp_path / "a.html"))

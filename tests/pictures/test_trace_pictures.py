@@ -91,7 +91,7 @@ def test_several_attentions(invoke, tmp_path):
     assert "scores of attention 1 of 2 in a" in invoke(*line).out
     assert "To draw attention 2: --attention N" in invoke(*line).out
     assert "scores of attention 2 of 2 in b" in invoke(*line, "--attention", "2").out
-    assert invoke(*line, "--module", "b").out.count("scores of attention") == 1
+    assert invoke(*line, "--attention", "b").out.count("scores of attention") == 1
 
 
 def test_stages_without_heads_and_with_features(invoke):
