@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,11 +16,11 @@ from ..errors import InputError
 from ..layers.catalog import evaluate, find_layer
 from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
 from ..measure.content import stats_of, values_of
-from ..naming.parameter_words import ParameterRole, roles_of
+from ..naming.parameter_words import ParameterRole, layer_class, roles_of
 from ..naming.score_formulas import unlike_dot
 from ..record.ranks import Piece, local, parameters_of, piece_of
 from ..record.rounding import same_bits
-from ..reports.params import HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport
+from ..reports.params import Buffer, HeadCountColumn, HeadSlice, Parameter, ParametersTotal, ParamsReport
 from ..reports.trace import Rank
 from ..running.subject import Run, Subject
 from ..text import first_few, listed, span, spans
@@ -36,7 +36,7 @@ _AXES = {
 Roles = dict[str, ParameterRole]
 """Name of a parameter to its role; a parameter without a known role is absent."""
 _TORCHS_FORWARD = nn.MultiheadAttention.forward
-_NO_ATTENTION = "No attention was found. Each role is the operation that uses the parameter."
+_NO_ATTENTION = "No attention was found. Each role is the class of the layer, or the operation that uses the parameter."
 
 
 def params(
@@ -73,6 +73,8 @@ def params(
         differing = (_change(columns[0].num_heads, parameters[0], column.num_heads, each) for column, each in pairs)
         changes = " ".join(filter(None, differing)) or _unchanged(columns, parameters[0])
     rows = _parameters(parameters_of(module) | dict(cut or {}), roles, show, per_head)
+    tied = _tied(module)
+    rows = tuple(replace(row, tied=tied.get(row.name, ())) for row in rows)
     environment = replace(environment_of(Subject(module, (), {})), seed=subject.seed)
     notes = () if run is None else unlike_dot(run) if run.attentions else (_NO_ATTENTION,)
     return ParamsReport(
@@ -86,7 +88,30 @@ def params(
         changes=changes,
         notes=(*notes, *show.without_numbers(environment.device)),
         ranks=ranks,
+        buffers=tuple(_buffers(module)),
     )
+
+
+def _tied(module: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the first name of each tied parameter with its other names: `{"embed.weight": ("head.weight",)}`."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {first: tuple(others) for first, *others in names.values() if others}
+
+
+def _buffers(module: nn.Module) -> Iterator[Buffer]:
+    """Yield the buffers, which are no parameters: masks, tables of positions, statistics of batch norms."""
+    for name, buffer in module.named_buffers():
+        path, _, last = name.rpartition(".")
+        yield Buffer(
+            name=name,
+            shape=tuple(buffer.shape),
+            dtype=_dtype(buffer),
+            numel=buffer.numel(),
+            nbytes=buffer.numel() * buffer.element_size(),
+            saved=last not in getattr(module.get_submodule(path), "_non_persistent_buffers_set", ()),
+        )
 
 
 def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
@@ -100,7 +125,7 @@ def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
 
 def _roles(module: nn.Module, run: Run | None) -> Roles:
     """Return the roles from a run, or without one from runs of torch's own layers, and from the kinds of submodules."""
-    shown = {} if run is None else dict(roles_of(run))
+    shown = {} if run is None else dict(roles_of(run, module))
     roles: Roles = {}
     for path, part in module.named_modules():
         prefix = f"{path}." if path else ""
@@ -108,7 +133,8 @@ def _roles(module: nn.Module, run: Run | None) -> Roles:
             for name, role in _of_torchs_layer(part).items():
                 shown.setdefault(prefix + name, role)
         axes = next((axes for kind, axes in _AXES.items() if isinstance(part, kind)), {})
-        roles |= {prefix + name: ParameterRole(words, "") for name, words in axes.items()}
+        for name, _ in part.named_parameters(recurse=False):
+            roles[prefix + name] = ParameterRole(axes.get(name, ""), layer_class(part, ""))
     return roles | {name: replace(role, axes=role.axes or roles.get(name, role).axes) for name, role in shown.items()}
 
 
@@ -116,7 +142,7 @@ def _of_torchs_layer(module: nn.MultiheadAttention) -> Roles:
     """Return the roles from a run of torch's own layer, whose arguments are known; empty for dtypes without inputs."""
     if _dtype(module.out_proj.weight) != spec_of(module).dtype:
         return {}
-    return dict(roles_of(_recorded(make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module))))
+    return dict(roles_of(_recorded(make_call(Target(module, "torch", {}), Asked(INPUTS)).of(module)), module))
 
 
 def _formula(subject: Subject) -> tuple[str, int | None]:
@@ -204,7 +230,7 @@ def _column(subject: Subject, run: Run) -> HeadCountColumn:
             "Give one number: --num-heads 8."
         )
     parameters = dict(subject.module.named_parameters())
-    names, roles = run.attentions[0][1], roles_of(run)
+    names, roles = run.attentions[0][1], roles_of(run, subject.module)
     first = {
         name: tuple(piece for piece in roles[name].heads if piece.head == 0) for name in parameters if name in roles
     }

@@ -13,7 +13,7 @@ from itertools import permutations
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..graph.attention import Attention
 from ..graph.products import Joint
@@ -101,10 +101,11 @@ class _Use:
     parts: list[Part] = field(default_factory=list)
 
 
-def roles_of(run: NamedRun) -> dict[str, ParameterRole]:
-    """Return the role of each parameter, by name.
+def roles_of(run: NamedRun, module: nn.Module) -> dict[str, ParameterRole]:
+    """Return the role of each parameter of a module that was run, by name.
 
-    The role of a parameter outside attentions is the first operation that uses it.
+    The role of a parameter outside attentions is the class of its layer, `LayerNorm`, or else the first operation that
+    uses it, e.g. of a table of positions.
     """
     roles: dict[str, list[ParameterRole]] = {}
     for (attention, names), (parts, serves) in zip(run.attentions, parts_of(run), strict=True):
@@ -115,9 +116,31 @@ def roles_of(run: NamedRun) -> dict[str, ParameterRole]:
     texts = {name: "; ".join(dict.fromkeys(role.text for role in of_name)) for name, of_name in roles.items()}
     merged = {n: replace(max(of, key=lambda role: len(role.heads)), text=texts[n]) for n, of in roles.items()}
     readers = _readers(run)
-    others = {named.name for named in run.recording.parameters} - merged.keys()
-    texts = {name: f"used by {readers[name]}" if name in readers else "not used by this forward" for name in others}
-    return merged | {name: ParameterRole("", text) for name, text in texts.items()}
+    for name in {named.name for named in run.recording.parameters} - merged.keys():
+        merged[name] = ParameterRole("", _outside(layer_class(module, name), readers.get(name, "")))
+    return merged
+
+
+def _outside(layer: str, reader: str) -> str:
+    """Return the role of a parameter outside attentions: `LayerNorm`, `Linear, not used by this forward`."""
+    if not reader:
+        return f"{layer}, not used by this forward" if layer else "not used by this forward"
+    return layer or f"used by {reader}"
+
+
+def layer_class(module: nn.Module, parameter: str) -> str:
+    """Return the class of the layer with a parameter, `Linear`; empty for a module that has modules inside."""
+    try:
+        layer = module.get_submodule(parameter.rpartition(".")[0])
+    except AttributeError:  # a module may name its parameters as it likes
+        return ""
+    if next(layer.children(), None) is not None:
+        return ""
+    for cls in type(layer).__mro__:
+        # torch has classes that are not public: NonDynamicallyQuantizableLinear is a Linear.
+        if not cls.__module__.startswith("torch.nn.") or hasattr(nn, cls.__name__):
+            return cls.__name__
+    return ""
 
 
 def _readers(run: NamedRun) -> dict[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .. import text
 from ..reports.params import (
+    Buffer,
     HeadCountColumn,
     HeadSlice,
     LikeModule,
@@ -47,12 +49,9 @@ def _sections(report: ParamsReport) -> Iterator[Section]:
         wrong = f"but {total.numel:,} were counted: a bug in mha-inspect"
         said = f"{total.formula} = {total.formula_numel:,}, {'as counted' if is_right else wrong}"
         formula = [facts(("formula", said), tone="good" if is_right else "bad")]
-    rows: Sequence[Parameter] = parameters
-    if report.stored_attentions is not None:
-        # What repeats from layer to layer is one row, with the sizes of all.
-        merged: dict[str, Any] = {"numel": sum, "nbytes": sum, "share": sum, "values": lambda values: None}
-        rows = folded(parameters, "name", merged=merged, apart=lambda p: p.stats is not None or p.heads is not None)
-    yield section("parameters", _parameters(rows, total), *formula, *contents(parameters))
+    yield section("parameters", _parameters(parameters, total), *formula, *contents(parameters))
+    if report.buffers:
+        yield section("buffers", _buffers(report.buffers), detail="no parameters, left out of the total")
     if any(p.heads is not None for p in parameters):
         yield _per_head(parameters)
     changes = [facts(("what changes", report.changes))] if report.changes else []
@@ -103,8 +102,47 @@ def _misfit(what: str, tensor: StoredName) -> str:
     return "missing buffer" if what == "missing" else f"{what} (buffer)"
 
 
+@dataclass(frozen=True)
+class _Row:
+    """A parameter, or parameters that repeat from layer to layer, with the sizes of all."""
+
+    name: str
+    role: str
+    tied: str
+    shape: tuple[int, ...]
+    axes: str
+    whole: tuple[int, ...] | None
+    dtype: str
+    numel: int
+    nbytes: int
+    share: float
+
+
+def _row(parameter: Parameter) -> _Row:
+    return _Row(
+        name=parameter.name,
+        role=parameter.role,
+        tied=", ".join(times(names) for names in grouped(parameter.tied, alike)),
+        shape=parameter.shape,
+        axes=parameter.axes,
+        whole=parameter.whole,
+        dtype=parameter.dtype,
+        numel=parameter.numel,
+        nbytes=parameter.nbytes,
+        share=parameter.share,
+    )
+
+
+def _use(row: _Row) -> str:
+    """Return the role and the other names: `Embedding; tied to head.weight`."""
+    tied = f"tied to {row.tied}" if row.tied else ""
+    return "; ".join(filter(None, (row.role, tied)))
+
+
 def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Table:
-    sum_of_all = Parameter("total", (), "", "", total.numel, total.nbytes, 0.0, "")
+    """Return the table of parameters; parameters that differ only in the numbers of their names are one row."""
+    rows = folded(map(_row, parameters), "name", "tied", merged={"numel": sum, "nbytes": sum, "share": sum})
+    sum_of_all = _Row("total", "", "", (), "", None, "", total.numel, total.nbytes, 0.0)
 
     def unless_total(of: Any) -> Any:
         return lambda p: "" if p is sum_of_all else of(p)
@@ -117,9 +155,21 @@ def _parameters(parameters: Sequence[Parameter], total: ParametersTotal) -> Tabl
         Column("count", lambda p: f"{p.numel:,}", "right"),
         Column("bytes", lambda p: text.byte_size(p.nbytes), "right", "muted", drop=2),
         Column("share", unless_total(lambda p: text.percent(p.share)), "right", "muted", drop=1),
-        Column("role", lambda p: p.role, wrap=24, into="axes"),
+        Column("role", _use, wrap=24, into="axes"),
     ]
-    return table([*parameters, sum_of_all], columns, total=True)
+    return table([*rows, sum_of_all], columns, total=True)
+
+
+def _buffers(buffers: Sequence[Buffer]) -> Table:
+    columns = [
+        Column("name", lambda buffer: buffer.name, tone="strong"),
+        Column("shape", lambda buffer: text.shape(buffer.shape), tone="shape"),
+        Column("dtype", lambda buffer: buffer.dtype, tone="muted"),
+        Column("count", lambda buffer: f"{buffer.numel:,}", "right"),
+        Column("bytes", lambda buffer: text.byte_size(buffer.nbytes), "right", "muted", drop=1),
+        Column("state dict", lambda buffer: "saved" if buffer.saved else "not saved"),
+    ]
+    return table(folded(buffers, "name", merged={"numel": sum, "nbytes": sum}), columns)
 
 
 def _per_head(parameters: Sequence[Parameter]) -> Section:

@@ -107,7 +107,7 @@ def alike(name: str) -> str:
 
 def times(names: Sequence[str]) -> str:
     """Return names that differ only in their numbers as one, with the count: `layers.0–31.self_attn ×32`."""
-    if len(names) == 1:
+    if len(names) == 1 or not names[0]:
         return names[0]
     columns = zip(*(re.split(r"(\d+)", name) for name in names), strict=True)
     spanned = [

@@ -33,7 +33,7 @@ class Parameter:
     share: float
     """Share of all parameters, from 0 to 1."""
     role: str
-    """Its use: `W_q, W_k, W_v stacked: rows 0–511, 512–1023, 1024–1535`; empty if not known."""
+    """Its use: `W_q, W_k, W_v stacked: rows 0–511, 512–1023, 1024–1535`; else its layer's class: `LayerNorm`."""
     heads: tuple[HeadSlice, ...] | None = None
     """The rows and columns of each head; None if not requested."""
     stats: Stats | None = None
@@ -42,6 +42,26 @@ class Parameter:
     """Shape over all ranks, if this rank has a part of it; None for a whole parameter."""
     start: tuple[int, ...] | None = None
     """Index in `whole` of this rank's first element; None for a whole parameter."""
+    tied: tuple[str, ...] = ()
+    """Its other names: the same tensor, counted once."""
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A tensor of a module that is no parameter: a mask, a table of positions, statistics of a batch norm."""
+
+    name: str
+    """Its name in the module: `layers.0.mask`."""
+    shape: tuple[int, ...]
+    """Its size in each dimension."""
+    dtype: str
+    """Data type of its elements."""
+    numel: int
+    """Number of its elements."""
+    nbytes: int
+    """Bytes of its elements."""
+    saved: bool
+    """Whether it is in the state dict; False for `persistent=False`."""
 
 
 @dataclass(frozen=True)
@@ -142,6 +162,8 @@ class ParamsReport(Report):
     """How a checkpoint fits the given module; None without such a module."""
     ranks: tuple[Rank, ...] | None = None
     """The ranks of the process group, as in a trace; None on a single rank."""
+    buffers: tuple[Buffer, ...] = ()
+    """The buffers of the module, which are not in the total; empty for a checkpoint."""
 
     @property
     def ok(self) -> bool:

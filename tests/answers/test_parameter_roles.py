@@ -14,7 +14,7 @@ import mha_inspect
 from mha_inspect.answers.params import params
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
-from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from mha_inspect.reports.params import Parameter, ParamsReport
 from mha_inspect.running.subject import Subject
 
@@ -341,14 +341,82 @@ def test_a_single_head_has_one_name_in_a_trace_and_in_its_parameters(
     assert axes["k_heads"] == (f"batch {of_keys} key head_dim" if has_dimension else "batch key head_dim")
 
 
-def test_what_is_not_of_an_attention_says_what_reads_it() -> None:
+def test_what_is_not_of_an_attention_says_its_layer_or_what_reads_it() -> None:
     layer = nn.TransformerEncoderLayer(14, 2, 23, batch_first=True).eval()
     found = read_off(layer, torch.randn(3, 5, 14))
-    assert found["linear1.weight"].role == "used by _addmm_activation"
+    assert found["linear1.weight"].role == found["linear1.bias"].role == "Linear"
+    assert found["norm1.weight"].role == "LayerNorm"
     assert found["linear1.weight"].heads is None
     assert found["self_attn.in_proj_weight"].heads
     report = mha_inspect.params(nn.Linear(3, 5), torch.randn(2, 3))
-    assert report.notes == ("No attention was found. Each role is the operation that uses the parameter.",)
+    assert report.notes == (
+        "No attention was found. Each role is the class of the layer, or the operation that uses the parameter.",
+    )
+
+
+class Tied(nn.Module):
+    """A language model: its head is its embedding, its layers repeat, and it has a mask and a table."""
+
+    def __init__(self, depth: int = 3) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 12), nn.Linear(12, 11, bias=False)
+        self.head.weight = self.embed.weight
+        self.positions = nn.Parameter(torch.zeros(5, 12))
+        self.layers = nn.ModuleList(nn.TransformerEncoderLayer(12, 3, 16, batch_first=True) for _ in range(depth))
+        self.unused = nn.Linear(12, 12)
+        self.register_buffer("mask", torch.ones(5, 5).tril())
+        self.register_buffer("table", torch.zeros(5, 4, dtype=torch.float64), persistent=False)
+        self.norm = nn.BatchNorm1d(5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("is_run", [True, False])
+def test_tied_weights_and_buffers_are_named(is_run: bool) -> None:
+    module = Tied().eval()
+    report = mha_inspect.params(module, *([torch.zeros(2, 5, dtype=torch.long)] if is_run else []))
+    rows = {row.name: row for row in report.parameters}
+    assert rows.keys() == dict(module.named_parameters()).keys()
+    assert {name: row.tied for name, row in rows.items() if row.tied} == {"embed.weight": ("head.weight",)}
+    assert rows["embed.weight"].role == "Embedding"
+    assert rows["norm.weight"].role == "BatchNorm1d"
+    assert rows["positions"].role == ("used by add" if is_run else "")
+    assert rows["unused.weight"].role == ("Linear, not used by this forward" if is_run else "Linear")
+    assert {buffer.name: buffer.shape for buffer in report.buffers} == {
+        name: tuple(buffer.shape) for name, buffer in module.named_buffers()
+    }
+    assert {buffer.name for buffer in report.buffers if buffer.saved} == {
+        name for name, _ in module.named_buffers() if name in module.state_dict()
+    }
+    assert {buffer.name: buffer.nbytes for buffer in report.buffers}["table"] == 5 * 4 * 8
+    assert report.total.numel == sum(parameter.numel() for parameter in module.parameters())
+
+
+@pytest.mark.parametrize("options", [{}, {"per_head": True}, {"show": Show(stats=True)}])
+def test_blocks_that_repeat_are_one_row_of_the_page(options: dict[str, Any]) -> None:
+    module = Tied().eval()
+    page = str(mha_inspect.params(module, torch.zeros(2, 5, dtype=torch.long), **options))
+    table = page.partition("\nparameters\n")[2].partition("\n\n")[0]
+    assert "layers.0–2.linear1.weight ×3 " in table
+    numel = f"{3 * module.layers[0].linear1.weight.numel():,}"
+    (line,) = [line for line in table.splitlines() if line.startswith("layers.0–2.linear1.weight")]
+    assert numel in line
+    assert line.endswith("Linear")
+    assert "Embedding; tied to head.weight" in table
+    assert "layers.1." not in table
+    assert "\nbuffers: no parameters, left out of the total\n" in page
+
+
+def test_a_layer_that_is_used_again_names_all_its_names_in_short() -> None:
+    layer = nn.Linear(4, 4)
+    module = nn.Sequential(layer, layer, layer)
+    page = str(mha_inspect.params(module, torch.zeros(2, 4)))
+    assert "Linear; tied to 1–2.weight ×2" in page
+    assert mha_inspect.params(module).total.numel == 20
 
 
 def test_reading_off_leaves_the_module_as_it_was() -> None:

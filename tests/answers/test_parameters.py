@@ -208,7 +208,8 @@ def test_a_module_of_ones_own_gets_roles_where_its_parts_tell() -> None:
     rows = {row.name: row for row in made.parameters}
     assert rows["attn.in_proj_weight"].role.startswith("W_q, W_k, W_v")
     assert rows["attn.out_proj.weight"].axes == "embed (heads head_dim)"
-    assert (rows["mlp.weight"].axes, rows["mlp.weight"].role) == ("out_features in_features", "")
+    assert (rows["mlp.weight"].axes, rows["mlp.weight"].role) == ("out_features in_features", "Linear")
+    assert rows["mlp.weight"].tied == ("tied.weight",)
     assert (rows["scale"].axes, rows["scale"].heads) == ("2 3", None)
     assert made.total.numel == 624 + 40 + 6
     assert (made.total.formula, made.total.formula_numel) == ("", None)

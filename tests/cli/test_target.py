@@ -104,7 +104,7 @@ def test_params_reads_roles_off_a_run(invoke):
     assert packed["role"] == "W_q, W_k, W_v stacked: rows 0–13, 14–27, 28–41"
     assert {"head": 1, "part": "W_k", "rows": [21, 28], "columns": [0, 14]} in packed["heads"]
     assert "heads" not in rows["tokens.weight"]
-    assert (rows["tokens.weight"]["role"], data["notes"]) == ("used by embedding", [])
+    assert (rows["tokens.weight"]["role"], data["notes"]) == ("Embedding", [])
     assert invoke(*line).out == answer.out
 
 

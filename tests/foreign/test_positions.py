@@ -332,4 +332,4 @@ def test_a_class_token_that_is_not_projected_has_no_projection_from_outside() ->
     assert (told.kind, told.num_heads, told.qk_norm) == (("self",), H, None)
     roles = {row.name: row.role for row in mha_inspect.params(module, x).parameters}
     assert roles["1.q.weight"] == f"W_q: rows are the heads stacked, {D} each"
-    assert roles["0.weight"] == "used by addmm"
+    assert roles["0.weight"] == "Linear"

@@ -283,7 +283,7 @@ def _by_run(checkpoint: Checkpoint, num_heads: int | None, beside: Subject | nn.
     for name, of in fits.items():  # a tied tensor gets the name that it has in the run
         in_file.setdefault(parameters.get(id(state[of]), of), name)
     roles: dict[str, ParameterRole] = {}
-    for of, role in roles_of(run).items():
+    for of, role in roles_of(run, module).items():
         if of in in_file:
             name = in_file[of]
             roles[name] = role.transposed() if name in transposed.names else role
