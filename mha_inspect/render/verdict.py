@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from .. import text
 from ..reports.check import CheckReport, Finding
@@ -12,6 +13,30 @@ from ..reports.diff import CheckpointDiffReport, DiffReport
 from ..reports.trace import AttentionReport, Failure, Trace
 from .page import Paragraph, Tone
 from .parts import grouped
+
+
+@dataclass(frozen=True)
+class _Fault:
+    """One problem or suspicion."""
+
+    sentence: str
+    """Without a period at its end."""
+    check: str = ""
+    """The name of the check that found it; empty if none did."""
+    source: str = ""
+
+    @property
+    def whole(self) -> str:
+        """The sentence with its line."""
+        return self._with_line(self.sentence)
+
+    @property
+    def short(self) -> str:
+        """The name of the check with the line."""
+        return self._with_line(self.check or self.sentence)
+
+    def _with_line(self, words: str) -> str:
+        return f"{words} ({self.source})" if self.source else words
 
 
 def verdict_of(report: Report) -> Paragraph | None:
@@ -38,9 +63,9 @@ def _of_trace(trace: Trace) -> Paragraph:
     if trace.proof.agrees is False:
         kind = "outputs of the ranks" if trace.proof.of == "ranks" else "opened stages"
         other = "whole module" if trace.proof.of == "ranks" else "kernel"
-        problems.append(f"the {kind} differ from those of the {other}")
+        problems.append(_Fault(f"the {kind} differ from those of the {other}"))
     if trace.decode is not None and trace.decode.verdict == "differs":
-        problems.append(f"a call differs from one forward over all {trace.decode.tokens} tokens")
+        problems.append(_Fault(f"a call differs from one forward over all {trace.decode.tokens} tokens"))
     suspicions = [_problem(finding) for finding in trace.findings if not finding.sure]
     if problems or suspicions:
         return _counted(problems, suspicions)
@@ -94,13 +119,17 @@ def _of_check(report: CheckReport) -> Paragraph:
     return Paragraph(f"nothing wrong in {text.plural(report.runs, 'run')}: {passed}", "good")
 
 
-def _problem(finding: Finding) -> str:
-    at = f" ({finding.source})" if finding.source else ""
-    return f"{finding.sentence.removesuffix('.')}{at}"
+def _problem(finding: Finding) -> _Fault:
+    return _Fault(finding.sentence.removesuffix("."), finding.check, finding.source)
 
 
-def _counted(problems: Sequence[str], suspicions: Sequence[str]) -> Paragraph:
-    """Return how many problems and suspicions there are, and each in words."""
+def _counted(problems: Sequence[_Fault], suspicions: Sequence[_Fault]) -> Paragraph:
+    """Return how many problems and suspicions there are, the first in words, and the others by name.
+
+    E.g. `2 problems, 1 suspicion: The softmax runs over the queries (model.py:8); also heads (model.py:9), scale`.
+    """
     counts = [text.plural(len(problems), "problem")] if problems else []
     counts += [text.plural(len(suspicions), "suspicion")] if suspicions else []
-    return Paragraph(f"{', '.join(counts)}: {'; '.join([*problems, *suspicions])}", "bad" if problems else "warn")
+    first, *others = [*problems, *suspicions]
+    also = f"; also {', '.join(other.short for other in others)}" if others else ""
+    return Paragraph(f"{', '.join(counts)}: {first.whole}{also}", "bad" if problems else "warn")
