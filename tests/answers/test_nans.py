@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -31,11 +32,16 @@ def said(module: nn.Module, x: torch.Tensor) -> str:
     return " ".join(mha_inspect.trace(module, x).notes)
 
 
-def test_where_it_begins() -> None:
+def test_where_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    assert "NaN: it first appears in the result of aten.log.default (" in said(Own(), x)
-    assert len(calls) == 2
-    assert "Its origin could not be determined, because the module fails in a second run" in said(Own(most=1), x)
+    begins = "NaN: it first appears in the result of aten.log.default ("
+    assert begins in said(Own(most=1), x)
+    assert len(calls) == 1
+    with monkeypatch.context() as patched:  # tensors that take too much are not kept: the module is run again
+        patched.setattr("mha_inspect.answers.trace.ROOM", 0)
+        assert begins in said(Own(), x)
+        assert len(calls) == 2
+        assert "Its origin could not be determined, because the module fails in a second run" in said(Own(most=1), x)
     broken = x.clone()
     broken[1, 2, 3] = torch.nan
     assert "has NaN, and so has the input." in said(Own(), broken)
