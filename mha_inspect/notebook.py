@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from .explained import explain_fields
 from .naming.canonical import contents_of
 from .pictures.grid import Picture, depth_shown
 from .pictures.plot import onto, require_matplotlib, size_of
@@ -169,3 +170,6 @@ class LiveTrace(Trace):
         text = super()._text(format)
         viewed = for_viewer(self._attended) if format == "html" else None
         return with_viewer(text, viewed) if viewed else text
+
+
+explain_fields(globals())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import SpecError
+from ..explained import explain_fields
 
 if TYPE_CHECKING:
     from torch.nn import MultiheadAttention
@@ -40,14 +41,19 @@ class AttentionSpec:
     """The sizes and settings of a layer. Raise `SpecError` if they contradict each other."""
 
     embed_dim: int = 512
+    """Features of the query and of the output."""
     num_heads: int = 8
+    """Number of query heads."""
     num_kv_heads: int | None = None
     """Number of key and value heads, each shared by num_heads / num_kv_heads query heads; None means num_heads."""
     head_dim: int = DerivedInt(0)
     """Features of one head: embed_dim / num_heads by default (None or a `DerivedInt` is the default)."""
     kdim: int | None = None
+    """Features of the key input; None means embed_dim."""
     vdim: int | None = None
+    """Features of the value input; None means embed_dim."""
     bias: bool = True
+    """Whether the projections have biases."""
     add_bias_kv: bool = False
     """Whether one learned key and value is appended to the sequence."""
     add_zero_attn: bool = False
@@ -59,8 +65,11 @@ class AttentionSpec:
     batch_first: bool = True
     """Whether inputs are `batch seq embed` (True) or `seq batch embed` (False)."""
     training: bool = False
+    """Whether the layer is in training mode, with dropout."""
     dtype: DtypeName = "float32"
+    """Data type of parameters and inputs."""
     seed: int = 0
+    """Seed of parameters and inputs."""
 
     def __post_init__(self) -> None:
         _require_positive(self, "embed_dim", "num_heads", "kdim", "vdim")
@@ -115,7 +124,9 @@ class InputSpec:
     """The inputs of the layer. Raise `SpecError` if the sizes contradict each other."""
 
     batch: int = 1
+    """Number of batch items."""
     seq_len: int = 12
+    """Number of queries."""
     key_len: int | None = None
     """Length of key and value; None means self-attention (key and value are the query)."""
     unbatched: bool = False
@@ -163,6 +174,7 @@ class RunSpec:
     device: str = "cpu"
     """Device of parameters and inputs: cpu, cuda, cuda:N, mps or meta."""
     grad: bool = False
+    """Whether gradients are recorded; torch's fast path needs False."""
     need_weights: bool = True
     """Whether the layer is asked for its attention weights."""
     average_weights: bool = True
@@ -214,3 +226,6 @@ def spec_of(module: MultiheadAttention) -> AttentionSpec:
         dropout=module.dropout if module.dropout < 1 else 0.0,
         dtype=dtype if dtype in DTYPES else "float32",
     )
+
+
+explain_fields(globals())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..explained import explain_fields
 from .common import Environment, LayerInfo, Report
 
 
@@ -35,7 +36,9 @@ class Fact:
     """An observed property of the attention, which may be intended."""
 
     name: str
+    """The property: `scale`, `who sees whom`."""
     sentence: str
+    """The property in words."""
     picture: tuple[str, ...] = ()
     """Lines of a picture, with one row per query and one column per key; empty if there is no picture."""
 
@@ -45,7 +48,9 @@ class PassedCheck:
     """A check that ran and passed."""
 
     check: str
+    """Name of the check."""
     sentence: str
+    """The property that is true because the check passed."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ class SkippedCheck:
     """A check that was not run, and why."""
 
     check: str
+    """Name of the check."""
     reason: str
+    """Why it was not run, as a phrase."""
     _brief: str = ""
     """A short form of the reason, shared by similar checks; empty if there is none."""
     _give: str = ""
@@ -67,18 +74,28 @@ class CheckReport(Report):
     command = "check"
 
     environment: Environment
+    """The conditions of the run: device, dtype, seed and version of torch."""
     layer: LayerInfo
+    """The inspected layer with its sizes."""
     intent: dict[str, Any]
     """The declared properties, by name."""
     findings: tuple[Finding, ...]
+    """The faults, and after them the possible faults."""
     facts: tuple[Fact, ...]
+    """Observed properties that may be intended."""
     held: tuple[PassedCheck, ...]
+    """The checks that passed."""
     left_out: tuple[SkippedCheck, ...]
+    """The checks that were skipped."""
     runs: int
     """Number of runs of the module."""
     notes: tuple[str, ...] = ()
+    """Important sentences on this report."""
 
     @property
     def ok(self) -> bool:
         """Whether no check failed; a finding that is not sure does not count."""
         return not any(finding.sure for finding in self.findings)
+
+
+explain_fields(globals())

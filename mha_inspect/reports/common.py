@@ -10,6 +10,8 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from ..explained import explain_fields
+
 SCHEMA_VERSION = 2
 """Raised when a key of the JSON output is renamed, removed or changes its meaning."""
 
@@ -113,6 +115,7 @@ class Environment:
     torch: str
     """Version of torch."""
     device: str
+    """Device of parameters and inputs: `cpu`, `cuda:0`, `meta`."""
     dtype: str
     """Data type of parameters and inputs."""
     seed: int | None
@@ -134,9 +137,13 @@ class Stats:
     """Statistics of a tensor over its finite elements."""
 
     mean: float
+    """Mean of the elements."""
     std: float
+    """Standard deviation of the elements."""
     min: float
+    """Smallest element."""
     max: float
+    """Largest element."""
     nan: int
     """Number of NaN elements."""
     inf: int
@@ -160,10 +167,13 @@ class LayerArgument:
     """An argument of a layer."""
 
     name: str
+    """Its name, for `--set NAME=VALUE`."""
     type: str
     """`whole number`, `number` or `true or false`."""
     default: str
+    """Its default, as text."""
     meaning: str
+    """The argument in one sentence."""
 
 
 @dataclass(frozen=True)
@@ -191,5 +201,9 @@ class LayersReport(Report):
     command = "layers"
 
     layers: tuple[ListedLayer, ...]
+    """The layers, in the order in which they are listed."""
     letters: dict[str, str]
     """Letter in the formulas to its meaning."""
+
+
+explain_fields(globals())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..explained import explain_fields
 from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Report, Verdict
 
 
@@ -12,12 +13,15 @@ class HeadCount(Difference):
     """One head count, and the difference of its output from the baseline's, with the baseline's rounding error."""
 
     num_heads: int
+    """Number of query heads."""
     head_dim: int
+    """Number of features of a head."""
     numel: int
     """Number of parameters."""
     same_parameters: bool
     """Whether every parameter equals the baseline's, bit for bit."""
     output_shape: tuple[int, ...]
+    """Shape of the output."""
     max_abs_difference: float
     relative_difference: float
     noise_floor: float
@@ -69,8 +73,11 @@ class HeadTraining:
     """One head count after the same training steps on the same task."""
 
     num_heads: int
+    """Number of query heads."""
     first_loss: float
+    """Loss before the first step."""
     last_loss: float
+    """Loss after the last step."""
     moved: float
     """‖weights after - weights before‖."""
     max_abs_difference: float | None
@@ -81,8 +88,11 @@ class HeadTraining:
     """The larger rounding error of the two trainings, each measured against float64. It is that of the matrix or bias
     with the largest difference in units of its rounding error."""
     times_noise: float | None
+    """Its largest difference from the baseline / noise_floor."""
     verdict: Verdict | None
+    """Whether the weights differ from the baseline's; None if they cannot be compared."""
     parts: tuple[PartTraining, ...]
+    """The change of each matrix and bias."""
 
 
 @dataclass(frozen=True)
@@ -90,9 +100,13 @@ class Training:
     """The differences of the weights after each head count has learned the same task from the same start."""
 
     steps: int
+    """Number of training steps."""
     optimizer: str
+    """The optimizer with its settings."""
     task: str
+    """The task that was learned, in words."""
     counts: tuple[HeadTraining, ...]
+    """The result of each head count, in their order."""
     answer: str
     """The answer in one or two sentences."""
 
@@ -102,6 +116,7 @@ class HeadFocus:
     """The keys that one head attends to, averaged over batch and queries."""
 
     head: int
+    """Number of the head, from 0."""
     most_attended_key: int
     """The key with the largest weight."""
     share: float
@@ -117,7 +132,9 @@ class HeadsFocus:
     """The keys that the heads of one head count attend to."""
 
     num_heads: int
+    """Number of query heads."""
     by_head: tuple[HeadFocus, ...]
+    """The keys that each head attends to."""
     attention: int | None = None
     """Number of the attention, from 1; None if there is only one."""
     module: str | None = None
@@ -129,6 +146,7 @@ class Focus:
     """The keys that the heads of each head count attend to."""
 
     counts: tuple[HeadsFocus, ...]
+    """The keys that each head count attends to, in their order."""
     answer: str
     """The answer in one or two sentences."""
 
@@ -138,7 +156,9 @@ class StageFlops:
     """The floating-point operations of a stage's matrix products, summed over all attentions."""
 
     stage: str
+    """Name of the stage."""
     flops: int
+    """Floating-point operations; a multiply-add counts as two."""
 
 
 @dataclass(frozen=True)
@@ -146,12 +166,15 @@ class HeadTime:
     """The time that one head count takes."""
 
     num_heads: int
+    """Number of query heads."""
     median_ms: float
+    """Median of the runs, in milliseconds."""
     low_ms: float
     """First quartile: a quarter of the runs were faster."""
     high_ms: float
     """Third quartile: a quarter of the runs were slower."""
     runs: int
+    """Number of runs that were measured."""
     flops: tuple[StageFlops, ...]
     """The stages with matrix products."""
 
@@ -161,7 +184,9 @@ class Timing:
     """The time that each head count takes, measured by torch.utils.benchmark."""
 
     counts: tuple[HeadTime, ...]
+    """The time of each head count, in their order."""
     threads: int
+    """Number of threads that torch used."""
     answer: str
     """The answer in one sentence."""
 
@@ -173,10 +198,13 @@ class CompareHeadsReport(Report):
     command = "compare-heads"
 
     environment: Environment
+    """The conditions of the run: device, dtype, seed and version of torch."""
     layer: LayerInfo
+    """The inspected layer with its sizes."""
     baseline: int
     """The head count that the others are compared with, the first one given."""
     counts: tuple[HeadCount, ...]
+    """The result of each head count, the baseline first."""
     stages: tuple[StageShapes, ...]
     """The stages of the first attention."""
     outcome: Verdict
@@ -191,3 +219,6 @@ class CompareHeadsReport(Report):
     """The time that each head count takes, the only part that changes in every run; None if not requested."""
     measured_against: MeasuredAgainst = "float64"
     """The run that the baseline's rounding error is measured against."""
+
+
+explain_fields(globals())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..explained import explain_fields
 from .common import Difference, Environment, LayerInfo, MeasuredAgainst, Report, Verdict
 from .params import StoredName
 from .trace import OpRef, Path
@@ -20,7 +21,9 @@ class DiffSide:
     label: str
     """Name of the side in sentences: `torch`, `torch with dtype bfloat16`."""
     environment: Environment
+    """The conditions of the run: device, dtype, seed and version of torch."""
     layer: LayerInfo
+    """The inspected layer with its sizes."""
     settings: dict[str, Any]
     """Settings for this side only."""
     path: Path
@@ -28,6 +31,7 @@ class DiffSide:
     numel: int
     """Number of its parameters."""
     output_shape: tuple[int, ...]
+    """Shape of the output of its plain forward."""
     rounding_error: float | None
     """Largest difference of the plain output from the same computation in float64; None if the layer is in float64 or
     uses dropout."""
@@ -40,8 +44,11 @@ class StageSide:
     """A stage on one side."""
 
     shape: tuple[int, ...]
+    """Size of each dimension."""
     axes: str
+    """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
     dtype: str
+    """Data type of the elements."""
     opened: bool
     """Whether a fused kernel of the plain forward hides this stage, so that the kernel was opened."""
     op: OpRef | None
@@ -55,6 +62,7 @@ class StageRow(Difference):
     """A stage on both sides, and the difference; no verdict if one side does not have the stage."""
 
     name: str
+    """One of `mha_inspect.naming.pattern.STAGES`."""
     left: StageSide | None
     """None if the left side does not have this stage."""
     right: StageSide | None
@@ -62,6 +70,7 @@ class StageRow(Difference):
     compared: str
     """The canonical axes in which the stage was compared, or a phrase in their place."""
     note: str = ""
+    """Why the stage was not compared, or an important sentence on the comparison; else empty."""
     attention: int | None = None
     """Number of the attention, from 1; None if each side has only one."""
 
@@ -83,6 +92,7 @@ class SharedWeights:
     whole: bool
     """Whether every number of one side is also in the other."""
     sentence: str
+    """How the weights were copied, or why they were not."""
     left_out: tuple[str, ...]
     """Weights that were not copied, and why."""
 
@@ -94,10 +104,15 @@ class DiffReport(Report):
     command = "diff"
 
     left: DiffSide
+    """The left side."""
     right: DiffSide
+    """The right side."""
     weights: SharedWeights
+    """How both sides got the same weights."""
     noise: NoiseSource
+    """The dtype whose rounding the differences are compared with."""
     stages: tuple[StageRow, ...]
+    """Each stage on both sides, in the order of computation."""
     first_differing_stage: str | None
     """Name of the first stage that differs; None if no stage differs."""
     output: Difference
@@ -122,9 +137,13 @@ class CheckpointSide:
     """One of the two compared checkpoints."""
 
     name: str
+    """Name of the file or folder."""
     tensors: int
+    """Number of its tensors."""
     numel: int
+    """Number of elements of all its tensors."""
     nbytes: int
+    """Bytes of all its tensors."""
     dtypes: tuple[str, ...]
     """The dtypes of its tensors, the most frequent first."""
 
@@ -138,15 +157,21 @@ class TensorPair:
     other: str
     """Name on the right: the same, or that of a tensor with the same numbers."""
     left_shape: tuple[int, ...]
+    """Shape on the left."""
     right_shape: tuple[int, ...]
+    """Shape on the right."""
     left_dtype: str
+    """Data type on the left."""
     right_dtype: str
+    """Data type on the right."""
     verdict: TensorVerdict
+    """Whether both tensors are the same: bit for bit, within rounding, or in another order."""
     max_abs_difference: float | None
     """Largest absolute difference; None if it was not computed: no elements, no numbers, another shape or layout."""
     relative_difference: float | None
     """‖left - right‖ / ‖left‖."""
     note: str = ""
+    """Important sentence on this pair; else empty."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +181,11 @@ class PartPair:
     left: str
     """Path of the attention."""
     right: str
+    """Path of the attention on the right."""
     part: str
     """Name of the matrix or bias: `W_q`, `b_v`."""
     verdict: TensorVerdict
+    """Whether both parts are the same."""
     differences: tuple[float, ...]
     """‖left - right‖ / ‖left‖ of each head; empty if both sides are the same or differ in shape."""
 
@@ -170,15 +197,21 @@ class CheckpointDiffReport(Report):
     command = "diff-checkpoints"
 
     left: CheckpointSide
+    """The left checkpoint."""
     right: CheckpointSide
+    """The right checkpoint."""
     tensors: tuple[TensorPair, ...]
+    """The tensors that are in both."""
     only_left: tuple[StoredName, ...]
+    """The tensors that are only on the left."""
     only_right: tuple[StoredName, ...]
+    """The tensors that are only on the right."""
     parts: tuple[PartPair, ...]
     """The parts of attentions that have a tensor which differs."""
     outcome: Literal["same", "differs"]
     """`same` if every tensor is on both sides, with the same bits or equal within the rounding of the dtypes."""
     notes: tuple[str, ...]
+    """Important sentences on this report."""
     answer: tuple[str, ...]
     """The answer in sentences."""
 
@@ -186,3 +219,6 @@ class CheckpointDiffReport(Report):
     def ok(self) -> bool:
         """Whether the sides are the same."""
         return self.outcome == "same"
+
+
+explain_fields(globals())

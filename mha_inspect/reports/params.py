@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..explained import explain_fields
 from .common import Environment, LayerInfo, Report, Stats, Values
 from .trace import Rank
 
@@ -13,9 +14,11 @@ class HeadSlice:
     """The part of a parameter that belongs to one head. Bounds are Python's: start is included, stop is not."""
 
     head: int
+    """Number of the head, from 0."""
     part: str
     """The matrix or bias that contains it: `W_q`, `b_v`, `W_o`; `norm_q` for a weight that scales the queries."""
     rows: tuple[int, int]
+    """Bounds of its rows; of a bias, bounds of its elements."""
     columns: tuple[int, int] | None
     """None for a bias."""
 
@@ -25,11 +28,17 @@ class Parameter:
     """One parameter tensor."""
 
     name: str
+    """Its name in the module: `self_attn.in_proj_weight`."""
     shape: tuple[int, ...]
+    """Size of each dimension."""
     axes: str
+    """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
     dtype: str
+    """Data type of the elements."""
     numel: int
+    """Number of its elements."""
     nbytes: int
+    """Bytes of its elements."""
     share: float
     """Share of all parameters, from 0 to 1."""
     role: str
@@ -37,7 +46,9 @@ class Parameter:
     heads: tuple[HeadSlice, ...] | None = None
     """The rows and columns of each head; None if not requested."""
     stats: Stats | None = None
+    """Statistics of the content; None if not requested."""
     values: Values | None = None
+    """The content; None if not requested."""
     whole: tuple[int, ...] | None = None
     """Shape over all ranks, if this rank has a part of it; None for a whole parameter."""
     start: tuple[int, ...] | None = None
@@ -69,7 +80,9 @@ class ParametersTotal:
     """The total number of parameters, and the formula for it."""
 
     numel: int
+    """Number of elements of all parameters."""
     nbytes: int
+    """Bytes of all parameters."""
     formula: str
     """`4E² + 4E`, with E the embed_dim; empty for the user's own module."""
     formula_numel: int | None
@@ -81,8 +94,11 @@ class HeadCountColumn:
     """The parameters for one head count."""
 
     num_heads: int
+    """Number of query heads."""
     head_dim: int
+    """Number of features of a head."""
     numel: int
+    """Number of elements of all parameters."""
     shapes: dict[str, tuple[int, ...]]
     """Parameter name to shape."""
     first_head: dict[str, tuple[HeadSlice, ...]]
@@ -96,6 +112,7 @@ class StoredAttention:
     module: str
     """Path of the module with the projections; empty if they have no path."""
     parameters: tuple[str, ...]
+    """Names of its tensors."""
     num_heads: int | None
     """None if the file does not determine it."""
     num_kv_heads: int | None
@@ -111,7 +128,9 @@ class StoredName:
     """A tensor of a checkpoint or module that is missing, or has another shape, on the other side."""
 
     name: str
+    """Its name, in the checkpoint or in the module."""
     shape: tuple[int, ...]
+    """Its size in each dimension."""
     expected: tuple[int, ...] | None = None
     """The shape in the module if it is another; else None."""
     buffer: bool = False
@@ -147,9 +166,13 @@ class ParamsReport(Report):
     command = "params"
 
     environment: Environment
+    """The conditions of the run: device, dtype, seed and version of torch."""
     layer: LayerInfo
+    """The inspected layer with its sizes."""
     parameters: tuple[Parameter, ...]
+    """Every parameter, in the order of the module."""
     total: ParametersTotal
+    """The total number of parameters."""
     side_by_side: tuple[HeadCountColumn, ...] | None = None
     """The parameters for each head count; None if only one was requested."""
     changes: str = ""
@@ -171,3 +194,6 @@ class ParamsReport(Report):
         like = self.like
         misfits = like and (like.missing or like.unexpected or like.wrong_shape or like.transposed)
         return self.total.formula_numel in (None, self.total.numel) and not misfits
+
+
+explain_fields(globals())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ..explained import explain_fields
 from .check import Finding
 from .common import Difference, Environment, LayerInfo, Report, Stats, Values
 
@@ -52,22 +53,27 @@ class Stage:
     name: str
     """One of `mha_inspect.naming.pattern.STAGES`."""
     shape: tuple[int, ...]
+    """Size of each dimension."""
     axes: str
     """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
     formula: str
     """The computation with the real numbers: `softmax(scores)`, `q_heads · k_headsᵀ / √64`."""
     dtype: str
+    """Data type of the elements."""
     nbytes: int
     """Bytes of the tensor's elements, also for a view."""
     flops: int
     """Floating-point operations of this stage's matrix products; a multiply-add counts as two."""
     memory: Memory
+    """Where its memory comes from: an input, shared with its source, copied, or computed."""
     opened: bool
     """Whether a fused kernel of the plain forward hides this stage, so that the kernel was opened."""
     op: OpRef | None
     """The operation that made it; None for an input."""
     stats: Stats | None = None
+    """Statistics of the content; None if not requested."""
     values: Values | None = None
+    """The content; None if not requested."""
     shape_only: bool = False
     """Whether the stage has a shape and no numbers, because the scores are too large to compute."""
     whole: tuple[int, ...] | None = None
@@ -81,6 +87,7 @@ class Position:
     """How positions enter the scores."""
 
     kind: Literal["rotary", "relative bias", "alibi"]
+    """How positions enter: rotated queries and keys, a bias by distance, or slopes of ALiBi."""
     layout: Literal["half", "interleaved"] | None = None
     """The features of a rotated pair: i and i + dims / 2, or 2i and 2i + 1; None if nothing is rotated."""
     dims: int | None = None
@@ -96,6 +103,7 @@ class QKNorm:
     """A norm of queries and keys after their projection."""
 
     kind: Literal["rms", "layer", "l2"]
+    """RMS norm, layer norm, or division by the length."""
     over: Literal["head", "all"]
     """The features of a head, or the features of all heads together."""
 
@@ -121,11 +129,15 @@ class AttentionReport:
     module: str
     """Path of the module that computes it; empty for the traced module itself."""
     num_heads: int
+    """Number of query heads."""
     num_kv_heads: int
+    """Number of key and value heads."""
     head_dim: int
+    """Number of features of a head."""
     scale: float
     """The factor that q·kᵀ was multiplied by in the run; NaN if it is not a single number or there is no q·kᵀ."""
     stages: tuple[Stage, ...]
+    """The stages in the order of a textbook, from `query` to `output`."""
     position: Position | None
     """How positions enter between the projections and the weights; None if they do not, or it is unknown."""
     qk_norm: QKNorm | None
@@ -151,10 +163,15 @@ class Returned:
     name: str
     """`output`, `weights`, or its position in the result."""
     shape: tuple[int, ...]
+    """Size of each dimension."""
     axes: str
+    """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
     dtype: str
+    """Data type of the elements."""
     stats: Stats | None = None
+    """Statistics of the content; None if not requested."""
     values: Values | None = None
+    """The content; None if not requested."""
 
 
 @dataclass(frozen=True)
@@ -164,8 +181,11 @@ class OpTensor:
     id: int
     """Number of this tensor in the recording; the same number means the same content."""
     shape: tuple[int, ...]
+    """Size of each dimension."""
     dtype: str
+    """Data type of the elements."""
     axes: str
+    """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
 
 
 @dataclass(frozen=True)
@@ -173,14 +193,21 @@ class OpLine:
     """One operation that PyTorch dispatched."""
 
     index: int
+    """Its number in the list of operations."""
     name: str
+    """Its name in torch: `aten.bmm.default`."""
     module: str
+    """Path of the module; empty for the traced module itself."""
     source: str
+    """The line that called it: `attention.py:41`; empty if not known."""
     inputs: tuple[OpTensor, ...]
+    """The tensors that it read."""
     outputs: tuple[OpTensor, ...]
+    """The tensors that it wrote."""
     settings: str
     """Arguments that are not tensors, as text: `-1, False`."""
     memory: Memory
+    """Where the memory of its result comes from."""
     stage: str
     """Name of the stage that this operation completes, or several (`q_proj, k_proj`); empty if it completes none."""
 
@@ -246,8 +273,11 @@ class FailedOperand:
     role: str
     """The argument that it was passed as: `attn_mask`; empty if the call has no argument names."""
     shape: tuple[int, ...]
+    """Size of each dimension."""
     dtype: str
+    """Data type of the elements."""
     device: str
+    """Device of the tensor."""
     axes: str
     """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
 
@@ -273,11 +303,15 @@ class ReachedStage:
     variable: str
     """Its name in the user's code or the module; empty if it has no name there."""
     shape: tuple[int, ...]
+    """Size of each dimension."""
     axes: str
+    """Name of each dimension, as an einops pattern; a dimension whose name is not known is a number."""
     dtype: str
+    """Data type of the elements."""
     op: str
     """The operation that made it: `aten.view.default`; empty for an input."""
     source: str
+    """The line that called it: `attention.py:41`; empty if not known."""
 
 
 @dataclass(frozen=True)
@@ -285,9 +319,13 @@ class ReachedOp:
     """One of the last operations before the failure."""
 
     index: int
+    """Its number in the list of operations."""
     name: str
+    """Its name in torch: `aten.bmm.default`."""
     module: str
+    """Path of the module; empty for the traced module itself."""
     source: str
+    """The line that called it: `attention.py:41`; empty if not known."""
     inputs: tuple[tuple[int, ...], ...]
     """Shapes of the tensors that it read."""
     outputs: tuple[tuple[int, ...], ...]
@@ -313,11 +351,13 @@ class Failure:
     line: str
     """The text of that line."""
     operands: tuple[FailedOperand, ...]
+    """The tensors among the arguments of the failing call."""
     clash: str
     """The mismatch in words, with the real numbers; empty if not known."""
     cause: Cause | None
     """None if the evidence shows no cause; then there are only facts."""
     completed: tuple[ReachedStage, ...]
+    """The stages that were completed, in order."""
     last_ops: tuple[ReachedOp, ...]
     """The last completed operations, in order."""
     num_ops: int
@@ -337,10 +377,13 @@ class Collective:
     shape: tuple[int, ...]
     """Shape of its largest tensor on this rank."""
     dtype: str
+    """Data type of the elements."""
     nbytes: int
     """Bytes of that tensor."""
     module: str
+    """Path of the module; empty for the traced module itself."""
     source: str
+    """The line that called it: `attention.py:41`; empty if not known."""
 
 
 @dataclass(frozen=True)
@@ -348,6 +391,7 @@ class Rank:
     """The part of the attentions that one rank of a process group has."""
 
     rank: int
+    """Number of the rank, from 0."""
     heads: int | None
     """Number of query heads that it computes; None if its attentions differ in it, or it computes none."""
     kv_heads: int | None
@@ -371,12 +415,19 @@ class Trace(Report):
     command = "trace"
 
     environment: Environment
+    """The conditions of the run: device, dtype, seed and version of torch."""
     layer: LayerInfo
+    """The inspected layer with its sizes."""
     path: Path
+    """How PyTorch ran the forward: its kernel, and why."""
     attentions: tuple[AttentionReport, ...]
+    """The attentions, in the order of computation."""
     returns: tuple[Returned, ...]
+    """The tensors that the module returned."""
     proof: Proof
+    """Whether the opened stages compute the kernels' results."""
     notes: tuple[str, ...] = ()
+    """Important sentences on this report."""
     findings: tuple[Finding, ...] = ()
     """The mistakes, and possible mistakes, that this run alone shows. `check` changes the input and looks further."""
     unjudged: str | None = None
@@ -422,3 +473,6 @@ def attention_names(trace: Trace) -> list[str]:
         f"attention {number} of {count}" + (f" in {attention.module}" if attention.module else "")
         for number, attention in enumerate(trace.attentions, 1)
     ]
+
+
+explain_fields(globals())

@@ -79,6 +79,7 @@ def schema_of_reports() -> dict[str, Any]:
 def _as_written(cls: type, part: dict[str, Any]) -> None:
     """Say what `to_data` does with a default of None and with a report, and what is narrower than the type."""
     part.pop("title", None)
+    part["description"] = vars(cls)["__doc__"].text  # the fields have descriptions of their own
     part["required"] = []
     for field in fields(cls):
         if field.name.startswith("_"):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from ...errors import SpecError
+from ...explained import explain_fields
 from ...text import did_you_mean, shown
 
 if TYPE_CHECKING:
@@ -98,3 +99,6 @@ class Intent:
         if self.reference is not None:
             said["reference"] = type(self.reference).__name__
         return {name: value for name, value in said.items() if value is not None}
+
+
+explain_fields(globals())
