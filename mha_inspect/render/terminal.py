@@ -26,8 +26,8 @@ PROSE_WIDTH = 110
 GAP = 2
 """Spaces between columns."""
 
-# Of the sixteen colours, which follow the palette that the reader has chosen. Bright black vanishes on black, and yellow
-# is pale on white, but the usual colour of what may be wrong. No meaning depends on a colour alone.
+# Of the sixteen colours, which follow the palette that the reader has chosen. Bright black vanishes on black. Yellow is
+# pale on white, but the usual colour of what may be wrong. No meaning depends on a colour alone.
 STYLES: dict[Tone, str] = {"strong": "bold", "muted": "dim", "good": "green", "bad": "bold red", "warn": "yellow"}
 
 AXIS_STYLES = {"heads": "magenta", "kv_heads": "magenta", "query": "cyan", "key": "bright_blue", "head_dim": "green"}

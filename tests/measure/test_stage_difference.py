@@ -45,7 +45,7 @@ def test_scores_of_other_head_counts_are_compared_by_their_mean():
     scores = torch.arange(2 * 3 * 5 * 7.0).view(2, 3, 5, 7)
     mean = scores.mean(dim=1, keepdim=True)
     same = compare_stage("scores", scores, mean, exactly)
-    assert (same.outcome, same.compared) == ("same", "the mean over heads")
+    assert (same.verdict, same.compared) == ("same", "the mean over heads")
     differs = compare_stage("scores", scores, mean + 1, lambda: 0.01)
     assert differs.max_abs_difference == pytest.approx(1)
     assert (differs.verdict, differs.times_noise) == ("differs", pytest.approx(100))

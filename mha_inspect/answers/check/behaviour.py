@@ -242,6 +242,8 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
             if list(slots(evidence)):
                 evidence.failed.add("cache")
         evidence.require_passed("cache")
+        if any(attention.divided for attention, _ in evidence.run.attentions):
+            return _by_the_sum(evidence, place, early, changed)
         return Finding(
             "causal",
             "An output depends on a future token that has no attention weight: another operation mixes positions.",
@@ -250,6 +252,19 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
             fix="Check norms, convolutions and means over the positions.",
         )
     return None
+
+
+def _by_the_sum(evidence: Evidence, place: int, early: list[int], changed: Tensor) -> Finding:
+    """Return the finding for weights that the code divides by a sum of its own, which may count masked keys."""
+    return Finding(
+        "causal",
+        "An output depends on a future token that has no weight itself: the sum that divides the weights, or another "
+        "operation, reads it.",
+        f"Changing token {place} changes the output at position {early[-1]} by "
+        f"{float(changed[0, early[-1]]):.3g}, and at {len(early) - 1} more before it.",
+        source=evidence.scores_line,
+        fix="Mask before the sum over the keys is taken; then check norms and means over the positions.",
+    )
 
 
 def _not_as_called(evidence: Evidence) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from ...errors import InputError
 from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.score_formulas import unlike_dot
+from ...naming.stage_facts import StageFacts
 from ...record.arguments import tensors_in
 from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
@@ -147,16 +148,46 @@ def judged(subject: Subject, run: Run, state: State) -> tuple[Finding, ...]:
     evidence = Evidence(
         runner, runner.subject, Intent(), Arguments(subject), run, given, on_meta=on_meta, once=True, again=None
     )
-    if not run.attentions:
-        return tuple(lone_softmaxes(evidence))
+    try:
+        return tuple(map(_with_way, _findings_of_one_run(evidence)))
+    finally:
+        # Functions of the checks refer to it in circles, which would keep the tensors until the collector runs.
+        vars(evidence).clear()
+
+
+def _findings_of_one_run(evidence: Evidence) -> list[Finding]:
+    """Return the findings of the checks that need no other run, the sure ones first."""
+    if not evidence.run.attentions:
+        return list(lone_softmaxes(evidence))
     findings = list[Finding]()
     for name in _OF_ONE_RUN:
         results = list(_results(evidence, name, _CHECKS[name]))
         findings += [result for result in results if isinstance(result, Finding)]
         evidence.failed.update(_failed(results))
+    findings += _drops_in_eval(evidence)
     order = list(CHECKS)
     findings.sort(key=lambda finding: (not finding.sure, order.index(finding.check)))
-    return tuple(map(_with_way, findings))
+    return findings
+
+
+def _drops_in_eval(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first attention whose weights are dropped at random although every module is in eval mode."""
+    if any(part.training for part in evidence.subject.module.modules()):
+        return
+    kernels = evidence.run.recording.kernels
+    for attention, _ in evidence.run.attentions:
+        softmax = attention.softmax
+        in_kernel = softmax.kernel is not None and kernels[softmax.kernel].drops
+        if in_kernel or StageFacts(evidence.run.graph, attention, {}).drops():
+            yield Finding(
+                "repeat",
+                "Weights are dropped at random although the module is in eval mode.",
+                "This run was in eval mode, and a dropout changed the weights.",
+                source=attention.value_product.op.source,
+                module=attention.module,
+                fix="Drop only in training: F.dropout(weights, p, self.training), or dropout_p=p * self.training.",
+            )
+            return
 
 
 def _with_way(finding: Finding) -> Finding:

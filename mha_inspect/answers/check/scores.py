@@ -271,19 +271,22 @@ def _final_weights(evidence: Evidence, attention: Attention) -> Tensor | None:
 
 
 def _undone(evidence: Evidence, attention: Attention, op: Op) -> tuple[str, str, str] | None:
-    """Return sentence, evidence and fix if a later step, e.g. a tanh that caps the scores, undoes a mask; else None."""
-    number = _filled(op, [evidence.content(tensor) for tensor in op.inputs]) if op.does("fills_where") else None
+    """Return sentence, evidence and fix if a later step, e.g. a tanh that caps the scores, undoes a mask; else None.
+
+    What the mask did is read from the scores after it, whether it fills in a number or adds one.
+    """
     filled, scores = (evidence.content(tensor) for tensor in (op.output, attention.softmax.inputs[0]))
-    weights = _final_weights(evidence, attention)
-    if number is None or filled is None or scores is None or number > -1e3 or filled.shape != scores.shape:
+    if filled is None or scores is None or filled.shape != scores.shape or not filled.is_floating_point():
         return None
+    masked = filled <= -_STRONG
     # A query with every key masked out has no weights of a meaning, e.g. zeros against NaN.
-    undone = (filled == number) & (scores > -1e3) & ~(filled == number).all(-1, keepdim=True)
-    if not undone.any() or not _weighs(weights, undone):
+    undone = masked & (scores > -_STRONG) & ~masked.all(-1, keepdim=True)
+    if not undone.any() or not _weighs(_final_weights(evidence, attention), undone):
         return None
     return (
         "A step between the mask and the softmax undoes the mask: a masked key gets weight.",
-        f"The mask fills in {number:.3g}, and the softmax gets {float(scores[undone].max()):.3g} there.",
+        f"The mask makes a score {float(filled[undone].max()):.3g}, and the softmax gets "
+        f"{float(scores[undone].max()):.3g} there.",
         "Apply the mask last, just before the softmax.",
     )
 

@@ -306,3 +306,48 @@ def test_positions_that_a_view_mixes_are_not_called_heads_within_a_token() -> No
     assert "split without transpose" in finding.sentence
     assert "within each token" not in finding.sentence
     assert "sees only" not in finding.sentence
+
+
+class Capped(Scored):
+    """A causal mask that is added, and then capped by a tanh; or the cap first."""
+
+    cap_first = False
+
+    def weights(self, scores: Tensor, keep: Tensor) -> Tensor:
+        mask = torch.full(scores.shape[-2:], -torch.inf).triu(1)
+        if self.cap_first:
+            return ((scores / 5).tanh() * 5 + mask).softmax(-1)
+        return (((scores + mask) / 5).tanh() * 5).softmax(-1)
+
+
+@pytest.mark.parametrize("cap_first", [True, False])
+def test_a_cap_after_an_added_mask_undoes_it(cap_first: bool) -> None:
+    module = Capped()
+    module.cap_first = cap_first
+    findings = checked(module, (6, 6), 6).findings
+    assert [finding.check for finding in findings] == [] if cap_first else ["masking"]
+    assert cap_first or "undoes the mask" in findings[0].sentence
+
+
+class Summed(nn.Module):
+    """Softmax by hand, whose sum counts masked keys, or does not."""
+
+    def __init__(self, *, right: bool) -> None:
+        super().__init__()
+        self.right = right
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (side.unflatten(-1, (HEADS, -1)).transpose(1, 2) for side in self.qkv(x).chunk(3, -1))
+        scores = (q @ k.mT * (WIDTH // HEADS) ** -0.5).exp()
+        seen = scores.tril()
+        total = (seen if self.right else scores).sum(-1, keepdim=True)
+        return self.out((seen @ v / total).transpose(1, 2).flatten(2))
+
+
+def test_a_sum_that_counts_masked_keys_is_no_mixing_of_positions() -> None:
+    x = torch.randn(2, 6, WIDTH)
+    assert check(Subject(Summed(right=True).eval(), (x,), {}), Intent(causal=True)).findings == ()
+    (finding,) = check(Subject(Summed(right=False).eval(), (x,), {}), Intent(causal=True)).findings
+    assert "the sum that divides the weights" in finding.sentence
+    assert "sum" in finding.fix
