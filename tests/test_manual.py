@@ -117,3 +117,10 @@ def test_an_unknown_page_is_refused_with_the_pages(invoke: Callable[..., Any]) -
     code, out, err = invoke("help", "mask")
     assert (code, out) == (2, "")
     assert "Did you mean masks?" in err
+
+
+@pytest.mark.parametrize("topic", TOPICS)
+def test_a_line_to_copy_is_one_line_on_a_small_terminal(topic: str) -> None:
+    """Rich indents a block of code by one, and breaks it at the width of the page."""
+    blocks = re.findall(r"^```\w+\n(.*?)^```$", page(topic), re.M | re.S)
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 78] == []

@@ -14,7 +14,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import reduce
 from inspect import Parameter
 from itertools import count
@@ -206,12 +206,23 @@ def bind(
     if missing:
         left = [key for key in bound.left if key not in bound.names]
         unknown = f" {flag} {left[0]} is not one of its arguments ({', '.join(bound.names)})." if left else ""
+        them = "it" if len(missing) == 1 else "them"
+        values = [f"{flag} {argument}=VALUE" for argument in missing]
+        may_be = "".join(_as_a_class(flag, argument, namespace) for argument in missing)
         raise SpecError(
-            f"{name} needs {', '.join(missing)}, and mha-inspect has no option for it.{unknown} "
-            f"Give {' '.join(f'{flag} {argument}=VALUE' for argument in missing)}, "
-            "or name a function that returns the module."
+            f"{name} needs {', '.join(missing)}, and mha-inspect has no option for {them}.{unknown} "
+            f"Give {' '.join(values)}, or name a function that returns the module.{may_be}"
         )
     return bound
+
+
+def _as_a_class(flag: str, argument: str, namespace: Mapping[str, Any]) -> str:
+    """Return a sentence that a config may be the only dataclass of the file; empty for other arguments."""
+    is_config = any(word in argument.lower() for word in ("config", "cfg", "args", "hparams", "params"))
+    classes = [name for name, value in namespace.items() if isinstance(value, type) and is_dataclass(value)]
+    if not is_config or len(classes) != 1:
+        return ""
+    return f" A class may be the value: {flag} {argument}={classes[0]}."
 
 
 def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:

@@ -65,18 +65,23 @@ def names_in_file(path: Path) -> list[str]:
     return [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
 
 
+def imported(where: str) -> ModuleType:
+    """Return a module by its name or the path of its file. Raises `InputError` if it cannot be imported."""
+    try:
+        return _load_file(where) if where.endswith(".py") else _load_module(where)
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:  # the file's own code may raise anything
+        raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+
+
 def load_object(text: str) -> tuple[Any, ModuleType]:
     """Return the object that a target names, and its module.
 
     Raises `InputError` if the module cannot be imported, or has no such name.
     """
     where, name = split_target(text)
-    try:
-        module = load_file(where) if where.endswith(".py") else _load_module(where)
-    except InputError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise InputError(f"{shown(where)} cannot be imported: {in_one_line(error)}") from None
+    module = imported(where)
     value: Any = module
     owner = where
     for part in name.split("."):
@@ -128,7 +133,7 @@ def _load_module(name: str) -> ModuleType:
         ) from None
 
 
-def load_file(where: str) -> ModuleType:
+def _load_file(where: str) -> ModuleType:
     """Import a file by its path, with its folder on the import path as in `python file.py`.
 
     A file in a package is imported as a part of it, so that its relative imports work.

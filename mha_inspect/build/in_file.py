@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import InputError, MhaInspectError
 from ..text import first_few, listed, shown
-from .importing import load_file
+from .importing import imported
 from .target import Target
 
 
@@ -85,7 +85,7 @@ def names_by_level(file: str) -> list[list[str]]:
 
     they are `[["Block"], ["Attention"]]`. Raises `InputError` if the file cannot be imported.
     """
-    module = load_file(file)
+    module = imported(file)
     named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     built = [name for name, value in named.items() if isinstance(value, nn.Module)]
     classes = [name for name, value in named.items() if _is_class_of(module, value)]

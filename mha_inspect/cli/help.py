@@ -117,10 +117,10 @@ SHORT = {
         ("compare-heads my_model.py --heads 1,2,4", "compare-heads --heads 1,8 --picture", "compare-heads --steps 100"),
     ),
     "diff": ShortHelp(
-        "diff LEFT [RIGHT] [OPTIONS]",
+        "diff [LEFT] [RIGHT] [OPTIONS]",
         "Show where two layers, modules or checkpoints differ, with the same weights.",
         (
-            ("LEFT, RIGHT", "targets as in trace, layers, or two files of weights"),
+            ("LEFT, RIGHT", "as in trace, or two files of weights [torch, per-head]"),
             ("--left-set NAME=VALUE", "a setting of the left side alone; repeatable"),
             ("--right-set NAME=VALUE", "a setting of the right side alone; repeatable"),
             ("--left-module PATH", "a module of the left model"),

@@ -41,6 +41,8 @@ GONE = {
     "--batch-row": "the library draws any batch item: stage.picture(batch_row=1) of mha_inspect.recording().",
     "--format": "give --json or --plain; a terminal gets a table.",
     "check --train": "check runs in eval, and compares training itself.",
+    "--evidence-only": "mha-inspect trace judges its one run.",
+    "--small": "--set num_hidden_layers=2 and other sizes make a model small.",
     "check --evidence-only": "mha-inspect trace judges its one run.",
     "--edge-items": "--values --json prints every element.",
     "--precision": "--values --json prints every digit.",
@@ -133,7 +135,7 @@ def _no_such_option(asked: str, ctx: Any) -> str:
     if ctx.parent is not None and homes:
         return f"{ctx.info_name} has no option {name}: it belongs to {listed(homes)}.{near}"
     if ctx.parent is not None:
-        return f"{ctx.info_name} has no option {name}.{near} All options: {ctx.command_path} --help"
+        return f"{ctx.info_name} has no option {name}.{near} All options: {ctx.command_path} --help-all"
     if homes:
         return f"{name} comes before the command. Put options after it, e.g. {homes[0][1:-1]} {name}."
     return f"there is no option {name} before the command.{near} All options: mha-inspect --help"

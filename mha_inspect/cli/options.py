@@ -123,7 +123,8 @@ def _paint(asked: Literal["auto", "always", "never"]) -> str:
 TARGET = typer.Argument(
     None,
     metavar="[TARGET]",
-    help=f"A module of your own: {FORMS}. Importing it runs its code. Without it, a layer is built from the options.",
+    help=f"A module of your own: {FORMS}, or the name of a layer. Importing it runs its code. "
+    "Without it, a layer is built from the options.",
     show_default=False,
     rich_help_panel="Target",
 )

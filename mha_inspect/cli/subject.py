@@ -15,7 +15,7 @@ from ..files.memory import limited_to_what_is_free
 from ..layers.catalog import LAYERS
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
 from ..render.screen import Tick, progress
-from ..text import first_few, shown
+from ..text import did_you_mean, first_few, shown
 from .messages import does_not_fit, say
 from .options import FORMS, Options, counts, how_to_give_sizes, is_target
 from .output import give
@@ -148,6 +148,8 @@ def check_target(
 
     if not is_target(text):
         if is_checkpoint(text):
+            if not Path(text).exists():
+                raise SpecError(f"{shown(text)} was not found. Give the path of a file that is there.")
             raise SpecError(
                 f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use `mha-inspect params "
                 f"{shown(text)}`."
@@ -166,7 +168,10 @@ def check_target(
         way = how_to_give_sizes(command)
         if text in LAYERS and not beside_layer:
             way = f"for the layer of this name: mha-inspect {command} --layer {text}"
-        raise SpecError(f"{shown(text)} is not a target: write {FORMS}. {way[0].upper()}{way[1:]}.")
+        near = did_you_mean(text, LAYERS)
+        raise SpecError(
+            f"{shown(text)} is not a target: write {FORMS}, or the name of a layer.{near} {way[0].upper()}{way[1:]}."
+        )
     if not text.startswith("hf:") and not is_file_alone(text):
         split_target(text)
     if "layer" in options.typed and not beside_layer:

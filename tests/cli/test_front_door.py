@@ -71,6 +71,25 @@ FILES = {
     "built.py": BUILT,
     "mlp.py": MLP_ALONE,
     "nothing.py": "number = 1\n",
+    "syntax.py": "def f(:\n",
+    "needs_library.py": "import nosuchlibrary\n",
+    "raising.py": "raise ValueError('on import')\n",
+    "leaving.py": "raise SystemExit(3)\n",
+    "config.py": """
+from dataclasses import dataclass
+from torch import nn
+
+@dataclass
+class Sizes:
+    width: int = 8
+
+class Layer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(config.width, 2, batch_first=True)
+    def forward(self, x):
+        return self.attention(x, x, x)[0]
+""",
 }
 
 
@@ -117,6 +136,11 @@ def test_a_target_alone_is_traced(invoke: Program, typed: str, name: str, attent
 
 
 @pytest.mark.usefixtures("here")
+def test_a_config_is_made_as_the_refusal_says(invoke: Program) -> None:
+    assert report(invoke, "config.py --set config=Sizes")["attentions"][0]["num_heads"] == 2
+
+
+@pytest.mark.usefixtures("here")
 def test_a_module_that_the_file_built_is_taken_as_it_is(invoke: Program) -> None:
     (attention,) = report(invoke, "built.py")["attentions"]
     assert (attention["num_heads"], attention["head_dim"]) == (4, 2)
@@ -154,6 +178,13 @@ def test_a_checkpoint_alone_is_its_parameters(invoke: Program) -> None:
         ("trcae", "Did you mean trace?"),
         ("nobody", "no command, no file"),
         ("trace bert --layer torch", "two layers"),
+        ("syntax.py", "syntax.py cannot be imported: SyntaxError"),
+        ("needs_library.py", "needs_library.py cannot be imported: ModuleNotFoundError"),
+        ("check raising.py", "raising.py cannot be imported: ValueError: on import"),
+        ("params leaving.py", "leaving.py cannot be imported: SystemExit"),
+        ("config.py", "A class may be the value: --set config=Sizes"),
+        ("trace nosuch.pt", "nosuch.pt was not found"),
+        ("trace splitheads", "Did you mean split-heads?"),
     ],
 )
 @pytest.mark.usefixtures("here")
