@@ -157,7 +157,8 @@ def test_focus_tells_several_attentions_apart(x):
 def test_a_frozen_parameter_does_not_move(x):
     report = compared((1, 3), x, asked={"steps": 1}, frozen=True)
     unmoved = [part.part for part in report.training.counts[1].parts if part.moved == 0]
-    assert unmoved == ["q.weight", "q.bias"]
+    # The gradient of k.bias is zero but for rounding: it adds the same to all scores of a query.
+    assert {"q.weight", "q.bias"} <= {*unmoved} <= {"q.weight", "q.bias", "k.bias"}
     assert report.training.counts[1].verdict == "differs"
 
 

@@ -106,7 +106,7 @@ RETURNED_WEIGHTS = ["--need-weights", "--average-weights"]
         ("params", ["--ops", "--grad", *RETURNED_WEIGHTS]),
         ("compare-heads", [*NUMBERS, *RETURNED_WEIGHTS, "--grad"]),
         ("diff", [*NUMBERS, *RETURNED_WEIGHTS]),
-        ("check", [*NUMBERS, *RETURNED_WEIGHTS, "--grad"]),
+        ("check", [*NUMBERS, *RETURNED_WEIGHTS, "--grad", "--train"]),
     ],
 )
 def test_a_command_takes_what_it_has_a_use_for(invoke, command, without):

@@ -134,10 +134,11 @@ def test_heads_that_were_never_transposed_attend_within_tokens(make: type[nn.Mod
     assert "attention runs over the heads within each token, and no token attends to another" in sentence
     assert "few tokens" not in sentence
     assert not any(fact.name == "who sees whom" for fact in report.facts)
-    (attention,) = mha_inspect.trace(make(), torch.randn(*shape)).attentions
+    trace = mha_inspect.trace(make(), torch.randn(*shape))
+    (attention,) = trace.attentions
     assert attention.kind == ("self", "over the heads within each token")
     assert attention.num_heads == attention.num_kv_heads == 3
-    assert any("no token attends to another" in note for note in attention.notes)
+    assert any("no token attends to another" in finding.sentence for finding in trace.findings)
 
 
 @pytest.mark.parametrize("length", [6, 9, 12])
