@@ -634,7 +634,8 @@ def test_a_forward_that_raises_under_another_input_is_told() -> None:
 def test_the_assertion_tells_the_fix() -> None:
     torch.manual_seed(0)
     assert_attention_is_right(Right(), torch.randn(B, N, E))
-    with pytest.raises(AssertionError, match=r"heads: .*cases\.py:\d+\nThe heads are merged .*\nevidence .*\nfix "):
+    said = r"^1 problem: The heads are merged (.*\n)*1\. heads: .*cases\.py:\d+\nevidence .*\nfix "
+    with pytest.raises(AssertionError, match=said):
         assert_attention_is_right(MADE["MergedByReshape"](True), torch.randn(B, N, E))
 
 
