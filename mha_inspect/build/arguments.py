@@ -165,7 +165,8 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     hints: dict[str, Any] = {}
     with suppress(Exception):  # an annotation may name something undefined
         # A class has the hints of its __init__; mypy objects (misc) that a subclass may change it.
-        hints = typing.get_type_hints(function.__init__ if isinstance(function, type) else function)  # type: ignore[misc]
+        made_by = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]  # of that class alone
+        hints = typing.get_type_hints(made_by)
     return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
 
 

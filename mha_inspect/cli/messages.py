@@ -16,6 +16,7 @@ from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException
 from ..build.vocabulary import dashed, flag_of
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_out_of_memory
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
+from .help import SHORT
 from .output import unwritable
 from .ranks import place
 
@@ -135,7 +136,8 @@ def _no_such_option(asked: str, ctx: Any) -> str:
     if ctx.parent is not None and homes:
         return f"{ctx.info_name} has no option {name}: it belongs to {listed(homes)}.{near}"
     if ctx.parent is not None:
-        return f"{ctx.info_name} has no option {name}.{near} All options: {ctx.command_path} --help-all"
+        whole = "--help-all" if ctx.info_name in SHORT else "--help"
+        return f"{ctx.info_name} has no option {name}.{near} All options: {ctx.command_path} {whole}"
     if homes:
         return f"{name} comes before the command. Put options after it, e.g. {homes[0][1:-1]} {name}."
     return f"there is no option {name} before the command.{near} All options: mha-inspect --help"

@@ -67,6 +67,8 @@ LINES: list[tuple[str, ...]] = [
     ("trcae", "trcae is no command", "Did you mean trace?"),
     ("compare", "Did you mean compare-heads?"),
     ("model.py:Attention", "model.py has no Attention"),
+    ("help --emed-dim 3", "All options: mha-inspect help --help"),
+    ("trace --emed-dim 3", "All options: mha-inspect trace --help-all"),
     ("--versoin", "Did you mean --version?"),
     ("-help", "there is no option -help before the command. Did you mean --help?"),
     ("--verbose", "there is no option --verbose before the command. All options: mha-inspect --help"),

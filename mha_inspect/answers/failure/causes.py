@@ -359,7 +359,11 @@ def _unjoined(x: Operand, takes: int) -> Iterator[Suspect]:
     if heads not in (None, features) and features is not None and x.shape[heads] * x.shape[features] == takes:
         is_behind = heads == len(x.shape) - 2
         swap = "" if is_behind else ".transpose(1, 2)"
-        joined: Edit = lambda tensor: (tensor if is_behind else tensor.transpose(1, 2)).flatten(-2)  # noqa: E731
+
+        def joined(tensor: Tensor) -> Tensor:
+            """Return `batch sequence (heads head_dim)` of the operand."""
+            return (tensor if is_behind else tensor.transpose(1, 2)).flatten(-2)
+
         way = f"{x.name}{swap}.flatten(-2): move heads after the sequence, then merge them with their features"
         yield Suspect(
             "heads_not_joined",
