@@ -159,9 +159,12 @@ class Recorder(TorchDispatchMode):
         self._name(self._buffers, buffers.values())
 
     def _name(self, names: list[Named], tensors: Iterable[tuple[str, Tensor]]) -> None:
-        look = self._tensors.look
-        # A parameter that is not trained may be a table of positions.
-        self._entries.append((names, [(name, look(tensor, not tensor.requires_grad)) for name, tensor in tensors]))
+        looks = []
+        for name, tensor in tensors:
+            self._tensors.leave_uncounted(tensor)
+            # A parameter that is not trained may be a table of positions.
+            looks.append((name, self._tensors.look(tensor, not tensor.requires_grad)))
+        self._entries.append((names, looks))
 
     def take_inputs(self, arguments: Mapping[str, Any]) -> None:
         """Note the names of the tensors in the arguments."""

@@ -48,6 +48,11 @@ def look_at(tensor: Tensor) -> Look:
     return ref(tensor), 0, () if nn.parameter.is_lazy(tensor) else tuple(tensor.shape), (), tensor.dtype
 
 
+def is_with_tensor(look: Look) -> bool:
+    """Return whether the tensor of a look was kept, as its last part."""
+    return len(look) > 6
+
+
 def _number(tensor: Tensor) -> float | None:
     """Return the number in a real zero-dimensional tensor on the CPU; None for any other tensor."""
     if tensor.device.type == "cpu" and not tensor.dtype.is_complex:
@@ -84,7 +89,7 @@ class Tensors:
         self.is_full = False
         """Whether they took more: no tensor is kept any more."""
         self._counted = set[ref[Any]]()
-        """The memory that was counted."""
+        """The memory that was counted, or that came from outside the run."""
         self._looks: dict[Look, Look] = {}
         """Every look so far, to share equal ones and save memory."""
         self._outside: list[tuple[Look, Callable[[], Tensor | None], int]] = []
@@ -118,16 +123,26 @@ class Tensors:
             return *known[:5], known[5] if len(known) > 5 else None, tensor.detach()
         return known
 
+    def leave_uncounted(self, tensor: Tensor) -> None:
+        """Take the memory of a parameter or an input as there before the run: it takes no room."""
+        if self.room is not None:
+            self._counted.add(look_at(tensor)[0])
+
     def _has_room(self, tensor: Tensor, memory: ref[Any], from_outside: bool) -> bool:
         """Count the memory of a tensor that the run made, and return whether tensors may still be kept."""
         if self.room is None:
             return True
-        if not self.is_full and not from_outside and memory not in self._counted:
-            self._counted.add(memory)
+        if self.is_full:
+            return False
+        if memory in self._counted:
+            return True
+        self._counted.add(memory)
+        # A view of a parameter takes no memory that the parameter did not take before.
+        if not from_outside:
             self.room -= tensor.nbytes
             self.is_full = self.room < 0
-            if self.is_full:
-                self.values.clear()
+        if self.is_full:
+            self.values.clear()
         return not self.is_full
 
     def note(self, value: Any) -> Any:
@@ -195,7 +210,7 @@ class Tensors:
 
     def stand_in(self, look: Look) -> Tensor:
         """Return the tensor of a look if it was kept; else an empty meta tensor that is identified with it."""
-        if len(look) > 6:
+        if is_with_tensor(look):
             return look[6]  # type: ignore[no-any-return]  # the tensor that is kept, of a tuple of any things
         self.read(look)
         memory, offset, shape, stride, dtype = look[:5]

@@ -30,7 +30,7 @@ from .recorder import Entry, Recorder
 from .rounding import STEP, Rounding, max_difference, rounding_error
 from .sight import Sight, hides_by_scores, sight_of, sight_of_kernel
 from .site import put_on, take_off
-from .tensors import Tensors
+from .tensors import Tensors, is_with_tensor
 from .without_numbers import described
 
 _Key = torch._C.DispatchKey
@@ -176,7 +176,9 @@ class XRay(Recorder):
 
     def _run_leaf(self, place: int, known: About, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a kernel as it is, note what its steps will need later, and return its result."""
-        keep, note = self._tensors.keep, self._tensors.note
+        note = self._tensors.note
+        # Tensors that are kept only while there is room may be gone when the kernel is opened.
+        is_kept = self._tensors.keep and self._tensors.room is None
         noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         self._callers.note(self._asking)
@@ -188,7 +190,7 @@ class XRay(Recorder):
                 shapes_only = not results[0].is_meta and call.size(results) > self._budget
                 with suppress(Exception):  # unusual tensors may raise anything: keep what succeeded
                     sight = self._sight_of_call(call, results)
-                    if not keep and _is_comparable(results[0]):
+                    if not is_kept and _is_comparable(results[0]):
                         check = self._later(*call.of_few(results, place + 1))
                 opening = _Opening(place, func, shapes_only, sight, check)
             except Exception as error:
@@ -268,10 +270,11 @@ class XRay(Recorder):
 
         If tensors are kept the steps are computed; else they get shapes only, from tensors on meta.
         """
-        tensors, keeps = self._tensors, self._tensors.keep
+        tensors, keep = self._tensors, self._tensors.keep
         known, args, kwargs, results, _, site, number, place, *_ = entry
         call = read_kernel(opening.func, _given(tensors, args), _given(tensors, kwargs))
-        computed = keeps and not opening.shapes_only
+        is_kept = keep and all(is_with_tensor(look) for look in results)
+        computed = is_kept and not opening.shapes_only
         note = tensors.note
 
         def add(known: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
@@ -293,14 +296,14 @@ class XRay(Recorder):
             for last, outputs in zip(steps, looks, strict=True):
                 add(LINK, (last,), {"kernel": known.name}, outputs, "copy", None)
         finally:
-            tensors.keep = keeps
+            tensors.keep = keep
         self._callers.whole.add(number)
         if call.dropout > 0:
             reason = "not compared: the kernel applies dropout, and its steps do not"
             return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
         check = opening.check
-        whole: list[Any] = [look[6] for look in results] if keeps else []
-        if keeps and _is_comparable(whole[0]):
+        whole: list[Any] = [look[6] for look in results] if is_kept else []
+        if is_kept and _is_comparable(whole[0]):
             few, rows = call.of_few(whole, opening.place + 1, steps if computed else None)
             check = partial(_judged, few, rows, max(map(max_difference, whole, steps)) if computed else None)
         return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})

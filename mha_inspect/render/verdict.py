@@ -69,6 +69,8 @@ def _of_trace(trace: Trace) -> Paragraph:
     suspicions = [_problem(finding) for finding in trace.findings if not finding.sure]
     if problems or suspicions:
         return _counted(problems, suspicions)
+    if not trace.attentions and trace.path.not_opened:
+        return Paragraph("no attention found: a fused kernel of this run was not opened", "warn")
     if not trace.attentions:
         return Paragraph("no attention in this run: nothing here computes softmax(QKᵀ)V", "warn")
     what = _attentions(trace.attentions)

@@ -13,7 +13,7 @@ from torch import nn
 import mha_inspect
 from mha_inspect.layers.spec import Show
 from mha_inspect.record.tensors import unshared
-from mha_inspect.running.subject import Subject
+from mha_inspect.running.subject import Subject, run_and_record
 
 
 class Caching(nn.Module):
@@ -135,3 +135,36 @@ def test_a_view_that_is_made_twice_keeps_its_content() -> None:
     recording = Subject(Slots(), (torch.ones(3),), {}, grad=False).recorded(keep=True).recording
     read = [op.inputs[1] for op in recording.ops if op.base_name == "index_put_"]
     assert [recording.values[tensor.id].tolist() for tensor in read] == [[0, 1, 2], [0, 1, 2]]
+
+
+class _TwoKernels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(24, 72)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            heads = (part.unflatten(-1, (4, 6)).transpose(1, 2) for part in self.project(x).chunk(3, -1))
+            x = nn.functional.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2)
+        return x
+
+
+@pytest.mark.parametrize("room", [0, 3_000, 9_000, 15_000, 20_000, 25_000, 30_000, 40_000, 1 << 30])
+def test_a_kernel_is_opened_and_compared_whether_or_not_its_tensors_have_room(room: int) -> None:
+    torch.manual_seed(0)
+    with torch.no_grad():
+        run = run_and_record(_TwoKernels(), (torch.randn(2, 7, 24),), {}, keep=True, room=room)
+    assert [kernel.opened for kernel in run.recording.kernels] == [True, True]
+    assert [kernel.note for kernel in run.recording.kernels] == ["", ""]
+    checks = [kernel.check for kernel in run.recording.kernels]
+    assert all(check is not None and check.times < 8 for check in checks)
+    assert len(run.attentions) == 2
+
+
+def test_parameters_take_no_room_of_the_tensors_of_a_run() -> None:
+    module, x = nn.Linear(300, 200), torch.randn(2, 300)
+    with torch.no_grad():
+        run = run_and_record(module, (x,), {}, keep=True, room=2 * 200 * 4)
+        full = run_and_record(module, (x,), {}, keep=True, room=2 * 200 * 4 - 1)
+    assert run.recording.values
+    assert not full.recording.values

@@ -36,3 +36,10 @@ def test_a_trace_without_findings_is_green_only_if_it_was_judged() -> None:
     assert (judged.tone, judged.text.partition(":")[0]) == ("good", "nothing wrong in this run")
     assert (unjudged.tone, unjudged.text.partition(":")[0]) == ("", "ran, not judged")
     assert verdict_of(replace(TRACE, attentions=())).text.startswith("no attention in this run")
+
+
+def test_a_kernel_that_was_not_opened_may_be_an_attention() -> None:
+    closed = replace(TRACE.path, not_opened=("aten._scaled_dot_product_flash_attention: no room",))
+    said = verdict_of(replace(TRACE, attentions=(), path=closed))
+    assert said is not None
+    assert said.text == "no attention found: a fused kernel of this run was not opened"
