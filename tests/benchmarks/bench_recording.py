@@ -6,16 +6,23 @@ import math
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import mha_inspect
 from mha_inspect.__main__ import run
+from mha_inspect.answers.trace import traced
+from mha_inspect.layers.spec import Show
+from mha_inspect.running.subject import Subject
 
 from .conftest import cpu_time
-from .models import blocks, model_and_input
+from .models import Gpt, blocks, model_and_input
+
+Run = Callable[[torch.nn.Module, torch.Tensor], Any]
 
 _GPT2, _BERT, _LARGE = "gpt2-like, 12 x 256, 2 x 64", "BERT-like, 12 x 768, 4 x 128", "24 x 1024, 1 x 256"
 
@@ -30,23 +37,50 @@ def _debug_mode(model: torch.nn.Module, x: torch.Tensor) -> None:
         model(x)
 
 
-def test_beside_torchs_debug_mode(add_row):
-    """What each adds to a plain forward, all in turn, beside what torch's own DebugMode adds to it."""
-    model, x = model_and_input(_GPT2)
-    runs = {"plain": lambda model, x: model(x), "DebugMode": _debug_mode}
-    runs |= {"recording()": _record, "trace": mha_inspect.trace}
+def _unjudged(model: torch.nn.Module, x: torch.Tensor) -> None:
+    traced(Subject(model, (x,), {}), Show(), keep=False)
+
+
+def _times(runs: dict[str, Run], model: torch.nn.Module, x: torch.Tensor, rounds: int) -> dict[str, float]:
+    """Return the median CPU time of each, run in turn; the first round warms up."""
     took: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
-        for _ in range(27):
+        for _ in range(rounds + 1):
             for name, run_it in runs.items():
                 start = cpu_time()
                 run_it(model, x)
                 took[name].append(cpu_time() - start)
-    plain = statistics.median(took["plain"][2:])
-    added = {name: statistics.median(times[2:]) - plain for name, times in took.items()}
-    for name, bound in (("recording()", 0.45), ("trace", 1.5)):
-        detail = f"{added[name] * 1e3:.1f} ms against {added['DebugMode'] * 1e3:.1f} ms, plain {plain * 1e3:.1f} ms"
-        add_row(f"what {name} adds, {_GPT2}", "what DebugMode adds", added[name] / added["DebugMode"], bound, detail)
+    return {name: statistics.median(times[1:]) for name, times in took.items()}
+
+
+def test_beside_torchs_debug_mode(add_row):
+    """What each adds to a plain forward, all in turn, beside what torch's own DebugMode adds to it.
+
+    A machine's speed is in both, so the ratios of two commits compare where both ran on one machine.
+    """
+    model, x = Gpt(12, 256).eval(), torch.randint(0, 1000, (2, 64))
+    runs: dict[str, Run] = {"plain": lambda model, x: model(x), "DebugMode": _debug_mode, "recording()": _record}
+    runs |= {"trace, not judged": _unjudged, "trace": mha_inspect.trace}
+    times = _times(runs, model, x, 15) | _times({"params": mha_inspect.params}, model, x, 5)
+    added = {name: time - times["plain"] for name, time in times.items()}
+    bounds = {"recording()": 0.45, "trace, not judged": 1.2, "trace": 1.5, "params": 2.1}
+    for name, bound in bounds.items():
+        detail = (
+            f"{added[name] * 1e3:.1f} ms against {added['DebugMode'] * 1e3:.1f} ms, plain {times['plain'] * 1e3:.1f} ms"
+        )
+        add_row(f"what {name} adds, 12 x 256", "what DebugMode adds", added[name] / added["DebugMode"], bound, detail)
+
+
+def test_equal_layers(add_row):
+    """What a further equal layer costs in `trace` beyond `recording()`, in ms."""
+    x, beyond = torch.randint(0, 1000, (2, 64)), {}
+    for layers, rounds in ((12, 5), (48, 3), (192, 1)):
+        times = _times({"recording()": _record, "trace": _unjudged}, Gpt(layers, 64).eval(), x, rounds)
+        beyond[layers] = (times["trace"] - times["recording()"]) * 1e3
+    for few, many in ((12, 48), (48, 192)):
+        detail = f"{beyond[many]:.0f} ms against {beyond[few]:.0f} ms"
+        each = (beyond[many] - beyond[few]) / (many - few)
+        add_row(f"trace beyond recording(), ms a layer, {few} to {many} layers", "one", each, 1.5, detail)
 
 
 @pytest.mark.parametrize(

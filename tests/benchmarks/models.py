@@ -32,6 +32,36 @@ def blocks(layers: int, width: int, heads: int, *, causal: bool = True) -> nn.Mo
     return nn.Sequential(*(Block(width, heads, causal) for _ in range(layers))).eval()
 
 
+class Gpt(nn.Module):
+    """A language model of tokens and learned positions, with torch's gelu and causal kernel."""
+
+    def __init__(self, layers: int, width: int, heads: int = 8, tokens: int = 1000, length: int = 64) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(tokens, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(_GptBlock(width, heads) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, tokens, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return `batch query tokens`."""
+        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(self.norm(x))
+        return logits
+
+
+class _GptBlock(Block):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads, causal=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `batch query embed`."""
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(self.before(x)).chunk(3, -1))
+        context = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(context.transpose(1, 2).flatten(2))
+        return x + self.down(nn.functional.gelu(self.up(self.after(x))))
+
+
 SIZES = {
     "gpt2-like, 12 x 256, 2 x 64": (12, 256, 4, 2, 64),
     "BERT-like, 12 x 768, 4 x 128": (12, 768, 12, 4, 128),
