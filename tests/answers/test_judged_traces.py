@@ -14,16 +14,9 @@ from torch import nn
 import mha_inspect.errors
 from mha_inspect.answers.trace import ROOM
 
-from ..foreign import styles
 from .check.cases import CASES, Case
 from .check.mutants import IDIOMS, MUTANTS
 from .check.test_mutants import arguments, module_of, mutated
-
-STYLES = [
-    value
-    for value in vars(styles).values()
-    if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == styles.__name__
-]
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +43,6 @@ def test_twins_are_not_accused(case: Case) -> None:
     except mha_inspect.errors.ForwardError:
         pytest.skip("its inputs are for check alone")
     assert [finding for finding in trace.findings if finding.sure] == []
-
-
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
-def test_styles_are_not_accused(style: Callable[[], nn.Module]) -> None:
-    torch.manual_seed(0)
-    try:
-        trace = mha_inspect.trace(style().eval(), torch.randn(2, 7, styles.E))
-    except (mha_inspect.errors.ForwardError, TypeError, NotImplementedError):
-        pytest.skip("it takes other arguments")
-    # Every style inherits the parameters of all, also those that it does not use.
-    assert [finding for finding in trace.findings if finding.sure and finding.check != "parameters"] == []
 
 
 def test_what_one_run_shows_is_found_as_often_as_it_was(tmp_path: Path) -> None:

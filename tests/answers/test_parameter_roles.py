@@ -19,23 +19,9 @@ from mha_inspect.reports.params import Parameter, ParamsReport
 from mha_inspect.running.subject import Subject
 
 from ..built import built_layer
-from ..foreign import styles
-from ..foreign.styles import D, E, H
-from ..foreign.truth import cut
+from ..corpus.entry import D, E, H
+from ..corpus.every import ENTRIES
 from ..layers.declared import ROLES
-
-PLAIN = (
-    "Base",
-    "Packed",
-    "Interleaved",
-    "Conv1D",
-    "Sliced",
-    "PackedKeyValue",
-    "Einsum",
-    "FoldBatchHeads",
-    "LoopSlices",
-)
-GROUPED = ("Grouped", "GroupedSliced", "RepeatInterleave")
 
 
 def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Parameter]:
@@ -44,9 +30,7 @@ def read_off(module: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Paramete
 
 
 def style(name: str) -> nn.Module:
-    torch.manual_seed(0)
-    module: nn.Module = getattr(styles, name)().eval()
-    return module
+    return ENTRIES[name].made()
 
 
 def roles_of(report: ParamsReport) -> list[tuple[str, str, str, object]]:
@@ -117,59 +101,6 @@ def test_a_matrix_that_reads_a_part_of_the_features_says_so() -> None:
         "head_dim 4",
         "W_q of head 0: reads only features 0–3 of the embedding",
     )
-
-
-def matrices(found: dict[str, Parameter], module: nn.Module, part: str, head: int) -> torch.Tensor:
-    """`features embed` of one head, or its `features` of a bias, by the rows and columns that the report gives it."""
-    parameters = dict(module.named_parameters())
-    for name, row in found.items():
-        pieces = [piece for piece in row.heads or () if piece.part == part and piece.head == head]
-        if pieces:
-            content = torch.cat([cut(parameters[name].detach(), piece) for piece in pieces])
-            return content.T if content.dim() == 2 and content.shape[0] == E else content
-    return torch.zeros(())
-
-
-@pytest.mark.parametrize("name", [*PLAIN, *GROUPED])
-def test_one_head_alone_gives_the_context_of_that_head(name: str) -> None:
-    module = style(name).double()
-    x = torch.randn(7, 12, E, dtype=torch.float64)
-    attention = mha_inspect.trace(module, x, keep=True).attentions[0]
-    # The stages of a loop are those of its first turn.
-    axes = "batch (heads query) head_dim" if name == "LoopSlices" else attention.context.axes
-    sizes = {"batch": 7} if "(batch" in axes else {"query": 12} if "query)" in axes else {}
-    context = rearrange(attention.context.tensor, f"{axes} -> batch heads query head_dim", **sizes)
-    found = read_off(module, x)
-    heads, shared = attention.num_heads, attention.num_kv_heads
-    for head in range(context.shape[1]):
-        q = x @ matrices(found, module, "W_q", head).T + matrices(found, module, "b_q", head)
-        group = head // (heads // shared)
-        k = x @ matrices(found, module, "W_k", group).T + matrices(found, module, "b_k", group)
-        v = x @ matrices(found, module, "W_v", group).T + matrices(found, module, "b_v", group)
-        expected = (q @ k.mT * attention.scale).softmax(-1) @ v
-        torch.testing.assert_close(context[:, head], expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", [*PLAIN, *GROUPED, "RotateHalf", "NormedHeads", "ValueFirst", "LowRank"])
-def test_the_output_is_the_sum_of_what_each_head_gives(name: str) -> None:
-    module = style(name).double()
-    x = torch.randn(7, 12, E, dtype=torch.float64)
-    found = read_off(module, x)
-    weight = next(row for row in found.values() if row.role.startswith("W_o"))
-    assert weight.heads is not None
-    parameter = dict(module.named_parameters())[weight.name]
-    bias = next(dict(module.named_parameters())[row.name] for row in found.values() if row.role.startswith("b_o"))
-    with torch.no_grad():
-        whole, kept = module(x), parameter.clone()
-        total = torch.zeros_like(whole)
-        for piece in weight.heads:
-            parameter.zero_()
-            cut(parameter, piece).copy_(cut(kept, piece))
-            alone = module(x) - bias
-            assert bool(alone.abs().max() > 0)
-            total += alone
-        parameter.copy_(kept)
-    torch.testing.assert_close(total + bias, whole, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(

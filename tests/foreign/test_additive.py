@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import mha_inspect
 from mha_inspect.errors import InputError
 from mha_inspect.reports.trace import AttentionReport
+from tests.corpus.entry import D, E, H
 
-from .styles import D, E, H
 from .truth import Shown, assert_close, attentions
 
 B, N, M, A, V = 7, 11, 13, 19, 17

@@ -12,8 +12,9 @@ from einops import rearrange, repeat
 from torch import Tensor, nn
 
 import mha_inspect
+from tests.corpus.base import Base
+from tests.corpus.entry import D, E, H
 
-from .styles import Base, D, E, H
 from .truth import assert_true, attentions
 
 B, N = 2, 13

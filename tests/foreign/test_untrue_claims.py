@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import mha_inspect
 from mha_inspect.reports.trace import AttentionReport
+from tests.corpus.base import Base
+from tests.corpus.entry import D, E
 
-from .styles import Base, D, E
 from .truth import assert_close, attentions
 
 B, N = 7, 11

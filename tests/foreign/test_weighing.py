@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mha_inspect
+from tests.corpus.base import Base
+from tests.corpus.entry import D, E, H
 
-from .styles import Base, D, E, H
 from .truth import assert_close, assert_true, attentions
 
 B, N, V = 7, 11, 17

@@ -9,15 +9,14 @@ import einops
 import pytest
 import torch
 
-import mha_inspect
 from mha_inspect.errors import MhaInspectError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec
 from mha_inspect.naming.pattern import one_size_a_name, rearrangement
 
 from ..built import trace_layer
-from ..foreign import styles
-from ..foreign.test_styles import STYLES
+from ..corpus.every import ENTRIES, entries
+from ..corpus.runs import traced
 
 SOURCES = {
     "q_heads": ("q_proj", "query"),
@@ -93,12 +92,9 @@ def test_the_patterns_of_a_layer_are_valid(layer: str) -> None:
     assert seen >= 4
 
 
-@pytest.mark.parametrize("name", STYLES)
+@pytest.mark.parametrize("name", entries())
 def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
-    torch.manual_seed(0)
-    shape = (7, 3, 12, styles.E) if name == "Image" else (7, 12, styles.E)
-    trace = mha_inspect.trace(getattr(styles, name)().eval(), torch.randn(shape), keep=True)
-    for attention in trace.attentions:
+    for attention in traced(name).attentions:
         stages = {stage.name: stage for stage in attention.stages}
         for stage in attention.stages:
             if " -> " not in stage.formula:
@@ -106,7 +102,7 @@ def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
             source = next(stages[s] for s in SOURCES[stage.name] if s in stages)
             told = PATTERN.fullmatch(stage.formula)
             assert told is not None, stage.formula
-            made = run(told["pattern"], source.tensor, {**sizes_of(attention, 7), "query_1": 3})
+            made = run(told["pattern"], source.tensor, {**sizes_of(attention, ENTRIES[name].sizes[0][0]), "query_1": 3})
             if told["times"]:
                 made = made.repeat_interleave(int(told["times"]), dim=1)
             if told["part"]:

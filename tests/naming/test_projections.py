@@ -15,7 +15,7 @@ from mha_inspect.naming.parameters import projections
 from mha_inspect.running.subject import Subject
 
 from ..built import Layer, built_layer
-from ..foreign import styles, unusual
+from ..corpus.every import ENTRIES
 
 E, H, G, D = 22, 6, 3, 5
 
@@ -97,8 +97,8 @@ STYLES = (
 def test_what_is_read_of_a_head_is_what_writes_it(name: str) -> None:
     """Zeros in one head's rows of W_v and b_v make that head's columns of W_o no matter, and no others'."""
     torch.manual_seed(0)
-    module = (getattr(styles, name, None) or getattr(unusual, name))().double().eval()
-    x = torch.randn(3, 12, styles.E, dtype=torch.float64)
+    module = ENTRIES[name].made().double()
+    x = torch.randn(3, 12, E, dtype=torch.float64)
     weights = read(module, x)
     kept = weights.read()
     shared = weights.users()
@@ -118,13 +118,13 @@ def test_what_is_read_of_a_head_is_what_writes_it(name: str) -> None:
 
 
 def test_weights_that_the_forward_makes_of_several_are_not_claimed() -> None:
-    module = styles.Base().eval()
+    module = ENTRIES["Base"].made()
     torch.nn.utils.parametrizations.weight_norm(module.q)
-    (of_attention,) = projections(Subject(module, (torch.randn(2, 7, styles.E),), {}).recorded())
+    (of_attention,) = projections(Subject(module, (torch.randn(2, 7, E),), {}).recorded())
     found = {own.part: own for own in of_attention}
     assert not found["W_q"].is_whole
     assert found["W_k"].is_whole
-    weights = read(module, torch.randn(2, 7, styles.E))
+    weights = read(module, torch.randn(2, 7, E))
     assert weights.missing
     assert "W_q" in weights.missing[0]
 

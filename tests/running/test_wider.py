@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -19,21 +18,10 @@ from mha_inspect.layers.spec import Show
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Subject
 
-from ..foreign import styles, unusual
-from ..foreign.styles import E
+from ..corpus.entry import hidden
+from ..corpus.every import ENTRIES, entries
 
-STYLES = [
-    style
-    for file in (styles, unusual)
-    for style in vars(file).values()
-    if inspect.isclass(style) and issubclass(style, nn.Module) and style.__module__ == file.__name__
-]
 TARGETS = str(Path(__file__).parents[1] / "call" / "styles.py")
-
-
-def given(style: type, batch: int) -> Tensor:
-    shape = (batch, 3, 12, E) if style is styles.Image else (batch, 12, E)
-    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
 
 
 def trace(module: nn.Module, x: Tensor, wide: Tensor | None = None, **show: bool) -> Trace:
@@ -62,14 +50,12 @@ def without_names(report: Trace) -> str:
     return repr(replace(report, attentions=attentions, returns=tuple(replace(one, axes="") for one in report.returns)))
 
 
-@pytest.mark.parametrize("style", STYLES, ids=lambda style: style.__name__)
-def test_a_batch_of_one_has_the_names_of_a_batch_of_three(style):
-    torch.manual_seed(0)
-    module = style().eval()
-    one = trace(module, given(style, 1), given(style, 2))
-    assert names(one) == names(trace(module, given(style, 3)))
-    own = trace(module, given(style, 1))
-    assert without_names(one) == without_names(own)
+@pytest.mark.parametrize("name", [name for name in entries() if ENTRIES[name].given is hidden])
+def test_a_batch_of_one_has_the_names_of_a_batch_of_three(name: str) -> None:
+    module, (one, two, three) = ENTRIES[name].made().eval(), (ENTRIES[name].arguments(n, 12)[0][0] for n in (1, 2, 3))
+    widened = trace(module, one, two)
+    assert names(widened) == names(trace(module, three))
+    assert without_names(widened) == without_names(trace(module, one))
 
 
 class Restless(nn.Module):

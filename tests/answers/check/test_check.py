@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import json
 import math
 import re
@@ -21,26 +20,8 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.testing import assert_attention_is_right
 
-from ...foreign import styles, unusual
 from ...hf_sizes import flags_of
 from .cases import MADE, B, D, E, H, N, Padded, Right, fused, halves
-
-FOREIGN = {
-    name: style
-    for module in (styles, unusual)
-    for name, style in vars(module).items()
-    if inspect.isclass(style) and issubclass(style, nn.Module) and style.__module__ == module.__name__
-}
-TRUE = {"NoOutput": "parameters"}
-"""What a style really is guilty of: it has W_o from its base, and never projects back."""
-
-
-@pytest.mark.parametrize("name", sorted(FOREIGN))
-def test_a_style_is_not_accused(name: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn((3, 3, 8, 22) if name == "Image" else (3, 8, 22))
-    found = [finding.check for finding in mha_inspect.check(FOREIGN[name](), x).findings if finding.sure]
-    assert found == ([TRUE[name]] if name in TRUE else [])
 
 
 def test_rotations_in_bfloat16_before_a_fused_kernel_are_not_accused() -> None:

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .styles import E, H
+from .base import Base
+from .entry import E, H, has_none
 
 B, N, A, V, K = 7, 11, 19, 17, 5
 
@@ -22,6 +23,7 @@ class Two(nn.Module):
 # -- pools, masks and places: there is no query ------------------------------------------------------------------------
 
 
+@has_none
 class SigmoidPool(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -32,6 +34,7 @@ class SigmoidPool(nn.Module):
         return (weights / weights.sum(1, keepdim=True)).mT @ self.v(x)
 
 
+@has_none
 class Sampled(nn.Module):
     """Linear interpolation at places that are predicted."""
 
@@ -43,6 +46,7 @@ class Sampled(nn.Module):
         return (1 - (self.place(x).sigmoid() * (N - 1) - torch.arange(float(N))).abs()).relu() @ x
 
 
+@has_none
 class Sorted(Sampled):
     """A soft permutation: numbers are compared with themselves in order."""
 
@@ -54,6 +58,7 @@ class Sorted(Sampled):
 # -- experts and codes: what is weighed are parts of the module --------------------------------------------------------
 
 
+@has_none
 class SigmoidExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +75,7 @@ class SigmoidExperts(nn.Module):
 # -- recurrences and scans ---------------------------------------------------------------------------------------------
 
 
+@has_none
 class StateSpace(Two):
     """Mamba 2 as one product: nothing is bent."""
 
@@ -82,6 +88,7 @@ class StateSpace(Two):
         return (self.a(x) @ self.b(x).mT * (sums - sums.mT).exp().tril()) @ self.v(x)
 
 
+@has_none
 class Written(Two):
     """A memory that is addressed by content for writing, and never read."""
 
@@ -101,6 +108,7 @@ class Written(Two):
 # -- products of pairs: nothing is averaged by them, or a layer is made of them ----------------------------------------
 
 
+@has_none
 class Crosses(nn.Module):
     """A compressed interaction network of a recommender."""
 
@@ -113,12 +121,14 @@ class Crosses(nn.Module):
         return torch.einsum("bke,bie->bki", made, x)
 
 
+@has_none
 class KernelRegression(Two):
     def forward(self, x: Tensor) -> Tensor:
         kernel = (-torch.cdist(self.a(x), self.a(x)).square() / A).exp()
         return kernel @ torch.linalg.solve(kernel + torch.eye(N), self.b(x))
 
 
+@has_none
 class LearnedGraph(Two):
     """Edges by a sigmoid, each divided by the degrees of both its ends: what one row weighs hangs on other rows."""
 
@@ -132,6 +142,7 @@ class LearnedGraph(Two):
         return (degree[..., :, None] * edges * degree[..., None, :]) @ self.v(x)
 
 
+@has_none
 class Hyper(nn.Module):
     """Two layers whose weights are made of a context."""
 
@@ -148,6 +159,7 @@ class Hyper(nn.Module):
 # -- one learned scorer, clusters and capsules ------------------------------------------------------------------------
 
 
+@has_none
 class PoolByProduct(nn.Module):
     """One learned scorer over one input: there is no query."""
 
@@ -162,6 +174,7 @@ class PoolByProduct(nn.Module):
         return torch.bmm(self.score(self.hidden(x)).softmax(1).mT, x)
 
 
+@has_none
 class PoolLessMean(PoolByProduct):
     """The mean of the positions is taken off them by a norm."""
 
@@ -170,6 +183,7 @@ class PoolLessMean(PoolByProduct):
         return (x - x.mean(1, keepdim=True)).relu()
 
 
+@has_none
 class PoolAtATime(PoolByProduct):
     """Time is added to every position and nothing is bent: it is the same number for all, and no weight hangs on it."""
 
@@ -177,6 +191,7 @@ class PoolAtATime(PoolByProduct):
         return self.a(x) + self.b(x[:, :1])
 
 
+@has_none
 class Experts(nn.Module):
     """A router that sees something else too: what it weighs are outputs of its own."""
 
@@ -190,6 +205,7 @@ class Experts(nn.Module):
         return torch.einsum("bnh,bnhv->bnv", weights, torch.einsum("bne,hev->bnhv", x, self.experts))
 
 
+@has_none
 class Codes(nn.Module):
     """Distances to codes that are learned."""
 
@@ -201,6 +217,7 @@ class Codes(nn.Module):
         return (-(x[:, :, None] - self.codes).square().sum(-1)).softmax(-1) @ self.codes
 
 
+@has_none
 class Residuals(Codes):
     """VLAD: what is averaged are the differences themselves."""
 
@@ -209,6 +226,7 @@ class Residuals(Codes):
         return ((-apart.square().sum(-1)).softmax(-1)[..., None] * apart).sum(1)
 
 
+@has_none
 class Clusters(nn.Module):
     """k-means: clusters average what was compared with them."""
 
@@ -220,6 +238,7 @@ class Clusters(nn.Module):
         return centres
 
 
+@has_none
 class Capsules(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -234,6 +253,7 @@ class Capsules(nn.Module):
         return made
 
 
+@has_none
 class PooledGraph(nn.Module):
     """Edges by a sigmoid between clusters."""
 
@@ -256,6 +276,7 @@ class PoolAtABentTime(PoolAtATime):
 # -- softmaxes that assign ---------------------------------------------------------------------------------------------
 
 
+@has_none
 class GraphPooled(nn.Module):
     """DiffPool: nodes of a graph are assigned to clusters by what their neighbours say."""
 
@@ -269,6 +290,7 @@ class GraphPooled(nn.Module):
         return assigned.transpose(1, 2) @ (near @ self.embed(x))
 
 
+@has_none
 class Dispatch(nn.Module):
     """Soft mixture of experts: learned slots average the tokens as they are, and tokens average what comes out."""
 
@@ -284,6 +306,7 @@ class Dispatch(nn.Module):
         return torch.einsum("btn,bnd->btd", logits.flatten(2).softmax(-1), made)
 
 
+@has_none
 class Router(nn.Module):
     """A mixture of experts: a token's weights are those of the experts."""
 
@@ -296,6 +319,7 @@ class Router(nn.Module):
         return torch.einsum("bte,bted->btd", self.gate(x).softmax(-1), made)
 
 
+@has_none
 class RoutedCapsules(nn.Module):
     """Dynamic routing by agreement: a capsule shares itself out among those above it."""
 
@@ -312,6 +336,7 @@ class RoutedCapsules(nn.Module):
         return made
 
 
+@has_none
 class DynamicDispatch(Dispatch):
     """The same with slots that are made of the tokens: what one product says hands out, and hands back."""
 
@@ -327,6 +352,7 @@ class DynamicDispatch(Dispatch):
         return torch.einsum("bts,bsd->btd", logits.softmax(-1), made.flatten(1, 2))
 
 
+@has_none
 class SoftmaxClusters(nn.Module):
     """Soft k-means: features are shared out among centres, each of which is what it got on average."""
 
@@ -338,6 +364,7 @@ class SoftmaxClusters(nn.Module):
         return centres
 
 
+@has_none
 class CapsulesByBatch(nn.Module):
     """Dynamic routing with the weights repeated for each batch item, and sums that keep their dimension."""
 
@@ -356,6 +383,7 @@ class CapsulesByBatch(nn.Module):
         return capsules.squeeze(-2)
 
 
+@has_none
 class CapsulesByFeature(CapsulesByBatch):
     """Routing over what is voted, with logits that are repeated for each feature."""
 
@@ -368,6 +396,7 @@ class CapsulesByFeature(CapsulesByBatch):
         return capsules.squeeze(2)
 
 
+@has_none
 class CapsulesOverInputs(nn.Module):
     """Routing whose shares of a capsule sum to one over the inputs; `way` is how the votes are summed."""
 
@@ -390,6 +419,7 @@ class CapsulesOverInputs(nn.Module):
         return made
 
 
+@has_none
 class CapsulesOverInputsByProduct(CapsulesOverInputs):
     def shared(self, shares: Tensor, votes: Tensor) -> Tensor:
         return torch.einsum("bij,bija->bja", shares, votes)
@@ -398,6 +428,7 @@ class CapsulesOverInputsByProduct(CapsulesOverInputs):
         return torch.einsum("bija,bja->bij", votes, made)
 
 
+@has_none
 class Inverted(nn.Module):
     """Weights that meet their own inverse, as Nyström's landmarks do: nothing is averaged."""
 
@@ -411,6 +442,7 @@ class Inverted(nn.Module):
         return guess @ (2 * torch.eye(x.shape[1]) - weights @ guess)
 
 
+@has_none
 class Rolled(nn.Module):
     """Rollout: the weights of one layer times those of another, each with the residual beside it."""
 
@@ -426,12 +458,14 @@ class Rolled(nn.Module):
         return second @ first / 4
 
 
+@has_none
 class Composed(Rolled):
     def forward(self, x: Tensor) -> Tensor:
         first, second = self.layers(x)
         return torch.bmm(second, first / first.sum(-1, keepdim=True).amax())
 
 
+@has_none
 class Landmarks(Rolled):
     """The first half of Nyström's way: weights for landmarks times the pseudo-inverse of other weights."""
 
@@ -445,6 +479,7 @@ class Landmarks(Rolled):
         return (q @ few.mT).softmax(-1) @ guess
 
 
+@has_none
 class SigmoidPowers(Rolled):
     """Powers of an adjacency matrix without a softmax."""
 
@@ -453,39 +488,22 @@ class SigmoidPowers(Rolled):
         return edges @ edges @ edges
 
 
-NEAR = [
-    SigmoidPool,
-    Sampled,
-    Sorted,
-    SigmoidExperts,
-    StateSpace,
-    Written,
-    Crosses,
-    KernelRegression,
-    LearnedGraph,
-    Hyper,
-    PoolByProduct,
-    PoolLessMean,
-    PoolAtATime,
-    Experts,
-    Codes,
-    Residuals,
-    Clusters,
-    Capsules,
-    PooledGraph,
-    GraphPooled,
-    Dispatch,
-    Router,
-    RoutedCapsules,
-    CapsulesByBatch,
-    CapsulesByFeature,
-    CapsulesOverInputs,
-    CapsulesOverInputsByProduct,
-    DynamicDispatch,
-    SoftmaxClusters,
-    Inverted,
-    Rolled,
-    Composed,
-    Landmarks,
-    SigmoidPowers,
-]
+# -- divisions by sums of exponentials ----------------------------------------------------------------------------
+
+
+@has_none
+class ExponentialFeatures(Base):
+    """Linear attention: queries and keys are exponentials one by one, and nothing is a softmax."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k = q.exp(), k.exp()
+        return (q @ (k.mT @ v)) / (q * k.sum(2, keepdim=True)).sum(-1, keepdim=True)
+
+
+@has_none
+class OtherExponentials(Base):
+    """What is divided is no average: the values meet the scores themselves."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        return (scores @ v) / scores.exp().sum(-1, keepdim=True)

@@ -1,0 +1,44 @@
+"""Check accuses no entry that is right, with its intent declared or not, and a twin is the same function."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mha_inspect
+from mha_inspect import Intent
+from mha_inspect.errors import InputError
+
+from .every import ENTRIES, entries
+from .test_truth import NOT_YET
+
+EVALUATED = [name for name in entries() if not ENTRIES[name].training]
+
+
+@pytest.mark.parametrize("name", EVALUATED)
+def test_check_accuses_nobody_who_is_right(name: str) -> None:
+    entry = ENTRIES[name]
+    for intent in {entry.intent, Intent()}:
+        args, kwargs = entry.arguments()
+        report = mha_inspect.check(entry.made(), *args, intent=intent, **kwargs)
+        assert {finding.check for finding in report.findings if finding.sure} <= entry.findings
+
+
+@pytest.mark.parametrize("name", [name for name in EVALUATED if ENTRIES[name].twin and name not in NOT_YET])
+def test_a_twin_is_the_same(name: str) -> None:
+    entry = ENTRIES[name]
+    (args, kwargs), twin = entry.arguments(), ENTRIES[entry.twin]
+    with torch.no_grad():
+        report = mha_inspect.diff(entry.made(), twin.made(), *args, same_weights=True, **kwargs)
+    assert report.outcome == "same"
+    differing = {stage.name for stage in report.stages if stage.verdict != "same"}
+    left, right = (set(of.attentions[0].stages()) for of in (entry, twin))
+    assert differing == left ^ right
+    assert {"k_heads", "scores", "context"} <= {stage.name for stage in report.stages}
+
+
+@pytest.mark.parametrize("name", entries(attending=False))
+def test_nothing_is_checked_where_nothing_attends(name: str) -> None:
+    args, kwargs = ENTRIES[name].arguments()
+    with pytest.raises(InputError, match="no attention to check"):
+        mha_inspect.check(ENTRIES[name].made(), *args, **kwargs)

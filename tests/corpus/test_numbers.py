@@ -1,0 +1,127 @@
+"""The numbers of an entry's stages are those of attention, in float64, and recording changes none of them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mha_inspect
+
+from .every import ENTRIES, entries
+from .runs import Numbers, shown, traced
+from .test_truth import NOT_YET
+
+ATTENDING = [name for name in entries() if name not in NOT_YET]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+@torch.no_grad()
+def test_recording_changes_no_bit_of_the_output(name: str) -> None:
+    entry = ENTRIES[name]
+    outputs = list[Any]()
+    for record in (False, True):
+        module = Outer(entry.made())
+        args, kwargs = entry.arguments()
+        if record:
+            mha_inspect.trace(module, *args, **kwargs)
+        else:
+            module(*args, **kwargs)
+        outputs.append(module.returned)
+    for plain, recorded in zip(*map(tensors_in, outputs), strict=True):
+        assert torch.equal(plain, recorded)
+
+
+class Outer(nn.Module):
+    """Keeps what a module returned."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.returned = inner, None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        returned = self.inner(*args, **kwargs)
+        self.returned = self.returned or [tensor.clone() for tensor in tensors_in(returned)]
+        return returned
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for part in parts for tensor in tensors_in(part)]
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_stages_are_the_steps_of_attention(name: str) -> None:
+    for attention, truth in shown(name):
+        numbers = Numbers(attention, truth)
+        last = numbers.of(numbers.last_scores)
+        if truth.softmax:
+            assert_close(last.softmax(-1), numbers.weights())
+        sums = numbers.weights().sum(-2 if truth.over == "query" else -1)
+        if truth.over:
+            assert_close(sums, torch.ones_like(sums))
+        else:
+            assert sums.max() < 1
+        if truth.plain:
+            assert_close(numbers.average(), numbers.of("context"))
+        if truth.joined and "concat" in numbers.stages and "batch heads" in truth.split:
+            assert_close(numbers.of("concat"), numbers.of("context"))
+
+
+@pytest.mark.parametrize("name", ATTENDING)
+def test_scores_are_products_of_queries_and_keys(name: str) -> None:
+    for attention, truth in shown(name):
+        numbers = Numbers(attention, truth)
+        if "q_heads" not in numbers.stages or truth.scale is None:
+            continue
+        assert truth.scores_scale is not None
+        assert_close(numbers.products() * truth.scores_scale, numbers.of("scores"))
+        if truth.cap is not None:
+            capped = truth.cap * torch.tanh(numbers.of("scores") / truth.cap)
+            assert_close(numbers.of("masked_scores").tril(), capped.tril())
+
+
+@pytest.mark.parametrize("name", [name for name in ATTENDING if ENTRIES[name].attentions[0].scale is not None])
+def test_the_scale_is_that_of_the_weights(name: str) -> None:
+    """Measured from q·k and the weights alone: what is left of their logarithms has no part of q·k."""
+    for attention, truth in shown(name):
+        if truth.bias or truth.mixed or not truth.plain:
+            continue
+        numbers = Numbers(attention, truth)
+        measured = slope(numbers.products(), numbers.weights())
+        assert attention.scale == pytest.approx(measured * truth.early, rel=1e-3)
+
+
+def slope(products: Tensor, weights: Tensor) -> float:
+    """Return a of weights ∝ exp(a · products), row by row where a key has weight."""
+    seen = weights > 1e-12
+    count = seen.sum(-1, keepdim=True)
+
+    def centred(x: Tensor) -> Tensor:
+        x = torch.where(seen, x, 0)
+        return torch.where(seen, x - x.sum(-1, keepdim=True) / count, 0)
+
+    logs, x = centred(weights.clamp(min=1e-300).log()), centred(products)
+    a = float((logs * x).sum() / x.square().sum())
+    assert_close(logs, a * x)
+    return a
+
+
+def test_a_scale_that_is_no_number_is_one_for_each_head() -> None:
+    numbers = Numbers(*next(shown("UnitHeads")))
+    products = numbers.products()
+    slopes = [slope(products[:, head], numbers.weights()[:, head]) for head in range(3)]
+    assert slopes == pytest.approx(ENTRIES["UnitHeads"].made().temperature.flatten().tolist(), rel=1e-4)
+    assert math.isnan(traced("UnitHeads").attentions[0].scale)
+
+
+def assert_close(left: Tensor, right: Tensor) -> None:
+    """Assert that numbers are equal within float32's rounding, where neither was masked with a huge number."""
+    left, right = torch.broadcast_tensors(left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0))
+    seen = (left.abs() < 1e6) & (right.abs() < 1e6)
+    torch.testing.assert_close(left[seen], right[seen], rtol=2e-4, atol=2e-4)

@@ -1,0 +1,169 @@
+"""Rows by head: each element of a projection belongs to one head, as the truth says, and only that head hangs on it."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from mha_inspect.reports.params import HeadSlice
+
+from .entry import Entry, Truth, owners
+from .every import ENTRIES, entries
+from .runs import parameters
+from .test_truth import NOT_YET
+
+KNOWN = [name for name in entries() if ENTRIES[name].rows is not None and name not in NOT_YET]
+
+
+NOT_LISTED = {"kv_b.weight", "kv_b.bias", "q_b.bias"}
+"""Projections whose heads have rows of keys, of values and of neither in turn."""
+
+
+def cut(parameter: Tensor, piece: HeadSlice) -> Tensor:
+    """Return the rows and columns of a matrix, or the elements of a bias, that a head owns: a view."""
+    if piece.columns is None:
+        return parameter.view(-1)[slice(*piece.rows)]
+    return parameter[slice(*piece.rows), slice(*piece.columns)]
+
+
+@cache
+def told(name: str) -> dict[str, dict[tuple[str, int], Tensor]]:
+    """Return of each projection of an entry where the report says whose it is: `("q", 0)` to a mask."""
+    masks: dict[str, dict[tuple[str, int], Tensor]] = {}
+    for row in parameters(name).parameters:
+        for piece in row.heads or ():
+            if piece.part[:2] in ("W_", "b_"):
+                mask = masks.setdefault(row.name, {}).setdefault(
+                    (piece.part[2:], piece.head), torch.zeros(row.shape, dtype=torch.bool)
+                )
+                assert not cut(mask, piece).any(), "no piece is told twice"
+                cut(mask, piece).fill_(True)
+    return masks
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_heads_tile_each_projection(name: str) -> None:
+    entry = ENTRIES[name]
+    for parameter, masks in told(name).items():
+        counts = torch.stack([mask.long() for mask in masks.values()]).sum(0)
+        assert counts.max() == 1, parameter
+        assert counts.min() == 1 or "parameters" in entry.findings, parameter
+    assert set(told(name)) <= {*(entry.rows or {}), *NOT_LISTED} or "parameters" in entry.findings
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_rows_are_those_of_the_true_heads(name: str) -> None:
+    entry, truth = ENTRIES[name], ENTRIES[name].attentions[0]
+    shapes = {key: tuple(parameter.shape) for key, parameter in entry.made().named_parameters()}
+    for parameter, axes in (entry.rows or {}).items():
+        expected, found = owners(axes, shapes[parameter], truth), told(name)[parameter]
+        assert set(found) == set(expected), parameter
+        assert all(torch.equal(found[owner], expected[owner]) for owner in expected), parameter
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in KNOWN if ENTRIES[name].output and not ENTRIES[name].attentions[0].mixed]
+)
+@torch.no_grad()
+def test_only_its_head_hangs_on_a_row(name: str) -> None:
+    """Measured on what the output's projection is given, with other numbers in the rows that are told of one head."""
+    entry, truth = ENTRIES[name], ENTRIES[name].attentions[0]
+    before = contexts(entry, truth)
+    for parameter, masks in told(name).items():
+        for (letter, head), mask in masks.items():
+            if letter in "qkv":
+                moved = (contexts(entry, truth, parameter, mask) - before).abs().amax((0, 1, 3)) > 1e-5
+                heads = moved.nonzero().flatten().tolist()
+                # What is added to all keys alike changes no weight.
+                is_unseen = letter == "k" and mask.dim() == 1 and not heads
+                assert is_unseen or heads == users(letter, head, truth), (parameter, letter, head)
+
+
+def users(letter: str, head: int, truth: Truth) -> list[int]:
+    """Return the query heads that use a head of a matrix."""
+    group = 1 if letter == "q" else truth.heads // truth.true_kv_heads
+    return list(range(head * group, (head + 1) * group))
+
+
+def contexts(entry: Entry, truth: Truth, parameter: str = "", mask: Tensor | None = None) -> Tensor:
+    """Return the contexts, `batch query heads head_dim`, with other numbers at a mask of a parameter."""
+    module, given = entry.made(), list[Tensor]()
+    if mask is not None:
+        module.get_parameter(parameter)[mask] += torch.linspace(1, 2, int(mask.sum()))
+    module.get_submodule(entry.output).register_forward_pre_hook(lambda _, args: given.append(args[0]))
+    args, kwargs = entry.arguments()
+    module(*args, **kwargs)
+    (context,) = given
+    axes = truth.stages()["concat"]
+    return rearrange(_flat(context), f"first second ({features(axes)}) -> first second heads v", heads=truth.heads)
+
+
+def _flat(context: Tensor) -> Tensor:
+    return context[None] if context.dim() == 2 else context.flatten(1, -2)
+
+
+def features(axes: str) -> str:
+    return "v heads" if axes.endswith("head_dim heads)") else "heads v"
+
+
+TEXTBOOK = [name for name in KNOWN if ENTRIES[name].output and ENTRIES[name].attentions[0].is_textbook]
+
+
+@pytest.mark.parametrize("name", TEXTBOOK)
+@torch.no_grad()
+def test_the_rows_of_one_head_alone_give_its_context(name: str) -> None:
+    """By hand in float64: softmax(scale · q·kᵀ) · v of what the rows that are told of a head make of the inputs."""
+    entry, truth = ENTRIES[name], ENTRIES[name].attentions[0]
+    (args, _), found = entry.arguments(), contexts(entry, truth)
+    given = [_flat(arg.double()) for arg in args]
+    for head in range(truth.heads):
+        group = head // (truth.heads // truth.true_kv_heads)
+        q = projected(name, "q", head, given[0])
+        k, v = (projected(name, letter, group, given[-1]) for letter in "kv")
+        scores = q @ k.mT * truth.head_dim**-0.5
+        if "causal" in truth.kind:
+            scores = scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -torch.inf)
+        expected = (scores.softmax(-1) @ v).view(*found.shape[:2], -1)
+        torch.testing.assert_close(found[:, :, head].double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def projected(name: str, letter: str, head: int, x: Tensor) -> Tensor:
+    """Return what the elements that are told of a head make of an input: `batch token head_dim`."""
+    module, total = ENTRIES[name].made(), torch.zeros(()).double()
+    for parameter, masks in told(name).items():
+        if (letter, head) in masks:
+            value, mask = module.get_parameter(parameter).double(), masks[letter, head]
+            if value.dim() == 1:
+                total = total + value[mask]
+            elif mask[:, 0].any() and not mask[:, 0].all():
+                total = total + x @ value[mask[:, 0]].T
+            else:
+                total = total + x @ value[:, mask[0]] if not mask[0].all() else total + x @ value.T
+    return total
+
+
+@pytest.mark.parametrize("name", [name for name in KNOWN if ENTRIES[name].output and not ENTRIES[name].training])
+@torch.no_grad()
+def test_the_output_is_the_sum_of_what_each_head_gives(name: str) -> None:
+    """By the columns of W_o that are told of each head."""
+    entry = ENTRIES[name]
+    parameter = f"{entry.output}.weight"
+    if parameter not in told(name):
+        pytest.skip("W_o has no columns by head")
+    module = entry.made()
+    args, kwargs = entry.arguments()
+    layer: Any = module.get_submodule(entry.output)
+    whole, weight = module(*args, **kwargs), layer.weight.clone()
+    bias = torch.zeros(()) if layer.bias is None else layer.bias
+    total = torch.zeros_like(whole)
+    for mask in told(name)[parameter].values():
+        layer.weight.copy_(torch.where(mask, weight, 0))
+        alone = module(*args, **kwargs) - bias
+        assert alone.abs().max() > 0
+        total += alone
+    torch.testing.assert_close(total + bias, whole, rtol=1e-4, atol=1e-5)
