@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
-from ..record.ops import Op, Recording, TensorRef
+from ..record.ops import Named, Op, Recording, TensorRef
 from .axis import setting
 from .dimensions import Axis, Dimensions, wide
 from .part import parts_behind, whole
@@ -154,6 +154,17 @@ class Graph:
         weights = (tensor for op in projections for tensor in op.inputs if self.is_weight(tensor))
         return {atom for tensor in weights for dim in self.dimensions.of(tensor) for atom in dim}
 
+    def parameters_in(self, storage: int) -> list[Named]:
+        """Return the parameters in a memory: several if they are views of one tensor."""
+        return self._parameters_by_storage.get(storage, [])
+
+    @cached_property
+    def _parameters_by_storage(self) -> dict[int, list[Named]]:
+        by_storage: dict[int, list[Named]] = {}
+        for named in self.recording.parameters:
+            by_storage.setdefault(named.tensor.storage, []).append(named)
+        return by_storage
+
     # -- what an operation is -----------------------------------------------------------------------------------------
 
     def is_projection(self, op: Op) -> bool:
@@ -207,6 +218,20 @@ class Graph:
     def products_by_multiplication(self) -> dict[int, Product]:
         """Index of the operation that reads the factors to its product; the sum may be a later operation."""
         return {product.multiply.index: product for product in self.products.values()}
+
+    def weight_of(self, op: Op) -> TensorRef:
+        """Return the weight of a projection."""
+        if op.base_name == "convolution":
+            return op.inputs[1]
+        return op.inputs[-1] if self.is_weight(op.inputs[-1]) else op.inputs[-2]
+
+    def places_of_weight(self, op: Op) -> tuple[int, int]:
+        """Return the dimension of a projection's weight that is summed over, and that of its output features."""
+        if op.base_name == "convolution":
+            return 1, 0
+        if len(self.weight_of(op).shape) < 2:
+            return -1, -1
+        return (-1, -2) if self.projected(op) is op.inputs[-1] else (-2, -1)
 
     def norm_name(self, op: Op) -> str:
         """Return the kind of a norm that is one operation: `layer_norm`; empty for other operations."""
