@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from math import prod
 
-import torch
+import numpy as np
 from torch import Tensor, nn
 
 from ..errors import InputError
@@ -148,7 +148,7 @@ def shard_of(part: Part, parameter: Tensor) -> Shard | None:
     if len(used.shape) != 2 or part.inner is None:
         return None
     dim = int(part.inner[1] == used.stride[0] and part.inner[0] == used.shape[0])
-    rows = torch.cat([*part.heads.values()])
+    rows = np.concatenate([*part.heads.values()])
     places = coordinates(rows[rows >= 0], used)[dim]
     size, start, whole = used.shape[dim], 0, used.shape[dim]
     if piece is not None:

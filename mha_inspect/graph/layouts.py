@@ -254,7 +254,7 @@ def _convolution(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layo
 
 
 _MARK = 0.25
-"""What is added to each index, to tell it from a number that torch pads with."""
+"""What is added to each index: a number that torch pads with has another fraction."""
 
 
 def _moved(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:

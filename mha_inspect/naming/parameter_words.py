@@ -9,11 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import permutations
-from math import prod
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..graph.attention import Attention
 from ..graph.products import Joint
@@ -25,7 +22,8 @@ from .axes import AxisNames
 from .named_run import NamedRun
 from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_of
 from .pattern import dims_of, in_words
-from .projection import Part, coordinates
+from .placement import are_in_blocks, axes_of, placement_of, varying_dim
+from .projection import Part
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values", "g": "gates"}
 _SAID = {
@@ -145,17 +143,24 @@ def layer_class(module: nn.Module, parameter: str) -> str:
 
 def _readers(run: NamedRun) -> dict[str, str]:
     """Return for each parameter the first operation that computes with it; views, copies and casts do not count."""
-    recording, readers, moved = run.recording, dict[str, str](), dict[int, set[str]]()
-    for op in recording.ops:
+    readers: dict[str, str] = {}
+    in_memory: dict[int, set[str]] = {}  # storage to the parameters that it contains, or copies of them
+    for named in run.recording.parameters:
+        in_memory.setdefault(named.tensor.storage, set()).add(named.name)
+    for op in run.recording.ops:
+        names: set[str] = set()
         written = op.kwargs.get("out", op.inputs[:1] if op.kind == "write" else ())  # FSDP gathers into its parameters
-        read = [tensor for tensor in op.inputs if tensor not in (written if isinstance(written, tuple) else (written,))]
-        names = set().union(*(moved.get(tensor.id, ()) for tensor in read))
-        parameters = (recording.parameter_storages.get(tensor.storage) for tensor in read)
-        names |= {named.name for named in parameters if named is not None}
-        if names and run.graph.moves(op):
-            moved.update((tensor.id, names) for tensor in op.outputs)
+        for tensor in op.inputs:
+            if tensor.storage in in_memory and tensor not in (written if isinstance(written, tuple) else (written,)):
+                names |= in_memory[tensor.storage]
+        if not names:
+            continue
+        if run.graph.moves(op):
+            for tensor in op.outputs:
+                in_memory[tensor.storage] = in_memory.get(tensor.storage, set()) | names
         else:
-            readers = dict.fromkeys(names, op.base_name) | readers
+            for name in names:
+                readers.setdefault(name, op.base_name)
     return readers
 
 
@@ -215,31 +220,7 @@ def _made_since(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], b
     return passes
 
 
-# -- layout -----------------------------------------------------------------------------------------------------------
-
-
-def _inner_dims(part: Part) -> list[int]:
-    """Return the dimensions of a matrix outside heads and their features."""
-    number, step = part.inner or (1, 1)
-    ends = coordinates(torch.tensor([0, (number - 1) * step]), part.parameter.tensor)
-    return [dim for dim, at in enumerate(ends) if int(at[0]) != int(at[1]) or dim >= len(ends) - part.taps]
-
-
-def _indices(part: Part) -> list[dict[int, Tensor]]:
-    """Return for each dimension, and each head, the sorted indices of its elements."""
-    shape, inner = part.parameter.tensor.shape, _inner_dims(part)
-    of_heads = {head: coordinates(row[row >= 0], part.parameter.tensor) for head, row in part.heads.items()}
-    return [
-        {head: torch.arange(size) if dim in inner else torch.unique(at[dim]) for head, at in of_heads.items()}
-        for dim, size in enumerate(shape)
-    ]
-
-
-def _runs(indices: Tensor) -> list[tuple[int, int]]:
-    """Return sorted indices as runs (start, stop) with Python's bounds."""
-    breaks = (indices.diff() != 1).nonzero().flatten() + 1
-    pieces = torch.tensor_split(indices, breaks.tolist()) if len(indices) else ()
-    return [(int(run[0]), int(run[-1]) + 1) for run in pieces]
+# -- slices -----------------------------------------------------------------------------------------------------------
 
 
 def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
@@ -248,85 +229,16 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     large = [dim for dim, size in enumerate(shape[: len(shape) - taps]) if size > 1] or [0]
     if kind == "W" and len(shape) - taps == 2:
         large = [0, 1]
-    slices = []
+    slices: list[HeadSlice] = []
     for part in parts:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
         name = part.name or f"{kind.removesuffix(' before')}_{part.letter}"
-        indices = _indices(part)
-        for head, row in part.heads.items():
-            number = len(torch.unique(row[row >= 0])) * (1 if part.inner is None else part.inner[0])
-            number *= prod(shape[len(shape) - taps :])
-            if len(large) > 2 or prod(len(of_dim[head]) for of_dim in indices) != number:
-                return ()
-            columns = _runs(indices[large[1]][head]) if len(large) > 1 else [None]
-            slices += [
-                HeadSlice(head, name, run, column) for run in _runs(indices[large[0]][head]) for column in columns
-            ]
+        blocks = placement_of(part).blocks(large)
+        if blocks is None:
+            return ()
+        slices += [HeadSlice(head, name, rows, columns[0] if columns else None) for head, (rows, *columns) in blocks]
     return tuple(slices)
-
-
-def _axes(parts: Sequence[Part], words: tuple[str, str], ones: Sequence[str]) -> list[str] | None:
-    """Return the name of each dimension, `1` or its size without heads; None if no pattern describes the layout.
-
-    Args:
-        parts: the parts in the parameter, in order.
-        words: the names of the axes of heads and of features.
-        ones: the names that an axis of size one gets too.
-    """
-    shape, inner = parts[0].parameter.tensor.shape, _inner_dims(parts[0])
-    rows = [row for part in parts for row in part.heads.values()]
-    if len({len(part.heads) for part in parts}) > 1 or len({len(row) for row in rows}) > 1:
-        return None
-    # The place of each part, head and feature along the outer dimensions.
-    table = torch.stack(rows).view(len(parts), -1, len(rows[0]))
-    at, place = coordinates(table, parts[0].parameter.tensor), torch.zeros_like(table)
-    outer = [dim for dim in range(len(shape)) if dim not in inner]
-    for dim in outer:
-        place = place * shape[dim] + at[dim]
-    if place.numel() != prod(shape[dim] for dim in outer) or any(bool((row < 0).any()) for row in rows):
-        return None
-    letters = "".join(part.letter for part in parts)
-    names = (letters if letters in _PACKED else "packed", *words)
-    for order in permutations(range(3)):
-        sizes, back = [(names[axis], place.shape[axis]) for axis in order], [order.index(axis) for axis in range(3)]
-        if torch.equal(torch.arange(place.numel()).view([size for _, size in sizes]).permute(back), place):
-            return _in_dims(shape, outer, [(name, size) for name, size in sizes if size > 1 or name in ones])
-    return None
-
-
-def _in_dims(shape: Sequence[int], outer: Sequence[int], axes: list[tuple[str, int]]) -> list[str] | None:
-    """Return the name of each dimension, filled with the axes in order; None if an axis lies across two dimensions."""
-    dims: dict[int, list[str]] = {}
-    last = max((dim for dim in outer if shape[dim] > 1), default=max(outer, default=0))
-    for dim in outer:
-        size, dims[dim] = 1, []
-        while axes and (size < shape[dim] or dim == last):
-            name, number = axes.pop(0)
-            dims[dim].append(name)
-            size *= number
-        if size != shape[dim]:
-            return None
-    return [in_words([dims[dim] or ["1"]]) if dim in dims else str(size) for dim, size in enumerate(shape)]
-
-
-def _dimension(parts: Sequence[Part]) -> int | None:
-    """Return the dimension along which parts and heads lie; None if there are several."""
-    shape, inner = parts[0].parameter.tensor.shape, _inner_dims(parts[0])
-    of_dims = [[row for of_dim in dims for row in of_dim.values()] for dims in zip(*map(_indices, parts), strict=True)]
-    varying = [dim for dim, rows in enumerate(of_dims) if any(not torch.equal(rows[0], other) for other in rows[1:])]
-    varying = varying or [dim for dim, size in enumerate(shape) if size > 1 and dim not in inner]
-    return varying[0] if len(varying) == 1 else None
-
-
-def _in_blocks(parts: Sequence[Part], dim: int) -> bool:
-    """Return whether each head, or each group of heads with one key, has one block of the dimension, in order."""
-    size, count = parts[0].parameter.tensor.shape[dim], min(len(part.heads) for part in parts)
-    return size % count == 0 and all(
-        bool((indices // (size // count) == head // (len(part.heads) // count)).all())
-        for part in parts
-        for head, indices in _indices(part)[dim].items()
-    )
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -374,9 +286,11 @@ class _Words:
             axes = ["latent" if dim < len(features) and size > 1 else str(size) for dim, size in enumerate(shape)]
         else:
             single = len(parts[0].heads) == 1 < num_heads(names, letter)
-            axes = _axes(parts, words, words[single : 1 + (names.head_dim == 1)])
-            axes = axes or self._by_blocks(parts, words[0])
-        inside, inner, channels = self._inside(kind, parts), _inner_dims(parts[0]), len(shape) - parts[0].taps
+            letters = "".join(part.letter for part in parts)
+            packed, ones = letters if letters in _PACKED else "packed", words[single : 1 + (names.head_dim == 1)]
+            axes = axes_of(tuple(map(placement_of, parts)), packed, words, ones) or self._by_blocks(parts, words[0])
+        inside, inner = self._inside(kind, parts), placement_of(parts[0]).inner_dims
+        channels = len(shape) - parts[0].taps
         return [inside if dim in inner and dim < channels and inside else word for dim, word in enumerate(axes)]
 
     def _inside(self, kind: str, parts: list[Part]) -> str:
@@ -396,12 +310,13 @@ class _Words:
 
     def _by_blocks(self, parts: list[Part], heads: str) -> list[str]:
         """Return the name of each dimension, where parts with different numbers or widths are `packed`."""
-        shape, dim = parts[0].parameter.tensor.shape, _dimension(parts)
+        placements = [placement_of(part) for part in parts]
+        shape, dim = placements[0].shape, varying_dim(placements)
         axes = [str(size) for size in shape]
         if dim is not None and len(parts) > 1:
             fewest = min(len(part.heads) for part in parts)
             shared = any(len(part.heads) > fewest for part in parts)
-            grouped = fewest > 1 and _in_blocks(parts, dim)
+            grouped = fewest > 1 and are_in_blocks(placements, dim)
             axes[dim] = f"({'kv_heads' if shared else heads} packed)" if grouped else "packed"
         return axes
 
@@ -420,13 +335,14 @@ class _Words:
             start, number = next(iter((first.reads or {}).values()), 0), (first.inner or (0, 0))[0]
             reads = f": reads only features {start}–{start + number - 1} of the embedding"
             return f"{matrices} of head {next(iter(first.heads))}{reads if first.reads else ''}"
-        dim = _dimension(parts)
+        placements = [placement_of(part) for part in parts]
+        dim = varying_dim(placements)
         if dim is None:
             return matrices
         unit = _unit(first.parameter.tensor, dim)
         if len(parts) == 1:
             return f"{matrices}{self._of_one(first, unit, dim, axes[dim], use.kind)}"
-        runs = [_runs(torch.unique(torch.cat([*_indices(part)[dim].values()]))) for part in parts]
+        runs = [placement.used(dim) for placement in placements]
         if any(len(run) > 1 for run in runs):
             return f"{matrices} {_by_head(parts, dim, unit)}"
         where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
@@ -437,12 +353,11 @@ class _Words:
 
     def _of_one(self, part: Part, unit: str, dim: int, axis: str, kind: str) -> str:
         """Return the text for a parameter that is one matrix or bias."""
-        indices = _indices(part)[dim]
-        used = torch.unique(torch.cat([*indices.values()]))
+        placement = placement_of(part)
+        runs = placement.used(dim)
         if axis in ("heads", "kv_heads") and kind == "W":
             return f": one {'matrix' if len(part.parameter.tensor.shape) > 2 else 'row'} per head"
-        if len(used) < part.parameter.tensor.shape[dim]:
-            runs = _runs(used)
+        if sum(stop - start for start, stop in runs) < part.parameter.tensor.shape[dim]:
             where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
             return f": only {unit} {where}"
         group, users = self.names.num_heads // max(self.names.num_kv_heads, 1), self._users()
@@ -450,10 +365,12 @@ class _Words:
         shared += f": the first for {users}" if shared and users else ""
         if kind == "b":
             return shared
-        if any(len(_runs(of_head)) != 1 for of_head in indices.values()):
+        of_heads = placement.runs[dim].values()
+        if any(len(of_head) != 1 for of_head in of_heads):
             return f": {unit} of its heads are interleaved{shared}"
         way = "rows are the heads stacked" if unit == "rows" else "columns are the heads side by side"
-        return f": {way}, {len(next(iter(indices.values())))} each{shared}"
+        ((start, stop),) = next(iter(of_heads))
+        return f": {way}, {stop - start} each{shared}"
 
     def _users(self) -> str:
         """Return the query heads that use the first key/value head; empty if every group is consecutive heads."""
@@ -464,8 +381,7 @@ class _Words:
 
 def _is_same(part: Part, other: Part) -> bool:
     """Return whether two parts have the same elements in every head, along the same dimension."""
-    heads = [{head: row.tolist() for head, row in each.heads.items()} for each in (part, other)]
-    return bool(part.heads) and heads[0] == heads[1] and part.inner == other.inner
+    return bool(part.heads) and placement_of(part) is placement_of(other)
 
 
 def _plain(use: _Use) -> str:
@@ -482,13 +398,14 @@ def _unit(tensor: TensorRef, dim: int) -> str:
 def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts head by head, or group by group if query heads share a key and a value."""
     fewest = min(len(part.heads) for part in parts)
-    if not _in_blocks(parts, dim):
+    placements = [placement_of(part) for part in parts]
+    if not are_in_blocks(placements, dim):
         return f"in one, {unit} interleaved: --per-head lists them"
-    if any(len(_runs(indices)) > 1 for part in parts for indices in _indices(part)[dim].values()):
+    if any(len(runs) > 1 for placement in placements for runs in placement.runs[dim].values()):
         return _in_turn(parts, dim, unit)
     widths: list[str] = []
-    for part in parts:
-        number, width = len(part.heads) // fewest, len(next(iter(_indices(part)[dim].values())))
+    for part, placement in zip(parts, placements, strict=True):
+        number, width = len(part.heads) // fewest, len(next(iter(placement.indices[dim].values())))
         times, rows = f"{number}·" if number > 1 else "", "" if widths else f" {unit}"
         widths.append(f"{times}{width}{rows} of {part.letter}")
     grouped = any(len(part.heads) != fewest for part in parts)
@@ -497,7 +414,7 @@ def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
 
 def _in_turn(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts that alternate within each head: `(heads head_dim qkv)` has q, k, v row by row."""
-    runs = [run for part in parts for indices in _indices(part)[dim].values() for run in _runs(indices)]
+    runs = [run for part in parts for of_head in placement_of(part).runs[dim].values() for run in of_head]
     widths = {stop - start for start, stop in runs}
     if len(widths) > 1:
         return f"head by head, {unit} interleaved: --per-head lists them"

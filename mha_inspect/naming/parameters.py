@@ -1,6 +1,6 @@
 """Find the rows of W_q, W_k, W_v and the columns of W_o that belong to each head, in the parameters of a module.
 
-The elements of a parameter are numbered and followed (`elements`) to the heads. There the axes of the stage give the
+The indices of a parameter's elements are followed (`graph.layouts`) to the heads. There the axes of the stage give the
 head and the feature of each element. With `q, k, v = qkv(x).chunk(3, -1)` and 3 heads of 4 features, the keys of head 1
 are rows 16 to 19 of the weight.
 """
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ..graph.attention import Attention
 from ..graph.dataflow import made_of
 from ..graph.gates import Gate, gates_of
+from ..graph.layout import Indices, Layout, Source, Span
+from ..graph.layouts import Layouts
 from ..graph.projections import earlier_projections, joined_projections
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
-from .elements import Elements, places_of_weight, weight_of
-from .head_codes import Codes, codes_of, rows_of
+from .heads import Codes, codes_in, codes_of, rows_of
 from .named_run import NamedRun
 from .pattern import dims_of
 from .projection import Part, Projection, have_in_common, is_elsewhere, merged, of_no_head
@@ -56,12 +56,12 @@ def _projection(name: str, parts: list[Part], names: AxisNames, serves: Serves) 
     first, single = parts[0], name == "b_o"
     count = 1 if single else num_heads(names, name[-1])
     width = max((len(places) for part in parts for places in part.heads.values()), default=0)
-    covered = torch.zeros(count, width, dtype=torch.long)
+    covered = np.zeros((count, width), int)
     for part in parts:
         for head, places in part.heads.items():
             if head < count and len(places) == width:
                 covered[head] += places >= 0
-                covered[head] += len(torch.unique(places[places >= 0])) < int((places >= 0).sum())  # used twice
+                covered[head] += len(np.unique(places[places >= 0])) < (places >= 0).sum()  # used twice
     embed = first.width if first.inner is not None else 0
     shape = (width,) if single else (count, width, embed) if first.kind == "W" else (count, width)
     is_whole = (
@@ -94,10 +94,11 @@ def parameters_behind(
 ) -> list[Named]:
     """Return the parameters that tensors are made of, through operations that pass the test."""
     parameters: dict[str, Named] = {}
-    for step in (step for tensor in tensors for step in run.graph.back(tensor, passes)):
-        if run.recording.producer(step.tensor) is None:
-            of_storage = (named for named in run.recording.parameters if named.tensor.storage == step.tensor.storage)
-            parameters |= {named.name: named for named in of_storage}
+    for tensor in tensors:
+        for step in run.graph.back(tensor, passes):
+            if run.recording.producer(step.tensor) is None:
+                for named in run.graph.parameters_in(step.tensor.storage):
+                    parameters[named.name] = named
     return list(parameters.values())
 
 
@@ -119,6 +120,7 @@ class _PartsOfAttention:
         self._turns = attention.branches or (attention,)
         self._serves: Serves = ()
         self._has_joined = False
+        self._layouts = Layouts(run.graph)
 
     def all(self) -> tuple[list[Part], Serves]:
         """Return all parts of the heads and the output, and the query heads that use each key head."""
@@ -210,7 +212,7 @@ class _PartsOfAttention:
                 continue
             ops[op.index] = op
             projects = graph.is_projection(op) and not weight
-            projected, factor = (graph.projected(op), weight_of(graph, op)) if projects else (None, None)
+            projected, factor = (graph.projected(op), graph.weight_of(op)) if projects else (None, None)
             is_number = op.base_name in ("sum", "mean") and not graph.comes_from_inputs(tensor)
             for read in op.inputs:
                 beyond |= {read.id} if read is projected or tensor.id in beyond else set()
@@ -233,13 +235,15 @@ class _PartsOfAttention:
         number = part.inner[0]
         if number >= given.shape[-1] or op.base_name == "convolution":
             return part
-        elements, taken = Elements(self._graph), self._graph.projected(op)
-        elements.number(given, torch.arange(1, given.shape[-1] + 1).expand(given.shape))
-        elements.follow(self._way(taken, {given.id}, set(), self._made_at(given))[0])
-        features = elements.of(taken).reshape(-1, number)[0].long().tolist()
-        if features != [*range(features[0], features[0] + number)] or features[0] < 1:
+        source, taken = Source("features", 0), self._graph.projected(op)
+        numbers = np.arange(given.shape[-1]).reshape([1] * (len(given.shape) - 1) + [-1])
+        layouts = Layouts(self._graph, [(given, Layout(given.shape, {source: Span.of(numbers)}))])
+        layouts.follow(self._way(taken, {given.id}, set(), self._made_at(given))[0])
+        span = layouts.of(taken).spans.get(source)
+        features = [] if span is None else span.low.reshape(-1, span.low.shape[-1])[0].tolist()
+        if not features or features != [*range(features[0], features[0] + number)] or features[0] < 0:
             return part
-        return replace(part, reads=dict.fromkeys(part.heads, features[0] - 1), width=given.shape[-1])
+        return replace(part, reads=dict.fromkeys(part.heads, features[0]), width=given.shape[-1])
 
     def _numbered(self, letter: str, parts: list[Part]) -> list[Part]:
         """Return the parts with key/value heads counted once each, if several heads turn out to be the same one."""
@@ -275,7 +279,7 @@ class _PartsOfAttention:
         since = min(map(self._made_at, ends))
         stops = {attention.stages["context"].id for attention, _ in self._run.attentions} | {t.id for t in ends}
         for op in (*ops, *joined):
-            taken, weight = self._graph.projected(op), weight_of(self._graph, op)
+            taken, weight = self._graph.projected(op), self._graph.weight_of(op)
             way, meetings = self._way(taken, stops, set(), since)
             codes = self._codes_at(taken, way, contexts, of_turns)
             weighing = self._way(weight, set(), set(), 0)[0]
@@ -325,11 +329,12 @@ class _PartsOfAttention:
         known = [codes for codes in of_turns if codes is not None]
         if len(known) < len(of_turns):
             return None
-        elements, size = Elements(self._graph), known[0].heads * known[0].features
-        for number, (context, codes) in enumerate(zip(contexts, known, strict=True)):
-            elements.number(context, codes.numbers + number * size + 1)
-        elements.follow(way)
-        return Codes(elements.of(taken) - 1, known[0].heads * len(known), known[0].features)
+        pairs = zip(contexts, known, strict=True)
+        layouts = Layouts(
+            self._graph, [(context, codes.layout(context.shape, turn)) for turn, (context, codes) in enumerate(pairs)]
+        )
+        layouts.follow(way)
+        return codes_in(layouts.of(taken), known[0], len(known))
 
     # -- from parameters to heads -------------------------------------------------------------------------------------
 
@@ -350,17 +355,20 @@ class _PartsOfAttention:
         taps = meeting.weight.shape[2:] if op is not None and op.base_name == "convolution" else ()
         weighing = self._way(meeting.weight, set(), set(), 0)[0]
         moved = prod(taps) == 1 and all(op.kind in ("view", "copy") for op in weighing)
+        self._layouts.follow(way)
+        self._layouts.follow(weighing)
         for parameter in parameters_behind(self._run, [meeting.weight]):
-            numbered = self._followed(parameter.tensor, way)
-            heads: dict[int, Tensor] = {}
+            heads: dict[int, Indices] = {}
             if codes is not None:
                 entering = letter == "o" and kind in _MATRICES and op is not None
-                low, high = (each.entering(op) if entering and op else each.of(target) for each in numbered)
-                rows = enumerate(rows_of(low, high, codes, parameter.tensor.stride), start=turn * codes.heads)
-                heads = {head: row for head, row in rows if bool((row >= 0).any())}
-                once = letter == "g" and all(bool((row == row[0]).all()) for row in heads.values())
+                layout = self._layouts.entering(op) if entering and op else self._layouts.of(target)
+                places = layout.places_in(parameter.name, parameter.tensor.shape, parameter.tensor.stride)
+                if places is not None:
+                    rows = enumerate(rows_of(places, codes, parameter.tensor.stride), start=turn * codes.heads)
+                    heads = {head: row for head, row in rows if (row >= 0).any()}
+                once = letter == "g" and all((row == row[0]).all() for row in heads.values())
                 if kind not in (*_MATRICES, *_BIASES, "appended", "prepended") or once:
-                    heads = {head: torch.unique(row[row >= 0]) for head, row in heads.items()}
+                    heads = {head: np.unique(row[row >= 0]) for head, row in heads.items()}
             mixed = self._names.mixes_positions and self._names.num_heads > 1
             is_shared = mixed or (have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES))
             heads = {} if is_shared and letter == "g" else heads
@@ -368,29 +376,24 @@ class _PartsOfAttention:
             of_taps = len(taps) if same_rank and kind in (*_MATRICES, "before", "filter") else 0
             part = Part(kind, letter, parameter, heads, is_shared, taps=of_taps, moved=moved)
             projects = op is not None and self._graph.is_projection(op)
-            if op is not None and projects and meeting.weight.id == weight_of(self._graph, op).id:
-                part = self._with_inner(part, op, numbered[0])
+            if op is not None and projects and meeting.weight.id == self._graph.weight_of(op).id:
+                part = self._with_inner(part, op)
             yield part
 
-    def _followed(self, parameter: TensorRef, way: list[Op]) -> tuple[Elements, Elements]:
-        """Return the numbers of a parameter's elements at the end of a way: lowest and highest for each element."""
-        lowest, highest = (Elements(self._graph, merge, parameter) for merge in (torch.fmin, torch.fmax))
-        lowest.follow(way)
-        if not lowest.merged:
-            return lowest, lowest
-        highest.follow(way)
-        return lowest, highest
-
-    def _with_inner(self, part: Part, op: Op, elements: Elements) -> Part:
+    def _with_inner(self, part: Part, op: Op) -> Part:
         """Return a part of a matrix with the count of each feature's numbers, and the step between them."""
-        weight = weight_of(self._graph, op)
-        place = places_of_weight(self._graph, op)[part.letter == "o" and part.kind in _MATRICES]
+        weight, tensor = self._graph.weight_of(op), part.parameter.tensor
+        place = self._graph.places_of_weight(op)[part.letter == "o" and part.kind in _MATRICES]
         number = weight.shape[place]
-        indices = (0, min(1, number - 1), number - 1)
-        ends = torch.stack([elements.at(weight, place, index).flatten() for index in indices])
-        known = ends[:, ~ends.isnan().any(0)][:, :1].long().flatten().tolist()
-        step = known[1] - known[0] if known and number > 1 else 1
-        if not known or step < 1 or known[2] - known[0] != step * (number - 1):
+        row = self._layouts.of(weight).along(place, part.parameter.name)
+        places = row.places_in(part.parameter.name, tensor.shape, tensor.stride)
+        if places is None:
+            return part
+        known = places.low.reshape(-1)
+        if (known < 0).any():
+            return part
+        step = int(known[1] - known[0]) if len(known) > 1 else 1
+        if len(known) < number or step < 1 or known[-1] - known[0] != step * (number - 1):
             return part
         return replace(part, inner=(number, step), width=number)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-import torch
+import numpy as np
 from torch import Tensor
 
+from ..graph.layout import Indices
 from ..record.ops import Named, TensorRef
 
 Content = Callable[[str], Tensor]
@@ -27,7 +28,7 @@ class Part:
     letter: str
     """`q`, `k`, `v` or `o`; `g` for a gate of the contexts."""
     parameter: Named
-    heads: dict[int, Tensor]
+    heads: dict[int, Indices]
     """Head to the place of each of its features in the memory of the parameter; -1 for a feature outside it."""
     is_shared: bool = False
     """Whether heads have elements in common: then the elements belong to no single head."""
@@ -92,42 +93,46 @@ class Projection:
             parameter = content_of(part.parameter.name).detach()
             parameter[where] = by_head[features].to(parameter)
 
-    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Part, Tensor, Tensor, tuple[Tensor, ...]]]:
+    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Part, Tensor, Indices, tuple[Indices, ...]]]:
         """Yield for each head a view of its numbers, the features that a parameter has, and their places in it."""
         for part in self.parts:
             for head, row in part.heads.items():
                 by_head = numbers if len(self.shape) == 1 else numbers[head]
-                features = (row >= 0).nonzero().flatten()
+                features = np.flatnonzero(row >= 0)
                 places = row[features]
                 if part.inner is not None:
                     start = 0 if part.reads is None else part.reads.get(head, 0)
                     by_head = by_head[:, start : start + part.inner[0]]
-                    places = places[:, None] + part.inner[1] * torch.arange(part.inner[0])
+                    places = places[:, None] + part.inner[1] * np.arange(part.inner[0])
                 yield part, by_head, features, coordinates(places, part.parameter.tensor)
 
 
-def coordinates(places: Tensor, tensor: TensorRef) -> tuple[Tensor, ...]:
+def coordinates(places: Indices, tensor: TensorRef) -> tuple[Indices, ...]:
     """Return the indices along each dimension of a parameter for these places in its memory."""
-    strides = zip(tensor.shape, tensor.stride, strict=True)
-    return tuple(places.floor_divide(max(stride, 1)) % max(size, 1) for size, stride in strides)
+    return places_along(places, tensor.shape, tensor.stride)
 
 
-def have_in_common(heads: dict[int, Tensor]) -> bool:
-    """Return whether heads have elements in common."""
-    first, *others = heads.values() or [torch.zeros(0)]
-    return any(bool(torch.isin(other[other >= 0], first).any()) for other in others[:1])
+def places_along(places: Indices, shape: Sequence[int], stride: Sequence[int]) -> tuple[Indices, ...]:
+    """Return the indices along each dimension for places in the memory of a tensor."""
+    return tuple(places // max(step, 1) % max(size, 1) for size, step in zip(shape, stride, strict=True))
+
+
+def have_in_common(heads: dict[int, Indices]) -> bool:
+    """Return whether the first two heads have elements in common."""
+    first, *others = ({*row[row >= 0].tolist()} for row in [*heads.values()][:2])
+    return any(not first.isdisjoint(other) for other in others)
 
 
 def is_elsewhere(part: Part, parts: Iterable[Part]) -> bool:
     """Return whether every element of a bias is known to be in the heads of other sides."""
     same = [other for other in parts if other.parameter.name == part.parameter.name and other.kind == part.kind == "b"]
     rows = [row[row >= 0] for other in same for row in other.heads.values()]
-    return bool(rows) and len(torch.unique(torch.cat(rows))) == part.parameter.tensor.numel
+    return bool(rows) and len(np.unique(np.concatenate(rows))) == part.parameter.tensor.numel
 
 
 def of_no_head(part: Part) -> Part:
     """Return a part of the output as belonging to no head."""
-    every = {0: torch.arange(part.parameter.tensor.numel)} if part.kind in ("b", "joined b") else {}
+    every = {0: np.arange(part.parameter.tensor.numel)} if part.kind in ("b", "joined b") else {}
     return replace(part, heads=every, is_shared=part.kind not in ("b", "joined b"))
 
 

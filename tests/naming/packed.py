@@ -1,0 +1,411 @@
+"""Queries, keys and values in one matrix, in the orders that people pack them in, and which rows are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+E, H, D = 20, 4, 6
+Heads = tuple[Tensor, Tensor, Tensor]
+"""Queries, keys and values, each `batch heads position head_dim`."""
+Rows = dict[tuple[str, str], Tensor]
+"""Letter and parameter to the rows of each head: `heads head_dim`."""
+
+
+def split(x: Tensor, heads: int = H) -> Tensor:
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def join(context: Tensor) -> Tensor:
+    return context.transpose(1, 2).flatten(2)
+
+
+def in_order(*shape: int) -> Tensor:
+    """Return the rows of a matrix, as `shape`."""
+    return torch.arange(torch.Size(shape).numel()).view(shape)
+
+
+class Packed(nn.Module):
+    """A module that keeps its contexts, `batch heads position head_dim`."""
+
+    def __init__(self, width: int = H * D) -> None:
+        super().__init__()
+        self.o = nn.Linear(width, E)
+        self.contexts = torch.zeros(())
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        context = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v
+        self.contexts = context
+        return context
+
+    def rows(self) -> Rows:
+        raise NotImplementedError
+
+
+class One(Packed):
+    """One matrix, and a function that splits what it gives."""
+
+    def __init__(self, to_heads: Callable[[Tensor], Heads], rows: Sequence[Tensor]) -> None:
+        heads, width = len(rows[0]), rows[2].shape[-1]
+        super().__init__(heads * width)
+        self.qkv = nn.Linear(E, 1 + int(max(of_side.max() for of_side in rows)))
+        self.to_heads, self.truth = to_heads, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(join(self.attend(*self.to_heads(self.qkv(x)))))
+
+    def rows(self) -> Rows:
+        return {(letter, "qkv.weight"): rows for letter, rows in zip("qkv", self.truth, strict=True)}
+
+
+def thirds(y: Tensor) -> Heads:
+    """GPT-2: `(qkv heads head_dim)`."""
+    q, k, v = map(split, y.chunk(3, -1))
+    return q, k, v
+
+
+def head_by_head(y: Tensor) -> Heads:
+    """GPT-NeoX: `(heads qkv head_dim)`."""
+    y = y.unflatten(-1, (H, 3 * D))
+    q, k, v = (y[..., at : at + D].transpose(1, 2) for at in (0, D, 2 * D))
+    return q, k, v
+
+
+def as_bloom(y: Tensor) -> Heads:
+    """BLOOM: the same, with heads folded into the batch."""
+    y = y.unflatten(-1, (H, 3, D))
+    q, k, v = (y[..., at, :].transpose(1, 2).reshape(-1, y.shape[1], D) for at in range(3))
+    return q.unflatten(0, (-1, H)), k.unflatten(0, (-1, H)), v.unflatten(0, (-1, H))
+
+
+def one_key(y: Tensor) -> Heads:
+    """Falcon: all query heads, then one key and one value."""
+    y = y.unflatten(-1, (-1, 4))
+    return y[..., :-2, :].transpose(1, 2), y[..., [-2], :].transpose(1, 2), y[..., [-1], :].transpose(1, 2)
+
+
+def groups(y: Tensor) -> Heads:
+    """Group by group: three query heads, a key and a value."""
+    y = y.view(*y.shape[:2], 2, 5, 4)
+    q, k, v = y[:, :, :, :-2].flatten(2, 3), y[:, :, :, [-2]], y[:, :, :, [-1]]
+    k, v = (t.expand(-1, -1, -1, 3, -1).flatten(2, 3) for t in (k, v))
+    return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+
+def groups_by_einops(y: Tensor) -> Heads:
+    y = rearrange(y, "b n (g s d) -> b n g s d", g=2, d=4)
+    k, v = (y[..., at, :].transpose(1, 2).repeat_interleave(3, 1) for at in (3, 4))
+    return rearrange(y[..., :3, :], "b n g s d -> b (g s) n d"), k, v
+
+
+def heads_before_batch(y: Tensor) -> Heads:
+    q, k, v = rearrange(y, "b n (three h d) -> three (h b) n d", h=H, three=3)
+    return tuple(rearrange(t, "(h b) n d -> b h n d", h=H) for t in (q, k, v))  # type: ignore[return-value]
+
+
+def every_third(y: Tensor) -> Heads:
+    q, k, v = (split(y[..., at::3]) for at in range(3))
+    return q, k, v
+
+
+def last_of_three(y: Tensor) -> Heads:
+    q, k, v = (t.transpose(1, 2) for t in y.view(*y.shape[:2], H, D, 3).unbind(-1))
+    return q, k, v
+
+
+def wide_values(y: Tensor) -> Heads:
+    """LeViT: values are wider."""
+    q, k, v = (t.transpose(1, 2) for t in y.unflatten(-1, (3, -1)).split([4, 4, 8], 3))
+    return q, k, v
+
+
+def across_heads(y: Tensor) -> Heads:
+    """Features that a view across heads mixes: each head has features of several blocks."""
+    q, k, v = (split(t.unflatten(-1, (3, 8)).mT.flatten(2)) for t in y.chunk(3, -1))
+    return q, k, v
+
+
+def through_a_cache(y: Tensor) -> Heads:
+    q, k, v = thirds(y)
+    keys, values = (torch.zeros(len(y), H, y.shape[1] + 5, D) for _ in "kv")
+    keys[:, :, : y.shape[1]], values[:, :, : y.shape[1]] = k, v
+    return q, keys[:, :, : y.shape[1]], values[:, :, : y.shape[1]]
+
+
+ORDER = torch.tensor([2, 0, 3, 1])
+SHUFFLED = torch.randperm(3 * H * D, generator=torch.Generator().manual_seed(0))
+
+
+def each(change: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Heads]:
+    """Return a function that splits what `change` makes of each third into heads."""
+
+    def to_heads(y: Tensor) -> Heads:
+        q, k, v = (split(change(t)) for t in y.chunk(3, -1))
+        return q, k, v
+
+    return to_heads
+
+
+THIRDS = in_order(3, H, D)
+BY_HEAD = in_order(H, 3, D).unbind(1)
+GROUPS = in_order(2, 5, 4)
+OF_GROUPS = GROUPS[:, :3].flatten(0, 1), GROUPS[:, 3], GROUPS[:, 4]
+LAST = in_order(H, D, 3).unbind(-1)
+LEVIT = in_order(3, 16).split([4, 4, 8], 1)
+
+
+def one_key_of(heads: int) -> tuple[Tensor, ...]:
+    return in_order(heads + 2, 4).split([heads, 1, 1])
+
+
+class Columns(Packed):
+    """GPT-2's own: a matrix the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(E, 72)), nn.Parameter(torch.randn(72))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, x.view(-1, E), self.weight).view(*x.shape[:2], -1)
+        return self.o(join(self.attend(*thirds(y))))
+
+    def rows(self) -> Rows:
+        return {(letter, "weight"): THIRDS[at] for at, letter in enumerate("qkv")}
+
+
+class Product(One):
+    """BigCode: query heads beside positions are the rows of one product."""
+
+    def __init__(self) -> None:
+        super().__init__(thirds, one_key_of(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).split([24, 4, 4], -1)
+        rows = q.reshape(len(x), -1, 4)
+        weights = torch.baddbmm(torch.empty(len(x), rows.shape[1], x.shape[1]), rows, k.mT, beta=0, alpha=0.5)
+        context = weights.view(*x.shape[:2], 6, -1).softmax(-1).view_as(weights) @ v
+        self.contexts = context.view(*x.shape[:2], 6, 4).transpose(1, 2)
+        return self.o(context.view(*x.shape[:2], 24))
+
+
+class Beside(Packed):
+    """PaLM: queries beside the rows of the feed-forward, one key and one value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused, self.down = nn.Linear(E, 24 + 12 + 80), nn.Linear(40, E)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v, rest = self.fused(x).split((24, 6, 6, 80), -1)
+        q = rearrange(q, "b n (h d) -> b h n d", h=H)
+        weights = (torch.einsum("bhid,bjd->bhij", q, k) / 2).softmax(-1)
+        self.contexts = torch.einsum("bhij,bjd->bhid", weights, v)
+        gate, up = rest.chunk(2, -1)
+        return self.o(rearrange(self.contexts, "b h n d -> b n (h d)")) + self.down(F.silu(gate) * up)
+
+    def rows(self) -> Rows:
+        rows = in_order(6, 6)
+        return {
+            ("q", "fused.weight"): rows[:4],
+            ("k", "fused.weight"): rows[4:5],
+            ("v", "fused.weight"): rows[5:6],
+        }
+
+
+class LowRankAdded(One):
+    """LoRA on the whole matrix."""
+
+    def __init__(self) -> None:
+        super().__init__(thirds, THIRDS.unbind(0))
+        self.down, self.up = nn.Linear(E, 3, bias=False), nn.Linear(3, 72, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(join(self.attend(*thirds(self.qkv(x) + self.up(self.down(x)) * 2))))
+
+    def rows(self) -> Rows:
+        return super().rows() | {(letter, "up.weight"): THIRDS[at] for at, letter in enumerate("qkv")}
+
+
+class LowRankPadded(One):
+    """LoRA of queries and values: two matrices in one, with zeros between them."""
+
+    def __init__(self) -> None:
+        super().__init__(thirds, THIRDS.unbind(0))
+        self.down, self.up = nn.Parameter(torch.randn(6, E)), nn.Parameter(torch.randn(48, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = F.conv1d(F.linear(x, self.down).mT, self.up[:, :, None], groups=2).mT
+        of_queries, of_values = added.split(24, -1)
+        y = self.qkv(x) + torch.cat([of_queries, torch.zeros_like(of_queries), of_values], -1)
+        return self.o(join(self.attend(*thirds(y))))
+
+    def rows(self) -> Rows:
+        of_two = in_order(2, H, D)
+        return super().rows() | {("q", "up"): of_two[0], ("v", "up"): of_two[1]}
+
+
+class Turned(One):
+    """The weight is transposed, copied, and transposed again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(join(self.attend(*thirds(F.linear(x, self.qkv.weight.T.contiguous().T, self.qkv.bias)))))
+
+
+class Allocated(One):
+    """The context of each head is written into a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        context, out = self.attend(*thirds(self.qkv(x))), torch.empty(*x.shape[:2], 24)
+        for head in range(H):
+            out[:, :, D * head : D * (head + 1)] = context[:, head]
+        return self.o(out)
+
+
+class Image(Packed):
+    """Convolutions in the place of linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.o = nn.Conv2d(E, 72, 1), nn.Conv2d(24, E, 1)  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (t.mT for t in self.qkv(x.mT[..., None]).view(len(x), 3, H, D, -1).unbind(1))
+        return self.o(self.attend(q, k, v).mT.reshape(len(x), 24, -1, 1))
+
+    def rows(self) -> Rows:
+        return {(letter, "qkv.weight"): THIRDS[at] for at, letter in enumerate("qkv")}
+
+
+class Latent(Packed):
+    """DeepSeek's: keys and values from one latent, and a rotated key that all heads share."""
+
+    def __init__(self) -> None:
+        super().__init__(H * 5)
+        self.q, self.down, self.up = nn.Linear(E, H * 8), nn.Linear(E, 7 + 2), nn.Linear(7, H * 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = split(self.q(x))
+        latent, shared = self.down(x).split([7, 2], -1)
+        k, v = split(self.up(latent)).split([6, 5], -1)
+        q = torch.cat([q[..., :6], self.rotated(q[..., 6:])], -1)
+        k = torch.cat([k, self.rotated(shared)[:, None].expand(-1, H, -1, -1)], -1)
+        return self.o(join(self.attend(q, k, v)))
+
+    def rotated(self, x: Tensor) -> Tensor:
+        angle = torch.arange(float(x.shape[-2]))[:, None]
+        return x * angle.cos() + torch.cat((-x[..., 1:], x[..., :1]), -1) * angle.sin()
+
+    def rows(self) -> Rows:
+        k, v = in_order(H, 11).split([6, 5], 1)
+        return {
+            ("q", "q.weight"): in_order(H, 8),
+            ("k", "up.weight"): k,
+            ("v", "up.weight"): v,
+            ("k", "down.weight"): torch.tensor([[7, 8]] * H),
+        }
+
+
+class Apart(Packed):
+    """Three matrices, joined when they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(E, H * D) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat([self.q.weight, self.k.weight, self.v.weight])
+        bias = torch.cat([self.q.bias, torch.zeros(H * D), self.v.bias])
+        return self.o(join(self.attend(*self.to_heads(F.linear(x, weight, bias)))))
+
+    def to_heads(self, y: Tensor) -> Heads:
+        return thirds(y)
+
+    def rows(self) -> Rows:
+        return {(letter, f"{letter}.weight"): in_order(H, D) for letter in "qkv"}
+
+
+class ApartViewed(Apart):
+    def to_heads(self, y: Tensor) -> Heads:
+        q, k, v = y.view(*y.shape[:2], 3, H, D).permute(2, 0, 3, 1, 4)
+        return q, k, v
+
+
+class OneEach(Packed):
+    """A matrix for each head, and a turn of a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.ModuleList(nn.Linear(E, D) for _ in range(H)) for _ in range(3))
+
+    def turns(self, x: Tensor) -> list[Tensor]:
+        contexts = []
+        for q, k, v in zip(self.q, self.k, self.v, strict=True):
+            contexts.append(self.attend(q(x), k(x), v(x)))
+        self.contexts = torch.stack(contexts, 1)
+        return contexts
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.cat(self.turns(x), -1))
+
+    def rows(self) -> Rows:
+        rows: Rows = {}
+        for head in range(H):
+            of_head = torch.full((H, D), -1)
+            of_head[head] = torch.arange(D)
+            rows |= {(letter, f"{letter}.{head}.weight"): of_head for letter in "qkv"}
+        return rows
+
+
+class OneEachStacked(OneEach):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.o(torch.stack(self.turns(x), 2).flatten(2))
+
+
+class StackedBefore(OneEach):
+    """The heads are stacked before they attend."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (torch.stack([project(x) for project in side], 1) for side in (self.q, self.k, self.v))
+        return self.o(join(self.attend(q, k, v)))
+
+
+ORDERS: dict[str, Callable[[], Packed]] = {
+    "thirds": lambda: One(thirds, THIRDS),
+    "head by head": lambda: One(head_by_head, BY_HEAD),
+    "head by head, folded": lambda: One(as_bloom, BY_HEAD),
+    "one key": lambda: One(one_key, one_key_of(7)),
+    "one key, 71 heads": lambda: One(one_key, one_key_of(71)),
+    "one product": Product,
+    "groups": lambda: One(groups, OF_GROUPS),
+    "groups by einops": lambda: One(groups_by_einops, OF_GROUPS),
+    "heads before the batch": lambda: One(heads_before_batch, THIRDS),
+    "every third": lambda: One(every_third, LAST),
+    "last of three": lambda: One(last_of_three, LAST),
+    "wide values": lambda: One(wide_values, LEVIT),
+    "heads in another order": lambda: One(
+        each(lambda t: split(t)[:, ORDER].transpose(1, 2).flatten(2)), THIRDS[:, ORDER]
+    ),
+    "rows in another order": lambda: One(lambda y: thirds(y[..., SHUFFLED]), SHUFFLED.view(3, H, D)),
+    "across heads": lambda: One(across_heads, in_order(3, 3, 8).mT.reshape(3, H, D)),
+    "flipped": lambda: One(each(lambda t: t.flip(-1)), THIRDS.flatten(1).flip(-1).view(3, H, D)),
+    "rolled": lambda: One(each(lambda t: t.roll(3, -1)), THIRDS.flatten(1).roll(3, -1).view(3, H, D)),
+    "through a cache": lambda: One(through_a_cache, THIRDS),
+    "transposed twice": lambda: Turned(thirds, THIRDS),
+    "written by head": lambda: Allocated(thirds, THIRDS),
+    "columns": Columns,
+    "beside the feed-forward": Beside,
+    "low rank, added": LowRankAdded,
+    "low rank, padded": LowRankPadded,
+    "convolution": Image,
+    "latent": Latent,
+    "three joined": Apart,
+    "three joined and viewed": ApartViewed,
+    "one each": OneEach,
+    "one each, stacked": OneEachStacked,
+    "one each, stacked before": StackedBefore,
+}
+"""Name to a function that makes the module."""
