@@ -14,44 +14,20 @@ from torch import nn
 import mha_inspect.errors
 from mha_inspect.answers.trace import ROOM
 
-from .check.cases import CASES, Case
-from .check.mutants import IDIOMS, MUTANTS
-from .check.test_mutants import arguments, module_of, mutated
-
-
-@pytest.fixture(autouse=True)
-def without_gradients() -> Any:
-    """Some idioms write into views of a cache, which torch allows in this mode alone."""
-    with torch.no_grad():
-        yield
-
-
-@pytest.mark.parametrize("idiom", IDIOMS)
-def test_right_idioms_are_not_accused(idiom: str, tmp_path: Path) -> None:
-    module = module_of(IDIOMS[idiom][2], tmp_path, f"right_{idiom}")
-    trace = mha_inspect.trace(module, **arguments(idiom))
-    assert [finding for finding in trace.findings if finding.sure] == []
-    assert trace.unjudged is None
-    assert trace.ok
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_twins_are_not_accused(case: Case) -> None:
-    torch.manual_seed(0)
-    try:
-        trace = mha_inspect.trace(case.make(False).eval(), **case.inputs())
-    except mha_inspect.errors.ForwardError:
-        pytest.skip("its inputs are for check alone")
-    assert [finding for finding in trace.findings if finding.sure] == []
+from ..corpus.every import ENTRIES
+from ..corpus.mutants import MUTANTS
+from ..corpus.planted import CASES
+from ..corpus.test_mutants import mutated
 
 
 def test_what_one_run_shows_is_found_as_often_as_it_was(tmp_path: Path) -> None:
     """Of one-line mistakes: the others change what other inputs do, and are for check."""
     problems = silent = 0
-    for idiom, name, right, wrong in MUTANTS[::3]:
-        module = module_of(mutated(idiom, right, wrong), tmp_path, f"{idiom}_{name}")
+    for name, mistake, right, wrong, *_ in MUTANTS[::3]:
+        module = mutated(name, right, wrong, tmp_path / f"{name}_{mistake}.py")
         try:
-            trace = mha_inspect.trace(module, **arguments(idiom))
+            with torch.no_grad():
+                trace = mha_inspect.trace(module, **ENTRIES[name].arguments()[1])
         except mha_inspect.errors.ForwardError:
             continue
         problems += any(finding.sure for finding in trace.findings)

@@ -101,6 +101,7 @@ class Truth:
         """Whether softmax(scale · q·kᵀ) · v of the projections alone is the context, masked or not."""
         twisted = self.position or self.qk_norm or self.bias or self.mixed or self.cache or self.lengths or self.cap
         twisted = twisted or self.value_dim or not self.joined
+        twisted = twisted or self.window
         return not twisted and self.scale == 0 and self.over == "key" and self.plain
 
     @property
@@ -133,17 +134,6 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """A mistake of one line in the source of an entry."""
-
-    name: str
-    right: str
-    wrong: str
-    checks: tuple[str, ...] = ()
-    """The checks that find it; empty if it is enough that one does."""
-
-
-@dataclass(frozen=True)
 class Entry:
     name: str
     make: Callable[[], nn.Module]
@@ -162,11 +152,18 @@ class Entry:
     training: bool = False
     sizes: tuple[tuple[int, int], ...] = ((7, 12), (2, 16))
     """Batches and lengths that it takes."""
+    grad: bool = True
+    """Whether it is traced with gradients; some that write into a cache cannot be."""
+    precise: bool = True
+    """Whether it computes in float32 at least."""
+    reads_arguments: bool = True
+    """Whether the projections read the arguments as they are."""
+    returns_output: bool = True
+    """Whether W_o makes what it returns, the first of it if there is more."""
     ones: bool = True
     """Whether a batch and a length of one leave its axes as they are."""
     source: str = ""
     """What a mutant is made of: the text of the class `name` and what it needs."""
-    mutants: tuple[Mutant, ...] = ()
 
     def made(self) -> nn.Module:
         """Return the module, with the same parameters each time."""
@@ -201,8 +198,13 @@ def linears(**parts: str) -> Rows:
         name = name.replace("__", ".")
         rows[f"{name}.weight"] = axes
         if not axes.startswith("o"):
-            rows[f"{name}.bias"] = axes.replace(" embed", "")
+            rows[f"{name}.bias"] = axes.partition(" embed")[0]
     return rows
+
+
+def weights(**parts: str) -> Rows:
+    """Return the same of linear layers without biases."""
+    return {name: axes for name, axes in linears(**parts).items() if name.endswith("weight")}
 
 
 OUTPUT = linears(o="o: embed (heads head_dim)")
@@ -216,7 +218,8 @@ ONE_HEAD_AT_A_TIME: dict[str, Any] = {
 }
 """Facts of a loop over heads, which shows its first."""
 
-_OF_ENTRY = {"given", "rows", "output", "twin", "intent", "findings", "training", "sizes", "ones"}
+_OF_ENTRY = {"given", "rows", "output", "twin", "intent", "findings", "training", "sizes", "ones", "grad"}
+_OF_ENTRY |= {"precise", "reads_arguments", "returns_output"}
 
 
 def attends(**facts: Any) -> Callable[[Made], Made]:
@@ -227,6 +230,36 @@ def attends(**facts: Any) -> Callable[[Made], Made]:
         truth = Truth(**{name: value for name, value in facts.items() if name not in _OF_ENTRY})
         rows = HEADS_IN_ROWS if truth.kv_heads is None else KV_HEADS_IN_ROWS
         add(Entry(made.__name__, made, attentions=(truth,), **{"given": hidden, "rows": rows, **of_entry}))
+        return made
+
+    return register
+
+
+def idiom(
+    call: Callable[[], dict[str, Any]],
+    intent: dict[str, Any],
+    *,
+    size: tuple[int, int],
+    needs: tuple[Any, ...] = (),
+    times: int = 1,
+    **facts: Any,
+) -> Callable[[Made], Made]:
+    """Register a class as people write it, whose text mutants are made of, with the functions and classes it needs."""
+
+    def register(made: Made) -> Made:
+        of_entry = {name: facts.pop(name) for name in _OF_ENTRY & set(facts)}
+        entry = Entry(
+            made.__name__,
+            made,
+            given=lambda batch, length: ((), call()),
+            attentions=(Truth(**facts),) * times,
+            intent=Intent(**intent),
+            sizes=(size,),
+            ones=False,
+            source=source_of(*needs, made),
+            **of_entry,
+        )
+        add(entry)
         return made
 
     return register

@@ -24,7 +24,7 @@ def traced(name: str, batch: int = 0, length: int = 0) -> LiveTrace:
     """Return the trace of an entry with its tensors, at its first size with gradients, or at another without."""
     entry = ENTRIES[name]
     args, kwargs = entry.arguments(batch, length)
-    with torch.set_grad_enabled(not batch):
+    with torch.set_grad_enabled(entry.grad and not batch):
         return mha_inspect.trace(entry.made(), *args, keep=True, **kwargs)
 
 

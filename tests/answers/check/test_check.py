@@ -20,8 +20,8 @@ from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.catalog import LAYERS
 from mha_inspect.testing import assert_attention_is_right
 
+from ...corpus.planted import MADE, B, D, E, H, N, Padded, Right, fused, halves
 from ...hf_sizes import flags_of
-from .cases import MADE, B, D, E, H, N, Padded, Right, fused, halves
 
 
 def test_rotations_in_bfloat16_before_a_fused_kernel_are_not_accused() -> None:
@@ -615,7 +615,7 @@ def test_a_forward_that_raises_under_another_input_is_told() -> None:
 def test_the_assertion_tells_the_fix() -> None:
     torch.manual_seed(0)
     assert_attention_is_right(Right(), torch.randn(B, N, E))
-    said = r"^1 problem: The heads are merged (.*\n)*1\. heads: .*cases\.py:\d+\nevidence .*\nfix "
+    said = r"^1 problem: The heads are merged (.*\n)*1\. heads: .*planted\.py:\d+\nevidence .*\nfix "
     with pytest.raises(AssertionError, match=said):
         assert_attention_is_right(MADE["MergedByReshape"](True), torch.randn(B, N, E))
 

@@ -16,7 +16,7 @@ from mha_inspect import Intent
 from mha_inspect.errors import InputError
 from mha_inspect.reports.check import CheckReport
 
-from .cases import B, D, E, H, N, Right
+from ...corpus.planted import B, D, E, H, N, Right
 
 X = torch.randn(B, N, E, generator=torch.Generator().manual_seed(0))
 

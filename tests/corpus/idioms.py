@@ -1,22 +1,28 @@
-"""Attention as people write it, in many ways that are right, and mistakes of one line in each."""
+"""Attention as people write it, in many ways that are right; mistakes of one line in each are in `mutants`."""
 
-# ruff: noqa: E501, Q
+# ruff: noqa: B905, C408, C417, E501, E741, RUF005, RUF059
 # fmt: off
 
 from __future__ import annotations
 
-HEAD = """import math
+import math
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from einops import rearrange
-"""
 
-IDIOMS: dict[str, tuple[dict[str, object], str, str]] = {}
-"""A name to what is meant, its inputs, and its source."""
+from mha_inspect.reports.trace import Cache, Position, QKNorm
 
-IDIOMS["nanogpt"] = ({"causal": True, "scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 8, 32))", '''
-class M(nn.Module):
+from .entry import FOLDED, ONE_HEAD_AT_A_TIME, idiom, linears, weights
+
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 8, 32)), {"causal": True, "scale": "sqrt_head_dim"}, size=(2, 8), heads=4,
+    head_dim=8, kind=("self", "causal"), masked=True, output="c_proj",
+    rows=linears(c_attn="qkv: (qkv heads head_dim) embed", c_proj="o: embed (heads head_dim)"),
+)
+class NanoGpt(nn.Module):
     def __init__(self, n_embd=32, n_head=4, block=16):
         super().__init__()
         self.c_attn = nn.Linear(n_embd, 3 * n_embd)
@@ -37,10 +43,15 @@ class M(nn.Module):
         y = att @ v
         y = y.transpose(1, 2).contiguous().view(B, T, C)
         return self.c_proj(y)
-''')
 
-IDIOMS["keepmask"] = ({"padding": "mask", "padding_true": "keep", "scale": "sqrt_head_dim"}, "dict(x=torch.randn(3, 7, 24), mask=torch.ones(3, 7, dtype=torch.bool))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(3, 7, 24), mask=torch.ones(3, 7, dtype=torch.bool)),
+    {"padding": "mask", "padding_true": "keep", "scale": "sqrt_head_dim"}, size=(3, 7), heads=4, head_dim=6,
+    masked=True, output="w_o",
+    rows=linears(w_q="q: (heads head_dim) embed", w_k="k: (heads head_dim) embed", w_v="v: (heads head_dim) embed", w_o="o: embed (heads head_dim)"),
+)
+class KeepMask(nn.Module):
     def __init__(self, d_model=24, num_heads=4):
         super().__init__()
         self.d_k, self.h = d_model // num_heads, num_heads
@@ -62,10 +73,18 @@ class M(nn.Module):
         out = torch.matmul(p, v).transpose(1, 2)
         out = out.reshape(x.size(0), -1, self.h * self.d_k)
         return self.w_o(out)
-''')
 
-IDIOMS["fairseq"] = ({"padding": "key_padding_mask", "padding_true": "ignore", "batch_axis": 1, "scale": "sqrt_head_dim"}, "dict(query=torch.randn(6, 3, 20), key_padding_mask=torch.zeros(3, 6, dtype=torch.bool))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(query=torch.randn(6, 3, 20), key_padding_mask=torch.zeros(3, 6, dtype=torch.bool)),
+    {"padding": "key_padding_mask", "padding_true": "ignore", "batch_axis": 1, "scale": "sqrt_head_dim"},
+    size=(6, 3), **FOLDED, heads=5, head_dim=4, early=0.5, masked=True, output="out_proj",
+    rows=linears(q_proj="q: (heads head_dim) embed", k_proj="k: (heads head_dim) embed", v_proj="v: (heads head_dim) embed", out_proj="o: embed (heads head_dim)"),
+    projected="token batch (heads head_dim)",
+    axes={ "query": "query batch embed", "key": "key batch embed", "value": "key batch embed", "scores": "batch heads query key", "concat": "query batch (heads head_dim)", "output": "query batch embed", },
+    lengths={"batch": 3, "query": 6, "key": 6},
+)
+class Fairseq(nn.Module):
     def __init__(self, embed_dim=20, num_heads=5):
         super().__init__()
         self.num_heads, self.head_dim = num_heads, embed_dim // num_heads
@@ -92,22 +111,33 @@ class M(nn.Module):
         attn = torch.bmm(attn_probs, v)
         attn = attn.transpose(0, 1).contiguous().view(tgt_len, bsz, embed_dim)
         return self.out_proj(attn)
-''')
 
-IDIOMS["llama"] = ({"causal": True, "cache": "past", "scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 9, 32))", '''
+
 def rotate_half(x):
     x1, x2 = x.chunk(2, dim=-1)
     return torch.cat((-x2, x1), dim=-1)
+
+
 def rope(x, pos):
     d = x.shape[-1]
     inv = 1.0 / 10000 ** (torch.arange(0, d, 2).float() / d)
     ang = torch.einsum("n,d->nd", pos.float(), inv)
     emb = torch.cat((ang, ang), -1)
     return x * emb.cos() + rotate_half(x) * emb.sin()
+
+
 def repeat_kv(x, n):
     b, h, t, d = x.shape
     return x[:, :, None].expand(b, h, n, t, d).reshape(b, h * n, t, d)
-class M(nn.Module):
+
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 9, 32)), {"causal": True, "cache": "past", "scale": "sqrt_head_dim"},
+    needs=(rotate_half, rope, repeat_kv,), size=(2, 9), heads=4, kv_heads=2, head_dim=8,
+    kind=("self", "causal", "grouped"), masked=True, position=Position("rotary", "half", 8, 0, 0), output="wo",
+    rows=weights(wq="q: (heads head_dim) embed", wk="k: (kv_heads head_dim) embed", wv="v: (kv_heads head_dim) embed", wo="o: embed (heads head_dim)"),
+)
+class Llama(nn.Module):
     def __init__(self, dim=32, heads=4, kv=2):
         super().__init__()
         self.heads, self.kv, self.hd = heads, kv, dim // heads
@@ -133,10 +163,15 @@ class M(nn.Module):
         s = (s + mask).softmax(-1, dtype=torch.float32).to(q.dtype)
         o = (s @ v).transpose(1, 2).reshape(b, t, c)
         return self.wo(o), cache
-''')
 
-IDIOMS["cross"] = ({"padding": "memory_mask", "padding_true": "keep", "scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 5, 24), memory=torch.randn(2, 7, 24), memory_mask=torch.ones(2, 7, dtype=torch.long))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 5, 24), memory=torch.randn(2, 7, 24), memory_mask=torch.ones(2, 7, dtype=torch.long)),
+    {"padding": "memory_mask", "padding_true": "keep", "scale": "sqrt_head_dim"}, size=(2, 5), head_dim=8,
+    kind=("cross",), masked=True, lengths={"key": 7}, output="to_out",
+    rows=weights(to_q="q: (heads head_dim) embed", to_kv="kv: (kv heads head_dim) embed", to_out="o: embed (heads head_dim)"),
+)
+class Cross(nn.Module):
     def __init__(self, dim=24, heads=3):
         super().__init__()
         self.heads = heads
@@ -156,10 +191,14 @@ class M(nn.Module):
         attn = sim.softmax(dim=-1)
         out = torch.einsum("b h i j, b h j d -> b h i d", attn, v)
         return self.to_out(rearrange(out, "b h n d -> b n (h d)"))
-''')
 
-IDIOMS["window"] = ({"causal": True, "window": 3}, "dict(x=torch.randn(2, 9, 16))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 9, 16)), {"causal": True, "window": 3}, size=(2, 9), heads=2, head_dim=8,
+    kind=("self", "causal"), masked=True, window=3, projected="batch token (qkv heads head_dim)", output="proj",
+    rows=linears(qkv="qkv: (qkv heads head_dim) embed", proj="o: embed (heads head_dim)"),
+)
+class SlidingWindow(nn.Module):
     def __init__(self, dim=16, heads=2, window=3):
         super().__init__()
         self.heads, self.window = heads, window
@@ -173,10 +212,17 @@ class M(nn.Module):
         keep = (j <= i) & (i - j < self.window)
         o = F.scaled_dot_product_attention(q, k, v, attn_mask=keep)
         return self.proj(o.transpose(1, 2).reshape(b, n, c))
-''')
 
-IDIOMS["blocks"] = ({}, "dict(x=torch.randn(2, 8, 16))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 8, 16)), {}, size=(2, 8), heads=2, head_dim=8,
+    split="batch windows heads token head_dim", pairs="batch windows heads query key",
+    projected="batch (windows token) (heads head_dim)",
+    rows=linears(q="q: (heads head_dim) embed", k="k: (heads head_dim) embed", v="v: (heads head_dim) embed", o="o: embed (heads head_dim)"),
+    axes={ "query": "batch (windows query) embed", "key": "batch (windows key) embed", "value": "batch (windows key) embed", "concat": "batch (windows query) (heads head_dim)", "output": "batch (windows query) embed", },
+    lengths={"query": 4, "key": 4},
+)
+class Blocks(nn.Module):
     def __init__(self, dim=16, heads=2, block=4):
         super().__init__()
         self.heads, self.block = heads, block
@@ -190,10 +236,14 @@ class M(nn.Module):
         a = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)
         y = (a @ v).transpose(2, 3)
         return self.o(y.reshape(x.shape))
-''')
 
-IDIOMS["vit"] = ({"scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 10, 24))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 10, 24)), {"scale": "sqrt_head_dim"}, size=(2, 10), heads=4, head_dim=6,
+    qk_norm=QKNorm("layer", "head"), projected="batch token (qkv heads head_dim)", output="proj",
+    rows=linears(qkv="qkv: (qkv heads head_dim) embed", proj="o: embed (heads head_dim)"),
+)
+class Vit(nn.Module):
     def __init__(self, dim=24, num_heads=4):
         super().__init__()
         self.num_heads = num_heads
@@ -211,10 +261,16 @@ class M(nn.Module):
         attn = attn.softmax(dim=-1)
         x = (attn @ v).transpose(1, 2).reshape(B, N, C)
         return self.proj(x)
-''')
 
-IDIOMS["mha"] = ({"causal": True, "padding": "pad", "padding_true": "ignore"}, "dict(x=torch.randn(2, 6, 16), pad=torch.zeros(2, 6, dtype=torch.bool))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 6, 16), pad=torch.zeros(2, 6, dtype=torch.bool)),
+    {"causal": True, "padding": "pad", "padding_true": "ignore"}, size=(2, 6), heads=2, head_dim=8,
+    kind=("self", "causal"), masked=True, axes={"concat": "(batch query) (heads head_dim)"}, grad=False,
+    returns_output=False, output="",
+    rows={"attn.in_proj_weight": "qkv: (qkv heads head_dim) embed", "attn.in_proj_bias": "qkv: (qkv heads head_dim)", "attn.out_proj.weight": "o: embed (heads head_dim)"},
+)
+class TorchBlock(nn.Module):
     def __init__(self, dim=16, heads=2):
         super().__init__()
         self.attn = nn.MultiheadAttention(dim, heads, dropout=0.1, batch_first=True)
@@ -228,9 +284,8 @@ class M(nn.Module):
         y, _ = self.attn(y, y, y, attn_mask=mask, key_padding_mask=pad, need_weights=False)
         x = x + self.drop(y)
         return x + self.ff(self.n2(x))
-''')
 
-IDIOMS["perhead"] = ({"causal": True}, "dict(x=torch.randn(2, 6, 18))", '''
+
 class Head(nn.Module):
     def __init__(self, dim, hd):
         super().__init__()
@@ -243,7 +298,14 @@ class Head(nn.Module):
         wei = wei.masked_fill(self.tril[:T, :T] == 0, float("-inf"))
         wei = F.softmax(wei, dim=-1)
         return wei @ self.value(x)
-class M(nn.Module):
+
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 6, 18)), {"causal": True}, needs=(Head,), size=(2, 6), **ONE_HEAD_AT_A_TIME,
+    projected="batch token head_dim", heads=3, head_dim=6, kind=("self", "causal"), masked=True, output="proj",
+    rows={"proj.weight": "o: embed (heads head_dim)"} | {f"heads.{h}.{name}.weight": f"{name[0]} {h}: head_dim embed" for name in ("query", "key", "value") for h in range(3)},
+)
+class PerHead(nn.Module):
     def __init__(self, dim=18, heads=3):
         super().__init__()
         self.heads = nn.ModuleList(Head(dim, dim // heads) for _ in range(heads))
@@ -251,10 +313,14 @@ class M(nn.Module):
     def forward(self, x):
         out = torch.cat([h(x) for h in self.heads], dim=-1)
         return self.proj(out)
-''')
 
-IDIOMS["t5"] = ({}, "dict(x=torch.randn(2, 7, 16))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 7, 16)), {}, size=(2, 7), heads=4, head_dim=4, scale=1.0, bias=True, masked=True,
+    position=Position("relative bias"),
+    rows=weights(q="q: (heads head_dim) embed", k="k: (heads head_dim) embed", v="v: (heads head_dim) embed", o="o: embed (heads head_dim)"),
+)
+class T5(nn.Module):
     def __init__(self, dim=16, heads=4):
         super().__init__()
         self.h, self.d = heads, dim // heads
@@ -268,10 +334,14 @@ class M(nn.Module):
         bias = self.rel(mem - ctx + 15).permute(2, 0, 1)[None]
         w = F.softmax((s + bias).float(), dim=-1).type_as(s)
         return self.o((w @ v).transpose(1, 2).contiguous().view(b, n, -1))
-''')
 
-IDIOMS["alibi"] = ({"causal": True}, "dict(x=torch.randn(2, 7, 16))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 7, 16)), {"causal": True}, size=(2, 7), heads=4, head_dim=4,
+    kind=("self", "causal"), masked=True, bias=True, position=Position("alibi"),
+    rows=linears(qkv="qkv: (qkv heads head_dim) embed", o="o: embed (heads head_dim)"),
+)
+class Alibi(nn.Module):
     def __init__(self, dim=16, heads=4):
         super().__init__()
         self.h, self.d = heads, dim // heads
@@ -286,10 +356,15 @@ class M(nn.Module):
         s = torch.matmul(q, k.transpose(-1, -2)) / self.d ** 0.5 + bias
         s = s + torch.full((n, n), -1e9).triu(1)
         return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
-''')
 
-IDIOMS["einsum"] = ({"padding": "mask", "padding_true": "ignore", "scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 5, 24), mask=torch.zeros(2, 5))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 5, 24), mask=torch.zeros(2, 5)),
+    {"padding": "mask", "padding_true": "ignore", "scale": "sqrt_head_dim"}, size=(2, 5), head_dim=8, masked=True,
+    in_scores=1.0, projected="batch token heads head_dim", split="batch token heads head_dim",
+    axes={"concat": "batch query heads head_dim"}, output="", rows={},
+)
+class EinsumMasked(nn.Module):
     def __init__(self, dim=24, heads=3):
         super().__init__()
         self.heads, self.hd = heads, dim // heads
@@ -305,9 +380,8 @@ class M(nn.Module):
         w = torch.softmax(energy / self.hd ** 0.5, dim=3)
         out = torch.einsum("bhqk,bkhd->bqhd", w, v)
         return torch.einsum("bqhd,hde->bqe", out, self.wo)
-''')
 
-IDIOMS["lm"] = ({"causal": True, "padding": "attention_mask", "padding_true": "keep", "padding_side": "left", "cache": "past"}, "dict(input_ids=torch.randint(0, 50, (2, 8)), attention_mask=torch.ones(2, 8, dtype=torch.long))", '''
+
 class Block(nn.Module):
     def __init__(self, dim, heads):
         super().__init__()
@@ -324,7 +398,15 @@ class Block(nn.Module):
         a = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         x = x + self.o(a.transpose(1, 2).reshape(b, n, c))
         return x + self.mlp(self.ln2(x)), (k, v)
-class M(nn.Module):
+
+
+@idiom(
+    lambda: dict(input_ids=torch.randint(0, 50, (2, 8)), attention_mask=torch.ones(2, 8, dtype=torch.long)),
+    {"causal": True, "padding": "attention_mask", "padding_true": "keep", "padding_side": "left", "cache": "past"},
+    needs=(Block,), times=2, size=(2, 8), heads=4, head_dim=8, kind=("self", "causal"), masked=True, output="",
+    rows=linears(**{f"blocks__{n}__{name}": axes for n in range(2) for name, axes in (("qkv", "qkv: (qkv heads head_dim) embed"), ("o", "o: embed (heads head_dim)"))}),
+)
+class LanguageModel(nn.Module):
     def __init__(self, vocab=50, dim=32, heads=4, layers=2):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, dim), nn.Embedding(64, dim)
@@ -346,10 +428,15 @@ class M(nn.Module):
             x, present = block(x, keep, past[i] if past is not None else None)
             presents.append(present)
         return self.head(self.ln_f(x)), presents
-''')
 
-IDIOMS["bert"] = ({"padding": "attention_mask", "padding_true": "keep"}, "dict(hidden_states=torch.randn(2, 8, 24), attention_mask=torch.ones(2, 8))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(hidden_states=torch.randn(2, 8, 24), attention_mask=torch.ones(2, 8)),
+    {"padding": "attention_mask", "padding_true": "keep"}, size=(2, 8), returns_output=False, heads=4, head_dim=6,
+    masked=True, output="dense",
+    rows=linears(query="q: (heads head_dim) embed", key="k: (heads head_dim) embed", value="v: (heads head_dim) embed", dense="o: embed (heads head_dim)"),
+)
+class Bert(nn.Module):
     def __init__(self, hidden=24, heads=4):
         super().__init__()
         self.num_attention_heads, self.attention_head_size = heads, hidden // heads
@@ -372,10 +459,15 @@ class M(nn.Module):
         ctx = ctx.permute(0, 2, 1, 3).contiguous()
         ctx = ctx.view(ctx.size()[:-2] + (self.all_head_size,))
         return self.LayerNorm(self.dense(ctx) + hidden_states)
-''')
 
-IDIOMS["mqa"] = ({"causal": True}, "dict(x=torch.randn(2, 6, 24))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 6, 24)), {"causal": True}, size=(2, 6), heads=4, kv_heads=1, head_dim=6,
+    kind=("self", "causal", "grouped"), masked=True,
+    axes={"k_heads": "batch key head_dim", "v_heads": "batch key head_dim"},
+    rows=linears(q="q: (heads head_dim) embed", kv="kv: (kv kv_heads head_dim) embed", o="o: embed (heads head_dim)"),
+)
+class MultiQuery(nn.Module):
     def __init__(self, dim=24, heads=4):
         super().__init__()
         self.h, self.d = heads, dim // heads
@@ -389,10 +481,14 @@ class M(nn.Module):
         att = att.masked_fill(causal, torch.finfo(att.dtype).min)
         out = torch.einsum("bhqk,bkd->bhqd", att.softmax(-1), v)
         return self.o(out.transpose(1, 2).reshape(b, n, c))
-''')
 
-IDIOMS["static"] = ({"causal": True, "cache": "cache"}, "dict(x=torch.randn(2, 6, 16))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 6, 16)), {"causal": True, "cache": "cache"}, size=(2, 6), reads_arguments=False,
+    heads=2, head_dim=8, kind=("self", "causal"), masked=True,
+    rows=weights(qkv="qkv: (qkv heads head_dim) embed", o="o: embed (heads head_dim)"),
+)
+class StaticCache(nn.Module):
     def __init__(self, dim=16, heads=2, most=32):
         super().__init__()
         self.h, self.most = heads, most
@@ -414,10 +510,16 @@ class M(nn.Module):
         w = s.masked_fill(bar, float("-inf")).softmax(-1)
         y = (w @ cv[:, :, :total]).transpose(1, 2).reshape(b, n, c)
         return self.o(y), {"k": ck, "v": cv, "at": total}
-''')
 
-IDIOMS["neox"] = ({"causal": True, "scale": "sqrt_head_dim"}, "dict(x=torch.randn(2, 7, 24))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 7, 24)), {"causal": True, "scale": "sqrt_head_dim"}, size=(2, 7), heads=4,
+    head_dim=6, kind=("self", "causal"), masked=True, projected="batch token (heads qkv head_dim)",
+    axes={"q_heads": "(batch heads) query head_dim", "k_heads": "(batch heads) key head_dim", "scores": "(batch heads) query key"},
+    output="dense",
+    rows=linears(query_key_value="qkv: (heads qkv head_dim) embed", dense="o: embed (heads head_dim)"),
+)
+class NeoX(nn.Module):
     def __init__(self, dim=24, heads=4):
         super().__init__()
         self.h, self.d = heads, dim // heads
@@ -437,10 +539,13 @@ class M(nn.Module):
         o = torch.matmul(w, v.view(b, self.h, n, self.d))
         o = o.permute(0, 2, 1, 3).contiguous().view(b, n, -1)
         return self.dense(o)
-''')
 
-IDIOMS["half"] = ({}, "dict(x=torch.randn(2, 6, 32, dtype=torch.float16) * 30)", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 6, 32, dtype=torch.float16) * 50), {}, size=(2, 6), precise=False, heads=2,
+    head_dim=16, rows=linears(qkv="qkv: (qkv heads head_dim) embed", o="o: embed (heads head_dim)"),
+)
+class Half(nn.Module):
     def __init__(self, dim=32, heads=2):
         super().__init__()
         self.h, self.d = heads, dim // heads
@@ -453,9 +558,8 @@ class M(nn.Module):
         s = (q.float() * self.d ** -0.5) @ k.float().mT
         w = s.softmax(-1).to(x.dtype)
         return self.o((w @ v).transpose(1, 2).reshape(b, n, c))
-''')
 
-IDIOMS["paddings_add"] = ({"padding": "src_mask", "padding_true": "keep"}, "dict(src=torch.randn(3, 6, 16), src_mask=torch.ones(3, 1, 1, 6, dtype=torch.bool))", '''
+
 def attention(query, key, value, mask=None, dropout=None):
     d_k = query.size(-1)
     scores = torch.matmul(query, key.transpose(-2, -1)) / math.sqrt(d_k)
@@ -465,7 +569,15 @@ def attention(query, key, value, mask=None, dropout=None):
     if dropout is not None:
         p_attn = dropout(p_attn)
     return torch.matmul(p_attn, value), p_attn
-class M(nn.Module):
+
+
+@idiom(
+    lambda: dict(src=torch.randn(3, 6, 16), src_mask=torch.ones(3, 1, 1, 6, dtype=torch.bool)),
+    {"padding": "src_mask", "padding_true": "keep"}, needs=(attention,), size=(3, 6), heads=4, head_dim=4,
+    masked=True, output="linears.3",
+    rows=linears(linears__0="q: (heads head_dim) embed", linears__1="k: (heads head_dim) embed", linears__2="v: (heads head_dim) embed", linears__3="o: embed (heads head_dim)"),
+)
+class Annotated(nn.Module):
     def __init__(self, d_model=16, h=4):
         super().__init__()
         self.d_k, self.h = d_model // h, h
@@ -477,10 +589,17 @@ class M(nn.Module):
         x, self.attn = attention(query, key, value, mask=src_mask, dropout=self.dropout)
         x = x.transpose(1, 2).contiguous().view(nb, -1, self.h * self.d_k)
         return self.linears[-1](x)
-''')
 
-IDIOMS["groups"] = ({"causal": True, "padding": "mask", "padding_true": "keep"}, "dict(x=torch.randn(3, 7, 30), mask=torch.ones(3, 7, dtype=torch.bool))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(3, 7, 30), mask=torch.ones(3, 7, dtype=torch.bool)),
+    {"causal": True, "padding": "mask", "padding_true": "keep"}, size=(3, 7), heads=6, kv_heads=2, head_dim=5,
+    kind=("self", "causal", "grouped"), masked=True, split="batch token kv_heads group head_dim",
+    pairs="batch kv_heads group query key",
+    axes={"k_heads": "batch key kv_heads head_dim", "v_heads": "batch key kv_heads head_dim"}, output="p.3",
+    rows=linears(p__0="q: (heads head_dim) embed", p__1="k: (kv_heads head_dim) embed", p__2="v: (kv_heads head_dim) embed", p__3="o: embed (heads head_dim)"),
+)
+class Groups(nn.Module):
     def __init__(self, width=30, groups=2, each=3):
         super().__init__()
         self.groups, self.each, self.dim = groups, each, width // groups // each
@@ -494,10 +613,14 @@ class M(nn.Module):
         s = s.masked_fill(~mask[:, None, None, None], torch.finfo(s.dtype).min)
         y = torch.einsum("bgrij,bjgd->bigrd", s.softmax(-1), v)
         return self.p[3](y.reshape(b, n, -1))
-''')
 
-IDIOMS["lazy"] = ({"causal": True, "cache": "start_pos"}, "dict(x=torch.randn(2, 7, 30))", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 7, 30)), {"causal": True, "cache": "start_pos"}, size=(2, 7), grad=False,
+    head_dim=10, kind=("self", "causal"), masked=True, cache=Cache(0, 7, 4, "in place"), lengths={"key": None},
+    rows=linears(q="q: (heads head_dim) embed", k="k: (heads head_dim) embed", v="v: (heads head_dim) embed", o="o: embed (heads head_dim)"),
+)
+class LazyCache(nn.Module):
     def __init__(self, width=30, heads=3, slots=11):
         super().__init__()
         self.heads, self.slots, self.kv = heads, slots, None
@@ -514,10 +637,16 @@ class M(nn.Module):
         s = q @ k.mT / math.sqrt(c // self.heads)
         s = s.masked_fill(torch.arange(self.slots) > at[:, None], float("-inf"))
         return self.o((s.softmax(-1) @ v).transpose(1, 2).flatten(2))
-''')
 
-IDIOMS["convolved"] = ({"causal": True}, "dict(x=torch.randn(2, 16, 3), start=5)", '''
-class M(nn.Module):
+
+@idiom(
+    lambda: dict(x=torch.randn(2, 16, 3), start=5), {"causal": True}, size=(2, 3), grad=False, output="", heads=4,
+    head_dim=4, kind=("self", "causal"), masked=True, cache=Cache(5, 3, 4, "in place"), lengths={"key": None},
+    projected="batch (heads head_dim) token",
+    axes={"query": "batch embed query", "key": "batch embed key", "value": "batch embed key", "concat": "batch (heads head_dim) query", "output": "batch embed query"},
+    rows=linears(q="q: (heads head_dim) embed 1", k="k: (heads head_dim) embed 1", v="v: (heads head_dim) embed 1", o="o: embed (heads head_dim) 1"),
+)
+class Convolved(nn.Module):
     def __init__(self, dim=16, heads=4, slots=12):
         super().__init__()
         self.h, self.slots = heads, slots
@@ -534,194 +663,3 @@ class M(nn.Module):
         s = s.masked_fill(torch.arange(self.slots) > at[:, None], float("-inf"))
         y = (s.softmax(-1) @ v).transpose(2, 3).reshape(b, c, n)
         return self.o(y)
-''')
-
-MUTANTS: list[tuple[str, str, str, str]] = [
-    ("nanogpt", "mask_inverted", "== 0, float", "== 1, float"),
-    ("nanogpt", "mask_triu", "torch.tril(torch.ones(block, block))", "torch.triu(torch.ones(block, block))"),
-    ("nanogpt", "mask_early", "torch.tril(torch.ones(block, block))", "(torch.tril(torch.ones(block, block), diagonal=-1) + F.one_hot(torch.tensor([0]), block) * F.one_hot(torch.tensor([0]), block).T)"),
-    ("nanogpt", "scale_times", "* (1.0 / math.sqrt(k.size(-1)))", "* math.sqrt(k.size(-1))"),
-    ("nanogpt", "mask_zero", 'float("-inf")', "0.0"),
-    ("nanogpt", "mask_minus1", 'float("-inf")', "-1.0"),
-    ("nanogpt", "mask_lost", "att = att.masked_fill(self", "att.masked_fill(self"),
-    ("nanogpt", "k_is_q", "att = (q @ k.transpose", "att = (q @ q.transpose"),
-    ("nanogpt", "v_is_k", "y = att @ v", "y = att @ k"),
-    ("nanogpt", "att_T", "y = att @ v", "y = att.transpose(-2, -1) @ v"),
-    ("nanogpt", "state", "return self.c_proj(y)", "self.bias = self.bias.roll(1, -1)\n        return self.c_proj(y)"),
-    ("nanogpt", "flatten_before", "q, k, v = self.c_attn(x).split(self.n_embd, dim=2)", "q, k, v = self.c_attn(x).view(B, 3 * C, T).transpose(1, 2).split(self.n_embd, dim=2)"),
-    ("nanogpt", "out_transposed", "return self.c_proj(y)", "return self.c_proj(y).transpose(1, 2).reshape(B, T, C)"),
-    ("nanogpt", "batch_mean", "B, T, C = x.size()", "B, T, C = x.size()\n        x = x - x.mean((0, 2), keepdim=True)"),
-    ("nanogpt", "detach", "y = att @ v", "y = att.detach() @ v"),
-    ("nanogpt", "bnc_swapped", "B, T, C = x.size()", "T, B, C = x.size()"),
-    ("keepmask", "not_renorm", "            scores = scores.masked_fill(~mask[:, None, None, :], -1e9)\n        p = scores.softmax(dim=-1)", "            pass\n        p = scores.softmax(dim=-1) * mask[:, None, None, :]"),
-    ("keepmask", "other_row", "~mask[:, None, None, :]", "~mask.roll(1, 0)[:, None, None, :]"),
-    ("keepmask", "flip", "~mask[:, None, None, :]", "~mask.flip(1)[:, None, None, :]"),
-    ("keepmask", "any_row", "~mask[:, None, None, :]", "~mask.all(0)[None, None, None, :]"),
-    ("keepmask", "merge23", "torch.matmul(p, v).transpose(1, 2)", "torch.matmul(p, v).transpose(2, 3)"),
-    ("keepmask", "batchfold", "t.view(b, n, self.h, self.d_k).transpose(1, 2)", "t.view(n, b, self.h, self.d_k).permute(1, 2, 0, 3)"),
-    ("keepmask", "cumulative_len", "~mask[:, None, None, :]", "(torch.arange(mask.size(1))[None] > mask.sum(1, keepdim=True))[:, None, None, :]"),
-    ("keepmask", "len_off", "~mask[:, None, None, :]", "(torch.arange(mask.size(1))[None] >= mask.sum(1, keepdim=True) - 1)[:, None, None, :]"),
-    ("keepmask", "both", "~mask[:, None, None, :]", "~(mask[:, None, None, :] | mask[:, None, :, None])"),
-    ("fairseq", "mask_order", 'attn_weights = attn_weights.masked_fill(key_padding_mask.unsqueeze(1).unsqueeze(2), float("-inf"))', "attn_weights = attn_weights.view(bsz * self.num_heads, tgt_len, src_len).masked_fill(key_padding_mask.repeat(self.num_heads, 1)[:, None], float('-inf'))"),
-    ("fairseq", "fold_wrong", "q = q.contiguous().view(tgt_len, bsz * self.num_heads, self.head_dim).transpose(0, 1)", "q = q.contiguous().view(tgt_len, bsz, self.num_heads, self.head_dim).permute(2, 1, 0, 3).reshape(bsz * self.num_heads, tgt_len, self.head_dim)"),
-    ("fairseq", "view_direct", "k = k.contiguous().view(-1, bsz * self.num_heads, self.head_dim).transpose(0, 1)", "k = k.contiguous().view(bsz * self.num_heads, -1, self.head_dim)"),
-    ("fairseq", "view_all", ".transpose(0, 1)\n        src_len", "\n        q, k, v = (t.transpose(0, 1).reshape(bsz * self.num_heads, tgt_len, self.head_dim) for t in (q, k, v.transpose(0, 1).reshape(tgt_len, -1, self.head_dim)))\n        src_len"),
-    ("fairseq", "merge_bt", "attn = attn.transpose(0, 1).contiguous().view(tgt_len, bsz, embed_dim)", "attn = attn.transpose(0, 1).contiguous().view(bsz, tgt_len, embed_dim).transpose(0, 1)"),
-    ("fairseq", "scale_twice", "torch.bmm(q, k.transpose(1, 2))", "torch.bmm(q, k.transpose(1, 2)) * self.scaling"),
-    ("fairseq", "scale_k", "k = self.k_proj(query)", "k = self.k_proj(query) * self.scaling"),
-    ("fairseq", "mask_view", "attn_weights.view(bsz, self.num_heads, tgt_len, src_len)", "attn_weights.view(self.num_heads, bsz, tgt_len, src_len).transpose(0, 1).contiguous()"),
-    ("fairseq", "batch_first", "tgt_len, bsz, embed_dim = query.size()", "bsz, tgt_len, embed_dim = query.size()\n        key_padding_mask = None"),
-    ("llama", "repeat_tile_k", "k, v = repeat_kv(k, self.heads // self.kv)", "k, v = k.repeat(1, self.heads // self.kv, 1, 1)"),
-    ("llama", "repeat_tile_v", "repeat_kv(v, self.heads // self.kv)", "v.repeat(1, self.heads // self.kv, 1, 1)"),
-    ("llama", "rope_v", "q, k = rope(q, pos), rope(k, pos)", "q, k, v = rope(q, pos), rope(k, pos), rope(v, pos)"),
-    ("llama", "rope_k_only", "q, k = rope(q, pos), rope(k, pos)", "k = rope(k, pos)"),
-    ("llama", "rope_layout", "emb = torch.cat((ang, ang), -1)", "emb = ang.repeat_interleave(2, -1)"),
-    ("llama", "rope_sign", "return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, x1), dim=-1)"),
-    ("llama", "rope_head", 'ang = torch.einsum("n,d->nd", pos.float(), inv)', "ang = torch.einsum('n,d->nd', torch.arange(x.shape[1]).float(), inv)[:, None]"),
-    ("llama", "rope_k_off", "rope(k, pos)", "rope(k, pos + 1)"),
-    ("llama", "rope_k_neg", "rope(k, pos)", "rope(k, -pos)"),
-    ("llama", "rope_base", "rope(k, pos)", "rope(k, pos * 0.5)"),
-    ("llama", "pos_off", "offset = past[0].shape[2] if past", "offset = past[0].shape[2] - 1 if past"),
-    ("llama", "pos_axis", "offset = past[0].shape[2] if past", "offset = past[0].shape[1] if past"),
-    ("llama", "cache_after_repeat", "cache = (k, v)", "cache = (k.flip(1), v)"),
-    ("llama", "cache_order_v", "torch.cat([past[1], v], dim=2)", "torch.cat([v, past[1]], dim=2)"),
-    ("llama", "cache_axis", "dim=2)", "dim=1)"),
-    ("llama", "cache_swapped", "cache = (k, v)", "cache = (v, k)"),
-    ("llama", "cache_new_only", "cache = (k, v)", "cache = (k[:, :, -t:], v[:, :, -t:])"),
-    ("llama", "mask_off", ".triu(1 + offset)", ".triu(offset)"),
-    ("llama", "mask_tril", ".triu(1 + offset)", ".tril(-1)"),
-    ("llama", "rotate_after_cache", "cache = (k, v)", "cache = (rope(k, torch.arange(k.shape[2])), v)"),
-    ("llama", "scale_pre", "/ math.sqrt(self.hd)", "/ math.sqrt(c)"),
-    ("llama", "rope_before_split", "q = self.wq(x).view(b, t, self.heads, self.hd).transpose(1, 2)", "q = rope(self.wq(x), torch.arange(t)).view(b, t, self.heads, self.hd).transpose(1, 2)"),
-    ("llama", "global_kv", "k, v = repeat_kv(k,", "k, v = k.mean(0, keepdim=True).expand_as(k), v\n        k, v = repeat_kv(k,"),
-    ("llama", "q_roll", "q, k = rope(q, pos), rope(k, pos)", "q, k = rope(q, pos).roll(1, 0), rope(k, pos)"),
-    ("cross", "self_kv", "self.to_kv(memory)", "self.to_kv(x)\n        memory_mask = None\n        k, v = self.to_kv(x)"),
-    ("cross", "dropped", "sim = sim.masked_fill", "_ = sim.masked_fill"),
-    ("cross", "mask_other", "memory_mask.bool()", "memory_mask.flip(0).bool()"),
-    ("cross", "einsum_ij", '"b h i j, b h j d -> b h i d", attn, v', '"b h i j, b h j d -> b h i d", attn.flip(0), v'),
-    ("cross", "mem_batch0", "self.to_kv(memory)", "self.to_kv(memory[:1].expand_as(memory))"),
-    ("window", "future", "keep = (j <= i) & (i - j < self.window)", "keep = (i - j).abs() < self.window"),
-    ("window", "no_causal", "(j <= i) & (i - j < self.window)", "(i - j < self.window)"),
-    ("window", "inv", "attn_mask=keep", "attn_mask=~keep"),
-    ("window", "strict", "(j <= i)", "((j < i) | (i == 0) & (j == 0))"),
-    ("window", "swapped_ij", "(i - j < self.window)", "(j - i < self.window)"),
-    ("window", "or", ") & (i", ") | (i"),
-    ("window", "float", "attn_mask=keep", "attn_mask=keep.float()"),
-    ("window", "modulo", "(i - j < self.window)", "(i % self.window >= j % self.window)"),
-    ("window", "perm_view", "reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "reshape(3, b, self.heads, n, c // self.heads)"),
-    ("window", "perm_view2", "reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "reshape(b, 3, n, self.heads, c // self.heads).permute(1, 0, 3, 2, 4)"),
-    ("window", "perm_view3", "reshape(b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "reshape(b, 3, self.heads, n, c // self.heads).permute(1, 0, 2, 3, 4)"),
-    ("blocks", "no_transpose", "t.transpose(2, 3)", "t.reshape(b, n // self.block, self.heads, self.block, c // self.heads)"),
-    ("blocks", "merge", "(a @ v).transpose(2, 3)", "(a @ v)"),
-    ("blocks", "batch", "t.view(b, n // self.block, self.block, self.heads, c // self.heads)", "t.view(n // self.block, b, self.block, self.heads, c // self.heads)\n        t = t.transpose(0, 1)"),
-    ("blocks", "block_heads", "return t.transpose(2, 3)", "return t"),
-    ("vit", "nt", "permute(2, 0, 3, 1, 4)", "permute(2, 0, 1, 3, 4)"),
-    ("vit", "reshape2", ".reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)", ".reshape(3, B, self.num_heads, N, C // self.num_heads)"),
-    ("vit", "merge2", "(attn @ v).transpose(1, 2).reshape(B, N, C)", "(attn @ v).permute(2, 0, 1, 3).reshape(B, N, C)"),
-    ("vit", "kk", "q, k, v = qkv[0], qkv[1], qkv[2]", "q, k, v = qkv[0], qkv[1], qkv[1]"),
-    ("vit", "norm_q_twice", "self.q_norm(q), self.k_norm(k)", "self.q_norm(q), self.q_norm(k)"),
-    ("vit", "scale_both", "k.transpose(-2, -1)\n", "(k * self.scale).transpose(-2, -1)\n"),
-    ("vit", "norm_batch", "self.norm(x)", "(x - x.mean(0)) / (x.std(0) + 1e-5)"),
-    ("vit", "batch_view", "B, N, C = x.shape\n", "N, B, C = x.shape\n"),
-    ("mha", "not_bf_nomask", "y, _ = self.attn(y, y, y, attn_mask=mask, key_padding_mask=pad, need_weights=False)", "y, _ = self.attn(y, y, y, need_weights=False)"),
-    ("mha", "mask_inv", "diagonal=1)", "diagonal=1).logical_not()"),
-    ("mha", "mask_tril", "torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)", "torch.tril(torch.ones(n, n, dtype=torch.bool))"),
-    ("mha", "mask_float", "torch.triu(torch.ones(n, n, dtype=torch.bool), diagonal=1)", "torch.triu(torch.ones(n, n), diagonal=1)"),
-    ("mha", "is_causal_no_mask", "attn_mask=mask, ", "attn_mask=None, "),
-    ("mha", "drop_f", "self.drop(y)", "F.dropout(y, 0.1)"),
-    ("mha", "norm_batch", "y = self.n1(x)", "y = F.layer_norm(x.transpose(1, 2), (x.size(1),)).transpose(1, 2)"),
-    ("mha", "res_T", "x = x + self.drop(y)", "x = x.roll(1, 1) + self.drop(y)"),
-    ("mha", "res_B", "x = x + self.drop(y)", "x = x.roll(1, 0) + self.drop(y)"),
-    ("mha", "inplace", "x = x + self.drop(y)", "x += self.drop(y)"),
-    ("perhead", "one_head", "[h(x) for h in self.heads]", "[self.heads[0](x) for h in self.heads]"),
-    ("perhead", "stack", "torch.cat([h(x) for h in self.heads], dim=-1)", "torch.stack([h(x) for h in self.heads], dim=1).reshape(x.shape)"),
-    ("perhead", "mask", "torch.tril(", "torch.triu("),
-    ("perhead", "cat1", "torch.cat([h(x) for h in self.heads], dim=-1)", "torch.cat([h(x) for h in self.heads], dim=1).reshape(x.shape)"),
-    ("perhead", "shared", "nn.ModuleList(Head(dim, dim // heads) for _ in range(heads))", "nn.ModuleList([Head(dim, dim // heads)] * heads)"),
-    ("t5", "softmax", "dim=-1)", "dim=1)"),
-    ("t5", "bias_after", "w = F.softmax((s + bias).float(), dim=-1).type_as(s)", "w = F.softmax(s.float(), dim=-1).type_as(s) + bias"),
-    ("alibi", "triu0", ".triu(1)", ".triu(0)"),
-    ("alibi", "triu2", ".triu(1)", ".triu(2)"),
-    ("alibi", "tril", ".triu(1)", ".tril(1)"),
-    ("einsum", "dim1", "dim=3", "dim=1"),
-    ("einsum", "dim2", "dim=3", "dim=2"),
-    ("einsum", "kT", '"bhqk,bkhd->bqhd", w, v', '"bhkq,bkhd->bqhd", w, v'),
-    ("einsum", "mask_sign", "* -1e9", "* 1e9"),
-    ("einsum", "mask_weak", "* -1e9", "* -1"),
-    ("einsum", "scale_dim", "self.hd ** 0.5", "x.size(-1) ** 0.5"),
-    ("einsum", "batch_sum", '"bhqk,bkhd->bqhd", w, v', '"bhqk,ckhd->bqhd", w, v'),
-    ("lm", "pos_arange", "position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)[:, -n:]", "position_ids = torch.arange(before, before + n)[None]"),
-    ("lm", "pos_noclamp", "- 1).clamp(min=0)[:, -n:]", ").clamp(min=0)[:, :n]"),
-    ("lm", "tril0", ".tril(total - n)", ".tril(0)"),
-    ("lm", "tril1", ".tril(total - n)", ".tril(total - n + 1)"),
-    ("lm", "triu", ".tril(total - n)", ".triu(total - n)"),
-    ("lm", "no_pad", " & attention_mask.bool()[:, None, None, :]", ""),
-    ("lm", "pad_q", "attention_mask.bool()[:, None, None, :]", "attention_mask.bool()[:, None, -n:, None]"),
-    ("lm", "or", "causal[None, None] & att", "causal[None, None] | att"),
-    ("lm", "past_swapped", "past[i] if past is not None", "past[-1 - i] if past is not None"),
-    ("lm", "cache_dim", "torch.cat((past[1], v), -2)", "torch.cat((v, past[1]), -2)"),
-    ("lm", "eye_all", "torch.eye(total, dtype=torch.bool)[-n:]", "torch.ones(n, total, dtype=torch.bool).triu(n - 1)"),
-    ("lm", "last_only", "presents.append(present)", "presents.append((present[0][..., -n:, :], present[1][..., -n:, :]))"),
-    ("lm", "mean_norm", "return self.head(self.ln_f(x)), presents", "return self.head(self.ln_f(x - x.mean(1, keepdim=True))), presents"),
-    ("bert", "ext_raw", "scores = scores + extended", "scores = scores + attention_mask[:, None, None, :]"),
-    ("bert", "ext_mul", "scores = scores + extended", "scores = scores * extended"),
-    ("bert", "ext_minus", "scores = scores + extended", "scores = scores - extended"),
-    ("bert", "ext_late", "        scores = scores + extended\n        probs = nn.functional.softmax(scores, dim=-1)\n", "        probs = nn.functional.softmax(scores, dim=-1)\n        probs = probs + extended\n"),
-    ("bert", "query_key", "self.transpose_for_scores(self.value(hidden_states))", "self.transpose_for_scores(self.key(hidden_states))"),
-    ("bert", "ln_res", "self.LayerNorm(self.dense(ctx) + hidden_states)", "self.LayerNorm(self.dense(ctx) + hidden_states.mean(1, keepdim=True))"),
-    ("bert", "ln_flip", "self.LayerNorm(self.dense(ctx) + hidden_states)", "self.LayerNorm(self.dense(ctx) + hidden_states.flip(0))"),
-    ("mqa", "view_q", "self.q(x).view(b, n, self.h, self.d).transpose(1, 2)", "self.q(x).view(b, self.h, n, self.d)"),
-    ("mqa", "triu0", ".triu(1)", ".triu()"),
-    ("mqa", "notril", ".triu(1)", ".tril(-1)"),
-    ("static", "start0", "x = x + self.pos[start : start + n]", "x = x + self.pos[:n]"),
-    ("static", "write", "cv[:, :, start : start + n] = v", "cv[:, :, :n] = v"),
-    ("static", "at", '"at": total}', '"at": n}'),
-    ("static", "bar0", "torch.arange(start, total)[:, None]", "torch.arange(n)[:, None]"),
-    ("static", "all", "s = (q @ ck[:, :, :total].mT)", "total = self.most; bar = torch.arange(total)[None] > 10 ** 6\n        s = (q @ ck[:, :, :total].mT)"),
-    ("static", "inplace", 'ck, cv = cache["k"].clone(), cache["v"].clone()', 'ck, cv = cache["v"].clone(), cache["k"].clone()'),
-    ("static", "bar1", "torch.arange(total)[None] > torch", "torch.arange(total)[None] > 1 + torch"),
-    ("neox", "view_nh", "s.view(b, self.h, n, n)", "s.view(self.h, b, n, n).transpose(0, 1)"),
-    ("neox", "v_view", "v.view(b, self.h, n, self.d)", "v.view(self.h, b, n, self.d).transpose(0, 1)"),
-    ("neox", "qkv_view", "self.query_key_value(x).view(b, n, self.h, 3 * self.d)", "self.query_key_value(x).view(b, self.h, n, 3 * self.d).transpose(1, 2)"),
-    ("neox", "permute_v", "v = qkv[..., 2 * self.d :].permute(0, 2, 1, 3)", "v = qkv[..., 2 * self.d :].permute(0, 1, 2, 3)"),
-    ("neox", "permute_out", "o.permute(0, 2, 1, 3)", "o.permute(0, 1, 2, 3)"),
-    ("neox", "alpha", "alpha=self.d ** -0.5", "alpha=self.d ** 0.5"),
-    ("neox", "kt", "q, k.transpose(1, 2), beta", "q, q.transpose(1, 2), beta"),
-    ("half", "overflow", "(q.float() * self.d ** -0.5) @ k.float().mT", "(q @ k.mT) * self.d ** -0.5"),
-    ("paddings_add", "maskT", "mask == 0", "mask.transpose(-1, -2) == 0"),
-    ("paddings_add", "same_linear", "zip(self.linears, (src", "zip([self.linears[0]] * 3, (src"),
-    ("paddings_add", "wrong_last", "self.linears[-1](x)", "self.linears[0](x)"),
-    ("groups", "unused", "return self.p[3](y.reshape(b, n, -1))", "return y.reshape(b, n, -1)"),
-    ("groups", "query_view", "q = self.p[0](x).view(b, n, self.groups, self.each, self.dim)", "q = self.p[0](x).view(b, self.groups, self.each, n, self.dim).permute(0, 3, 1, 2, 4)"),
-    ("groups", "merged", "->bigrd", "->bgrid"),
-    ("groups", "axis", "softmax(-1)", "softmax(1)"),
-    ("groups", "times", "s.masked_fill(~mask[:, None, None, None], torch.finfo(s.dtype).min)", "s * mask[:, None, None, None]"),
-    ("groups", "zero", "torch.finfo(s.dtype).min", "0.0"),
-    ("groups", "of_others", "~mask[:, None, None, None]", "~torch.stack((mask, mask.roll(1, 0)), 1)[:, :, None, None]"),
-    ("groups", "turned", "~mask[:, None, None, None]", "~mask.flip(0)[:, None, None, None]"),
-    ("groups", "dropped", "s.softmax(-1)", "F.dropout(s.softmax(-1), 0.2)"),
-    ("lazy", "over", "cache.index_copy_(2, at, new)", "cache.index_copy_(2, (at - 1).clamp(0) if start_pos else at, new)"),
-    ("lazy", "restarts", "torch.arange(start_pos, start_pos + n)", "torch.arange(n)"),
-    ("lazy", "aligned", "> at[:, None]", "> torch.arange(n)[:, None]"),
-    ("lazy", "late", "> at[:, None]", "> 1 + at[:, None]"),
-    ("convolved", "split_by_view", "view(b, self.h, c // self.h, n).transpose(2, 3)", "view(b, self.h, n, c // self.h)"),
-    ("convolved", "merged_by_view", ".transpose(2, 3).reshape(b, c, n)", ".reshape(b, c, n)"),
-    ("convolved", "mask_late", "> at[:, None]", "> 1 + at[:, None]"),
-    ("paddings_add", "drop", "p_attn = dropout(p_attn)", "p_attn = F.dropout(p_attn, 0.1, training=True)"),
-]
-"""An idiom, a name, and the line that goes wrong: what stands there, and what somebody wrote.
-
-Those that `cases` has a twin of are there alone.
-"""
-
-ORDERS: list[tuple[str, str, str, str]] = [
-    ("keepmask", "merge_hd", "torch.matmul(p, v).transpose(1, 2)", "torch.matmul(p, v).permute(0, 2, 3, 1)"),
-    ("keepmask", "hd_order", "t.view(b, n, self.h, self.d_k).transpose(1, 2)", "t.view(b, n, self.d_k, self.h).permute(0, 3, 1, 2)"),
-    ("llama", "rope_sign2", "return torch.cat((-x2, x1), dim=-1)", "return torch.cat((x2, -x1), dim=-1)"),
-    ("llama", "heads_reversed", "(s @ v).transpose(1, 2)", "(s @ v).flip(1).transpose(1, 2)"),
-    ("cross", "merge_dh", '"b h n d -> b n (h d)"', '"b h n d -> b n (d h)"'),
-    ("cross", "split_dh", '"b n (h d) -> b h n d"', '"b n (d h) -> b h n d"'),
-    ("window", "order", "b, n, 3, self.heads, c // self.heads).permute(2, 0, 3, 1, 4)", "b, n, self.heads, 3, c // self.heads).permute(3, 0, 2, 1, 4)"),
-    ("alibi", "flat", ".transpose(1, 2).flatten(2)", ".flatten(2).transpose(1, 2).reshape(b, n, -1)"),
-]
-"""Those that a module learns to live with: only a reference with the same weights tells them."""

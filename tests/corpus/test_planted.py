@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+import mha_inspect
 from mha_inspect.answers.check.check import check
 from mha_inspect.answers.check.intent import Intent
 from mha_inspect.reports.check import CheckReport
 from mha_inspect.running.subject import Subject
 
-from .cases import CASES, Case
+from .planted import CASES, Case
 
 
 def report_of(case: Case, *, wrong: bool, declared: bool = True) -> CheckReport:
@@ -26,6 +27,16 @@ def test_a_mistake_is_found(case: Case) -> None:
     assert case.check in [finding.check for finding in report.findings if finding.sure]
     if case.alone:
         assert not report_of(case, wrong=True, declared=False).ok
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_trace_accuses_no_twin(case: Case) -> None:
+    torch.manual_seed(0)
+    module, inputs = case.make(False).eval(), case.inputs()
+    if next(iter(inputs.values())).dtype != torch.float32:
+        module = module.half()
+    with torch.no_grad():
+        assert [finding for finding in mha_inspect.trace(module, **inputs).findings if finding.sure] == []
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
