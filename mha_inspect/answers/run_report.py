@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from ..layers.spec import Show
 from ..measure.content import stats_of, values_of
 from ..naming.axes import AxisNames
 from ..naming.canonical import NamedAxes, own_axes
-from ..naming.inner_steps import InnerStepsReader
+from ..naming.inner_steps import InnerSteps, InnerStepsReader
+from ..naming.named_run import NamedRun
 from ..naming.pattern import STAGES, dims_of
 from ..naming.score_formulas import weighs_by_others, without_dot
 from ..naming.stage_facts import StageFacts
@@ -23,7 +24,19 @@ from ..naming.visibility import Rows
 from ..record.arguments import tensors_in
 from ..record.ops import Kernel, Op, TensorRef
 from ..reports.common import Environment, LayerInfo
-from ..reports.trace import AttentionReport, Collective, OpLine, OpRef, OpTensor, Path, Proof, Returned, Stage, Trace
+from ..reports.trace import (
+    AttentionReport,
+    Collective,
+    Memory,
+    OpLine,
+    OpRef,
+    OpTensor,
+    Path,
+    Proof,
+    Returned,
+    Stage,
+    Trace,
+)
 from ..running.subject import Run, Subject
 from ..text import listed
 
@@ -145,7 +158,7 @@ def report(
     leaves: Mapping[int, Tensor] | None = None,
 ) -> Trace:
     """Return a run as plain data; `proof` replaces the proof of the run's kernels."""
-    axes, reader = own_axes(run), InnerStepsReader(run, leaves or {})
+    axes, facts = own_axes(run), _facts_of(run, leaves or {})
     modules = [attention.module for attention, _ in run.attentions]
     # Nested tensors are recorded as one buffer without axes; only opened kernels pad their rows.
     missed = not run.attentions or any(not kernel.opened for kernel in run.recording.kernels)
@@ -156,7 +169,7 @@ def report(
         path=path_of(run),
         attentions=tuple(
             replace(
-                _attention(run, attention, names, axes.stages[place], show, reader),
+                _attention(run, attention, names, axes.stages[place], show, facts[place]),
                 kind=kinds[place] if place < len(kinds) else (),
                 call=modules[: place + 1].count(attention.module) if modules.count(attention.module) > 1 else None,
             )
@@ -171,16 +184,17 @@ def report(
 
 
 def _collectives(run: Run) -> Iterator[Collective]:
-    graph, of_all = run.graph, [item for attention, _ in run.attentions for item in attention.stages.items()]
+    of_all = [item for attention, _ in run.attentions for item in attention.stages.items()]
     stages = {tensor.id: stage for stage, tensor in reversed(of_all)}
 
     def arranges(op: Op) -> bool:
-        return graph.moves(op) or op.does("joins", "passes_on") or op.base_name == "copy_" or graph.adds_bias(op)
+        arranges = run.graph.moves(op) or op.does("joins", "passes_on") or op.base_name == "copy_"
+        return arranges or run.graph.adds_bias(op)
 
     for op in run.recording.ops:
         tensors = sorted((*op.inputs, *op.outputs), key=lambda tensor: tensor.nbytes)
         if op.is_collective and tensors:
-            readers = (reader for tensor in op.outputs for reader, _ in graph.forward(tensor, arranges))
+            readers = (reader for tensor in op.outputs for reader, _ in run.graph.forward(tensor, arranges))
             made = (*op.outputs, *(reader.output for reader in readers if arranges(reader)))
             stage = next((stages[tensor.id] for tensor in made if tensor.id in stages), "")
             name, largest = op.base_name.strip("_"), tensors[-1]
@@ -197,23 +211,62 @@ def _masked_of(run: Run, attention: Attention) -> Tensor | None:
     return low & (scores != -torch.inf).view(low.shape) if scores.numel() == low.numel() else low
 
 
-def _attention(
-    run: Run, attention: Attention, names: AxisNames, axes: Mapping[str, str], show: Show, reader: InnerStepsReader
-) -> AttentionReport:
+@dataclass(frozen=True)
+class _Facts:
+    """What a report says of an attention that equal attentions have in common."""
+
+    inner: InnerSteps
+    formulas: dict[str, tuple[str, str]]
+    """Stage to its formula, and to its brief formula."""
+    flops: dict[str, int]
+    memory: dict[str, Memory]
+    notes: tuple[str, ...]
+    names_parameters: bool
+    """Whether a stage depends on no input, so that its formula may name a parameter."""
+
+
+def _facts_of(run: Run, leaves: Mapping[int, Tensor]) -> list[_Facts]:
+    """Return the facts of each attention; those of equal layers once, unless constants or parameters differ."""
+    distinct = run.distinct
+    reader, whole_reader = InnerStepsReader(distinct.run, leaves), InnerStepsReader(run, leaves)
+    once = [_read_facts(distinct.run, *named, reader) for named in distinct.run.attentions]
+    facts = []
+    for named, instance in zip(run.attentions, distinct.instances, strict=True):
+        alike = instance.translation is None or reader.are_alike(instance.translation)
+        shares = alike and (instance.translation is None or not once[instance.place].names_parameters)
+        facts.append(once[instance.place] if shares else _read_facts(run, *named, whole_reader))
+    return facts
+
+
+def _read_facts(run: NamedRun, attention: Attention, names: AxisNames, reader: InnerStepsReader) -> _Facts:
     inner = reader.of(attention, names)
-    facts = StageFacts(run.graph, attention, dict(axes), inner, names.num_heads // max(names.num_kv_heads, 1))
+    axes = {stage: names.of_stage(stage) for stage in attention.stages}
+    facts = StageFacts(run.graph, attention, axes, inner, names.num_heads // max(names.num_kv_heads, 1))
+    return _Facts(
+        inner=inner,
+        formulas={stage: (facts.formula(stage), facts.formula(stage, brief=True)) for stage in axes},
+        flops={stage: facts.flops(stage) for stage in axes},
+        memory={stage: facts.memory(stage) for stage in axes},
+        notes=_notes(run.graph, attention, names, facts),
+        names_parameters=not run.graph.comes_from_inputs(*attention.stages.values()),
+    )
+
+
+def _attention(
+    run: Run, attention: Attention, names: AxisNames, axes: Mapping[str, str], show: Show, facts: _Facts
+) -> AttentionReport:
     masked = _masked_of(run, attention) if show.stats else None
     stages = [
         Stage(
             name=name,
             shape=tensor.shape,
             axes=axes[name],
-            formula=facts.formula(name),
-            _brief=facts.formula(name, brief=True),
+            formula=facts.formulas[name][0],
+            _brief=facts.formulas[name][1],
             dtype=tensor.dtype,
             nbytes=tensor.nbytes,
-            flops=facts.flops(name),
-            memory=facts.memory(name),
+            flops=facts.flops[name],
+            memory=facts.memory[name],
             opened=is_hidden(run, name, tensor),
             op=maker_of(run, tensor),
             **_content(run, show, tensor, masked if name == "masked_scores" else None),
@@ -228,12 +281,12 @@ def _attention(
         head_dim=names.head_dim,
         scale=float("nan") if attention.scale is None else attention.scale,
         stages=tuple(stages),
-        notes=_notes(run.graph, attention, names, facts),
-        position=inner.position,
-        qk_norm=inner.qk_norm,
-        cache=inner.cache,
-        window=inner.window,
-        bias=inner.bias,
+        notes=facts.notes,
+        position=facts.inner.position,
+        qk_norm=facts.inner.qk_norm,
+        cache=facts.inner.cache,
+        window=facts.inner.window,
+        bias=facts.inner.bias,
     )
 
 

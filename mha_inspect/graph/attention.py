@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..record.ops import Op, TensorRef
-from .dimensions import Dim, Dimensions, wide
+from .dimensions import Dim, Dimensions, DimensionsOf, wide
 from .products import Product
 
 
@@ -119,7 +119,7 @@ def positions_of(attention: Attention, dimensions: Dimensions, side: str) -> lis
     return dims
 
 
-def given_features(attention: Attention, dimensions: Dimensions, side: str) -> int:
+def given_features(attention: Attention, dimensions: DimensionsOf, side: str) -> int:
     """Return which dimension of a query, key or value has the features, before any projection."""
     dims, op = dimensions.of(attention.stages[side]), attention.first_projection(side)
     if op is None:

@@ -34,6 +34,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from ..record.ops import Named, Op, Recording, TensorRef
+from ..record.tensors import uncollected
 from .axis import setting
 from .dimensions import Axis, Dimensions, wide
 from .part import parts_behind, whole
@@ -62,8 +63,13 @@ class Graph:
 
     def __init__(self, recording: Recording) -> None:
         self.recording = recording
-        self.dimensions = Dimensions(recording)
         self._after_calls: dict[int, TensorRef] = {}
+
+    @cached_property
+    def dimensions(self) -> Dimensions:
+        """The dimensions of every tensor, as axes."""
+        with uncollected():
+            return Dimensions(self.recording)
 
     @cached_property
     def _weights(self) -> frozenset[int]:

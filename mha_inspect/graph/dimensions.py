@@ -9,13 +9,20 @@ dimensions of size one leave no trace in a view, so a caller may record a second
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from ..record.ops import Op, Recording, TensorRef
 from .axis import Axis, Dim, fresh, resolve, setting, size_of, wide
 from .rules import rule_of, slice_piece, split_pieces
 
-__all__ = ["Axis", "Dim", "Dimensions", "resolve", "size_of", "wide"]
+__all__ = ["Axis", "Dim", "Dimensions", "DimensionsOf", "resolve", "size_of", "wide"]
+
+
+class DimensionsOf(Protocol):
+    """What knows the dimensions of tensors."""
+
+    def of(self, tensor: TensorRef) -> tuple[Dim, ...]:
+        """Return the dimensions of a tensor, each as its atoms."""
 
 
 class Dimensions:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..record.arguments import tensors_in
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
+from .instances import Translation
 
 _LARGEST = 1 << 20
 """Tensors with more elements are not computed again."""
@@ -82,6 +83,13 @@ def _behind(recording: Recording, known: Container[int], target: TensorRef) -> l
     return [needed[index] for index in sorted(needed)]
 
 
+def same_content(left: Tensor | None, right: Tensor | None) -> bool:
+    """Return whether two tensors have the same shape, dtype and numbers; on meta there are no numbers."""
+    if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return (left.is_meta and right.is_meta) or (left.device == right.device and torch.equal(left, right))
+
+
 class Constants:
     """Values of tensors that no projection has a part in, e.g. masks and tables of positions, computed when needed."""
 
@@ -90,6 +98,8 @@ class Constants:
         self._recording = recording
         self._leaves = {**recording.constants, **leaves}
         self._values: dict[int, Tensor | None] = {}
+        self._read: dict[int, TensorRef] = {}
+        """The tensors whose content was taken, by id."""
         self.graph = graph
 
     @cached_property
@@ -116,6 +126,7 @@ class Constants:
     def _compute(self, tensor: TensorRef) -> Tensor | None:
         kept: Tensor | None = self._recording.values.get(tensor.id)
         if kept is not None:
+            self._read[tensor.id] = tensor
             return kept.detach()
         activations, written = self._unknown
         op = self._recording.producer(tensor)
@@ -123,6 +134,7 @@ class Constants:
             return None
         if op is None:
             number = self._recording.scalars.get(tensor.id)
+            self._read[tensor.id] = tensor
             return self._leaves.get(tensor.id) if number is None else torch.tensor(number)
         if tensor.storage in written:  # maybe a long chain of writes
             for earlier in _behind(self._recording, {*self._values} - {tensor.id} | activations, tensor)[:-1]:
@@ -136,6 +148,17 @@ class Constants:
         except Exception:  # an operation may raise anything when called directly
             return None
         return self._values[tensor.id]
+
+    def are_alike(self, translation: Translation) -> bool:
+        """Return whether everything that was read so far has the same content where a translation leads."""
+        return all(self._has_content_of(tensor, translation.tensor(tensor)) for tensor in self._read.values())
+
+    def _has_content_of(self, tensor: TensorRef, like: TensorRef) -> bool:
+        if tensor.id == like.id:
+            return True
+        values = self._recording.values
+        pairs = ((known.get(tensor.id), known.get(like.id)) for known in (values, self._leaves))
+        return all(left is right or same_content(left, right) for left, right in pairs)
 
     def _known(self, tensor: TensorRef) -> Tensor:
         value = self.value(tensor)

@@ -29,7 +29,7 @@ from math import prod
 
 from ..graph.attention import Attention, given_features
 from ..graph.axis import setting, unify
-from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
+from ..graph.dimensions import Axis, Dim, Dimensions, DimensionsOf, resolve, size_of, wide
 from ..record.ops import TensorRef
 from .pattern import CANONICAL_AXES, PLACES, POSITIONS, WITHIN, one_size_a_name
 from .roles import Group, Roles
@@ -60,7 +60,7 @@ class AxisNames:
     """The names of the axes of one attention."""
 
     def __init__(self, attention: Attention, dimensions: Dimensions) -> None:
-        self._dimensions = dimensions
+        self._dimensions: DimensionsOf = dimensions
         self._attention = attention
         for mixing in (*attention.mixed_scores, *attention.mixed_weights):
             # A mixing of heads has the same axis before and after it, if the sizes agree.
@@ -101,6 +101,12 @@ class AxisNames:
         """Return a copy with other axes for these stages."""
         other = copy.copy(self)
         other._stages = {**self._stages, **stages}
+        return other
+
+    def translated(self, attention: Attention, dimensions: DimensionsOf) -> AxisNames:
+        """Return the names of an equal attention, with the dimensions of its tensors."""
+        other = copy.copy(self)
+        other._attention, other._dimensions = attention, dimensions
         return other
 
     def of(self, tensor: TensorRef, side: str = "") -> str:

@@ -28,7 +28,7 @@ class NamedAxes:
 def own_axes(run: NamedRun) -> NamedAxes:
     """Return the names of a run's axes, in its own layout; a wider run beside it helps to name axes of size one."""
     stages = tuple({stage: names.of_stage(stage) for stage in attention.stages} for attention, names in run.attentions)
-    returned = _returned(run)
+    returned = _returned(run.distinct.run)
     if run.wider is not None and _ranks(run) == _ranks(run.wider):
         runs = zip(own_axes(run.wider).returned, run.recording.outputs, run.wider.recording.outputs, strict=True)
         returned = tuple(at_size(pattern, named.tensor.shape, wide.tensor.shape) for pattern, named, wide in runs)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.instances import Translation
 from ..graph.rerun import Constants
 from ..record.sight import Sight
 from ..reports.trace import Cache, Position, QKNorm
@@ -55,6 +56,10 @@ class InnerStepsReader:
         self._constants = Constants(run.graph, leaves)
         self._rotations: dict[Any, Rotation | None] = {}
         self._windows: dict[tuple[int, str], tuple[Sight | None, int | None]] = {}
+
+    def are_alike(self, translation: Translation) -> bool:
+        """Return whether the constants that were read so far have the same content in other layers."""
+        return self._constants.are_alike(translation)
 
     def of(self, attention: Attention, names: AxisNames) -> InnerSteps:
         """Return the inner steps of an attention."""

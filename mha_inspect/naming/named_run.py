@@ -5,10 +5,10 @@ A dimension of size one leaves no trace in a view. A wider run of the same forwa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from typing import Self
@@ -16,12 +16,39 @@ if TYPE_CHECKING:
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..graph.find import attentions_of
+from ..graph.instances import TranslatedDimensions, Translation, UnlikeError, shortened_of
 from ..record.ops import Recording
 from ..record.tensors import uncollected
 from .axes import AxisNames
 from .pattern import at_size
 
 Named = tuple[Attention, AxisNames]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One attention of a run, as one of several equal ones."""
+
+    place: int
+    """The number of the attention among the distinct ones."""
+    attention: Attention
+    translation: Translation | None = None
+    """From the run with only distinct layers to the whole run; None if they are the same run."""
+
+    def of(self, value: T) -> T:
+        """Return what was found of the distinct attention, with the operations, tensors and modules of this one."""
+        return value if self.translation is None else self.translation.of(value)
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """The attentions of a run, each read once: equal layers are left out."""
+
+    run: NamedRun
+    """The run with only the distinct layers."""
+    instances: tuple[Instance, ...]
+    """For each attention of the whole run, which of the distinct ones it is."""
 
 
 @dataclass(frozen=True)
@@ -44,15 +71,71 @@ class NamedRun:
         return self._alone if self.wider is None else _named_after(self._alone, self.wider.attentions)
 
     @cached_property
+    def distinct(self) -> Distinct:
+        """The attentions without those that are equal to another one, to read what is the same for equal layers."""
+        whole = Distinct(self, tuple([Instance(place, named[0]) for place, named in enumerate(self.attentions)]))
+        if self._shorter is None or self.wider is None:
+            return self._shorter or whole
+        # The wider run may give names to the axes of one attention, and not to those of an equal one.
+        named: dict[int, Named] = {}
+        for instance, (attention, names) in zip(self._shorter.instances, self.attentions, strict=True):
+            like, like_names = self._shorter.run.attentions[instance.place]
+            axes = {stage: names.of_stage(stage) for stage in attention.stages}
+            taken = named.setdefault(instance.place, (like, like_names.taking(axes)))[1]
+            if any(taken.of_stage(stage) != pattern for stage, pattern in axes.items()):
+                return whole
+        run = NamedRun(self._shorter.run.recording)
+        every = tuple(named.get(place, pair) for place, pair in enumerate(self._shorter.run.attentions))
+        vars(run).update(graph=self._shorter.run.graph, attentions=every)
+        return Distinct(run, self._shorter.instances)
+
+    @cached_property
     def _alone(self) -> tuple[Named, ...]:
         """The attentions with the names that this run alone provides."""
+        if self._shorter is None:
+            return self._read()
+        run, named = self._shorter.run, []
+        for instance in self._shorter.instances:
+            names = run.attentions[instance.place][1]
+            if instance.translation is not None:
+                dimensions = TranslatedDimensions(run.graph.dimensions, instance.translation)
+                names = names.translated(instance.attention, dimensions)
+            named.append((instance.attention, names))
+        return tuple(named)
+
+    @cached_property
+    def _shorter(self) -> Distinct | None:
+        """The distinct attentions, with the names that they have alone; None if no layers are equal."""
+        with uncollected():
+            shortened = shortened_of(self.recording)
+            if shortened is None:
+                return None
+            run, instances = NamedRun(shortened.recording), list[Instance]()
+            vars(run).update(attentions=run._read())
+            try:
+                for place, (attention, _) in enumerate(run.attentions):
+                    anchors = {turn.score_product.op.index for turn in attention.turns}
+                    for translation in shortened.translations(anchors):
+                        instances.append(Instance(place, translation.of(attention), translation))
+            except UnlikeError:  # e.g. tensors that are put together from pieces are no layer's
+                return None
+        return Distinct(run, tuple(sorted(instances, key=lambda instance: instance.attention.softmax.index)))
+
+    def _read(self) -> tuple[Named, ...]:
+        """Find the attentions of this recording, and name their axes."""
         with uncollected():
             return tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
+
+    def read_once(self, read: Callable[[NamedRun, Attention, AxisNames], T]) -> list[T]:
+        """Return what `read` finds in each attention; in equal ones once, and then translated."""
+        distinct = self.distinct
+        facts = [read(distinct.run, *named) for named in distinct.run.attentions]
+        return [instance.of(facts[instance.place]) for instance in distinct.instances]
 
     def beside(self, wider: NamedRun | None) -> Self:
         """Return this run with a wider run for the names of axes; cached results stay."""
         run = replace(self, wider=wider)
-        vars(run).update({name: vars(self)[name] for name in ("graph", "_alone") if name in vars(self)})
+        vars(run).update({name: vars(self)[name] for name in ("graph", "_alone", "_shorter") if name in vars(self)})
         return run
 
 

@@ -291,34 +291,40 @@ def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
     In self attention, query and key come from one tensor. In causal attention, no query attends to a later key. If
     heads attend to heads, no key is later.
     """
-    kinds = []
-    for attention, names in run.attentions:
-        causal = "causal" if _is_causal_attention(run.graph, attention, names) else ""
-        grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
-        within = ""
-        if names.within_tokens:
-            within, causal = WITHIN_TOKENS, ""
-        elif names.mixes_positions and names.num_heads > 1:
-            within = PIECES_OF_TOKENS
-        kinds.append(tuple(word for word in (_source(run, attention), within, causal, grouped) if word))
-    return kinds
+    return run.read_once(_kind_of)
+
+
+def _kind_of(run: NamedRun, attention: Attention, names: AxisNames) -> tuple[str, ...]:
+    causal = "causal" if _is_causal_attention(run.graph, attention, names) else ""
+    grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
+    within = ""
+    if names.within_tokens:
+        within, causal = WITHIN_TOKENS, ""
+    elif names.mixes_positions and names.num_heads > 1:
+        within = PIECES_OF_TOKENS
+    return tuple(word for word in (_source(run, attention), within, causal, grouped) if word)
 
 
 def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     """Return a sentence if a mask of 0 and 1 is added to the scores; its numbers are in `leaves` or in a kept run."""
-    for attention, _ in run.attentions:
-        for op in attention.masks:
-            masks = [] if op.does("fills") else masks_of(run.graph, attention, op)
-            if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
-                value = leaves.get(run.graph.before_moves(masks[0]).id)
-                if value is None or value.is_meta:
-                    continue
-                if bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
-                    return (
-                        "The mask has the numbers 0 and 1 and is added to the scores, so it masks out no key. "
-                        "Use bool, or -inf for each masked key.",
-                    )
+    added = {tensor.id for masks in run.read_once(_added_masks) for tensor in masks}
+    for value in (leaves[number] for number in leaves.keys() & added):
+        if not value.is_meta and bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
+            return (
+                "The mask has the numbers 0 and 1 and is added to the scores, so it masks out no key. "
+                "Use bool, or -inf for each masked key.",
+            )
     return ()
+
+
+def _added_masks(run: NamedRun, attention: Attention, names: AxisNames) -> tuple[TensorRef, ...]:
+    """Return the masks that are added to the scores, as they were before they were viewed or copied."""
+    added = []
+    for op in attention.masks:
+        masks = [] if op.does("fills") else masks_of(run.graph, attention, op)
+        if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
+            added.append(run.graph.before_moves(masks[0]))
+    return tuple(added)
 
 
 def _source(run: NamedRun, attention: Attention) -> str:

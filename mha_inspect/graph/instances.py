@@ -1,0 +1,576 @@
+"""Find layers that repeat in a recording, and leave all but three of them out: each distinct layer is read once.
+
+Two layers are equal if their operations are: the same names, arguments, shapes, strides, dtypes, numbers and notes, on
+tensors that were made or last read equally many operations ago. A stack of twelve equal layers is shortened to three:
+the first, one between equal layers, and the last. What is found in the second is translated for those left out.
+
+>>> import torch
+>>> from mha_inspect.record.recorder import Recorder
+>>> layers = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(6)))
+>>> recorder = Recorder(layers)
+>>> with torch.no_grad(), recorder:
+...     _ = layers(torch.randn(2, 4))
+>>> recording = recorder.finish()
+>>> shortened = shortened_of(recording)
+>>> [op.module for op in recording.ops if op.does("product")]
+['0', '1', '2', '3', '4', '5']
+>>> [op.module for op in shortened.recording.ops if op.does("product")]
+['0', '1', '2']
+>>> [translation.op(shortened.recording.ops[1]).module for translation in shortened.translations(1)]
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import cache, cached_property
+from itertools import accumulate, pairwise
+from typing import Any, TypeVar
+
+import torch
+
+from ..record.ops import Named, Op, Recording, TensorRef
+from ..record.sight import Sight
+from .dimensions import Dim, Dimensions
+
+_KEPT = 3
+"""How many layers stay of each stack: the first, one between equal layers, and the last."""
+_SLACK = 8
+"""The last of them may lack one part in so many, e.g. as the first operation of a stack reads an input of the model."""
+_CANDIDATES = 6
+"""How many distances between equal operations are tried as the length of a layer."""
+
+T = TypeVar("T")
+
+
+class UnlikeError(Exception):
+    """A recording cannot be shortened, or something found in it is part of no layer."""
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Equal layers in a row: operations that repeat those `period` before them. The last layer may be cut short."""
+
+    start: int
+    period: int
+    length: int
+    """Number of operations from the first that repeats."""
+
+    @property
+    def left_out(self) -> int:
+        """Number of layers that are left out."""
+        return max(0, (self.length - _KEPT * self.period + self.period // _SLACK) // self.period)
+
+    @property
+    def removed(self) -> int:
+        """Number of operations that are left out."""
+        return self.left_out * self.period
+
+    @property
+    def kept(self) -> int:
+        """Number of operations that stay: those of the first layer, those of the second, and those up to the end."""
+        return self.length - self.removed
+
+    @property
+    def end(self) -> int:
+        """Index of the operation after the last layer."""
+        return self.start + self.length
+
+    def has(self, index: int) -> bool:
+        """Return whether an operation is part of the stack."""
+        return self.start <= index < self.end
+
+    def kept_index(self, index: int) -> int:
+        """Return the index of an operation of the stack in the layer that stays for it."""
+        place, middle = index - self.start, (self.left_out + 2) * self.period
+        if place < self.period:
+            return index
+        return index - self.removed if place >= middle else self.start + self.period + place % self.period
+
+
+# -- which operations are equal ---------------------------------------------------------------------------------------
+
+
+class _Signatures:
+    """Numbers of the operations of a recording, in order: two are equal if the operations are.
+
+    A tensor is described by the operation that made or read it last: how long ago that was, and in which place. So
+    operations of two layers are equal where each layer's tensors are connected in the same way.
+    """
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._kinds: dict[int, object] = dict.fromkeys((named.tensor.id for named in recording.parameters), "parameter")
+        self._kinds |= dict.fromkeys((named.tensor.id for named in recording.buffers), "buffer")
+        self._kinds |= {named.tensor.id: ("input", named.tensor.id) for named in recording.inputs}
+        self._sights: list[Sight] = []
+        self._tensors: dict[int, tuple[int, int]] = {}
+        self._storages: dict[int, int] = {}
+        self._calls: dict[int, int] = {}
+        self._kernels: dict[int, int] = {}
+        self._modules: dict[str, int] = {}
+
+    def all(self) -> list[int]:
+        """Return the number of each operation."""
+        numbers: dict[object, int] = {}
+        ops, before = self._recording.ops, None
+        result = []
+        for op in ops:
+            result.append(numbers.setdefault(self._key(op, before), len(numbers)))
+            before = op
+        return result
+
+    def _key(self, op: Op, before: Op | None) -> object:
+        index = op.index
+        tensors, storages, scalars = self._tensors, self._storages, self._recording.scalars
+        described = []
+        for place, tensor in enumerate(op.inputs + op.outputs):
+            last = tensors.get(tensor.id)
+            if last is not None:
+                at: object = index - last[0], last[1]
+            else:
+                seen = storages.get(tensor.storage)
+                number, kind = scalars.get(tensor.id), self._kinds.get(tensor.id)
+                at = None if seen is None else index - seen, number, kind
+            described.append((at, tensor.shape, tensor.stride, tensor.offset, tensor.dtype))
+            tensors[tensor.id] = index, place
+            storages[tensor.storage] = index
+        last_call, last_module = self._calls.get(op.call), self._modules.get(op.module)
+        self._calls[op.call] = index
+        # An operation of a module is one of the modules around it too.
+        self._modules.update(dict.fromkeys(("", *_with_parents(op.module)), index))
+        return (
+            op.name,
+            len(op.inputs),
+            op.module.count("."),
+            tuple(described),
+            None if op.args is op.inputs else _without_tensors(op.args),
+            tuple([(name, _without_tensors(value)) for name, value in op.kwargs.items()]) if op.kwargs else None,
+            op.kind,
+            op.source,
+            None if last_call is None else index - last_call,
+            None if last_module is None else index - last_module,
+            None if before is None else _shared(op.forwards, before.forwards),
+            len(op.forwards),
+            None if op.kernel is None else self._kernel(op.kernel, index),
+            self._sight_of(op),
+        )
+
+    def _kernel(self, place: int, index: int) -> object:
+        last = self._kernels.get(place)
+        self._kernels[place] = index
+        if last is not None:
+            return index - last
+        kernel = self._recording.kernels[place]
+        outer = None if kernel.within is None else place - kernel.within
+        return replace(kernel, check=None, within=None), kernel.check is None, outer
+
+    def _sight_of(self, op: Op) -> int | None:
+        """Return the number of what is noted about weights, equal for notes with the same content."""
+        sight = self._recording.sights.get(op.outputs[0].id) if op.outputs else None
+        if sight is None:
+            return None
+        for number, like in enumerate(self._sights):
+            if sight is like or _same_sight(sight, like):
+                return number
+        self._sights.append(sight)
+        return len(self._sights) - 1
+
+
+def _without_tensors(value: Any) -> Any:
+    """Return arguments with None for each tensor; a number comes with its type, since 1 == 1.0 == True."""
+    if type(value) is tuple:
+        return tuple([_without_tensors(item) for item in value])
+    return None if type(value) is TensorRef else (type(value), value) if type(value) in (bool, float) else value
+
+
+def _shared(left: Sequence[object], right: Sequence[object]) -> int:
+    """Return the length of the common beginning of two sequences."""
+    if left == right:
+        return len(left)
+    count = 0
+    for first, second in zip(left, right, strict=False):
+        if first != second:
+            break
+        count += 1
+    return count
+
+
+def _same_sight(left: Sight, right: Sight) -> bool:
+    if left.pairs.keys() != right.pairs.keys() or (left.blind is None) != (right.blind is None):
+        return False
+    pairs = [(left.pairs[key], right.pairs[key]) for key in left.pairs]
+    if left.blind is not None and right.blind is not None:
+        pairs.append((left.blind, right.blind))
+    return all(torch.equal(first, second) for first, second in pairs)
+
+
+# -- stacks of equal layers -------------------------------------------------------------------------------------------
+
+
+def _stacks(numbers: Sequence[int]) -> list[Stack]:
+    """Return where a sequence repeats itself, without overlaps, the largest first.
+
+    >>> _stacks([9, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 1, 2, 3, 8])
+    [Stack(start=1, period=3, length=15)]
+    """
+    distances: Counter[int] = Counter()
+    last: dict[int, int] = {}
+    for place, number in enumerate(numbers):
+        if number in last:
+            distances[place - last[number]] += 1
+        last[number] = place
+    stacks: list[Stack] = []
+    for period, _ in distances.most_common(_CANDIDATES):
+        stacks += _stacks_of(numbers, period)
+    chosen: list[Stack] = []
+    for stack in sorted(stacks, key=lambda stack: (-stack.removed, stack.period)):
+        if all(stack.end <= taken.start or taken.end <= stack.start for taken in chosen):
+            chosen.append(stack)
+    return sorted(chosen, key=lambda stack: stack.start)
+
+
+def _stacks_of(numbers: Sequence[int], period: int) -> Iterator[Stack]:
+    """Yield where a sequence repeats itself after `period`, more often than layers stay."""
+    differs = [place for place in range(len(numbers) - period) if numbers[place] != numbers[place + period]]
+    for before, after in pairwise((-1, *differs, len(numbers) - period)):
+        stack = Stack(before + 1, period, after - before - 1 + period)
+        if stack.left_out:
+            yield stack
+
+
+# -- a shorter recording ----------------------------------------------------------------------------------------------
+
+
+def shortened_of(recording: Recording) -> Shortened | None:
+    """Return a recording without the layers that are equal to others; None if no stack has more than three of them."""
+    stacks = tuple(_stacks(_Signatures(recording).all()))
+    if not stacks:
+        return None
+    try:
+        return _Cut(recording).shortened(stacks)
+    except UnlikeError:
+        return None
+
+
+class _Cut:
+    """Makes the shorter recording: what follows a stack reads the last layer that stays in place of the last layer."""
+
+    def __init__(self, whole: Recording) -> None:
+        self._whole = whole
+        self._ops: list[Op] = []
+        self._renamed: dict[int, TensorRef] = {}
+        """Id of a tensor in the last layer of a stack to the tensor in the last layer that stays."""
+        self._storages: dict[int, int] = {}
+        """The same for the numbers of storages."""
+        self._calls: dict[int, int] = {}
+        self._forwards: dict[int, int] = {}
+        self._kernels: dict[int | None, int | None] = {}
+        self._modules: dict[str, str] = {}
+        self._gone: set[int] = set()
+        """Ids of tensors of a stack that nothing after it may read."""
+        self._gone_storages: set[int] = set()
+
+    def shortened(self, stacks: tuple[Stack, ...]) -> Shortened:
+        """Return the shortened recording. Raises `UnlikeError` if something after a stack reads one of its middle."""
+        whole, done = self._whole, 0
+        for stack in stacks:
+            self._append(whole.ops[done : stack.start + stack.kept])
+            _require_same_modules(whole.ops, stack)
+            self._leave_out(stack)
+            done = stack.end
+        self._append(whole.ops[done:])
+        shortened = Shortened(whole, replace(whole, ops=tuple(self._ops), joins={}), stacks)
+        tensors = {tensor.id: tensor for op in self._ops for tensor in op.inputs + op.outputs}
+        storages = {tensor.storage for tensor in tensors.values()}
+        producers = {}
+        for number in tensors:
+            index = whole.producers.get(number)
+            if index is not None:
+                producers[number] = shortened.index_after_cut(index)
+
+        def used(every: tuple[Named, ...]) -> tuple[Named, ...]:
+            return tuple([named for named in every if named.tensor.id in tensors or named.tensor.storage in storages])
+
+        recording = replace(
+            shortened.recording,
+            parameters=used(whole.parameters),
+            buffers=used(whole.buffers),
+            producers=producers,
+        )
+        shortened = replace(shortened, recording=recording)
+        outputs = tuple([replace(named, tensor=shortened.back(named.tensor)) for named in whole.outputs])
+        return replace(shortened, recording=replace(recording, outputs=outputs))
+
+    def _append(self, ops: Sequence[Op]) -> None:
+        if not self._renamed and len(self._ops) == (ops[0].index if ops else 0):
+            self._ops += ops
+            return
+        self._ops += [self._op(op, index) for index, op in enumerate(ops, len(self._ops))]
+
+    def _op(self, op: Op, index: int) -> Op:
+        """Return an operation after a stack, at another index, with the tensors of the layers that stay."""
+        inputs = tuple(map(self._tensor, op.inputs))
+        outputs = tuple(map(self._tensor, op.outputs))
+        args = inputs if op.args is op.inputs else self._argument(op.args)
+        kwargs = {name: self._argument(value) for name, value in op.kwargs.items()}
+        return replace(
+            op,
+            index=index,
+            args=args,
+            kwargs=kwargs,
+            inputs=inputs,
+            outputs=outputs,
+            module=self._module(op.module),
+            call=self._calls.get(op.call, op.call),
+            kernel=self._kernels.get(op.kernel, op.kernel),
+            forwards=tuple([self._forwards.get(number, number) for number in op.forwards]),
+        )
+
+    def _module(self, path: str) -> str:
+        """Return the path of a module, with the layer that stays in place of the last layer: `blocks.2.out`."""
+        for outer in reversed(_with_parents(path)):
+            if outer in self._modules:
+                return self._modules[outer] + path[len(outer) :]
+        return path
+
+    def _argument(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return tuple(map(self._argument, value))
+        return self._tensor(value) if type(value) is TensorRef else value
+
+    def _tensor(self, tensor: TensorRef) -> TensorRef:
+        renamed = self._renamed.get(tensor.id)
+        if renamed is not None:
+            return renamed
+        if tensor.id in self._gone or tensor.storage in self._gone_storages:
+            raise UnlikeError
+        storage = self._storages.get(tensor.storage, tensor.storage)
+        return tensor if storage == tensor.storage else replace(tensor, storage=storage)
+
+    def _leave_out(self, stack: Stack) -> None:
+        """Take the last layer that stays for the last layer, and forget the tensors of the others."""
+        whole, later = self._whole, stack.kept - stack.period
+        for op, kept in zip(whole.ops[stack.end - later : stack.end], self._ops[-later:], strict=True):
+            self._calls[op.call], self._kernels[op.kernel] = kept.call, kept.kernel
+            self._forwards.update(zip(op.forwards, kept.forwards, strict=True))
+            self._modules.update(zip(_with_parents(op.module), _with_parents(kept.module), strict=True))
+            for tensor, stays in zip(op.inputs + op.outputs, kept.inputs + kept.outputs, strict=True):
+                if self._renamed.setdefault(tensor.id, stays).id != stays.id:
+                    raise UnlikeError
+                if self._storages.setdefault(tensor.storage, stays.storage) != stays.storage:
+                    raise UnlikeError
+        for op in whole.ops[stack.start : stack.end]:
+            for tensor in op.inputs + op.outputs:
+                made = whole.producers.get(tensor.id)
+                if made is None or made >= stack.start:
+                    self._gone.add(tensor.id)
+                    self._gone_storages.add(tensor.storage)
+        self._gone -= self._renamed.keys()
+        self._gone_storages -= self._storages.keys()
+
+
+def _require_same_modules(ops: Sequence[Op], stack: Stack) -> None:
+    """Raise `UnlikeError` unless the modules of every layer are nested as those of the second layer are."""
+    like = [op.module for op in ops[stack.start + stack.period : stack.start + 2 * stack.period]]
+    for start in range(stack.start, stack.end, stack.period):
+        layer = ops[start : min(start + stack.period, stack.end)]
+        pairs = set(zip(like, (op.module for op in layer), strict=False))
+        parts = set[tuple[str, str]]()
+        for left, right in pairs:
+            parts.update(zip(_with_parents(left), _with_parents(right), strict=True))
+        if not len(parts) == len({left for left, _ in parts}) == len({right for _, right in parts}):
+            raise UnlikeError
+
+
+@cache
+def _with_parents(path: str) -> tuple[str, ...]:
+    """Return the path of a module with the paths of the modules around it: `blocks`, `blocks.0`, `blocks.0.attn`."""
+    return tuple(accumulate(path.split("."), "{}.{}".format))
+
+
+@dataclass(frozen=True)
+class Shortened:
+    """A recording without the layers that are equal to others, and how to find what was left out."""
+
+    whole: Recording
+    recording: Recording
+    """The recording with three layers of each stack."""
+    stacks: tuple[Stack, ...]
+    """The stacks of equal layers in `whole`, in order."""
+
+    def short_index(self, index: int) -> int:
+        """Return the index in the short recording of an operation, or of that which stays for it."""
+        removed = 0
+        for stack in self.stacks:
+            if index < stack.end:
+                return (stack.kept_index(index) if stack.has(index) else index) - removed
+            removed += stack.removed
+        return index - removed
+
+    def index_after_cut(self, index: int) -> int:
+        """Return the index in the short recording of an operation that was not left out."""
+        return index - sum(stack.removed for stack in self.stacks if stack.end <= index)
+
+    def back(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor in the short recording of a tensor in the whole one, or that which stays for it.
+
+        Raises `UnlikeError` if no operation made it, although a layer has it.
+        """
+        made = self.whole.producers.get(tensor.id)
+        if made is None:
+            return tensor
+        op, kept = self.whole.ops[made], self.recording.ops[self.short_index(made)]
+        for output, stays in zip(op.outputs, kept.outputs, strict=True):
+            if output.id == tensor.id:
+                return stays
+        if any(stack.has(made) for stack in self.stacks):
+            raise UnlikeError
+        return tensor
+
+    @cached_property
+    def windows(self) -> tuple[range, ...]:
+        """The indices in the short recording of the layers that stay, by stack."""
+        windows, removed = [], 0
+        for stack in self.stacks:
+            windows.append(range(stack.start - removed, stack.start + stack.kept - removed))
+            removed += stack.removed
+        return tuple(windows)
+
+    @cached_property
+    def places(self) -> tuple[dict[int, tuple[int, int]], ...]:
+        """By stack, the id of each tensor in the layers that stay to its first operation, and its place there."""
+        places: list[dict[int, tuple[int, int]]] = []
+        for window in self.windows:
+            first: dict[int, tuple[int, int]] = {}
+            for op in self.recording.ops[window.start : window.stop]:
+                for place, tensor in enumerate(op.inputs + op.outputs):
+                    first.setdefault(tensor.id, (op.index, place))
+            places.append(first)
+        return tuple(places)
+
+    def translations(self, anchors: Iterable[int]) -> list[Translation]:
+        """Return where these operations of the short recording ran in the whole one, once or several times.
+
+        The layer between equal layers stands for all that were left out. Raises `UnlikeError` if the operations belong
+        to several layers.
+        """
+        places = {self._place(index) for index in anchors}
+        if len(places) != 1:
+            raise UnlikeError
+        ((number, layer),) = places
+        last = [stack.left_out for stack in self.stacks]
+        # A stack before is seen from its end, and one after from its beginning.
+        before, after = last[:number], [0] * (len(last) - number)
+        if layer is None:
+            return [Translation(self, (*before, *after), number)]
+        shifts = range(last[number] + 1) if layer == 1 else [last[number] if layer else 0]
+        return [Translation(self, (*before, shift, *after[1:]), number) for shift in shifts]
+
+    def _place(self, index: int) -> tuple[int, int | None]:
+        """Return the number of the stack with an operation and its layer there; with None the stack that follows."""
+        for number, (window, stack) in enumerate(zip(self.windows, self.stacks, strict=True)):
+            if index < window.stop:
+                return number, min((index - window.start) // stack.period, 2) if index >= window.start else None
+        return len(self.stacks), None
+
+
+@dataclass(frozen=True, eq=False)
+class Translation:
+    """Where operations of a shortened recording ran in the whole one: so many layers later, by stack."""
+
+    shortened: Shortened
+    shifts: tuple[int, ...]
+    stack: int
+    """The number of the stack that is translated, or of the stack that follows."""
+
+    @cached_property
+    def _in_order(self) -> list[int]:
+        """The numbers of the stacks, beginning with the one that is translated."""
+        return sorted(range(len(self.shifts)), key=lambda number: number != self.stack)
+
+    def op(self, op: Op) -> Op:
+        """Return the operation of the whole recording."""
+        return self.shortened.whole.ops[self._index(op.index)]
+
+    def _index(self, index: int) -> int:
+        added = 0
+        for window, stack, shift in zip(self.shortened.windows, self.shortened.stacks, self.shifts, strict=True):
+            if index < window.start:
+                break
+            if index < window.stop:
+                return index + added + shift * stack.period
+            added += stack.removed
+        return index + added
+
+    def tensor(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor of the whole recording. Raises `UnlikeError` for a tensor that is only put together."""
+        if tensor.id < 0:
+            raise UnlikeError
+        for number in self._in_order:
+            known = self.shortened.places[number].get(tensor.id)
+            if known is not None:
+                op = self.shortened.whole.ops[self._index(known[0])]
+                return (op.inputs + op.outputs)[known[1]]
+        return tensor
+
+    def back(self, tensor: TensorRef) -> TensorRef:
+        """Return the tensor of the short recording for a tensor of the whole one, as seen from these layers."""
+        whole, made = self.shortened.whole, self.shortened.whole.producers.get(tensor.id)
+        if made is None:
+            return tensor
+        removed = 0
+        for number, stack in enumerate(self.shortened.stacks):
+            index = made - self.shifts[number] * stack.period
+            if stack.start <= index < stack.start + stack.kept and made < stack.end:
+                kept = self.shortened.recording.ops[index - removed]
+                pairs = zip(whole.ops[made].outputs, kept.outputs, strict=True)
+                return next((stays for output, stays in pairs if output.id == tensor.id), tensor)
+            removed += stack.removed
+        return self.shortened.back(tensor)
+
+    def module(self, path: str) -> str:
+        """Return the path of the module in the whole recording."""
+        for number in self._in_order:
+            window = self.shortened.windows[number]
+            for op in self.shortened.recording.ops[window.start : window.stop]:
+                if op.module == path or op.module.startswith(path + "."):
+                    return ".".join(self.op(op).module.split(".")[: path.count(".") + 1]) if path else path
+        return path
+
+    def of(self, value: T) -> T:
+        """Return plain data with its operations, its tensors, and the paths in fields `module` translated."""
+        translated: Any = self._of(value)
+        return translated  # type: ignore[no-any-return]
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, Op):
+            return self.op(value)
+        if isinstance(value, TensorRef):
+            return self.tensor(value)
+        if isinstance(value, Mapping):
+            return {key: self._of(item) for key, item in value.items()}
+        if isinstance(value, tuple):
+            items = [self._of(item) for item in value]
+            return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+        if not is_dataclass(value) or isinstance(value, type):
+            return value
+        changes = {}
+        for field in fields(value):
+            before = getattr(value, field.name)
+            after = self.module(before) if field.name == "module" else self._of(before)
+            if after is not before:
+                changes[field.name] = after
+        return replace(value, **changes) if changes else value
+
+
+class TranslatedDimensions:
+    """The dimensions of tensors of the whole recording, from those of the short one."""
+
+    def __init__(self, dimensions: Dimensions, translation: Translation) -> None:
+        self._dimensions, self._translation = dimensions, translation
+
+    def of(self, tensor: TensorRef) -> tuple[Dim, ...]:
+        """Return the dimensions of a tensor, each as its atoms."""
+        return self._dimensions.of(self._translation.back(tensor))
