@@ -70,12 +70,18 @@ class NamedRun:
         """Every attention with the names of its axes."""
         return self._alone if self.wider is None else _named_after(self._alone, self.wider.attentions)
 
-    @cached_property
+    @property
     def distinct(self) -> Distinct:
         """The attentions without those that are equal to another one, to read what is the same for equal layers."""
-        whole = Distinct(self, tuple([Instance(place, named[0]) for place, named in enumerate(self.attentions)]))
+        # A cached reference to this run would be a circle, which keeps its tensors until the collector runs.
+        every = enumerate(attention for attention, _ in self.attentions)
+        return self._distinct or Distinct(self, tuple([Instance(place, attention) for place, attention in every]))
+
+    @cached_property
+    def _distinct(self) -> Distinct | None:
+        """The distinct attentions with their names; None if no layers are equal."""
         if self._shorter is None or self.wider is None:
-            return self._shorter or whole
+            return self._shorter
         # The wider run may give names to the axes of one attention, and not to those of an equal one.
         named: dict[int, Named] = {}
         for instance, (attention, names) in zip(self._shorter.instances, self.attentions, strict=True):
@@ -83,7 +89,7 @@ class NamedRun:
             axes = {stage: names.of_stage(stage) for stage in attention.stages}
             taken = named.setdefault(instance.place, (like, like_names.taking(axes)))[1]
             if any(taken.of_stage(stage) != pattern for stage, pattern in axes.items()):
-                return whole
+                return None
         run = NamedRun(self._shorter.run.recording)
         every = tuple(named.get(place, pair) for place, pair in enumerate(self._shorter.run.attentions))
         vars(run).update(graph=self._shorter.run.graph, attentions=every)

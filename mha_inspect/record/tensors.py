@@ -9,6 +9,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
@@ -61,7 +62,7 @@ def _number(tensor: Tensor) -> float | None:
     return None
 
 
-class _Storage:
+class Storage:
     """One piece of memory and the tensors that use it."""
 
     __slots__ = ("kept", "made_by", "number", "seen")
@@ -94,7 +95,7 @@ class Tensors:
         """Every look so far, to share equal ones and save memory."""
         self._outside: list[tuple[Look, Callable[[], Tensor | None], int]] = []
         """Tensors first seen as arguments, with their version counters then."""
-        self._storages: dict[ref[Any], _Storage] = {}
+        self._storages: dict[ref[Any], Storage] = {}
         self._num_tensors = self._num_storages = 0
         self._names: dict[Any, str] = {}
 
@@ -219,6 +220,26 @@ class Tensors:
         self._storages[ref(empty.untyped_storage())] = self._storages[memory]
         return empty.as_strided(shape, stride, offset)
 
+    def storage_of(self, look: Look) -> Storage:
+        """Return the memory of a tensor that was read or written before."""
+        return self._storages[look[0]]
+
+    def add_like(self, tensor: TensorRef, storages: dict[int, Storage], op: int) -> TensorRef:
+        """Add a tensor that the operation `op` makes, of the same layout as another one.
+
+        `storages` has the memory for each number of a storage of tensors like this; new memory is added to it.
+        """
+        storage = storages.get(tensor.storage)
+        if storage is None:
+            storage = storages[tensor.storage] = Storage(self._num_storages, op)
+            self._num_storages += 1
+        number = self._num_tensors
+        self._num_tensors = number + 1
+        added = replace(tensor, id=number, storage=storage.number)
+        storage.seen[tensor.offset, tensor.shape, tensor.stride, getattr(torch, tensor.dtype)] = added
+        self.producers[number] = op
+        return added
+
     def constants(self) -> dict[int, Tensor]:
         """Return tensors by id that came from outside the run, still exist and were not overwritten since."""
         constants = {}
@@ -232,12 +253,12 @@ class Tensors:
                     constants[number] = tensor.detach()
         return constants
 
-    def _add_storage(self, memory: Any, made_by: int | None) -> _Storage:
-        storage = self._storages[memory] = _Storage(self._num_storages, made_by)
+    def _add_storage(self, memory: Any, made_by: int | None) -> Storage:
+        storage = self._storages[memory] = Storage(self._num_storages, made_by)
         self._num_storages += 1
         return storage
 
-    def _add(self, look: Look, storage: _Storage, made_by: int | None) -> TensorRef:
+    def _add(self, look: Look, storage: Storage, made_by: int | None) -> TensorRef:
         _, offset, size, stride, dtype, *more = look
         number = self._num_tensors
         self._num_tensors = number + 1

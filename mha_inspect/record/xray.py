@@ -27,10 +27,11 @@ from .kernels import OPERANDS, AttentionCall, KernelCall, NotOpenedError, PartCa
 from .kernels import run as compute
 from .ops import RESULT, Kernel, Kind, Op, Recording
 from .recorder import Entry, Recorder
+from .repeated_steps import RecordedSteps, layout_of, looks_in
 from .rounding import STEP, Rounding, max_difference, rounding_error
 from .sight import Sight, hides_by_scores, sight_of, sight_of_kernel
-from .site import put_on, take_off
-from .tensors import Tensors, is_with_tensor
+from .site import place_of_site, put_on, take_off
+from .tensors import Look, Tensors, is_with_tensor
 from .without_numbers import described
 
 _Key = torch._C.DispatchKey
@@ -51,6 +52,8 @@ class _Opening(NamedTuple):
     """Whether its steps are too large for numbers."""
     sight: Sight | None
     """Which query sees which key in its weights; None if not known."""
+    drops: bool
+    """Whether it applies dropout to the weights."""
     check: Callable[[], Rounding] | None
     """Returns the difference of a few rows from their steps; None if tensors are kept, or cannot be compared."""
 
@@ -75,6 +78,8 @@ class XRay(Recorder):
         """Whether a composite operation inside a kernel is being decomposed: all its parts are one call."""
         self._shelf = _Shelf()
         self._sights_of_masks: dict[Any, Sight | None] = {}
+        self._recorded_steps: dict[Any, RecordedSteps] = {}
+        """The steps without numbers of each kind of call, by the layout of its operands."""
 
     def finish(self, returned: Any = None) -> Recording:
         """Return the recording so far, with `returned` as its named outputs, and its kernels."""
@@ -192,7 +197,7 @@ class XRay(Recorder):
                     sight = self._sight_of_call(call, results)
                     if not is_kept and _is_comparable(results[0]):
                         check = self._later(*call.of_few(results, place + 1))
-                opening = _Opening(place, func, shapes_only, sight, check)
+                opening = _Opening(place, func, shapes_only, sight, call.dropout > 0, check)
             except Exception as error:
                 self._kernels[place] = replace(self._kernels[place], note=_reason(error))
         self._note(known, noted, named, result, opening=opening)
@@ -270,11 +275,36 @@ class XRay(Recorder):
 
         If tensors are kept the steps are computed; else they get shapes only, from tensors on meta.
         """
+        _, args, kwargs, results, _, _, number, *_ = entry
+        is_kept = self._tensors.keep and all(is_with_tensor(look) for look in results)
+        computed = is_kept and not opening.shapes_only
+        kind = None if any(map(is_with_tensor, looks_in([args, kwargs]))) else _kind_of_call(entry, opening)
+        if kind not in self._recorded_steps:
+            start = len(self._ops)
+            call, steps = self._record_steps(entry, opening, computed=computed)
+            if kind is not None:
+                operands = tuple(map(self._tensors.read, looks_in([args, kwargs])))
+                self._recorded_steps[kind] = RecordedSteps(tuple(self._ops[start:]), operands)
+        else:
+            self._repeat_steps(self._recorded_steps[kind], entry, opening)
+        self._callers.whole.add(number)
+        if opening.drops:
+            reason = "not compared: the kernel applies dropout, and its steps do not"
+            return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
+        check = opening.check
+        whole: list[Any] = [look[6] for look in results] if is_kept else []
+        if is_kept and _is_comparable(whole[0]):
+            few, rows = call.of_few(whole, opening.place + 1, steps if computed else None)
+            check = partial(_judged, few, rows, max(map(max_difference, whole, steps)) if computed else None)
+        return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})
+
+    def _record_steps(
+        self, entry: Entry, opening: _Opening, *, computed: bool
+    ) -> tuple[KernelCall, tuple[Tensor, ...]]:
+        """Run the steps of a kernel, with numbers if `computed`, and add them; return the call, and the last steps."""
         tensors, keep = self._tensors, self._tensors.keep
         known, args, kwargs, results, _, site, number, place, *_ = entry
         call = read_kernel(opening.func, _given(tensors, args), _given(tensors, kwargs))
-        is_kept = keep and all(is_with_tensor(look) for look in results)
-        computed = is_kept and not opening.shapes_only
         note = tensors.note
 
         def add(known: About, args: Any, kwargs: Any, outputs: Any, kind: Kind | None, sight: Sight | None) -> None:
@@ -292,21 +322,33 @@ class XRay(Recorder):
         tensors.keep = computed
         try:
             steps = call.steps(do, described=not computed)
-            looks = [results] if len(steps) == 1 else [[look] for look in results]
-            for last, outputs in zip(steps, looks, strict=True):
+            for last, outputs in zip(steps, _of_links(results, len(steps)), strict=True):
                 add(LINK, (last,), {"kernel": known.name}, outputs, "copy", None)
         finally:
             tensors.keep = keep
-        self._callers.whole.add(number)
-        if call.dropout > 0:
-            reason = "not compared: the kernel applies dropout, and its steps do not"
-            return {"drops": True, "note": reason, "shapes_only": opening.shapes_only}
-        check = opening.check
-        whole: list[Any] = [look[6] for look in results] if is_kept else []
-        if is_kept and _is_comparable(whole[0]):
-            few, rows = call.of_few(whole, opening.place + 1, steps if computed else None)
-            check = partial(_judged, few, rows, max(map(max_difference, whole, steps)) if computed else None)
-        return {"shapes_only": opening.shapes_only} | (_checked(check) if check is not None else {})
+        return call, steps
+
+    def _repeat_steps(self, like: RecordedSteps, entry: Entry, opening: _Opening) -> None:
+        """Add the steps of a kernel as those of an equal call before."""
+        links = _of_links(entry[3], sum(op.makes_result for op in like.ops))
+        repeated = [*like.again(self._tensors, entry, place_of_site(entry[5]), links, len(self._ops))]
+        self._ops += repeated
+        for step, op in zip(like.ops, repeated, strict=True):
+            if opening.sight is not None and step.outputs[0].id in self._sights:
+                self._sights[op.outputs[0].id] = opening.sight
+
+
+def _of_links(results: Sequence[Look], links: int) -> list[Sequence[Look]]:
+    """Return which results of a kernel each link has: a single one has all of them."""
+    return [results] if links == 1 else [[look] for look in results]
+
+
+def _kind_of_call(entry: Entry, opening: _Opening) -> Any:
+    """Return a key that is equal for calls of one kernel with equal settings, on operands of equal layouts."""
+    _, args, kwargs, *_ = entry
+    memory: dict[Any, int] = {}
+    described = layout_of(args, memory), layout_of(kwargs, memory)
+    return opening.func, described, opening.shapes_only, opening.sight is None
 
 
 def _given(tensors: Tensors, value: Any) -> Any:
