@@ -39,6 +39,8 @@ class Truth:
     kv_heads: int | None = None
     """None if there are as many as `heads`."""
     head_dim: int = D
+    tiled: bool = False
+    """Whether key heads are put side by side again for further query heads, in the place of being repeated each."""
     value_dim: int | None = None
     """Features of a value head, where they are not as many as those of a key head."""
     scale: float | None = 0.0
@@ -142,6 +144,8 @@ class Entry:
     attentions: tuple[Truth, ...]
     rows: Rows | None = None
     """Whose the elements of each projection are; None if nothing is known of them."""
+    partly: tuple[str, ...] = ()
+    """Parameters of which a part belongs to heads, in an order that `rows` has no words for, or nothing does."""
     output: str = "o"
     """Path of the module that is given the heads side by side; empty without one."""
     twin: str = ""
@@ -219,7 +223,7 @@ ONE_HEAD_AT_A_TIME: dict[str, Any] = {
 """Facts of a loop over heads, which shows its first."""
 
 _OF_ENTRY = {"given", "rows", "output", "twin", "intent", "findings", "training", "sizes", "ones", "grad"}
-_OF_ENTRY |= {"precise", "reads_arguments", "returns_output"}
+_OF_ENTRY |= {"partly", "precise", "reads_arguments", "returns_output"}
 
 
 def attends(**facts: Any) -> Callable[[Made], Made]:

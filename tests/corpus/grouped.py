@@ -103,6 +103,7 @@ class GroupedSliced(nn.Module):
         "v_heads": "batch key head_dim",
     },
     rows=linears(q="q: (heads head_dim) embed", o="o: embed (heads head_dim)"),
+    partly=("k.weight", "k.bias", "v.weight", "v.bias"),
     findings=frozenset({"parameters"}),
 )
 class OneKeyHead(Base):

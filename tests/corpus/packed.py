@@ -74,6 +74,7 @@ class PackedKeyValue(Base):
     head_dim=D + 2,
     value_dim=4,
     axes={"k_proj": "batch key (heads packed)", "v_proj": "batch key (heads packed)"},
+    partly=("kv_b.weight", "kv_b.bias", "q_b.bias"),
     rows={"q_b.weight": "q: (heads head_dim) latent", "o.weight": "o: embed (heads v_head_dim)"},
 )
 class LowRank(Base):

@@ -88,6 +88,7 @@ class Numbers:
         self.stages = {stage.name: stage for stage in attention.stages}
         self.truth = truth
         self.sizes = {name: min(sizes) for name, sizes in sizes_of(attention, truth).items() if len(sizes) == 1}
+        self.sizes |= {name: size for name, size in truth.lengths.items() if size is not None}
         self.sizes |= {"kv_heads": truth.true_kv_heads, "group": truth.heads // truth.true_kv_heads}
 
     def of(self, stage: str) -> Tensor:

@@ -61,7 +61,7 @@ def test_stages_are_the_steps_of_attention(name: str) -> None:
         numbers = Numbers(attention, truth)
         last = numbers.of(numbers.last_scores)
         if truth.softmax:
-            assert_close(last.softmax(-1), numbers.weights())
+            assert_close(last.softmax(-2 if truth.over == "query" else -1), numbers.weights())
         sums = numbers.weights().sum(-2 if truth.over == "query" else -1)
         if truth.over:
             assert_close(sums, torch.ones_like(sums))
@@ -93,7 +93,8 @@ def test_the_scale_is_that_of_the_weights(name: str) -> None:
         if truth.bias or truth.mixed or not truth.plain or not ENTRIES[name].precise:
             continue
         numbers = Numbers(attention, truth)
-        measured = slope(numbers.products(), numbers.weights())
+        products, weights = numbers.products(), numbers.weights()
+        measured = slope(products.mT, weights.mT) if truth.over == "query" else slope(products, weights)
         assert attention.scale == pytest.approx(measured * truth.early, rel=1e-3)
 
 

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mha_inspect.reports.trace import QKNorm
+
+from .entry import HEADS_IN_ROWS, OUTPUT, Arguments, Entry, Truth, add, attends, linears
+
 WIDTH, HEADS, HEAD_DIM = 24, 4, 6
+WITHOUT_KEY_BIASES = {name: axes for name, axes in HEADS_IN_ROWS.items() if name not in ("k.bias", "v.bias")}
+"""A product along the sequence comes between the keys and their heads, and their biases are not the heads' alone."""
+
+
+def tokens(batch: int, length: int) -> Arguments:
+    return (torch.randn(batch, length, WIDTH),), {}
+
+
+def image(height: int, width: int) -> Callable[[int, int], Arguments]:
+    return lambda batch, length: ((torch.randn(batch, WIDTH, height, width),), {})
+
+
+def claims(**facts: Any) -> Any:
+    return attends(**{"heads": HEADS, "head_dim": HEAD_DIM, "given": tokens, "sizes": ((2, 7),), **facts})
 
 
 class Heads(nn.Module):
@@ -26,6 +48,12 @@ class Heads(nn.Module):
         return q @ k.transpose(-1, -2) / HEAD_DIM**0.5
 
 
+@claims(
+    over="query",
+    says=("The softmax is over the queries instead of the keys",),
+    formulas={"weights": "softmax over the queries(scores)"},
+    findings=frozenset({"softmax"}),
+)
 class OverQueries(Heads):
     """Queries compete for each key."""
 
@@ -34,6 +62,22 @@ class OverQueries(Heads):
         return self.joined(self.scores(q, k).softmax(-2), v)
 
 
+@claims(
+    heads=1,
+    head_dim=WIDTH,
+    kind=("cross",),
+    absent=("concat", "output"),
+    split="batch token head_dim",
+    pairs="batch key query",
+    over="query",
+    says=("The softmax is over the queries instead of the keys",),
+    formulas={"weights": "softmax over the queries(scores)"},
+    plain=False,
+    lengths={"query": 3},
+    rows=linears(**{part: f"{part}: (heads head_dim) embed" for part in "qkv"}),
+    output="",
+    ones=False,
+)
 class Slots(Heads):
     """Slot attention, one turn of it: slots compete for the inputs, and keys are the left factor."""
 
@@ -47,6 +91,7 @@ class Slots(Heads):
         return (shared / shared.sum(1, keepdim=True)).transpose(1, 2) @ self.v(x)
 
 
+@claims(reads_arguments=False)
 class Normed(Heads):
     """Query and key are normed apart, and made of something narrower, of one input."""
 
@@ -63,6 +108,7 @@ class Normed(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(lengths={"key": None}, rows=WITHOUT_KEY_BIASES, ones=False)
 class FewerKeys(Heads):
     """Linformer: keys and values are projected to fewer of them."""
 
@@ -76,7 +122,8 @@ class FewerKeys(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
-class NormedHeads(Heads):
+@claims(qk_norm=QKNorm("rms", "head"))
+class ScaledNorms(Heads):
     """Heads are normed, with a gain: what belongs to the norm is no scale."""
 
     def __init__(self) -> None:
@@ -89,6 +136,7 @@ class NormedHeads(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(mixed=True, plain=False, says=("weights after the softmax (talking heads)",))
 class NormedWeights(Heads):
     """DeepViT: the weights are mixed, and normed, by head."""
 
@@ -102,7 +150,13 @@ class NormedWeights(Heads):
         return self.joined(self.norm(weights).permute(0, 3, 1, 2), v)
 
 
-class OneKeyHead(nn.Module):
+@claims(
+    kv_heads=1,
+    kind=("self", "causal", "grouped"),
+    masked=True,
+    axes={"k_heads": "batch key head_dim", "v_heads": "batch key head_dim"},
+)
+class OneKeyHeadCausal(nn.Module):
     """One key head for all, through an einsum that folds the heads into the queries, with a mask on the way."""
 
     def __init__(self) -> None:
@@ -118,6 +172,26 @@ class OneKeyHead(nn.Module):
         return self.o(torch.einsum("bhij,bjd->bhid", weights, self.v(x)).transpose(1, 2).flatten(2))
 
 
+@claims(
+    heads=1,
+    head_dim=WIDTH,
+    masked=True,
+    split="batch windows token head_dim",
+    pairs="batch windows query key",
+    axes={
+        "query": "batch (windows query) embed",
+        "key": "batch positions embed",
+        "value": "batch positions embed",
+        "q_proj": "batch (windows query) (heads head_dim)",
+        "k_proj": "batch positions (heads head_dim)",
+        "v_proj": "batch positions (heads head_dim)",
+        "concat": "batch (windows query) (heads head_dim)",
+        "output": "batch (windows query) embed",
+    },
+    lengths={"query": 4, "key": 12},
+    sizes=((2, 16),),
+    ones=False,
+)
 class Near(Heads):
     """Windows of four, each of which sees those beside it: no key is too late for its query."""
 
@@ -135,6 +209,16 @@ class Near(Heads):
         return torch.cat([around[:, :-2], x, around[:, 2:]], dim=2)
 
 
+@claims(
+    kind=("self", "over pieces of tokens"),
+    projected="batch token embed",
+    axes={"concat": "batch query embed"},
+    joined=False,
+    rows={},
+    output="",
+    findings=frozenset({"heads"}),
+    sizes=((2, 7), (2, 8)),
+)
 class Mixing(Heads):
     """A view to heads without a transpose."""
 
@@ -143,6 +227,21 @@ class Mixing(Heads):
         return self.o((self.scores(q, k).softmax(-1) @ v).view(x.shape))
 
 
+@claims(
+    split="(batch windows) heads token head_dim",
+    pairs="(batch windows) heads query key",
+    projected="(batch windows) token (heads head_dim)",
+    axes={
+        "query": "(batch windows) query embed",
+        "key": "(batch windows) key embed",
+        "value": "(batch windows) key embed",
+        "concat": "(batch windows) query (heads head_dim)",
+        "output": "(batch windows) query embed",
+    },
+    lengths={"query": 4, "key": 4, "windows": 6},
+    given=image(4, 6),
+    ones=False,
+)
 class ImageWindows(Heads):
     """Windows of two by two in an image, cut before they are normed."""
 
@@ -157,6 +256,7 @@ class ImageWindows(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(projected="(batch token) (heads head_dim)", sizes=((3, 7),))
 class Flat(Heads):
     """Tokens are flattened before they are projected."""
 
@@ -169,6 +269,26 @@ class Flat(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(
+    axes={
+        "query": "batch embed query_1 query_2",
+        "key": "batch embed key_1 key_2",
+        "value": "batch embed key_1 key_2",
+        "q_proj": "batch (heads head_dim) query_1 query_2",
+        "k_proj": "batch (heads head_dim) key_1 key_2",
+        "v_proj": "batch (heads head_dim) key_1 key_2",
+        "k_heads": "batch heads head_dim key",
+        "v_heads": "batch heads head_dim key",
+        "context": "batch heads head_dim query",
+        "concat": "batch (heads head_dim) query_1 query_2",
+        "output": "batch embed query_1 query_2",
+    },
+    lengths={"query": 15, "key": 15},
+    given=image(3, 5),
+    rows=linears(packed="qkv: (qkv heads head_dim) embed 1 1", o="o: embed (heads head_dim) 1 1"),
+    output="",
+    ones=False,
+)
 class PackedConvolution(nn.Module):
     """One convolution gives queries, keys and values."""
 
@@ -190,6 +310,7 @@ class Nan(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(kv_heads=2, tiled=True, kind=("self", "grouped"), findings=frozenset({"grouped"}))
 class PickedKeys(nn.Module):
     """Two key heads, put side by side twice."""
 
@@ -206,6 +327,7 @@ class PickedKeys(nn.Module):
         return self.o((weights @ v).transpose(1, 2).flatten(2))
 
 
+@claims(masked=True)
 class OneNumber(Heads):
     """What is added to the scores is one number, laid out as a mask is."""
 
@@ -223,6 +345,7 @@ class OverFeatures(Heads):
         return self.o(((q @ k.mT * 3).softmax(-1) @ v).permute(0, 3, 1, 2).flatten(2))
 
 
+@claims(lengths={"key": None}, rows=WITHOUT_KEY_BIASES, ones=False)
 class ProjectedLength(Heads):
     """Fewer keys than positions, made by a product along the sequence after their projection, as in Linformer."""
 
@@ -235,6 +358,17 @@ class ProjectedLength(Heads):
         return self.joined(self.scores(self.split(self.q(x)), self.split(k)).softmax(-1), self.split(v))
 
 
+@claims(
+    axes={
+        "key": "batch (key positions) embed",
+        "value": "batch (key positions) embed",
+        "k_proj": "batch (key positions) (heads head_dim)",
+        "v_proj": "batch (key positions) (heads head_dim)",
+    },
+    lengths={"key": 4},
+    sizes=((2, 8),),
+    ones=False,
+)
 class Means(Heads):
     """Keys and values are sums of two positions, divided by two: means."""
 
@@ -243,6 +377,20 @@ class Means(Heads):
         return self.joined((self.split(self.q(x)) * HEAD_DIM**-0.5 @ k.mT).softmax(-1), v)
 
 
+@claims(
+    kv_heads=2,
+    kind=("self", "grouped"),
+    split="batch kv_heads group token head_dim",
+    pairs="batch kv_heads group query key",
+    axes={
+        "k_proj": "batch key (packed head_dim)",
+        "v_proj": "batch key (packed head_dim)",
+        "k_heads": "batch kv_heads key head_dim",
+        "v_heads": "batch kv_heads key head_dim",
+    },
+    rows=OUTPUT | linears(q="q: (heads head_dim) embed"),
+    partly=("k.weight", "k.bias", "v.weight", "v.bias"),
+)
 class SharedKeys(Heads):
     """Two query heads for each key head, by an einsum that has both of them as axes."""
 
@@ -254,6 +402,15 @@ class SharedKeys(Heads):
         return self.o(made.transpose(1, 2).flatten(2))
 
 
+@claims(
+    kv_heads=2,
+    tiled=True,
+    kind=("self", "grouped"),
+    projected="batch token (packed head_dim)",
+    split="batch token heads head_dim",
+    rows=OUTPUT | linears(packed="qkv: heads head_dim | kv_heads head_dim | kv_heads head_dim"),
+    findings=frozenset({"grouped"}),
+)
 class PackedKeys(nn.Module):
     """Four query heads and two of keys and values out of one matrix, the latter repeated one after the other."""
 
@@ -268,6 +425,12 @@ class PackedKeys(nn.Module):
         return self.o(torch.einsum("bhij,bjhd->bihd", weights, v).flatten(2))
 
 
+@claims(
+    axes={"k_heads": "batch heads query key head_dim", "v_heads": "batch heads query key head_dim"},
+    rows=OUTPUT | linears(q="q: (heads head_dim) embed", kv="kv: (kv heads head_dim) embed"),
+    partly=("edges.weight", "edges.bias"),
+    reads_arguments=False,
+)
 class EdgeKeys(nn.Module):
     """A graph's attention: what is known of the edge between two nodes is added to the key and to the value."""
 
@@ -286,6 +449,7 @@ class EdgeKeys(nn.Module):
         return self.o(torch.einsum("bhij,bhijd->bhid", weights, v).transpose(1, 2).flatten(2))
 
 
+@claims(kind=("cross",), lengths={"query": 5, "key": 12}, ones=False)
 class Resampled(Heads):
     """Learned queries, made and projected before the keys are."""
 
@@ -299,7 +463,22 @@ class Resampled(Heads):
         return self.joined(self.scores(q, self.split(self.k(both))).softmax(-1), self.split(self.v(both)))
 
 
-class Unfolded(Heads):
+@claims(
+    split="(batch windows) heads token head_dim",
+    pairs="(batch windows) heads query key",
+    projected="(batch windows) token (heads head_dim)",
+    axes={
+        "query": "batch embed (windows_1 query_1) (windows_2 query_2)",
+        "key": "batch embed (windows_1 positions_1) (windows_2 positions_2)",
+        "value": "batch embed (windows_1 positions_1) (windows_2 positions_2)",
+        "concat": "(batch windows) query (heads head_dim)",
+        "output": "(batch windows) query embed",
+    },
+    lengths={"query": 4, "key": 16, "windows": 6},
+    given=image(4, 6),
+    ones=False,
+)
+class HaloBlocks(Heads):
     """Blocks of an image that look beyond their own border: keys are unfolded."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -311,6 +490,30 @@ class Unfolded(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(
+    kv_heads=1,
+    value_dim=5,
+    kind=("self", "grouped"),
+    projected="batch token heads head_dim",
+    split="batch token heads head_dim",
+    pairs="batch query heads key",
+    axes={
+        "query": "batch embed query_1 query_2",
+        "key": "batch embed key_1 key_2",
+        "value": "batch embed key_1 key_2",
+        "k_proj": "batch key (kv_heads head_dim)",
+        "v_proj": "batch key (kv_heads v_head_dim)",
+        "k_heads": "batch key head_dim",
+        "v_heads": "batch key v_head_dim",
+        "concat": "batch query heads v_head_dim",
+        "output": "batch embed query",
+    },
+    lengths={"query": 15, "key": 15},
+    given=image(3, 5),
+    rows={"k": "k: embed (kv_heads head_dim)", "v": "v: embed (kv_heads v_head_dim)"},
+    output="",
+    ones=False,
+)
 class FoldedHeads(nn.Module):
     """One key head for all, after features that stand second: the heads are made by an einsum, beside the queries."""
 
@@ -351,6 +554,12 @@ class OneHead(Heads):
         return self.o((self.q(x) @ self.k(x).mT * WIDTH**-0.5).softmax(-1) @ self.v(x))
 
 
+@claims(
+    axes={"query": "batch (positions query) embed", "q_proj": "batch (positions query) (heads head_dim)"},
+    lengths={"query": 4},
+    sizes=((2, 8),),
+    ones=False,
+)
 class PooledQueries(Heads):
     """Fewer queries: the largest of two positions, feature by feature, after their projection."""
 
@@ -359,6 +568,7 @@ class PooledQueries(Heads):
         return self.joined(self.scores(q.unflatten(2, (2, -1)).amax(2), k).softmax(-1), v)
 
 
+@claims(partly=("more.bias", "more.weight"), reads_arguments=False)
 class ProjectedTwice(Heads):
     """A second projection is added to the keys."""
 
@@ -371,6 +581,16 @@ class ProjectedTwice(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(
+    heads=1,
+    head_dim=WIDTH,
+    absent=("query", "key", "value", "q_proj", "k_proj", "v_proj", "concat", "output"),
+    split="batch token head_dim",
+    pairs="batch query key",
+    rows={},
+    output="",
+    ones=False,
+)
 class Plain(nn.Module):
     """Attention of what comes in to itself, without any projection."""
 
@@ -378,6 +598,22 @@ class Plain(nn.Module):
         return (x @ x.mT / WIDTH**0.5).softmax(-1) @ x
 
 
+@claims(
+    split="(batch windows) heads token head_dim",
+    pairs="(batch windows) heads query key",
+    projected="(batch windows) token (heads head_dim)",
+    axes={
+        "query": "batch (windows_1 positions_1) (windows_2 positions_2) embed",
+        "key": "batch (windows_1 key_1) (windows_2 key_2) embed",
+        "value": "batch (windows_1 key_1) (windows_2 key_2) embed",
+        "q_proj": "batch (windows_1 positions_1) (windows_2 positions_2) (heads head_dim)",
+        "concat": "(batch windows) query (heads head_dim)",
+        "output": "(batch windows) query embed",
+    },
+    lengths={"query": 9, "key": 9, "windows": 10},
+    given=lambda batch, length: ((torch.randn(batch, 6, 15, WIDTH),), {}),
+    ones=False,
+)
 class GlobalQueries(Heads):
     """Windows of an image attend with queries that are the same for every window, in `batch windows` order or not."""
 
@@ -395,6 +631,7 @@ class GlobalQueries(Heads):
         return self.joined(self.scores(q, k).softmax(-1), v)
 
 
+@claims(kind=("self", "causal"), masked=True)
 class Lowered(Heads):
     """A causal mask that takes much off the scores where a key is barred, as Keras does."""
 
@@ -414,6 +651,14 @@ class BothWays(Heads):
         return self.joined(scores.mT.softmax(-1), self.split(self.v(left)))
 
 
+@claims(
+    kind=(),
+    absent=("query", "q_proj"),
+    projected="batch token (kv heads head_dim)",
+    lengths={"query": 5},
+    rows=OUTPUT | linears(kv="kv: (kv heads head_dim) embed"),
+    ones=False,
+)
 class PackedForLearned(Heads):
     """Learned queries by head, and keys and values that one projection gives: they are not the same features."""
 
@@ -426,6 +671,16 @@ class PackedForLearned(Heads):
         return self.joined(self.scores(self.agents.expand(len(x), -1, -1, -1), k).softmax(-1), v)
 
 
+@claims(
+    kv_heads=2,
+    kind=("self", "grouped"),
+    axes={
+        f"{part}_proj": f"batch {token} (kv_heads packed head_dim)"
+        for part, token in (("q", "query"), ("k", "key"), ("v", "key"))
+    },
+    rows=OUTPUT,
+    partly=("packed.weight", "packed.bias"),
+)
 class GroupedPieces(nn.Module):
     """Group by group in one matrix: two heads of queries, one of keys, one of values; the last two are picked."""
 
@@ -438,3 +693,18 @@ class GroupedPieces(nn.Module):
         q, k, v = made[..., :-2, :], made[..., [-2], :], made[..., [-1], :]
         q, k, v = (one.expand(q.shape).flatten(2, 3).transpose(1, 2) for one in (q, k, v))
         return self.o(((q @ k.mT * HEAD_DIM**-0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+ONE_HEAD = Truth(1, None, WIDTH, split="batch token head_dim", pairs="batch query key")
+TWO = Entry(
+    "AcrossDepth",
+    AcrossDepth,
+    tokens,
+    (replace(ONE_HEAD, absent=("value", "v_proj", "concat", "output")), ONE_HEAD),
+    sizes=((2, 7),),
+    ones=False,
+)
+add(TWO)
+FIRST = Truth(HEADS, None, HEAD_DIM, axes={"query": "batch positions embed"}, lengths={"query": 3, "key": None})
+LAST = replace(FIRST, lengths={"query": 4, "key": None})
+add(replace(TWO, name="BothWays", make=BothWays, attentions=(FIRST, LAST)))
