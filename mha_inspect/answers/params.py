@@ -119,8 +119,8 @@ def _recorded(subject: Subject, *, of_several: bool = False) -> Run:
     with torch.no_grad(), subject.replaying(subject.state()):
         built = ", ".join(f"{name} {value}" for name, value in subject.made_with.items()) if of_several else ""
         with explaining(subject, f" with {built}" if built else ""):
-            # Tensors are kept because tables of indices decide which features are used.
-            return subject.recorded(keep=True)
+            # Tables of indices decide which features are used.
+            return subject.recorded(tables=True)
 
 
 def _roles(module: nn.Module, run: Run | None) -> Roles:

@@ -29,6 +29,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from ..record.ops import Named, Op, Recording, TensorRef
 from ..record.sight import Sight
@@ -450,6 +451,22 @@ class Shortened:
             places.append(first)
         return tuple(places)
 
+    @cached_property
+    def parameters(self) -> dict[str, TensorRef]:
+        """The parameters by name."""
+        return {named.name: named.tensor for named in self.recording.parameters}
+
+    @cached_property
+    def tables(self) -> list[TensorRef]:
+        """The integers and booleans in the layers that stay whose numbers were kept."""
+        tables: dict[int, TensorRef] = {}
+        for window in self.windows:
+            for op in self.recording.ops[window.start : window.stop]:
+                for tensor in op.inputs + op.outputs:
+                    if tensor.dtype.startswith(("int", "uint", "bool")) and tensor.id in self.whole.values:
+                        tables[tensor.id] = tensor
+        return [*tables.values()]
+
     def translations(self, anchors: Iterable[int]) -> list[Translation]:
         """Return where these operations of the short recording ran in the whole one, once or several times.
 
@@ -464,7 +481,7 @@ class Shortened:
         # A stack before is seen from its end, and one after from its beginning.
         before, after = last[:number], [0] * (len(last) - number)
         if layer is None:
-            return [Translation(self, (*before, *after), number)]
+            return [Translation(self, (*before, *after), number, is_in_stack=False)]
         shifts = range(last[number] + 1) if layer == 1 else [last[number] if layer else 0]
         return [Translation(self, (*before, shift, *after[1:]), number) for shift in shifts]
 
@@ -484,6 +501,7 @@ class Translation:
     shifts: tuple[int, ...]
     stack: int
     """The number of the stack that is translated, or of the stack that follows."""
+    is_in_stack: bool = True
 
     @cached_property
     def _in_order(self) -> list[int]:
@@ -539,6 +557,19 @@ class Translation:
                     return ".".join(self.op(op).module.split(".")[: path.count(".") + 1]) if path else path
         return path
 
+    def parameter(self, name: str) -> str:
+        """Return the name of the parameter in the whole recording. Raises `UnlikeError` if no operation reads it."""
+        tensor = self.shortened.parameters[name]
+        if self.is_in_stack and not any(tensor.id in places for places in self.shortened.places):
+            raise UnlikeError
+        return self.shortened.whole.parameter_names[self.tensor(tensor).id]
+
+    def has_same_tables(self) -> bool:
+        """Return whether the integers and booleans that were kept have the same numbers in the whole recording."""
+        values = self.shortened.whole.values
+        pairs = ((values[table.id], values.get(self.tensor(table).id)) for table in self.shortened.tables)
+        return all(left is right or same_content(left, right) for left, right in pairs)
+
     def of(self, value: T) -> T:
         """Return plain data with its operations, its tensors, and the paths in fields `module` translated."""
         translated: Any = self._of(value)
@@ -563,6 +594,13 @@ class Translation:
             if after is not before:
                 changes[field.name] = after
         return replace(value, **changes) if changes else value
+
+
+def same_content(left: Tensor | None, right: Tensor | None) -> bool:
+    """Return whether two tensors have the same shape, dtype and numbers; on meta there are no numbers."""
+    if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    return (left.is_meta and right.is_meta) or (left.device == right.device and torch.equal(left, right))
 
 
 class TranslatedDimensions:

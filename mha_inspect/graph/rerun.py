@@ -12,7 +12,7 @@ from torch import Tensor
 from ..record.arguments import tensors_in
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
-from .instances import Translation
+from .instances import Translation, same_content
 
 _LARGEST = 1 << 20
 """Tensors with more elements are not computed again."""
@@ -81,13 +81,6 @@ def _behind(recording: Recording, known: Container[int], target: TensorRef) -> l
             needed[op.index] = op
             queue += op.inputs
     return [needed[index] for index in sorted(needed)]
-
-
-def same_content(left: Tensor | None, right: Tensor | None) -> bool:
-    """Return whether two tensors have the same shape, dtype and numbers; on meta there are no numbers."""
-    if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return (left.is_meta and right.is_meta) or (left.device == right.device and torch.equal(left, right))
 
 
 class Constants:

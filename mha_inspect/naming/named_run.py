@@ -40,6 +40,17 @@ class Instance:
         """Return what was found of the distinct attention, with the operations, tensors and modules of this one."""
         return value if self.translation is None else self.translation.of(value)
 
+    def parameter(self, name: str) -> str:
+        """Return the name of the parameter that is used as this one of the distinct attention.
+
+        Raises `UnlikeError` if no operation reads it as it is.
+        """
+        return name if self.translation is None else self.translation.parameter(name)
+
+    def has_same_tables(self) -> bool:
+        """Return whether integers and booleans that were kept are those of the distinct attention."""
+        return self.translation is None or self.translation.has_same_tables()
+
 
 @dataclass(frozen=True)
 class Distinct:

@@ -7,12 +7,13 @@ The text of `in_proj_weight` of torch's layer with 3 heads of 4 features is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
 
 from ..graph.attention import Attention
+from ..graph.instances import UnlikeError
 from ..graph.products import Joint
 from ..graph.projections import reduction_of
 from ..graph.scores import further_term
@@ -20,7 +21,7 @@ from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
-from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_of
+from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_at
 from .pattern import dims_of, in_words
 from .placement import are_in_blocks, axes_of, placement_of, varying_dim
 from .projection import Part
@@ -106,10 +107,9 @@ def roles_of(run: NamedRun, module: nn.Module) -> dict[str, ParameterRole]:
     uses it, e.g. of a table of positions.
     """
     roles: dict[str, list[ParameterRole]] = {}
-    for (attention, names), (parts, serves) in zip(run.attentions, parts_of(run), strict=True):
-        words = _Words(attention, names, serves)
-        for name, use in _uses(run, attention, parts).items():
-            roles.setdefault(name, []).append(words.role(use))
+    for of_attention in _roles_by_attention(run):
+        for name, role in of_attention.items():
+            roles.setdefault(name, []).append(role)
     # Used by several attentions: the slices of the most detailed role, the texts of all.
     texts = {name: "; ".join(dict.fromkeys(role.text for role in of_name)) for name, of_name in roles.items()}
     merged = {n: replace(max(of, key=lambda role: len(role.heads)), text=texts[n]) for n, of in roles.items()}
@@ -117,6 +117,30 @@ def roles_of(run: NamedRun, module: nn.Module) -> dict[str, ParameterRole]:
     for name in {named.name for named in run.recording.parameters} - merged.keys():
         merged[name] = ParameterRole("", _outside(layer_class(module, name), readers.get(name, "")))
     return merged
+
+
+def _roles_by_attention(run: NamedRun) -> Iterator[dict[str, ParameterRole]]:
+    """Yield for each attention the roles of its parameters, by name; those of equal layers are read once."""
+    distinct, once = run.distinct, dict[int, dict[str, ParameterRole]]()
+    for place, instance in enumerate(distinct.instances):
+        if not instance.has_same_tables():
+            yield _roles_in(run, place)
+            continue
+        if instance.place not in once:
+            once[instance.place] = _roles_in(distinct.run, instance.place)
+        try:
+            names = {name: instance.parameter(name) for name in once[instance.place]}
+        except UnlikeError:  # it is viewed outside the run
+            yield _roles_in(run, place)
+            continue
+        yield {names[name]: role for name, role in once[instance.place].items()}
+
+
+def _roles_in(run: NamedRun, place: int) -> dict[str, ParameterRole]:
+    """Return the roles of the parameters of one attention of a run, by name."""
+    (attention, names), (parts, serves) = run.attentions[place], parts_at(run, place)
+    words = _Words(attention, names, serves)
+    return {name: words.role(use) for name, use in _uses(run, attention, parts).items()}
 
 
 def _outside(layer: str, reader: str) -> str:

@@ -79,14 +79,20 @@ def num_heads(names: AxisNames, letter: str) -> int:
     return names.num_kv_heads if letter in "kv" else names.num_heads
 
 
-def parts_of(run: NamedRun) -> list[tuple[list[Part], Serves]]:
-    """Return the parts of each attention in the parameters, and the query heads that use each key head.
+def parts_at(run: NamedRun, place: int) -> tuple[list[Part], Serves]:
+    """Return the parts of an attention in the parameters, and the query heads that use each key head.
 
     They are computed once for a run.
     """
-    known: list[tuple[list[Part], Serves]] = vars(run).setdefault("_parts", [])
-    known += [_PartsOfAttention(run, *each).all() for each in run.attentions[len(known) :]]
-    return known
+    known: dict[int, tuple[list[Part], Serves]] = vars(run).setdefault("_parts", {})
+    if place not in known:
+        known[place] = _PartsOfAttention(run, *run.attentions[place]).all()
+    return known[place]
+
+
+def parts_of(run: NamedRun) -> list[tuple[list[Part], Serves]]:
+    """Return what `parts_at` does, for each attention of a run."""
+    return [parts_at(run, place) for place in range(len(run.attentions))]
 
 
 def parameters_behind(

@@ -74,9 +74,11 @@ class Recorder(TorchDispatchMode):
         # sympy, 800 modules that take a second.
         return False
 
-    def __init__(self, root: nn.Module | None = None, *, keep: bool = False, room: int | None = None) -> None:
+    def __init__(
+        self, root: nn.Module | None = None, *, keep: bool = False, room: int | None = None, tables: bool = False
+    ) -> None:
         super().__init__()
-        self._tensors = Tensors(keep, room)
+        self._tensors = Tensors(keep, room, tables=tables)
         self._look, self._keeps = self._tensors.look, keep
         self._entries: list[Any] = []
         """Notes not yet turned into operations: entries, and lists of names with their tensors."""

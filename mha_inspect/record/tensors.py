@@ -30,6 +30,7 @@ _NO_STORAGE = NotImplementedError, RuntimeError, ValueError
 """What tensors without memory of their own raise if asked for it: sparse ones, subclasses, fake ones."""
 PLAIN = frozenset({type(None), bool, int, float, complex, str, torch.dtype, torch.device, torch.layout})
 _NUMBERS = frozenset({type(None), bool, int, float, complex, str})
+_OF_TABLES = frozenset({torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _FEW, _LARGEST = 64, 1 << 24
 """Sizes of tensors from outside the run: up to the first they are kept alive, above the second not read."""
 
@@ -80,11 +81,13 @@ class Storage:
 class Tensors:
     """Every tensor of one recording; the torch tensors themselves are referenced only with `keep`."""
 
-    def __init__(self, keep: bool, room: int | None = None) -> None:
+    def __init__(self, keep: bool, room: int | None = None, *, tables: bool = False) -> None:
         self.producers: dict[int, int] = {}
         self.scalars: dict[int, float] = {}
         self.values: dict[int, Tensor] = {}
         self.keep = keep
+        self.keeps_tables = tables
+        """Whether only integers and booleans are kept: what indexes and masks."""
         self.room = room
         """Bytes that tensors made in the run may take while they are kept; None for any number."""
         self.is_full = False
@@ -120,7 +123,8 @@ class Tensors:
                 # Numbers that the code has written down exist no longer than the operation that reads them.
                 weak = ref(tensor) if tensor.numel() > _FEW or tensor.requires_grad else partial(Tensor.detach, tensor)
                 self._outside.append((look, weak, tensor._version))
-        if self.keep and not nn.parameter.is_lazy(tensor) and self._has_room(tensor, look[0], from_outside):
+        wanted = self.keep and (not self.keeps_tables or tensor.dtype in _OF_TABLES)
+        if wanted and not nn.parameter.is_lazy(tensor) and self._has_room(tensor, look[0], from_outside):
             return *known[:5], known[5] if len(known) > 5 else None, tensor.detach()
         return known
 

@@ -67,9 +67,10 @@ class XRay(Recorder):
         *,
         keep: bool = False,
         room: int | None = None,
+        tables: bool = False,
         budget: int = BUDGET,
     ) -> None:
-        super().__init__(root, keep=keep, room=room)
+        super().__init__(root, keep=keep, room=room, tables=tables)
         self._budget = budget
         self._kernels: list[Kernel] = []
         self._within: int | None = None
@@ -183,7 +184,7 @@ class XRay(Recorder):
         """Run a kernel as it is, note what its steps will need later, and return its result."""
         note = self._tensors.note
         # Tensors that are kept only while there is room may be gone when the kernel is opened.
-        is_kept = self._tensors.keep and self._tensors.room is None
+        is_kept = self._tensors.keep and self._tensors.room is None and not self._tensors.keeps_tables
         noted, named = [note(value) for value in args], {name: note(value) for name, value in kwargs.items()}
         result = func(*args, **kwargs)
         self._callers.note(self._asking)

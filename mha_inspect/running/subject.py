@@ -69,14 +69,15 @@ def run_and_record(
     *,
     keep: bool = False,
     room: int | None = None,
+    tables: bool = False,
 ) -> Run:
     """Run `module(*args, **kwargs)` once and record it up to an exception; with `keep` keep every tensor.
 
-    If the tensors take more than `room` bytes, none is kept.
+    If the tensors take more than `room` bytes, none is kept. With `tables` keep only integers and booleans.
 
     An exception that is no `Exception`, e.g. an interrupt, is raised.
     """
-    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep, room=room)
+    recorder = XRay(module if isinstance(module, nn.Module) else None, keep=keep or tables, room=room, tables=tables)
     recorder.opens_compiled = True
     recorder.take_inputs(argument_names(module, args, kwargs))
     try:
@@ -184,10 +185,13 @@ class Subject:
         leaves |= {named.tensor.id: given[named.name] for named in recording.inputs if named.name in given}
         return {number: local(tensor).detach() for number, tensor in leaves.items()}
 
-    def recorded(self, *, keep: bool = False) -> Run:
-        """Run it once, record it and open its fused kernels; with `keep` keep the tensors. Raise the run's error."""
+    def recorded(self, *, keep: bool = False, tables: bool = False) -> Run:
+        """Run it once, record it and open its fused kernels; with `keep` keep the tensors. Raise the run's error.
+
+        With `tables` keep only integers and booleans.
+        """
         with self.settings():
-            run = run_and_record(self.module, self.args, self.kwargs, keep=keep)
+            run = run_and_record(self.module, self.args, self.kwargs, keep=keep, tables=tables)
         if run.error is None:
             return run
         try:

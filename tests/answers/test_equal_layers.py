@@ -13,6 +13,7 @@ import mha_inspect
 from mha_inspect.answers.trace import traced
 from mha_inspect.layers.spec import Show
 from mha_inspect.naming import named_run
+from mha_inspect.reports.params import ParamsReport
 from mha_inspect.reports.trace import Trace
 from mha_inspect.running.subject import Run, Subject
 from tests.corpus.entry import E
@@ -97,6 +98,24 @@ def test_these_styles_are_read_once(name: str) -> None:
     assert number_of_distinct(trace_of(*made)[1]) == 3
 
 
+@pytest.mark.parametrize("name", ENTRIES)
+def test_the_parameters_of_a_stack_are_those_of_every_layer(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stacked(name, residual=len(name) % 2 == 1)
+    if made is None:
+        pytest.skip("it is no layer of a stack")
+    require_same_parameters(monkeypatch, *made)
+
+
+def require_same_parameters(monkeypatch: pytest.MonkeyPatch, module: nn.Module, *args: Any) -> ParamsReport:
+    """Return the parameters, after comparing them with those from reading every layer."""
+    report = mha_inspect.params(module, *args, per_head=True)
+    with monkeypatch.context() as patched:
+        every_layer(patched)
+        whole = mha_inspect.params(module, *args, per_head=True)
+    assert repr(report) == repr(whole)
+    return report
+
+
 # -- one layer that differs -------------------------------------------------------------------------------------------
 
 
@@ -169,8 +188,9 @@ def test_a_layer_with_another_scale(kernel: bool, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_scale_that_is_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = layers(scale=nn.Parameter(torch.tensor(0.5)))
-    made[DIFFERENT].scale = nn.Parameter(torch.tensor(0.25))
+    made = layers()
+    for number, layer in enumerate(made):
+        layer.scale = nn.Parameter(torch.tensor(0.25 if number == DIFFERENT else 0.5))
     trace, _ = require_same_answers(monkeypatch, Model(made), X)
     assert [attention.scale for attention in trace.attentions] == [layer.scale.item() for layer in made]
 
@@ -184,7 +204,7 @@ def test_a_layer_with_another_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_layer_whose_mask_has_another_content(monkeypatch: pytest.MonkeyPatch) -> None:
     made = layers()
-    made[DIFFERENT].mask = made[DIFFERENT].mask.T.clone()
+    made[DIFFERENT].mask = made[DIFFERENT].mask.T.contiguous()
     trace, _ = require_same_answers(monkeypatch, Model(made), X)
     causal = ["causal" in attention.kind for attention in trace.attentions]
     assert causal == [number != DIFFERENT for number in range(LAYERS)]
@@ -216,6 +236,40 @@ def test_a_layer_with_the_weights_of_the_one_before(monkeypatch: pytest.MonkeyPa
     made[DIFFERENT].k = made[DIFFERENT - 1].k
     _, run = require_same_answers(monkeypatch, Model(made), X)
     assert number_of_distinct(run) == LAYERS
+
+
+class Picking(Layer):
+    """A layer that picks the heads of its queries by a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("order", torch.arange(24))
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        q, k, v = (
+            part.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for part in (self.q(x)[..., self.order], self.k(x), self.v(x))
+        )
+        return x + self.o(((q @ k.mT * self.scale).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+def test_a_layer_that_picks_features_by_another_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    made = [Picking() for _ in range(LAYERS)]
+    made[DIFFERENT].order = torch.arange(24).roll(8)  # a buffer of the same shape
+    report = require_same_parameters(monkeypatch, Model(made), X)
+    first = {p.name: p.heads[0].rows for p in report.parameters if p.name.endswith("q.weight") and p.heads}
+    assert first == {f"layers.{n}.q.weight": (16, 24) if n == DIFFERENT else (0, 8) for n in range(LAYERS)}
+
+
+def test_weights_that_two_layers_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = layers()
+    made[DIFFERENT].q = made[0].q
+    require_same_parameters(monkeypatch, Model(made), X)
+    made = layers()
+    for layer in made:
+        layer.q = made[0].q
+    require_same_parameters(monkeypatch, Model(made), X)
 
 
 def test_one_projection_for_keys_and_values_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
