@@ -5,8 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from itertools import product
+from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import torch
@@ -222,21 +221,25 @@ ONE_HEAD_AT_A_TIME: dict[str, Any] = {
 }
 """Facts of a loop over heads, which shows its first."""
 
-_OF_ENTRY = {"given", "rows", "output", "twin", "intent", "findings", "training", "sizes", "ones", "grad"}
-_OF_ENTRY |= {"partly", "precise", "reads_arguments", "returns_output"}
+_OF_ENTRY = {of.name for of in fields(Entry)} - {"name", "make", "attentions"}
+
+
+def register(name: str, make: Callable[[], nn.Module], times: int = 1, **facts: Any) -> None:
+    """Register an entry: its facts and those of its attention, as far as they are not the usual."""
+    of_entry = {fact: value for fact, value in facts.items() if fact in _OF_ENTRY}
+    truth = Truth(**{fact: value for fact, value in facts.items() if fact not in _OF_ENTRY})
+    rows = HEADS_IN_ROWS if truth.kv_heads is None else KV_HEADS_IN_ROWS
+    add(Entry(name, make, attentions=(truth,) * times, **{"given": hidden, "rows": rows, **of_entry}))
 
 
 def attends(**facts: Any) -> Callable[[Made], Made]:
-    """Register a class as an entry: facts of the entry and of its only attention, as far as they are not the usual."""
+    """Register a class by its name."""
 
-    def register(made: Made) -> Made:
-        of_entry = {name: value for name, value in facts.items() if name in _OF_ENTRY}
-        truth = Truth(**{name: value for name, value in facts.items() if name not in _OF_ENTRY})
-        rows = HEADS_IN_ROWS if truth.kv_heads is None else KV_HEADS_IN_ROWS
-        add(Entry(made.__name__, made, attentions=(truth,), **{"given": hidden, "rows": rows, **of_entry}))
+    def decorate(made: Made) -> Made:
+        register(made.__name__, made, **facts)
         return made
 
-    return register
+    return decorate
 
 
 def idiom(
@@ -250,23 +253,17 @@ def idiom(
 ) -> Callable[[Made], Made]:
     """Register a class as people write it, whose text mutants are made of, with the functions and classes it needs."""
 
-    def register(made: Made) -> Made:
-        of_entry = {name: facts.pop(name) for name in _OF_ENTRY & set(facts)}
-        entry = Entry(
-            made.__name__,
-            made,
-            given=lambda batch, length: ((), call()),
-            attentions=(Truth(**facts),) * times,
-            intent=Intent(**intent),
-            sizes=(size,),
-            ones=False,
-            source=source_of(*needs, made),
-            **of_entry,
-        )
-        add(entry)
+    def decorate(made: Made) -> Made:
+        usual = {
+            "given": lambda batch, length: ((), call()),
+            "intent": Intent(**intent),
+            "sizes": (size,),
+            "ones": False,
+        }
+        register(made.__name__, made, times, **usual, source=source_of(*needs, made), **facts)
         return made
 
-    return register
+    return decorate
 
 
 def has_none(made: Made) -> Made:
@@ -304,10 +301,12 @@ def owners(axes: str, shape: tuple[int, ...], truth: Truth) -> dict[tuple[str, i
         letters: len(letters),
     }
     words = pattern.replace("(", "").replace(")", "").split()
-    code = torch.full(tuple(sizes[word] for word in words), -1)
-    for place in product(*(range(size) for size in code.shape)):
-        at = dict(zip(words, place, strict=True))
-        code[place] = at.get(letters, 0) * 1000 + (int(head) if head else _head_at(at, truth))
+    group = sizes["group"]
+    factors = {letters: 1000, "kv_heads": group if "group" in words else 1, "heads": 1, "group": 1}
+    code = torch.tensor(int(head) if head else 0)
+    for place, word in enumerate(words):
+        numbers = torch.arange(sizes[word]) * factors.get(word, 0)
+        code = code + numbers.view(-1, *[1] * (len(words) - place - 1))
     code = code.reshape(shape)
     return {(letters[int(n) // 1000], int(n) % 1000): code == n for n in code.unique()}
 
@@ -315,12 +314,6 @@ def owners(axes: str, shape: tuple[int, ...], truth: Truth) -> dict[tuple[str, i
 def _of_single_words(pattern: str, shape: tuple[int, ...]) -> dict[str, int]:
     """Return the size of each word that has a dimension for itself."""
     return dict(zip(re.findall(r"\([^)]*\)|\S+", pattern), shape, strict=True))
-
-
-def _head_at(at: Mapping[str, int], truth: Truth) -> int:
-    if "group" in at:
-        return at["kv_heads"] * (truth.heads // truth.true_kv_heads) + at["group"]
-    return at["kv_heads"] if "kv_heads" in at else at["heads"]
 
 
 def _behind_each_other(
@@ -340,7 +333,3 @@ def _behind_each_other(
 def entries(*, attending: bool = True) -> list[str]:
     """Return the names of the entries that attend, or of the others."""
     return [name for name, entry in ENTRIES.items() if bool(entry.attentions) == attending]
-
-
-def with_facts(truth: Truth, **facts: Any) -> Truth:
-    return replace(truth, **facts)

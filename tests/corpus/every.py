@@ -1,5 +1,14 @@
 """All entries: what imports this has them registered."""
 
-from . import base, claims, grouped, idioms, loops, near, packed, positions, separate, variants, weighing, windows  # noqa: F401
+from __future__ import annotations
+
+from importlib import import_module
+
 from .entry import ENTRIES as ENTRIES
 from .entry import entries as entries
+
+KINDS = """base separate packed grouped loops windows positions weighing
+    variants inside claims idioms near""".split()  # noqa: SIM905
+
+for kind in KINDS:
+    import_module(f".{kind}", __package__)
