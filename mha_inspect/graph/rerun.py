@@ -64,20 +64,22 @@ def run_again(graph: Graph, op: Op, content: Callable[[TensorRef], Tensor]) -> d
 
 def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
     """Return the operations on the paths from sources to a tensor, in order."""
-    ordered = _behind(recording, sources, target)
+    # What was made before the first of them is on no path.
+    start = min((recording.producers.get(number, -1) for number in sources), default=-1)
+    ordered = _behind(recording, sources, target, start)
     reached = made_of(sources, ordered)
     ordered = [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)]
     return ordered if ordered and ordered[-1] is recording.producer(target) else []
 
 
-def _behind(recording: Recording, known: Container[int], target: TensorRef) -> list[Op]:
-    """Return the operations that a tensor is computed by from known tensors, in order."""
+def _behind(recording: Recording, known: Container[int], target: TensorRef, start: int = -1) -> list[Op]:
+    """Return the operations after `start` that a tensor is computed by from known tensors, in order."""
     needed: dict[int, Op] = {}
     queue = [target]
     while queue:
         tensor = queue.pop()
         op = recording.producer(tensor)
-        if tensor.id not in known and op is not None and op.index not in needed:
+        if tensor.id not in known and op is not None and op.index > start and op.index not in needed:
             needed[op.index] = op
             queue += op.inputs
     return [needed[index] for index in sorted(needed)]

@@ -127,9 +127,11 @@ class Evidence:
         source = next(iter(self.sources), None)
         if source is None:
             return None
+        declared = self._declared_padding(source)
+        if declared is None and next(self._marked(source), None) is None:
+            return None
         sights, shape = sights_of(self.run, partial(first_key, self)), (source.rows, source.length)
         seen = [sight.seen for sight in sights if sight.seen.shape == (*shape, source.length)]
-        declared = self._declared_padding(source)
         if declared is not None and seen and not any(_sees_padding(each, declared) for each in seen):
             return declared
         for pads in self._marked(source) if seen and declared is None else ():
