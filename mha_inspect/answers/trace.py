@@ -13,6 +13,7 @@ from ..naming.canonical import content_of
 from ..naming.visibility import Visibility, kinds_of, mask_notes, visibility
 from ..record.arguments import tensors_in
 from ..record.ranks import local, needs_ranks
+from ..record.tensors import uncollected
 from ..reports.common import Environment, LayerInfo
 from ..reports.trace import Failure, Trace
 from ..running.subject import Run, State, Subject, run_and_record
@@ -38,14 +39,16 @@ def traced(subject: Subject, show: Show, *, keep: bool, judge: bool = False) -> 
         before = subject.state()
         run = run_of(subject, show, keep=keep or judge, room=None if keep else ROOM, before=before)
         run = run.beside(subject.wider_run(run))
-        trace = report(
-            run,
-            show,
-            kinds=kinds_of(run),
-            environment=environment_of(subject),
-            layer=layer_of(subject),
-            leaves=(leaves := subject.leaves(run.recording)),
-        )
+        leaves = subject.leaves(run.recording)
+        with uncollected():
+            trace = report(
+                run,
+                show,
+                kinds=kinds_of(run),
+                environment=environment_of(subject),
+                layer=layer_of(subject),
+                leaves=leaves,
+            )
         trace = with_whole_shapes(trace, run, subject.module)
         is_kept = bool(run.recording.values)
         numbers = _of_numbers(subject, before, run, is_kept)

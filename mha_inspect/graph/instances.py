@@ -25,9 +25,10 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -106,7 +107,9 @@ class _Signatures:
         self._kinds |= dict.fromkeys((named.tensor.id for named in recording.buffers), "buffer")
         self._kinds |= {named.tensor.id: ("input", named.tensor.id) for named in recording.inputs}
         self._sights: list[Sight] = []
-        self._tensors: dict[int, tuple[int, int]] = {}
+        self._layouts: dict[object, int] = {}
+        self._tensors: dict[int, tuple[int, int, int]] = {}
+        """Id of a tensor to the last operation with it, its place there, and the number of its layout."""
         self._storages: dict[int, int] = {}
         self._calls: dict[int, int] = {}
         self._kernels: dict[int, int] = {}
@@ -124,39 +127,51 @@ class _Signatures:
 
     def _key(self, op: Op, before: Op | None) -> object:
         index = op.index
-        tensors, storages, scalars = self._tensors, self._storages, self._recording.scalars
-        described = []
-        for place, tensor in enumerate(op.inputs + op.outputs):
-            last = tensors.get(tensor.id)
-            if last is not None:
-                at: object = index - last[0], last[1]
-            else:
-                seen = storages.get(tensor.storage)
-                number, kind = scalars.get(tensor.id), self._kinds.get(tensor.id)
-                at = None if seen is None else index - seen, number, kind
-            described.append((at, tensor.shape, tensor.stride, tensor.offset, tensor.dtype))
-            tensors[tensor.id] = index, place
-            storages[tensor.storage] = index
-        last_call, last_module = self._calls.get(op.call), self._modules.get(op.module)
+        module, last_call = self._module(op, before), self._calls.get(op.call)
         self._calls[op.call] = index
-        # An operation of a module is one of the modules around it too.
-        self._modules.update(dict.fromkeys(("", *_with_parents(op.module)), index))
         return (
             op.name,
             len(op.inputs),
-            op.module.count("."),
-            tuple(described),
+            tuple([self._mention(tensor, index, place) for place, tensor in enumerate(op.inputs + op.outputs)]),
             None if op.args is op.inputs else _without_tensors(op.args),
             tuple([(name, _without_tensors(value)) for name, value in op.kwargs.items()]) if op.kwargs else None,
             op.kind,
             op.source,
             None if last_call is None else index - last_call,
-            None if last_module is None else index - last_module,
+            module,
             None if before is None else _shared(op.forwards, before.forwards),
             len(op.forwards),
             None if op.kernel is None else self._kernel(op.kernel, index),
             self._sight_of(op),
         )
+
+    def _mention(self, tensor: TensorRef, index: int, place: int) -> object:
+        """Return how long ago a tensor was made or read, and where, with the number of its layout."""
+        last = self._tensors.get(tensor.id)
+        if last is None:
+            layout = tensor.shape, tensor.stride, tensor.offset, tensor.dtype
+            number, seen = self._layouts.setdefault(layout, len(self._layouts)), self._storages.get(tensor.storage)
+            known = self._recording.scalars.get(tensor.id), self._kinds.get(tensor.id)
+            mention: object = number, None if seen is None else index - seen, known
+        else:
+            number = last[2]
+            mention = number, index - last[0], last[1]
+        self._tensors[tensor.id] = index, place, number
+        self._storages[tensor.storage] = index
+        return mention
+
+    def _module(self, op: Op, before: Op | None) -> tuple[int, int | None]:
+        """Return how many modules are around that of an operation, and how long ago it ran another operation.
+
+        An operation of a module is one of the modules around it too.
+        """
+        depth = op.module.count(".")
+        if before is not None and op.module == before.module:
+            return depth, 1
+        if before is not None:
+            self._modules.update(dict.fromkeys(("", *_with_parents(before.module)), before.index))
+        last = self._modules.get(op.module)
+        return depth, None if last is None else op.index - last
 
     def _kernel(self, place: int, index: int) -> object:
         last = self._kernels.get(place)
@@ -223,8 +238,9 @@ def _stacks(numbers: Sequence[int]) -> list[Stack]:
             distances[place - last[number]] += 1
         last[number] = place
     stacks: list[Stack] = []
+    every = np.array(numbers)
     for period, _ in distances.most_common(_CANDIDATES):
-        stacks += _stacks_of(numbers, period)
+        stacks += _stacks_of(every, period)
     chosen: list[Stack] = []
     for stack in sorted(stacks, key=lambda stack: (-stack.removed, stack.period)):
         if all(stack.end <= taken.start or taken.end <= stack.start for taken in chosen):
@@ -232,10 +248,13 @@ def _stacks(numbers: Sequence[int]) -> list[Stack]:
     return sorted(chosen, key=lambda stack: stack.start)
 
 
-def _stacks_of(numbers: Sequence[int], period: int) -> Iterator[Stack]:
+def _stacks_of(numbers: np.ndarray[Any, Any], period: int) -> Iterator[Stack]:
     """Yield where a sequence repeats itself after `period`, more often than layers stay."""
-    differs = [place for place in range(len(numbers) - period) if numbers[place] != numbers[place + period]]
-    for before, after in pairwise((-1, *differs, len(numbers) - period)):
+    differs = np.flatnonzero(numbers[:-period] != numbers[period:])
+    bounds = np.concatenate(([-1], differs, [len(numbers) - period]))
+    # In between they are equal; most of these parts are too short for a layer.
+    for part in np.flatnonzero(np.diff(bounds) > _KEPT * period - period).tolist():
+        before, after = bounds[part : part + 2].tolist()
         stack = Stack(before + 1, period, after - before - 1 + period)
         if stack.left_out:
             yield stack
