@@ -21,7 +21,7 @@ from mha_inspect.layers.spec import AttentionSpec, RunSpec, Show
 from mha_inspect.reports.params import ParamsReport
 from mha_inspect.running.subject import Subject
 
-from ..foreign.truth import cut
+from ..corpus.test_parameters import cut
 
 SPEC = AttentionSpec(embed_dim=12, num_heads=3)
 

@@ -15,7 +15,6 @@ from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.axes import AxisNames
 from mha_inspect.naming.pattern import STAGES
 from mha_inspect.record.ops import Recording
-from mha_inspect.reports.params import HeadSlice
 from tests.recorded import record_opened
 
 
@@ -130,10 +129,3 @@ def assert_close(left: torch.Tensor, right: torch.Tensor) -> None:
     left, right = torch.broadcast_tensors(left.nan_to_num(0, 0, 0), right.nan_to_num(0, 0, 0))
     seen = (left.abs() < 1e6) & (right.abs() < 1e6)
     torch.testing.assert_close(left[seen].double(), right[seen].double(), rtol=2e-4, atol=2e-4)
-
-
-def cut(parameter: torch.Tensor, piece: HeadSlice) -> torch.Tensor:
-    """The rows and columns of a matrix, or the elements of a bias, that a head owns: a view."""
-    if piece.columns is None:
-        return parameter.view(-1)[slice(*piece.rows)]
-    return parameter[slice(*piece.rows), slice(*piece.columns)]
