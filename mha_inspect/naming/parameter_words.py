@@ -23,7 +23,7 @@ from .axes import AxisNames
 from .named_run import NamedRun
 from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_at
 from .pattern import dims_of, in_words
-from .placement import are_in_blocks, axes_of, placement_of, varying_dim
+from .placement import are_in_blocks, axes_of, blocks_of, varying_dim
 from .projection import Part
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values", "g": "gates"}
@@ -258,7 +258,7 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
         name = part.name or f"{kind.removesuffix(' before')}_{part.letter}"
-        blocks = placement_of(part).blocks(large)
+        blocks = blocks_of(part.placement, tuple(large))
         if blocks is None:
             return ()
         slices += [HeadSlice(head, name, rows, columns[0] if columns else None) for head, (rows, *columns) in blocks]
@@ -312,8 +312,9 @@ class _Words:
             single = len(parts[0].heads) == 1 < num_heads(names, letter)
             letters = "".join(part.letter for part in parts)
             packed, ones = letters if letters in _PACKED else "packed", words[single : 1 + (names.head_dim == 1)]
-            axes = axes_of(tuple(map(placement_of, parts)), packed, words, ones) or self._by_blocks(parts, words[0])
-        inside, inner = self._inside(kind, parts), placement_of(parts[0]).inner_dims
+            axes = axes_of(tuple(part.placement for part in parts), packed, words, ones)
+            axes = axes or self._by_blocks(parts, words[0])
+        inside, inner = self._inside(kind, parts), parts[0].placement.inner_dims
         channels = len(shape) - parts[0].taps
         return [inside if dim in inner and dim < channels and inside else word for dim, word in enumerate(axes)]
 
@@ -334,7 +335,7 @@ class _Words:
 
     def _by_blocks(self, parts: list[Part], heads: str) -> list[str]:
         """Return the name of each dimension, where parts with different numbers or widths are `packed`."""
-        placements = [placement_of(part) for part in parts]
+        placements = [part.placement for part in parts]
         shape, dim = placements[0].shape, varying_dim(placements)
         axes = [str(size) for size in shape]
         if dim is not None and len(parts) > 1:
@@ -359,7 +360,7 @@ class _Words:
             start, number = next(iter((first.reads or {}).values()), 0), (first.inner or (0, 0))[0]
             reads = f": reads only features {start}–{start + number - 1} of the embedding"
             return f"{matrices} of head {next(iter(first.heads))}{reads if first.reads else ''}"
-        placements = [placement_of(part) for part in parts]
+        placements = [part.placement for part in parts]
         dim = varying_dim(placements)
         if dim is None:
             return matrices
@@ -377,7 +378,7 @@ class _Words:
 
     def _of_one(self, part: Part, unit: str, dim: int, axis: str, kind: str) -> str:
         """Return the text for a parameter that is one matrix or bias."""
-        placement = placement_of(part)
+        placement = part.placement
         runs = placement.used(dim)
         if axis in ("heads", "kv_heads") and kind == "W":
             return f": one {'matrix' if len(part.parameter.tensor.shape) > 2 else 'row'} per head"
@@ -405,7 +406,7 @@ class _Words:
 
 def _is_same(part: Part, other: Part) -> bool:
     """Return whether two parts have the same elements in every head, along the same dimension."""
-    return bool(part.heads) and placement_of(part) is placement_of(other)
+    return bool(part.heads) and part.placement is other.placement
 
 
 def _plain(use: _Use) -> str:
@@ -422,7 +423,7 @@ def _unit(tensor: TensorRef, dim: int) -> str:
 def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts head by head, or group by group if query heads share a key and a value."""
     fewest = min(len(part.heads) for part in parts)
-    placements = [placement_of(part) for part in parts]
+    placements = [part.placement for part in parts]
     if not are_in_blocks(placements, dim):
         return f"in one, {unit} interleaved: --per-head lists them"
     if any(len(runs) > 1 for placement in placements for runs in placement.runs[dim].values()):
@@ -438,7 +439,7 @@ def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
 
 def _in_turn(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts that alternate within each head: `(heads head_dim qkv)` has q, k, v row by row."""
-    runs = [run for part in parts for of_head in placement_of(part).runs[dim].values() for run in of_head]
+    runs = [run for part in parts for of_head in part.placement.runs[dim].values() for run in of_head]
     widths = {stop - start for start, stop in runs}
     if len(widths) > 1:
         return f"head by head, {unit} interleaved: --per-head lists them"

@@ -7,7 +7,6 @@ are rows 16 to 19 of the weight.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,6 +19,7 @@ from ..graph.gates import Gate, gates_of
 from ..graph.layout import Indices, Layout, Source, Span
 from ..graph.layouts import Layouts
 from ..graph.projections import earlier_projections, joined_projections
+from ..graph.ways import Meeting, Walk, Way
 from ..record.ops import Named, Op, TensorRef
 from .axes import AxisNames
 from .heads import Codes, codes_in, codes_of, rows_of
@@ -30,8 +30,10 @@ from .projection import Part, Projection, have_in_common, is_elsewhere, merged, 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """The letter of a part, and its projection."""
 _MATRICES, _BIASES = ("W", "joined W"), ("b", "joined b")
-_LONGEST = 600
-"""Operations after which a walk gives up: projections need fewer."""
+_BY_FEATURE = (*_MATRICES, *_BIASES, "appended", "prepended")
+"""Kinds of use with a number, or a row, for each feature."""
+_BEFORE = {"norm": "norm before", "shift": "shift before", "b": "shift before", "filter": "filter before"}
+"""Kinds of use to those in front of the projection."""
 
 
 def projections(run: NamedRun) -> list[list[Projection]]:
@@ -109,13 +111,16 @@ def parameters_behind(
 
 
 @dataclass(frozen=True)
-class _Meeting:
-    """An operation that applies a parameter on the way to the heads; the parameter is at most moved or scaled."""
+class _Target:
+    """A tensor by heads, to which parameters are followed."""
 
-    op: Op | None
-    """None if the heads are made of parameters alone."""
-    weight: TensorRef
-    kind: str
+    tensor: TensorRef
+    codes: Codes | None
+    """The head and feature of each element; None if unknown."""
+    layouts: Layouts
+    """What the tensors on the way to it are made of."""
+    turn: int = 0
+    """The number of the turn in a loop over heads."""
 
 
 class _PartsOfAttention:
@@ -126,7 +131,6 @@ class _PartsOfAttention:
         self._turns = attention.branches or (attention,)
         self._serves: Serves = ()
         self._has_joined = False
-        self._layouts = Layouts(run.graph)
 
     def all(self) -> tuple[list[Part], Serves]:
         """Return all parts of the heads and the output, and the query heads that use each key head."""
@@ -147,109 +151,100 @@ class _PartsOfAttention:
 
     def _side(self, letter: str) -> list[Part]:
         """Return the parts of the queries, keys or values, by head."""
-        side, stage, parts = SIDES[letter], f"{letter}_heads", list[Part]()
+        side, parts = SIDES[letter], list[Part]()
         given = [turn.stages[name] for turn in self._turns for name in ("query", "key", "value") if name in turn.stages]
         stops = {tensor.id for tensor in given if not self._graph.is_weight(tensor)}
-        since = [self._made_at(turn.stages[side]) for turn in self._turns if side in turn.stages]
+        since = min((self._made_at(turn.stages[side]) for turn in self._turns if side in turn.stages), default=-1)
+        layouts = Layouts(self._graph)
         for number, turn in enumerate(self._turns):
             op = turn.projections.get(side) or self._attention.projections.get(side)
             ends = {op.index} if op is not None and not self._attention.earlier.get(side) else set()
-            codes = codes_of(self._attention, self._names, turn, stage)
-            way, meetings = self._way(turn.stages[stage], stops, ends, min(since, default=-1))
-            joined = {} if op is None else joined_projections(self._graph, op, way)
-            self._has_joined |= bool(joined) and letter == "q"
-            placed_meetings = [self._placed(meeting, op, side, joined) for meeting in meetings]
-            gains = [placed.op.output.id for placed in placed_meetings if placed.op and placed.kind == "norm"]
-            gates = [] if op is None else gates_of(self._graph, [op.output], way)
-            beside = {step.index for gate in gates for step in self._gate_way(gate)[0]}
-            normed = made_of(gains, way)
-            for placed in placed_meetings:
-                if placed.op and placed.op.index in beside:
-                    placed = replace(placed, kind="gate")
-                elif placed.kind in ("b", "joined b") and placed.op and any(t.id in normed for t in placed.op.inputs):
-                    placed = replace(placed, kind="shift")  # the bias of a norm, not of the projection
-                of_meeting = self._parts(letter, placed, way, turn.stages[stage], codes, number)
-                is_matrix = placed.kind == "W" and op is not None
-                parts += [self._with_reads(part, op, turn) for part in of_meeting] if is_matrix and op else of_meeting
+            heads, codes = turn.stages[f"{letter}_heads"], self._codes_of(turn, f"{letter}_heads")
+            way = Walk(self._graph, stops, ends, since).to(heads)
+            layouts.follow(way.ops)
+            target = _Target(heads, codes, layouts, number)
+            for meeting in self._meetings(letter, op, way):
+                for part in self._parts(letter, meeting, target):
+                    is_matrix = meeting.kind == "W" and op is not None
+                    parts.append(self._with_reads(part, op, turn) if is_matrix and op else part)
         return self._numbered(letter, merged(parts))
 
     def _made_at(self, tensor: TensorRef) -> int:
         return self._run.recording.producers.get(tensor.id, -1)
 
+    def _codes_of(self, turn: Attention, stage: str) -> Codes | None:
+        return codes_of(self._attention, self._names, turn, stage)
+
+    def _meetings(self, letter: str, projection: Op | None, way: Way) -> Iterator[Meeting]:
+        """Yield the meetings of a side with their kinds, also those that other meetings decide."""
+        joined: dict[int, set[int]] = {}
+        beside: set[int] = set()
+        if projection is not None:
+            joined = joined_projections(self._graph, projection, way.ops)
+            for gate in gates_of(self._graph, [projection.output], way.ops):
+                beside.update(op.index for op in self._way_to_gate(gate).ops)
+        self._has_joined |= bool(joined) and letter == "q"
+        placed = [self._placed(meeting, projection, SIDES[letter], joined) for meeting in way.meetings]
+        gains = [meeting.op.output.id for meeting in placed if meeting.op and meeting.kind == "norm"]
+        normed = made_of(gains, way.ops)
+        for meeting in placed:
+            if meeting.op is None:
+                yield meeting
+            elif meeting.op.index in beside:
+                yield replace(meeting, kind="gate")
+            elif meeting.kind in _BIASES and any(tensor.id in normed for tensor in meeting.op.inputs):
+                yield replace(meeting, kind="shift")  # the bias of a norm, not of the projection
+            else:
+                yield meeting
+
     def _placed(
-        self, meeting: _Meeting, projection: Op | None, side: str, joined: Mapping[int, set[int]] | None = None
-    ) -> _Meeting:
+        self, meeting: Meeting, projection: Op | None, side: str, joined: Mapping[int, set[int]] | None = None
+    ) -> Meeting:
         """Return a meeting with its kind, decided by its place before or after the projection or a joined one."""
-        op, kind = meeting.op, meeting.kind
+        op, kind, joined = meeting.op, meeting.kind, joined or {}
         if projection is None or op is None:
             return meeting
         reads, projects = {tensor.id for tensor in op.inputs}, self._graph.is_projection(op)
-        after_joined = any(reads & ids for ids in (joined or {}).values())
-        if kind in ("norm", "shift", "b", "filter") and op.index < projection.index and not (projects or after_joined):
-            kind = f"{'shift' if kind == 'b' else kind} before"
+        after_joined = any(reads & ids for ids in joined.values())
+        is_before = op.index < projection.index
+        if kind in _BEFORE and is_before and not (projects or after_joined):
+            kind = _BEFORE[kind]
         elif op is projection:
             kind = "W" if kind == "before" else kind
-        elif op.index in (joined or {}):
+        elif op.index in joined:
             kind = "joined W" if kind == "before" else "joined b"
         elif kind == "b" and after_joined and not projects:
             kind = "joined b"
-        elif projects and (kind == "before" or op.index < projection.index):
-            shared = self._names.num_kv_heads < self._names.num_heads and side in ("query", "output")
-            beside = "absorbed" if shared and self._graph.is_by_head(op) else "beside"
-            kind = "before" if op in self._attention.earlier.get(side, ()) else beside
+        elif projects and (kind == "before" or is_before):
+            kind = self._kind_of_further(op, side)
         return replace(meeting, kind=kind)
 
-    def _way(self, start: TensorRef, stops: set[int], ends: set[int], since: int) -> tuple[list[Op], list[_Meeting]]:
-        """Return the operations on the way back to `stops`, in order, and the meetings with parameters on it.
-
-        The products in `ends` end the way. At any other projection the walk goes on to the projected tensor. Of tensors
-        made by the operation `since` or earlier, only weights are followed.
-        """
-        graph, ops, meetings, beyond = self._graph, dict[int, Op](), list[_Meeting](), set[int]()
-        queue = deque([start])
-        if graph.is_weight(start):
-            meetings.append(_Meeting(None, start, "learned"))
-        while queue and len(ops) < _LONGEST:
-            tensor = queue.popleft()
-            op = self._run.recording.producer(tensor)
-            weight = graph.is_weight(tensor)
-            follows = op is not None and op.index > since and (tensor.id not in stops or op.index in ends)
-            if op is None or op.index in ops or not (weight or follows):
-                continue
-            ops[op.index] = op
-            projects = graph.is_projection(op) and not weight
-            projected, factor = (graph.projected(op), graph.weight_of(op)) if projects else (None, None)
-            is_number = op.base_name in ("sum", "mean") and not graph.comes_from_inputs(tensor)
-            for read in op.inputs:
-                beyond |= {read.id} if read is projected or tensor.id in beyond else set()
-                if read is projected:
-                    queue += [read] if op.index not in ends else []
-                    meetings += [_Meeting(None, read, "learned")] if graph.is_weight(read) else []
-                elif weight or graph.is_weight(read) or not (projects or read.dtype == "bool" or is_number):
-                    queue.append(read)
-                    if not weight and graph.is_weight(read) and op.base_name not in ("zero_", "fill_"):
-                        further = read is factor or tensor.id in beyond
-                        kind = _kind(op, read) if not projects else "before" if further else "b"
-                        meetings.append(_Meeting(op, read, kind))
-        return [ops[index] for index in sorted(ops)], meetings
+    def _kind_of_further(self, op: Op, side: str) -> str:
+        """Return the kind of use of a projection that is not the last one."""
+        if op in self._attention.earlier.get(side, ()):
+            return "before"
+        shared = self._names.num_kv_heads < self._names.num_heads and side in ("query", "output")
+        return "absorbed" if shared and self._graph.is_by_head(op) else "beside"
 
     def _with_reads(self, part: Part, op: Op, turn: Attention) -> Part:
         """Return a part of a matrix with the input features that it reads, if it does not read all."""
         given = turn.stages.get(SIDES[part.letter])
         if given is None or not given.shape or part.inner is None or self._attention.earlier:
             return part
-        number = part.inner[0]
-        if number >= given.shape[-1] or op.base_name == "convolution":
+        number, whole = part.inner[0], given.shape[-1]
+        if number >= whole or op.base_name == "convolution":
             return part
         source, taken = Source("features", 0), self._graph.projected(op)
-        numbers = np.arange(given.shape[-1]).reshape([1] * (len(given.shape) - 1) + [-1])
+        numbers = np.arange(whole).reshape([1] * (len(given.shape) - 1) + [-1])
         layouts = Layouts(self._graph, [(given, Layout(given.shape, {source: Span.of(numbers)}))])
-        layouts.follow(self._way(taken, {given.id}, set(), self._made_at(given))[0])
+        layouts.follow(Walk(self._graph, {given.id}, since=self._made_at(given)).to(taken).ops)
         span = layouts.of(taken).spans.get(source)
-        features = [] if span is None else span.low.reshape(-1, span.low.shape[-1])[0].tolist()
-        if not features or features != [*range(features[0], features[0] + number)] or features[0] < 0:
+        if span is None:
             return part
-        return replace(part, reads=dict.fromkeys(part.heads, features[0]), width=given.shape[-1])
+        first, *others = span.low.reshape(-1, span.low.shape[-1])[0].tolist()
+        if first < 0 or others != [*range(first + 1, first + number)]:
+            return part
+        return replace(part, reads=dict.fromkeys(part.heads, first), width=whole)
 
     def _numbered(self, letter: str, parts: list[Part]) -> list[Part]:
         """Return the parts with key/value heads counted once each, if several heads turn out to be the same one."""
@@ -274,146 +269,145 @@ class _PartsOfAttention:
 
     def _output(self) -> list[Part]:
         """Return the parts of the output: the columns of each head, and the bias."""
-        output, contexts = self._attention.stages.get("output"), [turn.stages["context"] for turn in self._turns]
-        ops = [turn.projections["output"] for turn in (*self._turns, self._attention) if "output" in turn.projections]
-        ops = [*{op.index: op for op in ops}.values()]
-        if output is None or not ops:
+        turns = [turn for turn in (*self._turns, self._attention) if "output" in turn.projections]
+        ops = [*{turn.projections["output"].index: turn.projections["output"] for turn in turns}.values()]
+        if "output" not in self._attention.stages or not ops:
             return []
-        parts: list[Part] = []
-        of_turns = [codes_of(self._attention, self._names, turn, "context") for turn in self._turns]
-        joined, ends = self._joined_outputs(contexts, ops), [turn.stages["context"] for turn in self._attention.turns]
-        since = min(map(self._made_at, ends))
-        stops = {attention.stages["context"].id for attention, _ in self._run.attentions} | {t.id for t in ends}
-        for op in (*ops, *joined):
-            taken, weight = self._graph.projected(op), self._graph.weight_of(op)
-            way, meetings = self._way(taken, stops, set(), since)
-            codes = self._codes_at(taken, way, contexts, of_turns)
-            weighing = self._way(weight, set(), set(), 0)[0]
-            kind = "joined W" if op in joined else "W"
-            parts += self._parts("o", _Meeting(op, weight, kind), weighing, taken, codes)
-            beside: set[int] = set()
-            for gate in gates_of(self._graph, contexts, way):
-                gate_way, of_gate = self._gate_way(gate)
-                beside |= {step.index for step in gate_way}
-                gated = gate.op.output, self._codes_at(gate.op.output, way, contexts, of_turns)
-                for meeting in of_gate:
-                    parts += self._parts("g", meeting, [*gate_way, gate.op], *gated)
-            for meeting in (meeting for meeting in meetings if meeting.op is None or meeting.op.index not in beside):
-                parts += self._parts("o", self._placed(meeting, op, "output"), way, taken, codes)
-        for op in joined:
-            made = self._graph.after_projection(op)
-            for meeting in self._way(made, set(), {op.index}, op.index - 1)[1]:
-                if meeting.kind == "b":
-                    added = self._parts("o", replace(meeting, kind="joined b"), [], made, None)
-                    parts += map(of_no_head, added)
-        known = {part.parameter.name for part in parts}
-        for meeting in self._way(output, set(), {op.index for op in ops}, min(op.index for op in ops) - 1)[1]:
-            if meeting.op not in ops or meeting.kind == "b":
-                added = self._parts("o", self._placed(meeting, ops[0], "output"), [], output, None)
-                parts += [of_no_head(part) for part in added if part.parameter.name not in known]
-        return merged(parts)
+        joined = self._joined_outputs(ops)
+        codes = [self._codes_of(turn, "context") for turn in self._turns]
+        parts = [part for op in ops for part in self._columns(op, "W", codes)]
+        parts += [part for op in joined for part in self._columns(op, "joined W", codes)]
+        return merged([*parts, *self._after_joined(joined), *self._after_output(ops, parts)])
 
-    def _joined_outputs(self, contexts: list[TensorRef], ops: list[Op]) -> list[Op]:
+    def _contexts(self) -> list[TensorRef]:
+        return [turn.stages["context"] for turn in self._turns]
+
+    def _joined_outputs(self, ops: list[Op]) -> list[Op]:
         """Return the output projections of further tokens, if such tokens have queries of their own."""
         found: dict[int, Op] = {}
-        for op, _ in (each for context in contexts for each in self._graph.forward(context, self._graph.moves)):
-            if self._has_joined and op not in ops and self._graph.is_projection(op):
-                found[op.index] = op
+        for context in self._contexts() if self._has_joined else ():
+            for op, _ in self._graph.forward(context, self._graph.moves):
+                if op not in ops and self._graph.is_projection(op):
+                    found[op.index] = op
         return [*found.values()]
 
-    def _gate_way(self, gate: Gate) -> tuple[list[Op], list[_Meeting]]:
-        """Return the operations from a gate's input to its factor, in order, and the parameters that they apply."""
+    def _columns(self, op: Op, kind: str, of_turns: list[Codes | None]) -> Iterator[Part]:
+        """Yield the parts of a projection of the contexts, and of what is done to these before."""
+        ends = [turn.stages["context"] for turn in self._attention.turns]
+        stops = {attention.stages["context"].id for attention, _ in self._run.attentions} | {t.id for t in ends}
+        taken, weight = self._graph.projected(op), self._graph.weight_of(op)
+        way = Walk(self._graph, stops, since=min(map(self._made_at, ends))).to(taken)
+        gates = [(gate, self._way_to_gate(gate)) for gate in gates_of(self._graph, self._contexts(), way.ops)]
+        of_gates = {op.index: op for _, to_gate in gates for op in to_gate.ops}
+        every = {op.index: op for op in way.ops} | of_gates
+        layouts = Layouts(self._graph)
+        layouts.follow([every[index] for index in sorted(every)])
+        target = _Target(taken, self._codes_at(taken, way, of_turns), layouts)
+        yield from self._parts("o", Meeting(op, weight, kind), target)
+        for gate, to_gate in gates:
+            gated = gate.op.output
+            of_gate = _Target(gated, self._codes_at(gated, way, of_turns), layouts)
+            for meeting in to_gate.meetings:
+                yield from self._parts("g", meeting, of_gate)
+        for meeting in way.meetings:
+            if meeting.op is None or meeting.op.index not in of_gates:
+                yield from self._parts("o", self._placed(meeting, op, "output"), target)
+
+    def _after_joined(self, joined: list[Op]) -> Iterator[Part]:
+        """Yield the biases of the output projections of further tokens."""
+        for op in joined:
+            made = self._graph.after_projection(op)
+            for meeting in Walk(self._graph, ends={op.index}, since=op.index - 1).to(made).meetings:
+                if meeting.kind == "b":
+                    target = _Target(made, None, Layouts(self._graph))
+                    added = self._parts("o", replace(meeting, kind="joined b"), target)
+                    yield from map(of_no_head, added)
+
+    def _after_output(self, ops: list[Op], known: list[Part]) -> Iterator[Part]:
+        """Yield the bias of the output, and what else is done to it."""
+        output, names = self._attention.stages["output"], {part.parameter.name for part in known}
+        indices = {op.index for op in ops}
+        for meeting in Walk(self._graph, ends=indices, since=min(indices) - 1).to(output).meetings:
+            if meeting.op not in ops or meeting.kind == "b":
+                target = _Target(output, None, Layouts(self._graph))
+                for part in self._parts("o", self._placed(meeting, ops[0], "output"), target):
+                    if part.parameter.name not in names:
+                        yield of_no_head(part)
+
+    def _way_to_gate(self, gate: Gate) -> Way:
+        """Return the way from a gate's input to its factor."""
         last, module = gate.projections, self._attention.module
         ends = {(*earlier_projections(self._graph, op, module), op)[0].index for op in last}
-        way, meetings = self._way(gate.factor, set(), ends, -1)
-        return way, [replace(at, kind="W") if at.kind == "before" and at.op in last else at for at in meetings]
+        way = Walk(self._graph, ends=ends).to(gate.factor)
+        is_last = [meeting.kind == "before" and meeting.op in last for meeting in way.meetings]
+        kinds = ["W" if of_last else at.kind for of_last, at in zip(is_last, way.meetings, strict=True)]
+        return Way(way.ops, [replace(at, kind=kind) for at, kind in zip(way.meetings, kinds, strict=True)])
 
-    def _codes_at(
-        self, taken: TensorRef, way: list[Op], contexts: list[TensorRef], of_turns: list[Codes | None]
-    ) -> Codes | None:
+    def _codes_at(self, taken: TensorRef, way: Way, of_turns: list[Codes | None]) -> Codes | None:
         """Return the head and feature of each projected element, from the contexts of all turns."""
         known = [codes for codes in of_turns if codes is not None]
         if len(known) < len(of_turns):
             return None
-        pairs = zip(contexts, known, strict=True)
-        layouts = Layouts(
-            self._graph, [(context, codes.layout(context.shape, turn)) for turn, (context, codes) in enumerate(pairs)]
-        )
-        layouts.follow(way)
+        contexts = enumerate(zip(self._contexts(), known, strict=True))
+        given = [(context, codes.layout(context.shape, turn)) for turn, (context, codes) in contexts]
+        layouts = Layouts(self._graph, given)
+        layouts.follow(way.ops)
         return codes_in(layouts.of(taken), known[0], len(known))
 
     # -- from parameters to heads -------------------------------------------------------------------------------------
 
-    def _parts(
-        self, letter: str, meeting: _Meeting, way: list[Op], target: TensorRef, codes: Codes | None, turn: int = 0
-    ) -> Iterator[Part]:
-        """Yield the parts of these heads in the parameters behind a weight.
+    def _parts(self, letter: str, meeting: Meeting, target: _Target) -> Iterator[Part]:
+        """Yield the parts of the heads of a target in the parameters behind a weight."""
+        op, kind, weight = meeting.op, meeting.kind, meeting.weight
+        taps = weight.shape[2:] if op is not None and op.base_name == "convolution" else ()
+        weighing = Walk(self._graph, since=0).to(weight).ops
+        target.layouts.follow(weighing)
+        for parameter in parameters_behind(self._run, [weight]):
+            heads = self._heads(letter, meeting, target, parameter)
+            is_shared = have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES)
+            is_shared |= self._names.mixes_positions and self._names.num_heads > 1
+            same_rank = len(parameter.tensor.shape) == len(weight.shape)
+            part = Part(
+                kind=kind,
+                letter=letter,
+                parameter=parameter,
+                heads={} if is_shared and letter == "g" else heads,
+                is_shared=is_shared,
+                taps=len(taps) if same_rank and kind in (*_MATRICES, "before", "filter") else 0,
+                moved=prod(taps) == 1 and all(op.kind in ("view", "copy") for op in weighing),
+            )
+            is_matrix = op is not None and self._graph.is_projection(op) and weight.id == self._graph.weight_of(op).id
+            yield self._with_inner(part, op, target.layouts) if is_matrix and op is not None else part
 
-        Args:
-            letter: the side of the heads.
-            meeting: the operation that applies the weight.
-            way: the operations that lead to the target.
-            target: the heads; for W_o the projected tensor.
-            codes: head and feature of each element of the target; None if unknown.
-            turn: the number of the turn in a loop over heads.
-        """
-        op, kind = meeting.op, meeting.kind
-        taps = meeting.weight.shape[2:] if op is not None and op.base_name == "convolution" else ()
-        weighing = self._way(meeting.weight, set(), set(), 0)[0]
-        moved = prod(taps) == 1 and all(op.kind in ("view", "copy") for op in weighing)
-        self._layouts.follow(way)
-        self._layouts.follow(weighing)
-        for parameter in parameters_behind(self._run, [meeting.weight]):
-            heads: dict[int, Indices] = {}
-            if codes is not None:
-                entering = letter == "o" and kind in _MATRICES and op is not None
-                layout = self._layouts.entering(op) if entering and op else self._layouts.of(target)
-                places = layout.places_in(parameter.name, parameter.tensor.shape, parameter.tensor.stride)
-                if places is not None:
-                    rows = enumerate(rows_of(places, codes, parameter.tensor.stride), start=turn * codes.heads)
-                    heads = {head: row for head, row in rows if (row >= 0).any()}
-                once = letter == "g" and all((row == row[0]).all() for row in heads.values())
-                if kind not in (*_MATRICES, *_BIASES, "appended", "prepended") or once:
-                    heads = {head: np.unique(row[row >= 0]) for head, row in heads.items()}
-            mixed = self._names.mixes_positions and self._names.num_heads > 1
-            is_shared = mixed or (have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES))
-            heads = {} if is_shared and letter == "g" else heads
-            same_rank = len(parameter.tensor.shape) == len(meeting.weight.shape)
-            of_taps = len(taps) if same_rank and kind in (*_MATRICES, "before", "filter") else 0
-            part = Part(kind, letter, parameter, heads, is_shared, taps=of_taps, moved=moved)
-            projects = op is not None and self._graph.is_projection(op)
-            if op is not None and projects and meeting.weight.id == self._graph.weight_of(op).id:
-                part = self._with_inner(part, op)
-            yield part
+    def _heads(self, letter: str, meeting: Meeting, target: _Target, parameter: Named) -> dict[int, Indices]:
+        """Return the places of each head's features in a parameter; without their order if they are no features."""
+        op, kind, tensor, codes = meeting.op, meeting.kind, parameter.tensor, target.codes
+        if codes is None:
+            return {}
+        is_entered = letter == "o" and kind in _MATRICES and op is not None
+        layouts = target.layouts
+        layout = layouts.entering(op) if is_entered and op is not None else layouts.of(target.tensor)
+        places = layout.places_in(parameter.name, tensor.shape, tensor.stride)
+        if places is None:
+            return {}
+        rows = enumerate(rows_of(places, codes, tensor.stride), start=target.turn * codes.heads)
+        heads = {head: row for head, row in rows if (row >= 0).any()}
+        # A gate may have one number for all features of a head.
+        is_one = letter == "g" and all((row == row[0]).all() for row in heads.values())
+        if is_one or kind not in _BY_FEATURE:
+            return {head: np.unique(row[row >= 0]) for head, row in heads.items()}
+        return heads
 
-    def _with_inner(self, part: Part, op: Op) -> Part:
+    def _with_inner(self, part: Part, op: Op, layouts: Layouts) -> Part:
         """Return a part of a matrix with the count of each feature's numbers, and the step between them."""
         weight, tensor = self._graph.weight_of(op), part.parameter.tensor
         place = self._graph.places_of_weight(op)[part.letter == "o" and part.kind in _MATRICES]
-        number = weight.shape[place]
-        row = self._layouts.of(weight).along(place, part.parameter.name)
+        row = layouts.of(weight).along(place, part.parameter.name)
         places = row.places_in(part.parameter.name, tensor.shape, tensor.stride)
-        if places is None:
+        numbers = [] if places is None else places.low.reshape(-1).tolist()
+        if len(numbers) < weight.shape[place] or min(numbers, default=0) < 0:
             return part
-        known = places.low.reshape(-1)
-        if (known < 0).any():
+        step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+        if step < 1 or numbers[-1] - numbers[0] != step * (len(numbers) - 1):
             return part
-        step = int(known[1] - known[0]) if len(known) > 1 else 1
-        if len(known) < number or step < 1 or known[-1] - known[0] != step * (number - 1):
-            return part
-        return replace(part, inner=(number, step), width=number)
-
-
-def _kind(op: Op, parameter: TensorRef) -> str:
-    """Return the kind of use of a parameter by an operation other than a projection."""
-    if op.does("joins"):
-        return "prepended" if op.base_name == "cat" and op.inputs[0] is parameter else "appended"
-    if op.does("convolution"):  # of each channel by itself
-        return "filter" if parameter is op.inputs[1] else "shift"
-    if op.does("norms"):
-        gain_and_bias = [arg for arg in op.args[1:] if not isinstance(arg, tuple)]  # a layer norm has a shape first
-        return "shift" if parameter in gain_and_bias[1:2] else "norm"
-    name = op.base_name.rstrip("_")
-    if name == "addcmul":
-        return "b" if parameter is op.inputs[0] else "norm"
-    return {"add": "b", "sub": "b", "mul": "norm", "div": "norm", "copy": "appended"}.get(name, "learned")
+        return replace(part, inner=(len(numbers), step), width=len(numbers))

@@ -20,7 +20,6 @@ import numpy as np
 
 from ..graph.layout import Indices
 from .pattern import in_words
-from .projection import Part, places_along
 
 Run = tuple[int, int]
 """The first index, and the index after the last."""
@@ -66,24 +65,15 @@ class Placement:
         """Return the indices of all heads along a dimension."""
         return _runs(np.unique(np.concatenate([*self.indices[dim].values()])))
 
-    def blocks(self, dims: Sequence[int]) -> tuple[tuple[int, tuple[Run, ...]], ...] | None:
-        """Return each head with its runs along one or two dimensions; None if they do not cover exactly its elements.
+    @property
+    def count(self) -> int:
+        """The number of elements that belong to one feature."""
+        return (1 if self.inner is None else self.inner[0]) * prod(self.shape[len(self.shape) - self.taps :])
 
-        Every pair of a run of rows and a run of columns is a block.
-        """
-        if len(dims) > 2:
-            return None
-        taps, blocks = prod(self.shape[len(self.shape) - self.taps :]), list[tuple[int, tuple[Run, ...]]]()
-        for head, row in self.heads.items():
-            number = len(np.unique(row[row >= 0])) * (1 if self.inner is None else self.inner[0]) * taps
-            if prod(len(of_dim[head]) for of_dim in self.indices) != number:
-                return None
-            for run in self.runs[dims[0]][head]:
-                blocks += [(head, (run, *column)) for column in self._columns(dims[1:], head)]
-        return tuple(blocks)
 
-    def _columns(self, dims: Sequence[int], head: int) -> list[tuple[Run, ...]]:
-        return [(run,) for run in self.runs[dims[0]][head]] if dims else [()]
+def places_along(places: Indices, shape: Sequence[int], stride: Sequence[int]) -> tuple[Indices, ...]:
+    """Return the indices along each dimension for places in the memory of a tensor."""
+    return tuple(places // max(step, 1) % max(size, 1) for size, step in zip(shape, stride, strict=True))
 
 
 def _runs(indices: Indices) -> tuple[Run, ...]:
@@ -98,23 +88,36 @@ def _runs(indices: Indices) -> tuple[Run, ...]:
     return tuple(zip(indices[starts].tolist(), (indices[ends] + 1).tolist(), strict=True))
 
 
-def placement_of(part: Part) -> Placement:
-    """Return the placement of a part; parts that are alike have the same one."""
-    tensor = part.parameter.tensor
-    rows = tuple((head, row.tobytes()) for head, row in part.heads.items())
-    return _placement(tensor.shape, tensor.stride, rows, part.inner, part.taps)
-
-
 @lru_cache(64)  # the layers of a model are alike
-def _placement(
+def placement_of(
     shape: tuple[int, ...],
     stride: tuple[int, ...],
     rows: tuple[tuple[int, bytes], ...],
     inner: tuple[int, int] | None,
     taps: int,
 ) -> Placement:
+    """Return the placement of heads whose places are given as bytes: the same one for parts that are alike."""
     heads = {head: np.frombuffer(row, np.int64) for head, row in rows}
     return Placement(shape, stride, heads, inner, taps)
+
+
+Block = tuple[int, tuple[Run, ...]]
+"""A head, and a run along each of one or two dimensions: of rows, and of columns."""
+
+
+@lru_cache(64)
+def blocks_of(placement: Placement, dims: tuple[int, ...]) -> tuple[Block, ...] | None:
+    """Return the blocks of each head along one or two dimensions; None if they do not cover exactly its elements."""
+    if len(dims) > 2:
+        return None
+    blocks: list[Block] = []
+    for head, row in placement.heads.items():
+        number = len(np.unique(row[row >= 0])) * placement.count
+        if prod(len(of_dim[head]) for of_dim in placement.indices) != number:
+            return None
+        columns = [(run,) for run in placement.runs[dims[1]][head]] if len(dims) > 1 else [()]
+        blocks += [(head, (run, *column)) for run in placement.runs[dims[0]][head] for column in columns]
+    return tuple(blocks)
 
 
 # -- several parts in one parameter -----------------------------------------------------------------------------------

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
 
 from ..graph.layout import Indices
 from ..record.ops import Named, TensorRef
+from .placement import Placement, placement_of, places_along
 
 Content = Callable[[str], Tensor]
 """A function from the name of a parameter to its tensor."""
@@ -49,6 +51,12 @@ class Part:
         """`W_q`, `b_q`, or `bias_k` of a learned key; empty for other kinds."""
         kind = {"appended": "bias", "prepended": "bias", "W": "W", "b": "b"}.get(self.kind, "")
         return f"{kind}_{self.letter}" if kind else ""
+
+    @cached_property
+    def placement(self) -> Placement:
+        """Where its heads lie along the dimensions of the parameter."""
+        tensor, rows = self.parameter.tensor, tuple((head, row.tobytes()) for head, row in self.heads.items())
+        return placement_of(tensor.shape, tensor.stride, rows, self.inner, self.taps)
 
     @property
     def is_vector(self) -> bool:
@@ -110,11 +118,6 @@ class Projection:
 def coordinates(places: Indices, tensor: TensorRef) -> tuple[Indices, ...]:
     """Return the indices along each dimension of a parameter for these places in its memory."""
     return places_along(places, tensor.shape, tensor.stride)
-
-
-def places_along(places: Indices, shape: Sequence[int], stride: Sequence[int]) -> tuple[Indices, ...]:
-    """Return the indices along each dimension for places in the memory of a tensor."""
-    return tuple(places // max(step, 1) % max(size, 1) for size, step in zip(shape, stride, strict=True))
 
 
 def have_in_common(heads: dict[int, Indices]) -> bool:
