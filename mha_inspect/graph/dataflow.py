@@ -300,8 +300,7 @@ class Graph:
 
     def moves(self, op: Op) -> bool:
         """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
-        moves = op.kind in ("view", "copy") or op.does("adds_ranks")
-        return moves and not op.does("joins") and bool(op.inputs)
+        return moves(op)
 
     def norms_scores(self, op: Op) -> bool:
         """Return whether this is a norm as one operation, whose result has the shape of its input."""
@@ -435,6 +434,12 @@ class Graph:
         """Return whether this adds a parameter along the last dimensions."""
         biases = (tensor for tensor in op.inputs if self.is_weight(tensor) and tensor.numel < op.output.numel)
         return op.base_name.rstrip("_") == "add" and len(op.inputs) == 2 and any(biases)
+
+
+def moves(op: Op) -> bool:
+    """Return whether this only views or copies elements, or adds up the ranks' parts of a tensor."""
+    is_move = op.kind in ("view", "copy") or op.does("adds_ranks")
+    return is_move and not op.does("joins") and bool(op.inputs)
 
 
 def _keeps_features(op: Op) -> bool:

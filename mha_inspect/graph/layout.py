@@ -94,7 +94,7 @@ class Layout:
     shape: Shape
     """The shape of the tensor; with a last dimension of 2 for complex numbers."""
     spans: Mapping[Source, Span] = field(default_factory=dict)
-    """Source to the indices along it, in arrays that broadcast to the shape. A source that is no part is absent."""
+    """Source to the indices along it, in arrays that broadcast to the shape: all dimensions of a tensor, or none."""
 
     def mapped(self, shape: Shape, change: Callable[[Indices], Indices]) -> Layout:
         """Return the layout after a change of every array that only moves elements."""
@@ -102,7 +102,11 @@ class Layout:
 
     def without(self, *places: int) -> Layout:
         """Return the layout without the tensors whose index differs along these dimensions."""
-        gone = {source.of for source, span in self.spans.items() if span.varies(places)}
+        return self.without_any(lambda span: span.varies(places))
+
+    def without_any(self, is_gone: Callable[[Span], bool]) -> Layout:
+        """Return the layout without the tensors of which a dimension is gone."""
+        gone = {source.of for source, span in self.spans.items() if is_gone(span)}
         if not gone:
             return self
         return Layout(self.shape, {source: span for source, span in self.spans.items() if source.of not in gone})
@@ -365,7 +369,7 @@ def read(view: View, written: Sequence[tuple[View, Layout]]) -> Layout:
         low = end(0)
         is_one = all(s.low is s.high for _, layout in written if (s := layout.spans.get(source)) is not None)
         spans[source] = Span(low, low if is_one else end(1))
-    return Layout(view.shape, {source: span for source, span in spans.items() if span.is_known.any()})
+    return Layout(view.shape, spans).without_any(lambda span: not span.is_known.any())
 
 
 def _viewed(memory: Indices, view: View) -> Indices:

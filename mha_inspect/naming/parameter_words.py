@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from ..graph.attention import Attention
+from ..graph.dataflow import moves
 from ..graph.instances import UnlikeError
 from ..graph.products import Joint
 from ..graph.projections import reduction_of
@@ -179,7 +180,7 @@ def _readers(run: NamedRun) -> dict[str, str]:
                 names |= in_memory[tensor.storage]
         if not names:
             continue
-        if run.graph.moves(op):
+        if moves(op):
             for tensor in op.outputs:
                 in_memory[tensor.storage] = in_memory.get(tensor.storage, set()) | names
         else:

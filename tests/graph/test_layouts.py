@@ -171,6 +171,8 @@ CASES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "padded with a number": lambda a, b: nn.functional.pad(a, (1, 1), value=3.0) * torch.tensor([0.0, 1, 1, 1, 1, 0]),
     "padded with infinity": lambda a, b: nn.functional.pad(a, (1, 1), value=-torch.inf).clamp(min=0),
     "cleared": lambda a, b: torch.cat([cleared(a), b]),
+    "every other column": lambda a, b: every_other(a),
+    "halves of a buffer": lambda a, b: halves(torch.cat([b, a])),
     "a buffer in turns": lambda a, b: filled(a, b),
     "a diagonal": lambda a, b: a.diagonal(),
     "pairs as complex numbers": lambda a, b: torch.view_as_real(torch.view_as_complex(a.view(6, 2, 2)).mT),
@@ -183,6 +185,18 @@ def cleared(a: Tensor) -> Tensor:
     buffer = a.clone()
     buffer[2:].zero_()
     return buffer
+
+
+def every_other(a: Tensor) -> Tensor:
+    buffer = torch.zeros(6, 8)
+    buffer[:, ::2] = a
+    return buffer[:, :7].T
+
+
+def halves(both: Tensor) -> Tensor:
+    buffer = torch.zeros(12, 5)
+    buffer[:, :4] = both
+    return torch.cat([buffer[6:], buffer[:6]])
 
 
 def filled(a: Tensor, b: Tensor) -> Tensor:
@@ -250,6 +264,21 @@ def test_memory_outside_of_a_tensor_is_made_of_none() -> None:
     assert not read(View((4,), (1,), 20), rows).spans
     beside = read(View((4,), (1,), 10), rows)
     assert beside.spans[Source("x", 0)].low.tolist() == [2, 2, -1, -1]
+
+
+def test_what_memory_had_before_a_write_is_known_after_it() -> None:
+    def forward(first: Tensor, second: Tensor) -> Tensor:
+        buffer = first.clone()
+        sums = buffer.view(4, 6) + 0
+        buffer.copy_(second)
+        return sums + 0 * buffer.view(4, 6)
+
+    with torch.no_grad():
+        recording, _ = record(Numbered((6, 4), forward), torch.zeros(()), keep=True)
+    layouts = Layouts(Graph(recording))
+    layouts.follow(recording.ops)
+    before, after = (op.output for op in recording.ops if op.base_name == "view")
+    assert [{source.of for source in layouts.of(view).spans} for view in (before, after)] == [{"first"}, {"second"}]
 
 
 def test_an_unknown_choice_by_a_mask_is_no_guess() -> None:

@@ -102,6 +102,23 @@ def groups_by_einops(y: Tensor) -> Heads:
     return rearrange(y[..., :3, :], "b n g s d -> b (g s) n d"), k, v
 
 
+def groups_apart(y: Tensor) -> Heads:
+    """The members of all groups in front of the groups, and keys without members."""
+    y = y.view(*y.shape[:2], 2, 5, 4)
+    q = y[:, :, :, :3].permute(0, 3, 2, 1, 4)
+    k, v = (y[:, :, :, at].transpose(1, 2)[:, None] for at in (3, 4))
+    return q, k, v
+
+
+class Members(One):
+    """Grouped queries with an axis for the members of a group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        context = self.attend(*self.to_heads(self.qkv(x)))  # batch member group position head_dim
+        self.contexts = context.transpose(1, 2).flatten(1, 2)
+        return self.o(join(self.contexts))
+
+
 def heads_before_batch(y: Tensor) -> Heads:
     q, k, v = rearrange(y, "b n (three h d) -> three (h b) n d", h=H, three=3)
     return tuple(rearrange(t, "(h b) n d -> b h n d", h=H) for t in (q, k, v))  # type: ignore[return-value]
@@ -382,6 +399,7 @@ ORDERS: dict[str, Callable[[], Packed]] = {
     "one product": Product,
     "groups": lambda: One(groups, OF_GROUPS),
     "groups by einops": lambda: One(groups_by_einops, OF_GROUPS),
+    "groups apart": lambda: Members(groups_apart, OF_GROUPS),
     "heads before the batch": lambda: One(heads_before_batch, THIRDS),
     "every third": lambda: One(every_third, LAST),
     "last of three": lambda: One(last_of_three, LAST),
