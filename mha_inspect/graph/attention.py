@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..record.ops import Op, TensorRef
 from .dimensions import Dim, Dimensions, DimensionsOf, wide
@@ -76,6 +77,15 @@ class Attention:
     """The dimension of the weights that is cut, if only the softmax is computed in pieces; otherwise None."""
     is_over_memory: bool = False
     """Whether the keys depend on no input: they are parameters, or computed from parameters."""
+    seen: Any = field(default=None, compare=False)
+    """A bool tensor in the layout of the softmax's result: the weights that are not set to zero after the exponentials.
+    None if none is, or if it is unknown."""
+    shifts: tuple[Op, ...] = ()
+    """The operations in `masks` that add one number for each softmax, which changes no weight."""
+    has_factors: bool = False
+    """Whether exponentials are multiplied by numbers other than 0 and 1, which is a bias of the scores."""
+    weights_scale: float = 1.0
+    """The number that the input of the softmax is multiplied by in it, e.g. log(2) where powers of two are taken."""
     module: str = ""
     """Path of the module whose forward computes the scores, or calls one module for each head."""
 

@@ -15,9 +15,12 @@ from .attention import Attention, positions_of
 from .axis import setting, wide
 from .dataflow import Graph, inside
 from .memory import memory_paths
+from .pairs import pairs_of
 from .pieces import with_keys_joined, with_pieces_joined, with_softmaxes_joined
 from .products import Product, ProductPath
 from .projections import Projection, projections_behind, with_projections
+from .reading import Reading, read
+from .rerun import Constants
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
 from .softmax import Softmax
 from .values import (
@@ -33,10 +36,14 @@ from .values import (
 
 def attentions_of(graph: Graph) -> list[Attention]:
     """Return every attention of a recording, in the order of computation; empty if there is no attention."""
-    attentions: list[Attention] = []
+    attentions = _measured(graph)
+    taken = {each.value_product.op.index for each in attentions}
+    softmaxed = {each.softmax.index for each in attentions}
     for softmax in graph.softmaxes.values():
+        if softmax.op.index in softmaxed:
+            continue
         values = softmax.values_product or value_product(graph, softmax.op.output, softmax.dim)
-        if values is not None and not sums_over_all(graph, softmax, values):
+        if values is not None and (values.product.op.index in taken or not sums_over_all(graph, softmax, values)):
             continue
         scores = None if values is None else score_product(graph, softmax.masked, softmax.dim, softmax.op.module)
         if values is None or scores is None:
@@ -60,6 +67,20 @@ def attentions_of(graph: Graph) -> list[Attention]:
     return _with_turns_merged(graph, with_pieces_joined(graph, attentions))
 
 
+def _measured(graph: Graph) -> list[Attention]:
+    """Return the attentions of pairs of products whose weights, as a measurement shows, sum to one."""
+    constants = Constants(graph, {}, kept=False)
+    attentions: dict[int, Attention] = {}
+    for pair in pairs_of(graph):
+        reading = read(graph, pair, constants)
+        if reading is None or reading.softmax.op.index in attentions:
+            continue
+        attention = _attention_around(graph, reading.softmax, reading.scores, reading.values, reading)
+        if attention is not None:
+            attentions[reading.softmax.op.index] = attention
+    return list(attentions.values())
+
+
 def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]) -> bool:
     """Return whether one scores product gives the weights of two averages, and one average depends on the other.
 
@@ -75,7 +96,9 @@ def _is_dispatch(graph: Graph, attention: Attention, attentions: list[Attention]
     )
 
 
-def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, values: ProductPath) -> Attention | None:
+def _attention_around(
+    graph: Graph, softmax: Softmax, scores: ProductPath, values: ProductPath, reading: Reading | None = None
+) -> Attention | None:
     """Return the attention around a softmax or around other weights; None if this is no attention."""
     product, averaged = with_keys_of(graph, scores.product, values.values), values.product
     side = softmaxed_side(graph, product, values, softmax.masked, softmax.dim)
@@ -100,9 +123,13 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
     module = product.multiply.module
     ends = projections_behind(graph, heads, module, positions)
     stages = with_projections(graph, heads, ends)
-    scoring = read_scoring(graph, product, scores.path, softmax.masked, softmax.dim)
+    if reading is None:
+        scoring = read_scoring(graph, product, scores.path, softmax.masked, softmax.dim)
+        factor = multiply([scoring.scale, scoring.late_scale])
+    else:
+        scoring, factor = reading.scoring, reading.factor
     stages["scores"] = scoring.scores
-    if scoring.masks or scoring.steps:
+    if scoring.masks or (scoring.steps and not (reading is not None and reading.hides_scale)):
         stages["masked_scores"] = scoring.masked
     if softmax.divided is None:
         stages["weights"] = _without_sinks(softmax.op.output, softmax.dim, values.path)
@@ -114,7 +141,7 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
         score_product=product,
         value_product=averaged,
         stages=stages,
-        scale=multiply([*early.values(), scores_scale, scoring.late_scale]),
+        scale=multiply([*early.values(), q_scale, k_scale, factor]) if product.is_dot else None,
         scores_scale=scores_scale,
         early_scales=early,
         softmax_dim=softmax.dim,
@@ -132,6 +159,10 @@ def _attention_around(graph: Graph, softmax: Softmax, scores: ProductPath, value
         projections={name: end.op for name, end in ends.items()},
         earlier={name: end.earlier for name, end in ends.items() if end.earlier},
         before_repeats={"key": graph.before_repeats(k_heads)},
+        seen=None if reading is None else reading.seen,
+        shifts=scoring.shifts,
+        has_factors=reading is not None and reading.has_factors,
+        weights_scale=1.0 if reading is None else reading.weights_scale,
         is_over_memory=not graph.comes_from_inputs(key),
         module=module,
     )

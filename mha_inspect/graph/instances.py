@@ -107,6 +107,7 @@ class _Signatures:
         self._kinds |= dict.fromkeys((named.tensor.id for named in recording.buffers), "buffer")
         self._kinds |= {named.tensor.id: ("input", named.tensor.id) for named in recording.inputs}
         self._sights: list[Sight] = []
+        self._contents: list[torch.Tensor] = []
         self._layouts: dict[object, int] = {}
         self._tensors: dict[int, tuple[int, int, int]] = {}
         """Id of a tensor to the last operation with it, its place there, and the number of its layout."""
@@ -151,7 +152,8 @@ class _Signatures:
         if last is None:
             layout = tensor.shape, tensor.stride, tensor.offset, tensor.dtype
             number, seen = self._layouts.setdefault(layout, len(self._layouts)), self._storages.get(tensor.storage)
-            known = self._recording.scalars.get(tensor.id), self._kinds.get(tensor.id)
+            scalar, kind = self._recording.scalars.get(tensor.id), self._kinds.get(tensor.id)
+            known = scalar, kind, self._content_of(tensor)
             mention: object = number, None if seen is None else index - seen, known
         else:
             number = last[2]
@@ -182,6 +184,17 @@ class _Signatures:
         outer = None if kernel.within is None else place - kernel.within
         return replace(kernel, check=None, within=None), kernel.check is None, outer
 
+    def _content_of(self, tensor: TensorRef) -> int | None:
+        """Return the number of the content of a constant, e.g. of a mask, equal for equal content; else None."""
+        content = self._recording.constants.get(tensor.id)
+        if content is None:
+            return None
+        for number, like in enumerate(self._contents):
+            if content is like or _same_content(content, like):
+                return number
+        self._contents.append(content)
+        return len(self._contents) - 1
+
     def _sight_of(self, op: Op) -> int | None:
         """Return the number of what is noted about weights, equal for notes with the same content."""
         sight = self._recording.sights.get(op.outputs[0].id) if op.outputs else None
@@ -211,6 +224,12 @@ def _shared(left: Sequence[object], right: Sequence[object]) -> int:
             break
         count += 1
     return count
+
+
+def _same_content(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if (left.shape, left.dtype, left.device) != (right.shape, right.dtype, right.device) or left.is_meta:
+        return False
+    return bool(torch.equal(left, right))
 
 
 def _same_sight(left: Sight, right: Sight) -> bool:

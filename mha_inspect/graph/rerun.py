@@ -88,10 +88,12 @@ def _behind(recording: Recording, known: Container[int], target: TensorRef, star
 class Constants:
     """Values of tensors that no projection has a part in, e.g. masks and tables of positions, computed when needed."""
 
-    def __init__(self, graph: Graph, leaves: Mapping[int, Tensor]) -> None:
+    def __init__(self, graph: Graph, leaves: Mapping[int, Tensor], *, kept: bool = True) -> None:
+        """Take the tensors of inputs, parameters and buffers by id; with `kept`, use what the recording kept too."""
         recording = graph.recording
         self._recording = recording
         self._leaves = {**recording.constants, **leaves}
+        self._kept = recording.values if kept else {}
         self._values: dict[int, Tensor | None] = {}
         self._read: dict[int, TensorRef] = {}
         """The tensors whose content was taken, by id."""
@@ -119,7 +121,7 @@ class Constants:
         return [int(number) for number in value.flatten().tolist()] if known and value is not None else []
 
     def _compute(self, tensor: TensorRef) -> Tensor | None:
-        kept: Tensor | None = self._recording.values.get(tensor.id)
+        kept: Tensor | None = self._kept.get(tensor.id)
         if kept is not None:
             self._read[tensor.id] = tensor
             return kept.detach()

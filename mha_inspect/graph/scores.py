@@ -231,6 +231,8 @@ class Scoring(NamedTuple):
     """The steps from the scores to the softmax, in order: `add`, `fill` or `times` for a mask, `scale` and its number,
     `mixed` for a projection of heads, or the name of a function."""
     sinks: Op | None = None
+    shifts: tuple[Op, ...] = ()
+    """The masks that add one number for each softmax."""
 
 
 def multiply(numbers: Iterable[float | None]) -> float | None:

@@ -96,7 +96,7 @@ class InnerStepsReader:
             qk_norm=norm[0] if norm else None,
             cache=caches["key"][0] if caches["key"] else None,
             window=self._window(attention, names),
-            bias=any(each.bias for each in added.values()),
+            bias=turn.has_factors or any(each.bias for each in added.values()),
             operands=operands,
             added=added,
         )

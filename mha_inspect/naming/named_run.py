@@ -6,7 +6,7 @@ A dimension of size one leaves no trace in a view. A wider run of the same forwa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
@@ -17,6 +17,7 @@ from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..graph.find import attentions_of
 from ..graph.instances import TranslatedDimensions, Translation, UnlikeError, shortened_of
+from ..graph.written_out import unread_contexts, written_out
 from ..record.ops import Recording
 from ..record.tensors import uncollected
 from .axes import AxisNames
@@ -62,13 +63,11 @@ class Distinct:
     """For each attention of the whole run, which of the distinct ones it is."""
 
 
-@dataclass(frozen=True)
-class NamedRun:
-    """A recorded run with its attentions."""
+class _Reading:
+    """The dataflow and the attentions of one recording, with the names that they have alone."""
 
-    recording: Recording
-    wider: NamedRun | None = None
-    """A run of the same forward in which no size is one; it provides the names of axes. None without one."""
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
 
     @cached_property
     def graph(self) -> Graph:
@@ -77,9 +76,87 @@ class NamedRun:
             return Graph(self.recording)
 
     @cached_property
+    def alone(self) -> tuple[Named, ...]:
+        """The attentions with the names that this recording alone provides."""
+        if self.shorter is None:
+            return self.read()
+        run, named = self.shorter.run, []
+        for instance in self.shorter.instances:
+            names = run.attentions[instance.place][1]
+            if instance.translation is not None:
+                dimensions = TranslatedDimensions(run.graph.dimensions, instance.translation)
+                names = names.translated(instance.attention, dimensions)
+            named.append((instance.attention, names))
+        return tuple(named)
+
+    @cached_property
+    def shorter(self) -> Distinct | None:
+        """The distinct attentions, with the names that they have alone; None if no layers are equal."""
+        with uncollected():
+            shortened = shortened_of(self.recording)
+            if shortened is None:
+                return None
+            run, instances = NamedRun(shortened.recording, as_recorded=True), list[Instance]()
+            vars(run).update(attentions=run.reading.read())
+            try:
+                for place, (attention, _) in enumerate(run.attentions):
+                    anchors = {turn.score_product.op.index for turn in attention.turns}
+                    for translation in shortened.translations(anchors):
+                        instances.append(Instance(place, translation.of(attention), translation))
+            except UnlikeError:  # e.g. tensors that are put together from pieces are no layer's
+                return None
+        return Distinct(run, tuple(sorted(instances, key=lambda instance: instance.attention.softmax.index)))
+
+    def read(self) -> tuple[Named, ...]:
+        """Find the attentions of this recording, and name their axes."""
+        with uncollected():
+            return tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
+
+    def with_steps(self) -> _Reading:
+        """Return the reading in which attentions that no product shows are written out; this one if there are none."""
+        if self.shorter is None:
+            graph, named = self.graph, self.alone
+        else:
+            graph, named = self.shorter.run.graph, self.shorter.run.attentions
+        if not unread_contexts(graph, [attention for attention, _ in named]):
+            return self
+        with uncollected():
+            steps = written_out(self.graph, [attention for attention, _ in self.alone])
+        return self if steps is None else _Reading(steps)
+
+
+@dataclass(frozen=True)
+class NamedRun:
+    """A recorded run with its attentions."""
+
+    recorded: Recording
+    """What was recorded."""
+    wider: NamedRun | None = None
+    """A run of the same forward in which no size is one; it provides the names of axes. None without one."""
+    as_recorded: bool = field(default=False, kw_only=True)
+    """Whether nothing is written out in steps: a run that raised, or one whose steps are written out already."""
+
+    @cached_property
+    def reading(self) -> _Reading:
+        """The dataflow and the attentions, with the names that they have alone."""
+        reading = _Reading(self.recorded)
+        return reading if self.as_recorded else reading.with_steps()
+
+    @property
+    def recording(self) -> Recording:
+        """What was recorded, with attentions that no product shows written out in their steps."""
+        return self.recorded if self.as_recorded else self.reading.recording
+
+    @property
+    def graph(self) -> Graph:
+        """The dataflow."""
+        return self.reading.graph
+
+    @cached_property
     def attentions(self) -> tuple[Named, ...]:
         """Every attention with the names of its axes."""
-        return self._alone if self.wider is None else _named_after(self._alone, self.wider.attentions)
+        alone = self.reading.alone
+        return alone if self.wider is None else _named_after(alone, self.wider.attentions)
 
     @property
     def distinct(self) -> Distinct:
@@ -91,57 +168,21 @@ class NamedRun:
     @cached_property
     def _distinct(self) -> Distinct | None:
         """The distinct attentions with their names; None if no layers are equal."""
-        if self._shorter is None or self.wider is None:
-            return self._shorter
+        shorter = self.reading.shorter
+        if shorter is None or self.wider is None:
+            return shorter
         # The wider run may give names to the axes of one attention, and not to those of an equal one.
         named: dict[int, Named] = {}
-        for instance, (attention, names) in zip(self._shorter.instances, self.attentions, strict=True):
-            like, like_names = self._shorter.run.attentions[instance.place]
+        for instance, (attention, names) in zip(shorter.instances, self.attentions, strict=True):
+            like, like_names = shorter.run.attentions[instance.place]
             axes = {stage: names.of_stage(stage) for stage in attention.stages}
             taken = named.setdefault(instance.place, (like, like_names.taking(axes)))[1]
             if any(taken.of_stage(stage) != pattern for stage, pattern in axes.items()):
                 return None
-        run = NamedRun(self._shorter.run.recording)
-        every = tuple(named.get(place, pair) for place, pair in enumerate(self._shorter.run.attentions))
-        vars(run).update(graph=self._shorter.run.graph, attentions=every)
-        return Distinct(run, self._shorter.instances)
-
-    @cached_property
-    def _alone(self) -> tuple[Named, ...]:
-        """The attentions with the names that this run alone provides."""
-        if self._shorter is None:
-            return self._read()
-        run, named = self._shorter.run, []
-        for instance in self._shorter.instances:
-            names = run.attentions[instance.place][1]
-            if instance.translation is not None:
-                dimensions = TranslatedDimensions(run.graph.dimensions, instance.translation)
-                names = names.translated(instance.attention, dimensions)
-            named.append((instance.attention, names))
-        return tuple(named)
-
-    @cached_property
-    def _shorter(self) -> Distinct | None:
-        """The distinct attentions, with the names that they have alone; None if no layers are equal."""
-        with uncollected():
-            shortened = shortened_of(self.recording)
-            if shortened is None:
-                return None
-            run, instances = NamedRun(shortened.recording), list[Instance]()
-            vars(run).update(attentions=run._read())
-            try:
-                for place, (attention, _) in enumerate(run.attentions):
-                    anchors = {turn.score_product.op.index for turn in attention.turns}
-                    for translation in shortened.translations(anchors):
-                        instances.append(Instance(place, translation.of(attention), translation))
-            except UnlikeError:  # e.g. tensors that are put together from pieces are no layer's
-                return None
-        return Distinct(run, tuple(sorted(instances, key=lambda instance: instance.attention.softmax.index)))
-
-    def _read(self) -> tuple[Named, ...]:
-        """Find the attentions of this recording, and name their axes."""
-        with uncollected():
-            return tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
+        run = NamedRun(shorter.run.recording, as_recorded=True)
+        every = tuple(named.get(place, pair) for place, pair in enumerate(shorter.run.attentions))
+        vars(run).update(reading=shorter.run.reading, attentions=every)
+        return Distinct(run, shorter.instances)
 
     def read_once(self, read: Callable[[NamedRun, Attention, AxisNames], T]) -> list[T]:
         """Return what `read` finds in each attention; in equal ones once, and then translated."""
@@ -152,7 +193,7 @@ class NamedRun:
     def beside(self, wider: NamedRun | None) -> Self:
         """Return this run with a wider run for the names of axes; cached results stay."""
         run = replace(self, wider=wider)
-        vars(run).update({name: vars(self)[name] for name in ("graph", "_alone", "_shorter") if name in vars(self)})
+        vars(run).update({name: vars(self)[name] for name in ("reading",) if name in vars(self)})
         return run
 
 

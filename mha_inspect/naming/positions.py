@@ -321,16 +321,19 @@ def added_by(
         if not op.does("fills") and not op.does("scales"):
             read = [tensor for tensor in operands(op) if tensor.numel > 1]
             others = [tensor for tensor in read if tensor.id not in own]
-            parts = [_added(graph, constants, tensor) for tensor in others]
+            taken_off = op.inputs[1].id if op.base_name.rstrip("_") == "sub" and len(op.inputs) == 2 else None
+            parts = [_added(graph, constants, tensor, is_taken_off=tensor.id == taken_off) for tensor in others]
             position = next((part.position for part in parts if part.position is not None), None)
             other = next((part.product for part in parts if part.product is not None), None)
-            bias, mask = any(part.bias for part in parts), any(part.mask for part in parts)
+            # A number that is added for each softmax changes no weight.
+            bias = op not in attention.shifts and any(part.bias for part in parts)
+            mask = any(part.mask for part in parts)
             added[op.index] = Added(bias, mask, position, bool(read) and not others, other)
     return added
 
 
-def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:
-    """Return what a tensor adds to the scores."""
+def _added(graph: Graph, constants: Constants, tensor: TensorRef, *, is_taken_off: bool = False) -> Added:
+    """Return what a tensor adds to the scores, or is taken off them."""
     for step in graph.back(tensor, lambda op: graph.moves(op) or graph.is_scale(op)):
         op = graph.recording.producer(step.tensor)
         product = None if op is None else graph.product(op)
@@ -340,6 +343,7 @@ def _added(graph: Graph, constants: Constants, tensor: TensorRef) -> Added:
     if op is not None and op.base_name == "where" and all(read.numel == 1 for read in op.inputs[1:]):
         return Added(False, True)  # one number where a key may be seen, and another one where not
     value = constants.value(tensor)
+    value = -value if is_taken_off and value is not None and value.is_floating_point() else value
     finite = None if value is None or value.dtype == torch.bool else value.isfinite() & (value > MASKED_BELOW)
     bias, mask = False, finite is not None and not bool(finite.all())
     if value is not None and finite is not None:

@@ -69,7 +69,9 @@ class StageFacts:
             over = " over the queries" if attention.over_queries else ""
             if brief and not attention.weighing and scores != "scores":
                 return f"softmax{over}"
-            return weighed_text(self._graph, attention, scores) if attention.weighing else f"softmax{over}({scores})"
+            if attention.weighing:
+                return weighed_text(self._graph, attention, scores)
+            return f"softmax{over}({scores}{scale_text(attention.weights_scale)})"
         if stage != "context":
             joined = ", joined with those of another projection" if self.joins_projections(stage) else ""
             return self._rearranged(stage, brief=brief) + joined

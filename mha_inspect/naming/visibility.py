@@ -17,7 +17,7 @@ from ..graph.attention import Attention
 from ..graph.dataflow import Graph, inside
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
-from ..record.sight import MASKED_BELOW, Sight, joined_sight
+from ..record.sight import MASKED_BELOW, Sight, joined_sight, narrowed
 from ..reports.trace import PIECES_OF_TOKENS, WITHIN_TOKENS
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
@@ -168,7 +168,8 @@ def noted(graph: Graph, turn: Attention) -> Sight | None:
     first, shape = turn.score_product.op.index, turn.softmax.output.shape
     for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop
         if tensor.id in sights and tensor.shape == shape:
-            return sights[tensor.id]
+            sight = sights[tensor.id]
+            return sight if turn.seen is None else narrowed(sight, turn.seen, turn.softmax_dim)
         op = graph.recording.producer(tensor)
         if op is not None and op.index > first:
             queue += [read for read in op.inputs if read.shape == shape]

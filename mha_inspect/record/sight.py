@@ -105,6 +105,22 @@ def joined_sight(sights: Sequence[Sight], shapes: Sequence[tuple[int, ...]], pla
     return Sight(pairs, torch.cat([torch.zeros(shape) > 0 if blind is None else blind for blind, shape in rows], place))
 
 
+def narrowed(sight: Sight, seen: Tensor, dim: int) -> Sight:
+    """Return the sight of weights of which some are set to zero after the exponentials that the sight is of.
+
+    Args:
+        sight: the nonzero exponentials.
+        seen: the weights that are kept, in the same layout.
+        dim: the dimension of the softmax.
+    """
+    dim %= seen.dim()
+    kept = _reduced(seen, [(min(at, dim), max(at, dim)) for at in range(seen.dim()) if at != dim], dim)
+    if kept is None or not sight.pairs:
+        return kept or sight
+    pairs = {pair: both & sight.pairs.get(pair, both) for pair, both in kept.pairs.items()}
+    return Sight(pairs, sight.blind if kept.blind is None else kept.blind)
+
+
 def _reduced(seen: Tensor, pairs: Any, dim: int | None, blind: Tensor | None = None) -> Sight | None:
     """Return the sight for booleans in the layout of the weights; without `blind`, rows that see no key are blind."""
     by_pair = {}

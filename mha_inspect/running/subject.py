@@ -87,7 +87,7 @@ def run_and_record(
             wait(returned)
     except Exception as error:
         # No variable of this frame refers to the error: its traceback refers to the frame.
-        return Run(recorder.finish(), error=error, recorder=recorder)
+        return Run(recorder.finish(), error=error, recorder=recorder, as_recorded=True)
     return Run(recorder.finish(returned), returned=returned)
 
 

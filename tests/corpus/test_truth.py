@@ -12,13 +12,12 @@ from .every import ENTRIES, entries
 from .runs import axes_of, parameters, shown, sizes_of, traced
 
 FACTS = ("kind", "window", "position", "qk_norm", "cache", "bias")
-NOT_YET = {
-    "OneQueryAtATime",
-}
+NOT_YET: set[str] = set()
 """Entries of which the program finds another number of attentions: one that it learns to find is taken off."""
 NOT_NAMED = {"KeyFirstOfOneHead"}
 """Entries with axes that have no name, or another."""
 NOT_OF_ONE_TOKEN = {
+    "OneQueryAtATime",
     "Broadcast",
     "BroadcastBeforeHeads",
     "BroadcastCausal",
@@ -26,11 +25,8 @@ NOT_OF_ONE_TOKEN = {
     "ByHandMasked",
     "ByHandShifted",
     "LearnedQuery",
-    "NormedWeights",
     "Talking",
-    "TalkingAfter",
     "TalkingAfterDropout",
-    "TalkingBefore",
     "TalkingCausal",
     "TalkingEinsum",
 }

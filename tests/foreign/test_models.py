@@ -14,9 +14,10 @@ from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.find import attentions_of
 from mha_inspect.naming.pattern import STAGES
 from mha_inspect.running.subject import Subject
+from tests.corpus.test_parameters import cut
 from tests.recorded import record_opened
 
-from .truth import Shown, assert_close, assert_true, attentions, cut
+from .truth import Shown, assert_close, assert_true, attentions
 
 transformers = pytest.importorskip("transformers")
 

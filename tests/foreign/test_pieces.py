@@ -14,8 +14,7 @@ from mha_inspect.answers.trace import traced
 from mha_inspect.layers.spec import Show
 from mha_inspect.naming.canonical import content_of
 from mha_inspect.running.subject import Subject
-
-from .truth import cut
+from tests.corpus.test_parameters import cut
 
 B, N, HEADS, HEAD_DIM = 4, 11, 3, 6
 WIDTH = HEADS * HEAD_DIM
@@ -216,7 +215,7 @@ class Halves(nn.Module):
         return torch.cat([self.layer(half) for half in x.chunk(2, self.dim)], self.dim)
 
 
-SEVERAL = [(Heads(blocks), 3), (Heads(windows), 2), (Heads(features), 2), (Heads(one_selected), N), (Halves(0), 2)]
+SEVERAL = [(Heads(windows), 2), (Heads(features), 2), (Halves(0), 2)]
 
 
 @pytest.mark.parametrize(("module", "count"), [*SEVERAL, (Halves(1), 2)])
@@ -225,6 +224,15 @@ def test_pieces_with_keys_or_masks_of_their_own_stay_several(module: nn.Module, 
     found = trace(module.eval(), torch.randn(B, N, WIDTH)).attentions
     assert len(found) == count
     assert {one.num_heads for one in found} == {HEADS}
+
+
+@pytest.mark.parametrize("way", [blocks, one_selected])
+def test_pieces_of_one_context_with_keys_of_their_own_are_one_attention(way: Callable[..., Tensor]) -> None:
+    """What they give is that of all keys, of which each piece masks out those of the others."""
+    torch.manual_seed(0)
+    (found,) = trace(Heads(way).eval(), torch.randn(B, N, WIDTH)).attentions
+    assert (found.num_heads, found.head_dim, found.bias) == (HEADS, HEAD_DIM, False)
+    assert way is one_selected or found.masked_scores.formula == "mask(scores)"
 
 
 def test_queries_made_of_the_results_before_stay_several() -> None:

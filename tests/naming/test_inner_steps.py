@@ -112,7 +112,7 @@ def test_what_is_made_of_the_scores_is_no_mask() -> None:
 
 
 def test_a_bias_of_activations_is_no_position() -> None:
-    scores = with_method(scores=lambda self, scores: scores + self.q(X)[..., :H].mT[..., None])
+    scores = with_method(scores=lambda self, scores: scores + self.q(X)[..., :H].mT[..., None, :])
     attention = found(scores)
     assert (attention.bias, attention.position) == (True, None)
 

@@ -93,7 +93,7 @@ def describe_failure(
     try:
         call = call_of_layer(error, in_block=in_block) or (watch and watch.take(error))
         call = call or dispatched(error) or method_of(error)
-        facts = facts_of(type(error).__name__, _message(error), Run(recording), site, recorder, call)
+        facts = facts_of(type(error).__name__, _message(error), Run(recording, as_recorded=True), site, recorder, call)
         failure = Failure(
             error=facts.error,
             message=facts.message,

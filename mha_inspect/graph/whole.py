@@ -1,0 +1,524 @@
+"""Measure whether a whole part of a run, from projections to their common result, is one attention.
+
+An attention may be written so that no product of it is to be seen: key by key, of distances, in chunks of the keys
+whose sums are merged. What it computes is the same. With queries, keys and values drawn at random,
+
+    context = softmax(scale · q · kᵀ + bias) · v                # batch query (heads head_dim)
+
+- it is twice as large when the values are twice as large;
+- values that are zero but for one token show the weights that this token gets, feature by feature;
+- features with the same weights are a head;
+- `log weights = scale · q · kᵀ + bias - a number for each query`, with one scale and one bias in all answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..record.ops import Op, TensorRef
+from .dataflow import Graph
+from .replay import NotReplayedError, Region, Replay, in_layout, region
+from .rerun import Constants
+
+_MOST_OPS = 600
+"""Operations between projections and their common result; with more it is not looked at."""
+_MOST_TOKENS = 64
+"""Keys up to which the weights of each are measured."""
+_EXACT = 1e-6
+"""The largest difference of the logarithm of a weight from the formula."""
+_NOTHING = 1e-12
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the dimensions of a tensor are those of `batch token heads head_dim`."""
+
+    dims: tuple[str, ...]
+    """For each dimension `batch`, `token`, `heads`, `head_dim` or `features`."""
+
+    def features_last(self, numbers: Tensor) -> Tensor:
+        """Return numbers as `batch token features`."""
+        order = ["batch", "token", "heads", "head_dim", "features"]
+        places = sorted(range(len(self.dims)), key=lambda place: order.index(self.dims[place]))
+        moved = numbers.permute(places)
+        if "batch" not in self.dims:
+            moved = moved.unsqueeze(0)
+        return moved.flatten(2)
+
+    def as_given(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
+        """Return `batch token features` in the dimensions of the tensor."""
+        order = ["batch", "token", "heads", "head_dim", "features"]
+        places = sorted(range(len(self.dims)), key=lambda place: order.index(self.dims[place]))
+        moved = numbers.reshape([shape[place] for place in places])
+        return moved.permute([places.index(place) for place in range(len(places))])
+
+
+@dataclass(frozen=True)
+class Operand:
+    """The queries, the keys or the values of a measured attention."""
+
+    tensor: TensorRef
+    layout: Layout
+
+
+@dataclass(frozen=True, eq=False)
+class WholeAttention:
+    """One attention, as it was measured."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    context: Operand
+    heads: int
+    key_heads: int
+    scale: float
+    unit: bool
+    """Whether queries and keys are divided by their length."""
+    seen: Tensor | None
+    """Which query sees which key: a bool `query key`; None if each sees all."""
+    bias: Tensor | None
+    """Finite numbers that are added to the scores: `heads query key` or `query key`; None if there are none."""
+    ops: tuple[Op, ...]
+    """The operations that compute it."""
+
+
+def whole_attention(graph: Graph, context: TensorRef, constants: Constants) -> WholeAttention | None:
+    """Return the attention that gives a tensor; None if it is no attention, or if that cannot be measured."""
+    for operands in _operands(graph, context, constants):
+        part = region(graph, operands, context)
+        try:
+            replay = Replay(graph, part, constants)
+            attention = None if replay.unknown else _Measurement(part, replay).attention()
+        except NotReplayedError:
+            continue
+        if attention is not None:
+            return attention
+    return None
+
+
+# -- operands ---------------------------------------------------------------------------------------------------------
+
+
+Triple = tuple[TensorRef, TensorRef, TensorRef]
+
+
+def _operands(graph: Graph, context: TensorRef, constants: Constants) -> list[Triple]:
+    """Return what may be the queries, keys and values of a context, in any order.
+
+    First the last tensors that only one projection has a part in, e.g. after a rotation; then the first that are read
+    more than once, e.g. before their lengths are taken.
+    """
+    ops = operations_behind(graph, context)
+    if ops is None:
+        return []
+    sources = _sources(graph, ops, constants)
+    if len(sources) < 3:
+        sources = _sliced(graph, ops, sources)
+    if len(sources) != 3:
+        return []
+    ways = _Ways(graph, ops, sources)
+    first, second, third = (ways.last_alone(source) for source in sources)
+    triples: list[Triple] = []
+    if first is not None and second is not None and third is not None:
+        triples.append((first, second, third))
+    first, second, third = (ways.read_once(source) for source in sources)
+    if (first, second, third) not in triples:
+        triples.append((first, second, third))
+    return triples
+
+
+def operations_behind(graph: Graph, context: TensorRef) -> list[Op] | None:
+    """Return the operations behind a tensor that depend on inputs, up to projections; None if there are too many."""
+    needed: dict[int, Op] = {}
+    queue = [context]
+    while queue:
+        tensor = queue.pop()
+        op = graph.recording.producer(tensor)
+        if op is None or op.index in needed or graph.is_projection(op) or not graph.comes_from_inputs(tensor):
+            continue
+        needed[op.index] = op
+        queue += op.inputs
+        if len(needed) > _MOST_OPS:
+            return None
+    return [needed[index] for index in sorted(needed)]
+
+
+def _sources(graph: Graph, ops: Sequence[Op], constants: Constants) -> list[TensorRef]:
+    """Return the results of projections, and the inputs, that operations read."""
+    made = {output.id for op in ops for output in op.outputs}
+    made |= {tensor.id for op in ops if op.kind == "write" for tensor in graph.results(op)}
+    sources: dict[int, TensorRef] = {}
+    for op in ops:
+        for tensor in op.inputs:
+            if tensor.id in made or not graph.comes_from_inputs(tensor):
+                continue
+            if constants.value(tensor) is None:
+                sources[tensor.id] = tensor
+    return list(sources.values())
+
+
+def _sliced(graph: Graph, ops: Sequence[Op], sources: list[TensorRef]) -> list[TensorRef]:
+    """Return the slices that packed queries, keys and values are cut into, in the place of the packed ones."""
+    slices: list[TensorRef] = []
+    inside = {op.index for op in ops}
+    for source in sources:
+        tensor = source
+        while True:
+            readers = [op for op in graph.recording.consumers.get(tensor.id, ()) if op.index in inside]
+            cutting = [op for op in readers if op.does("cuts") or op.base_name in ("select", "unbind")]
+            if cutting and len(cutting) == len(readers):
+                pieces = {output.id: output for op in cutting for output in op.outputs}
+                slices += pieces.values()
+                break
+            if len(readers) != 1 or not (graph.moves(readers[0]) or graph.adds_bias(readers[0])):
+                slices.append(source)
+                break
+            tensor = readers[0].output
+    return slices
+
+
+class _Ways:
+    """The operations behind a context, and which sources each of their tensors is computed from."""
+
+    def __init__(self, graph: Graph, ops: Sequence[Op], sources: Sequence[TensorRef]) -> None:
+        self._graph = graph
+        self._ops = ops
+        self._inside = {op.index for op in ops}
+        self._behind: dict[int, frozenset[int]] = {source.id: frozenset({source.id}) for source in sources}
+        for op in ops:
+            read = frozenset[int]().union(*(self._behind.get(tensor.id, frozenset()) for tensor in op.inputs))
+            for output in op.outputs:
+                self._behind.setdefault(output.id, read)
+            if op.kind == "write":
+                for tensor in graph.results(op):
+                    self._behind[tensor.id] = read | self._behind.get(tensor.id, frozenset())
+
+    def last_alone(self, source: TensorRef) -> TensorRef | None:
+        """Return the last tensor of one source alone, that all that meets other sources is moved from; else None."""
+        alone = frozenset({source.id})
+
+        def moves_alone(op: Op) -> bool:
+            return self._graph.moves(op) and self._behind.get(op.inputs[0].id) == alone
+
+        roots: dict[int, TensorRef] = {}
+        for op in self._ops:
+            if all(self._behind.get(output.id) == alone for output in op.outputs):
+                continue
+            for tensor in op.inputs:
+                if self._behind.get(tensor.id) == alone:
+                    root = self._graph.before(tensor, moves_alone)
+                    roots[root.id] = root
+        if len(roots) != 1:
+            return None
+        (root,) = roots.values()
+        return self._in_dimensions(root, alone) if root.numel == source.numel else None
+
+    def read_once(self, source: TensorRef) -> TensorRef:
+        """Return the end of the operations that each are alone in reading the result of the one before."""
+        alone = frozenset({source.id})
+        tensor = source
+        while True:
+            reader = self._reader(tensor, alone)
+            if reader is None or self._graph.moves(reader):
+                return self._in_dimensions(tensor, alone)
+            tensor = reader.output
+
+    def _reader(self, tensor: TensorRef, alone: frozenset[int]) -> Op | None:
+        """Return the one operation that reads a tensor, and nothing of other sources; None if there are several."""
+        readers = [op for op in self._graph.recording.consumers.get(tensor.id, ()) if op.index in self._inside]
+        if len(readers) != 1 or len(readers[0].outputs) != 1:
+            return None
+        output = readers[0].output
+        keeps = output.numel == tensor.numel and output.id != tensor.id
+        return readers[0] if keeps and self._behind.get(output.id) == alone else None
+
+    def _in_dimensions(self, tensor: TensorRef, alone: frozenset[int]) -> TensorRef:
+        """Return a tensor after the view that gives its rows the dimensions of batch and tokens."""
+        while len(tensor.shape) < 3:
+            reader = self._reader(tensor, alone)
+            if reader is None or not self._graph.moves(reader):
+                break
+            tensor = reader.output
+        return tensor
+
+
+# -- the measurement --------------------------------------------------------------------------------------------------
+
+
+class _Measurement:
+    """Asks a part of a run with three operands whether it is an attention."""
+
+    def __init__(self, part: Region, replay: Replay) -> None:
+        self._part = part
+        self._replay = replay
+        self._context = part.target
+        self._generator = torch.Generator().manual_seed(0)
+
+    def _draw(self, tensor: TensorRef) -> Tensor:
+        return torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64)
+
+    def _run(self, given: Mapping[int, Tensor]) -> Tensor:
+        tensors = {source.id: source for source in self._part.sources}
+        laid = {number: in_layout(value, tensors[number]) for number, value in given.items()}
+        return self._replay.run(laid)[self._context.id]
+
+    def attention(self) -> WholeAttention | None:
+        """Return the attention; None if it is none."""
+        drawn = {source.id: self._draw(source) for source in self._part.sources}
+        answer = self._run(drawn)
+        if not bool(answer.isfinite().all()) or len(answer.shape) not in (2, 3, 4):
+            return None
+        values = [source for source in self._part.sources if self._is_value(source, drawn, answer)]
+        if len(values) != 1:
+            return None
+        out = self._layout_of_context(values[0], drawn, answer)
+        if out is None:
+            return None
+        layouts: dict[int, Layout] = {}
+        for source in self._part.sources:
+            layout = self._layout(source, drawn, answer, out)
+            if layout is None:
+                return None
+            layouts[source.id] = layout
+        others = [source for source in self._part.sources if source.id != values[0].id]
+        queries = [source for source in others if self._is_query(source, layouts[source.id], drawn, answer, out)]
+        if len(queries) != 1:
+            return None
+        keys = [source for source in others if source.id != queries[0].id]
+        return self._fitted(
+            Operand(queries[0], layouts[queries[0].id]),
+            Operand(keys[0], layouts[keys[0].id]),
+            Operand(values[0], layouts[values[0].id]),
+            Operand(self._context, out),
+        )
+
+    def _is_value(self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> bool:
+        """Return whether the answer is twice as large when this is twice as large, and else unchanged."""
+        twice = self._run({**drawn, source.id: drawn[source.id] * 2})
+        return _is_near(twice, answer * 2)
+
+    def _touched(
+        self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor, place: int, index: int
+    ) -> Tensor:
+        """Return where the answer changes when one index of a dimension changes."""
+        changed = drawn[source.id].clone()
+        part = changed.select(place, index)
+        part.copy_(torch.randn(part.shape, generator=self._generator, dtype=torch.float64))
+        again = self._run({**drawn, source.id: changed})
+        return (again - answer).abs() > _NOTHING
+
+    def _layout_of_context(self, value: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> Layout | None:
+        """Return the dimensions of the answer, as every answer of an attention in these layouts has them."""
+        layouts: dict[int, list[tuple[str, ...]]] = {
+            2: [("token", "features")],
+            3: [("batch", "token", "features"), ("token", "batch", "features"), ("heads", "token", "head_dim")],
+            4: [("batch", "heads", "token", "head_dim"), ("batch", "token", "heads", "head_dim")],
+        }
+        for dims in layouts[len(answer.shape)]:
+            if self._keeps_apart(dims, value, drawn, answer):
+                return Layout(dims)
+        return None
+
+    def _keeps_apart(self, dims: Sequence[str], value: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> bool:
+        """Return whether items of the batch, and features, of the values reach the answer apart, and tokens do not."""
+        if len(value.shape) != len(dims):
+            return True
+        for place, name in enumerate(dims):
+            if value.shape[place] != answer.shape[place] or value.shape[place] < 2:
+                continue
+            index = 0 if name != "features" and name != "head_dim" else value.shape[place] - 1
+            touched = self._touched(value, drawn, answer, place, index)
+            reached = touched.movedim(place, 0).flatten(1).any(1)
+            if name in ("batch", "heads", "head_dim") and int(reached.sum()) != 1:
+                return False
+            if name == "token" and int(reached.sum()) < 1:
+                return False
+            if name == "token" and int(reached.sum()) == 1 and index == 0:
+                return False
+        return True
+
+    def _layout(self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor, out: Layout) -> Layout | None:
+        """Return the dimensions of an operand, by what changes in the answer when the last index of each changes."""
+        rank = len(source.shape)
+        if rank == 2 and "batch" not in out.dims:
+            return Layout(("token", "features"))
+        if rank not in (3, 4):
+            return None
+        batch = out.dims.index("batch") if "batch" in out.dims else None
+        names: list[str] = []
+        is_single = batch is not None and answer.shape[batch] == 1
+        for place in range(rank - 1):
+            if is_single and source.shape[place] == 1 and "batch" not in names:
+                names.append("batch")
+                continue
+            touched = self._touched(source, drawn, answer, place, source.shape[place] - 1)
+            items = touched.movedim(batch, 0).flatten(1).any(1) if batch is not None else None
+            of_one_item = items is not None and int(items.sum()) == 1 and len(items) > 1
+            features = out.features_last(touched).flatten(0, 1).any(0)
+            if of_one_item and "batch" not in names:
+                names.append("batch")
+            elif not bool(features.all()) and rank == 4:
+                names.append("heads")
+            else:
+                names.append("token")
+        names.append("features" if rank == 3 else "head_dim")
+        if len(set(names)) != rank or "token" not in names:
+            return None
+        return Layout(tuple(names))
+
+    def _is_query(
+        self, source: TensorRef, layout: Layout, drawn: Mapping[int, Tensor], answer: Tensor, out: Layout
+    ) -> bool:
+        """Return whether each token of an operand changes the answer of that token alone."""
+        place = layout.dims.index("token")
+        count = source.shape[place]
+        is_any = False
+        for token in sorted({0, min(1, count - 1), count // 2, count - 1}):
+            touched = out.features_last(self._touched(source, drawn, answer, place, token))
+            reached = touched.any(2).any(0).nonzero().flatten().tolist()
+            if reached not in ([], [token]):
+                return False
+            is_any = is_any or bool(reached)
+        return is_any
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _fitted(self, query: Operand, key: Operand, value: Operand, context: Operand) -> WholeAttention | None:
+        tokens = value.layout.features_last(torch.zeros(value.tensor.shape)).shape[1]
+        if tokens > _MOST_TOKENS or tokens < 2:
+            return None
+        numbers = [(self._draw(query.tensor), self._draw(key.tensor)) for _ in range(2)]
+        weights = [self._weights(query, key, value, context, *pair) for pair in numbers]
+        if weights[0] is None or weights[1] is None or weights[0].heads != weights[1].heads:
+            return None
+        for unit in (False, True):
+            fit = self._fit(query, key, numbers, [weights[0], weights[1]], unit=unit)
+            if fit is not None:
+                scale, seen, bias, key_heads = fit
+                return WholeAttention(
+                    query=query,
+                    key=key,
+                    value=value,
+                    context=context,
+                    heads=weights[0].heads,
+                    key_heads=key_heads,
+                    scale=scale,
+                    unit=unit,
+                    seen=None if bool(seen.all()) else seen,
+                    bias=bias,
+                    ops=self._part.ops,
+                )
+        return None
+
+    def _weights(
+        self, query: Operand, key: Operand, value: Operand, context: Operand, q: Tensor, k: Tensor
+    ) -> _Weights | None:
+        """Return the weights of each token: the answers to values that are zero but for that token."""
+        shape = value.layout.features_last(torch.zeros(value.tensor.shape)).shape
+        unit = 1 + torch.rand(shape[2], generator=self._generator, dtype=torch.float64)
+        columns = []
+        for token in range(shape[1]):
+            numbers = torch.zeros(shape, dtype=torch.float64)
+            numbers[:, token] = unit
+            given = {
+                query.tensor.id: q,
+                key.tensor.id: k,
+                value.tensor.id: value.layout.as_given(numbers, value.tensor.shape),
+            }
+            answer = context.layout.features_last(self._run(given))
+            if answer.shape[2] != shape[2] or answer.shape[0] != shape[0]:
+                return None
+            columns.append(answer / unit)
+        by_feature = torch.stack(columns, -1).permute(0, 2, 1, 3)  # batch features query key
+        if not _is_near(by_feature.sum(-1), torch.ones_like(by_feature[..., 0])):
+            return None
+        return _heads_of(by_feature)
+
+    def _fit(
+        self,
+        query: Operand,
+        key: Operand,
+        numbers: Sequence[tuple[Tensor, Tensor]],
+        weights: Sequence[_Weights],
+        *,
+        unit: bool,
+    ) -> tuple[float, Tensor, Tensor | None, int] | None:
+        """Return the scale, who sees whom, the bias, and the heads of the keys; None if no scale and bias fit."""
+        heads = weights[0].heads
+        products = []
+        for q, k in numbers:
+            queries = _split(query.layout.features_last(q), heads)
+            size = queries.shape[-1]
+            keys = key.layout.features_last(k)
+            if keys.shape[2] % size or heads % (keys.shape[2] // size):
+                return None
+            split = _split(keys, keys.shape[2] // size)
+            if unit:
+                queries, split = (x / x.norm(dim=-1, keepdim=True) for x in (queries, split))
+            key_heads = split.shape[1]
+            products.append(queries @ split.repeat_interleave(heads // key_heads, 1).transpose(-1, -2))
+        logs = [each.by_head.log() for each in weights]
+        seen = logs[0].isfinite() & (weights[0].by_head > _NOTHING)
+        if not torch.equal(seen, logs[1].isfinite() & (weights[1].by_head > _NOTHING)):
+            return None
+        pattern = seen[0, 0]
+        if not bool((seen == pattern).all()):
+            return None
+        difference = _centred(logs[1] - logs[0], seen)
+        given = _centred(products[1] - products[0], seen)
+        scale = float(f"{float((difference * given).sum() / (given * given).sum().clamp(min=_NOTHING)):.9g}")
+        if float((difference - scale * given).abs().max()) > _EXACT or not scale:
+            return None
+        rests = [
+            _centred(log, seen) - scale * _centred(product, seen) for log, product in zip(logs, products, strict=True)
+        ]
+        if not _is_near(rests[0], rests[1], _EXACT) or not _is_near(rests[0], rests[0][:1].expand_as(rests[0]), _EXACT):
+            return None
+        rest = rests[0][0]
+        if float(rest.abs().max()) <= _EXACT:
+            return scale, pattern, None, key_heads
+        same = _is_near(rest, rest[:1].expand_as(rest), _EXACT)
+        return scale, pattern, rest[0] if same else rest, key_heads
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    by_head: Tensor
+    """`batch heads query key`."""
+
+    @property
+    def heads(self) -> int:
+        return self.by_head.shape[1]
+
+
+def _heads_of(by_feature: Tensor) -> _Weights | None:
+    """Return the weights of heads, given those of features: neighbours with the same weights, as many in each head."""
+    features = by_feature.shape[1]
+    starts = [0]
+    for feature in range(1, features):
+        if not _is_near(by_feature[:, feature], by_feature[:, starts[-1]]):
+            starts.append(feature)
+    size = features // len(starts)
+    if starts != list(range(0, features, size)) or size * len(starts) != features:
+        return None
+    return _Weights(by_feature[:, ::size])
+
+
+def _split(numbers: Tensor, heads: int) -> Tensor:
+    """Return `batch token (heads head_dim)` as `batch heads token head_dim`."""
+    return numbers.view(*numbers.shape[:2], heads, -1).transpose(1, 2)
+
+
+def _centred(numbers: Tensor, seen: Tensor) -> Tensor:
+    """Return numbers less the mean of what each query sees: `batch heads query key`."""
+    kept = torch.where(seen, numbers, 0.0)
+    mean = kept.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(seen, kept - mean, 0.0)
+
+
+def _is_near(left: Tensor, right: Tensor, error: float = 1e-9) -> bool:
+    return bool(torch.allclose(left, right, rtol=error, atol=error))
