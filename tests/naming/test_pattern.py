@@ -96,6 +96,9 @@ def test_the_patterns_of_a_layer_are_valid(layer: str) -> None:
 WRONG = {"PickedKeys"} | {name for name in entries() if name.startswith("nothing: keys")}
 """Entries whose formula says that each key head is repeated, where all are put side by side again, or adds keys."""
 
+WRITTEN_OUT = {"OneQueryAtATime"}
+"""Entries whose stages are computed beside the run, which rounds otherwise."""
+
 
 @pytest.mark.parametrize("name", [name for name in entries() if name not in NOT_YET | WRONG])
 def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
@@ -116,6 +119,8 @@ def test_the_patterns_of_a_style_do_what_it_does(name: str) -> None:
                 assert any(torch.equal(part, stage.tensor) for part in parts if part.shape == stage.shape) or (
                     name == "LowRank"  # a part, and behind it what is rotated
                 )
+            elif name in WRITTEN_OUT:
+                torch.testing.assert_close(made, stage.tensor, rtol=0, atol=1e-6)
             else:
                 assert torch.equal(made, stage.tensor), stage.formula
 
