@@ -119,6 +119,11 @@ class Response:
         self.part = region(graph, (scores,), target)
         self._replay = Replay(graph, self.part, constants)
         self.cuts = cuts_of(graph, self.part)
+        self._orders: dict[int, Tensor | None] = {}
+        self._in_order: dict[int, tuple[Tensor, Tensor] | None] = {}
+        self._rows: dict[Softmaxed, Tensor | None] = {}
+        self._slopes: dict[tuple[int, Softmaxed | None, bool], Slope | None] = {}
+        self._measured_steps: dict[tuple[int, Softmaxed], Step] = {}
         generator = torch.Generator().manual_seed(0)
         first, second = (drawn(scores, generator, size) for _ in range(2))
         self._drawn = first, second
@@ -135,13 +140,19 @@ class Response:
 
     def _order_of(self, tensor: TensorRef) -> Tensor | None:
         """Return which score each element of a tensor comes from, -1 for none; None if it is unknown."""
+        if tensor.id not in self._orders:
+            self._orders[tensor.id] = self._read_order(tensor)
+        return self._orders[tensor.id]
+
+    def _read_order(self, tensor: TensorRef) -> Tensor | None:
         order = self._places.get(tensor.id)
         if order is None and tensor.shape == self.scores.shape:
             return torch.arange(self.scores.numel).view(tensor.shape)
         if order is None:
             return None
         real = order[order >= 0]
-        return order if real.numel() and torch.unique(real).numel() == real.numel() else None
+        is_once = bool(real.numel()) and int(torch.bincount(real).max()) == 1
+        return order if is_once else None
 
     def _by_score(self, tensor: TensorRef, numbers: Tensor) -> Tensor | None:
         """Return the numbers of a tensor in the order of the scores, NaN where it has none; None if it has no order."""
@@ -154,6 +165,12 @@ class Response:
         return result
 
     def answers(self, place: int) -> tuple[Tensor, Tensor] | None:
+        """Return both answers of a cut, in the order of the scores; None if its order is unknown."""
+        if place not in self._in_order:
+            self._in_order[place] = self._read_answers(place)
+        return self._in_order[place]
+
+    def _read_answers(self, place: int) -> tuple[Tensor, Tensor] | None:
         """Return both answers of a cut, in the order of the scores; None if its order is unknown."""
         tensor = self.cuts[place].tensor
         if not place:
@@ -199,6 +216,12 @@ class Response:
 
     def rows(self, found: Softmaxed) -> Tensor | None:
         """Return the number of the softmax that each score has a part in, -1 for none; None if unknown."""
+        if found not in self._rows:
+            self._rows[found] = self._read_rows(found)
+        return self._rows[found]
+
+    def _read_rows(self, found: Softmaxed) -> Tensor | None:
+        """Return the number of the softmax that each score has a part in, -1 for none; None if unknown."""
         tensor = self.cuts[found.cut].tensor
         order = self._order_of(tensor)
         if order is None:
@@ -213,6 +236,13 @@ class Response:
     # -- logits -------------------------------------------------------------------------------------------------------
 
     def slope(self, place: int, found: Softmaxed | None, *, logarithm: bool) -> Slope | None:
+        """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
+        key = place, found, logarithm
+        if key not in self._slopes:
+            self._slopes[key] = self._measure_slope(place, found, logarithm=logarithm)
+        return self._slopes[key]
+
+    def _measure_slope(self, place: int, found: Softmaxed | None, *, logarithm: bool) -> Slope | None:
         """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
         rows = self.rows(found) if found is not None else None
         if found is not None and rows is None:
@@ -272,6 +302,13 @@ class Response:
         return factors[factors.isfinite()].round(decimals=9)
 
     def step(self, place: int, found: Softmaxed) -> Step:
+        """Return what happens between a cut and the one before."""
+        key = place, found
+        if key not in self._measured_steps:
+            self._measured_steps[key] = self._measure_step(place, found)
+        return self._measured_steps[key]
+
+    def _measure_step(self, place: int, found: Softmaxed) -> Step:
         """Return what happens between a cut and the one before."""
         before, after = self.answers(place - 1), self.answers(place)
         order, rows = self._order_of(self.cuts[place].tensor), self.rows(found)

@@ -89,7 +89,7 @@ def _may_average(op: Op) -> bool:
     """Return whether an operation may be a part of an average: it sums, or takes the slices that additions sum."""
     if op.does("cuts") or op.base_name in ("select", "unbind"):
         return True
-    return op.kind == "compute" and not op.pointwise and not op.does("norms")
+    return op.kind == "compute" and not op.pointwise and not op.does("norms", "gathers")
 
 
 def _is_of_inputs(graph: Graph, index: int) -> bool:
