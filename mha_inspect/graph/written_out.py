@@ -64,7 +64,7 @@ def unread_contexts(graph: Graph, attentions: Sequence[Attention]) -> list[Tenso
 def _is_explained(graph: Graph, context: TensorRef, attentions: Sequence[Attention]) -> bool:
     """Return whether one attention has all products behind a context, or nothing behind it may be an attention."""
     ops = operations_behind(graph, context) or []
-    if not any(_may_average(op) for op in ops):
+    if not any(_may_average(op) for op in ops) or any(_is_closed(graph, op) for op in ops):
         return True
     inside = {op.index for op in ops}
     there = [attention for attention in attentions if _is_inside(attention, inside)]
@@ -83,6 +83,11 @@ def _compares_tokens(graph: Graph, attention: Attention, context: TensorRef) -> 
     axes = product.axes(graph.dimensions)
     queries = axes.columns if attention.key_first else axes.rows
     return size_of(queries) > 1 or context.shape[-2:-1] in ((), (1,))
+
+
+def _is_closed(graph: Graph, op: Op) -> bool:
+    """Return whether an operation is a fused kernel that was not opened, e.g. as there is no room for its steps."""
+    return op.kernel is not None and not graph.recording.kernels[op.kernel].opened
 
 
 def _may_average(op: Op) -> bool:
