@@ -28,6 +28,8 @@ _MOST_OPS = 600
 """Operations between projections and their common result; with more it is not looked at."""
 _MOST_TOKENS = 64
 """Keys up to which the weights of each are measured."""
+_MOST_WORK = 1 << 28
+"""Numbers that are computed for all keys together; with more it is not measured."""
 _EXACT = 1e-6
 """The largest difference of the logarithm of a weight from the formula."""
 _NOTHING = 1e-12
@@ -90,6 +92,10 @@ def whole_attention(graph: Graph, context: TensorRef, constants: Constants) -> W
     """Return the attention that gives a tensor; None if it is no attention, or if that cannot be measured."""
     for operands in _operands(graph, context, constants):
         part = region(graph, operands, context)
+        if any(op.does("draws") for op in part.ops):
+            continue  # what is dropped in the run is in its numbers
+        if sum(op.output.numel for op in part.ops) * max(operands[0].shape) > _MOST_WORK:
+            continue
         try:
             replay = Replay(graph, part, constants)
             attention = None if replay.unknown else _Measurement(part, replay).attention()
@@ -451,16 +457,16 @@ class _Measurement:
         heads = weights[0].heads
         products = []
         for q, k in numbers:
-            queries = _split(query.layout.features_last(q), heads)
+            queries = split(query.layout.features_last(q), heads)
             size = queries.shape[-1]
             keys = key.layout.features_last(k)
             if keys.shape[2] % size or heads % (keys.shape[2] // size):
                 return None
-            split = _split(keys, keys.shape[2] // size)
+            by_head = split(keys, keys.shape[2] // size)
             if unit:
-                queries, split = (x / x.norm(dim=-1, keepdim=True) for x in (queries, split))
-            key_heads = split.shape[1]
-            products.append(queries @ split.repeat_interleave(heads // key_heads, 1).transpose(-1, -2))
+                queries, by_head = (x / x.norm(dim=-1, keepdim=True) for x in (queries, by_head))
+            key_heads = by_head.shape[1]
+            products.append(queries @ by_head.repeat_interleave(heads // key_heads, 1).transpose(-1, -2))
         logs = [each.by_head.log() for each in weights]
         seen = logs[0].isfinite() & (weights[0].by_head > _NOTHING)
         if not torch.equal(seen, logs[1].isfinite() & (weights[1].by_head > _NOTHING)):
@@ -508,9 +514,9 @@ def _heads_of(by_feature: Tensor) -> _Weights | None:
     return _Weights(by_feature[:, ::size])
 
 
-def _split(numbers: Tensor, heads: int) -> Tensor:
+def split(numbers: Tensor, heads: int) -> Tensor:
     """Return `batch token (heads head_dim)` as `batch heads token head_dim`."""
-    return numbers.view(*numbers.shape[:2], heads, -1).transpose(1, 2)
+    return numbers.reshape(*numbers.shape[:2], heads, -1).transpose(1, 2)
 
 
 def _centred(numbers: Tensor, seen: Tensor) -> Tensor:

@@ -18,15 +18,19 @@ import torch
 from torch import Tensor
 
 from ..record.catalog import about
-from ..record.ops import RESULT, Kind, Op, Recording, TensorRef
+from ..record.ops import RESULT, Kernel, Kind, Op, Recording, TensorRef
+from ..record.rounding import Rounding, max_difference, rounding_error
 from ..record.sight import Sight, sight_of
 from .attention import Attention
 from .axis import size_of
 from .dataflow import Graph
 from .rerun import Constants
-from .whole import Operand, WholeAttention, operations_behind, whole_attention
+from .whole import Operand, WholeAttention, operations_behind, split, whole_attention
 
 _A = torch.ops.aten
+HANDWRITTEN = "handwritten.attention"
+"""What operations that are one attention are called where a fused kernel has its name."""
+_HIDES = frozenset({"scores", "masked_scores", "weights"})
 
 
 def written_out(graph: Graph, attentions: Sequence[Attention]) -> Recording | None:
@@ -45,7 +49,10 @@ def written_out(graph: Graph, attentions: Sequence[Attention]) -> Recording | No
                 wholes.append(whole)
         if not wholes:
             return None
-        return _Rewriter(graph, wholes).recording()
+        try:
+            return _Rewriter(graph, wholes).recording()
+        except RuntimeError:  # whatever the steps raise, e.g. without memory, the recording stays as it is
+            return None
 
 
 def unread_contexts(graph: Graph, attentions: Sequence[Attention]) -> list[TensorRef]:
@@ -106,6 +113,30 @@ def _is_inside(attention: Attention, inside: set[int]) -> bool:
     return any(turn.value_product.op.index in inside for turn in attention.turns)
 
 
+def _kernel_of(whole: WholeAttention, check: Rounding | None) -> Kernel:
+    note = "" if check is not None else "not compared with the numbers of the run, which were not kept"
+    title = f"{len(whole.ops)} operations that are one attention"
+    return Kernel(HANDWRITTEN, title, _HIDES, check=check, note=note)
+
+
+def _exact(whole: WholeAttention, operands: Sequence[Tensor]) -> Tensor:
+    """Return the context of an attention in float64: `batch query (heads head_dim)`."""
+    sides = zip(
+        (whole.query, whole.key, whole.value), operands, (whole.heads, whole.key_heads, whole.heads), strict=True
+    )
+    query, key, value = (split(side.layout.features_last(numbers), heads) for side, numbers, heads in sides)
+    if whole.unit:
+        query, key = (side / side.norm(dim=-1, keepdim=True) for side in (query, key))
+    key = key.repeat_interleave(whole.heads // whole.key_heads, 1)
+    scores = query @ key.transpose(-1, -2) * whole.scale
+    if whole.bias is not None:
+        scores = scores + whole.bias.to(scores.device)
+    if whole.seen is not None:
+        scores = scores.masked_fill(~whole.seen.to(scores.device), -torch.inf)
+    context = scores.softmax(-1) @ value
+    return context.transpose(1, 2).flatten(2)
+
+
 class _Rewriter:
     """Makes a recording in which measured operations are replaced by steps."""
 
@@ -122,6 +153,7 @@ class _Rewriter:
         self._constants = dict(graph.recording.constants)
         self._sights: dict[int, Sight] = dict(graph.recording.sights)
         self._steps: list[Op] = []
+        self._kernels = list(graph.recording.kernels)
         self._call = -1
         self._wholes = wholes
 
@@ -135,7 +167,11 @@ class _Rewriter:
             maker = self._recording.producer(context)
             assert maker is not None
             self._steps = []
-            self._write(whole, maker)
+            result = self._write(whole, maker)
+            check = self._checked(whole, result)
+            if check is not None and check.verdict == "differs":
+                return self._recording
+            self._kernels.append(_kernel_of(whole, check))
             replaced[maker.index] = self._steps
             removed |= self._unneeded(whole)
             notes.append(
@@ -163,6 +199,7 @@ class _Rewriter:
             ops=tuple(ops),
             producers=producers,
             notes=tuple(notes),
+            kernels=tuple(self._kernels),
             constants=self._constants,
             values=self._values,
             sights=self._sights,
@@ -183,7 +220,21 @@ class _Rewriter:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _write(self, whole: WholeAttention, maker: Op) -> None:
+    def _checked(self, whole: WholeAttention, result: TensorRef) -> Rounding | None:
+        """Return how far the steps are from what the run gave, beside their rounding error; None without numbers."""
+        given, made = self._recording.values.get(whole.context.tensor.id), self._values.get(result.id)
+        operands = [self._recording.values.get(side.tensor.id) for side in (whole.query, whole.key, whole.value)]
+        if given is None or made is None or any(value is None for value in operands):
+            return None
+        exact = _exact(whole, [value.double() for value in operands if value is not None])
+        error = rounding_error(whole.context.layout.features_last(made), exact)
+        # The run may round in another order, by as much.
+        return Rounding.of(
+            max_difference(given, made), max(error, torch.finfo(made.dtype).eps * float(exact.abs().max()))
+        )
+
+    def _write(self, whole: WholeAttention, maker: Op) -> TensorRef:
+        """Add the steps of an attention, and return the last before the link to what the run gave."""
         meets = next((op for op in whole.ops if op.source and op.kind == "compute"), maker)
         self._new_call()
         query = self._heads(whole.query, whole.heads, meets)
@@ -219,7 +270,9 @@ class _Rewriter:
         context = self._do(_A.bmm.default, maker, folded, averaged)
         context = self._do(_A.view.default, maker, context, [batch, heads, queries, value.shape[3]])
         self._new_call()
-        self._link(self._laid(context, whole.context, maker), whole.context.tensor, maker)
+        last = self._laid(context, whole.context, maker)
+        self._link(last, whole.context.tensor, maker)
+        return last
 
     def _heads(self, operand: Operand, heads: int, at: Op) -> TensorRef:
         """Return an operand as `batch heads token head_dim`."""
@@ -277,7 +330,7 @@ class _Rewriter:
     def _content(self, tensor: TensorRef) -> Tensor:
         if tensor.id not in self._numbers:
             kept = self._values.get(tensor.id)
-            if kept is not None:
+            if kept is not None and not kept.is_meta:
                 self._numbers[tensor.id] = kept
             else:
                 dtype = getattr(torch, tensor.dtype)
@@ -285,6 +338,8 @@ class _Rewriter:
         return self._numbers[tensor.id]
 
     def _constant(self, numbers: Tensor) -> TensorRef:
+        device = next((kept.device for kept in self._numbers.values()), numbers.device)
+        numbers = numbers.to(device)
         tensor = self._named(numbers, self._new_storage())
         self._constants[tensor.id] = self._numbers[tensor.id] = numbers
         return tensor
@@ -347,7 +402,7 @@ class _Rewriter:
             source=at.source,
             module=at.module,
             call=self._call,
-            kernel=None,
+            kernel=len(self._kernels),
             forwards=at.forwards,
         )
         self._steps.append(step)

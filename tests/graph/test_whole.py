@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mha_inspect
+from mha_inspect.graph import written_out
 from mha_inspect.graph.dataflow import Graph
 from mha_inspect.graph.rerun import Constants
 from mha_inspect.graph.whole import WholeAttention, whole_attention
@@ -139,6 +142,33 @@ def test_the_stages_that_are_written_out_have_the_numbers_of_the_run() -> None:
     torch.testing.assert_close(stages["context"].double(), weights @ v, rtol=1e-4, atol=1e-6)
     assert (attention.kind, attention.num_heads, attention.head_dim) == (("self", "causal"), HEADS, HEAD_DIM)
     assert any("written in" in note for note in trace.notes)
+    assert (trace.proof.agrees, trace.path.plain.partition(" ")[0]) == (True, "handwritten")
+    assert 0 < trace.proof.max_abs_difference < 1e-6  # in another order of sums
+
+
+def test_what_is_dropped_is_not_written_out() -> None:
+    """In training the steps would have other numbers than the run."""
+
+    def dropped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.dropout(in_turn(q, k, v), 0.5)
+
+    assert measured(dropped) is None
+    assert measured(in_turn) is not None
+
+
+@torch.no_grad()
+def test_steps_with_other_numbers_than_the_run_are_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    module, x = Mixed(in_turn).eval(), torch.randn(BATCH, TOKENS, WIDTH)
+    measure = written_out.whole_attention
+
+    def with_another_scale(*args: Any) -> WholeAttention | None:
+        whole = measure(*args)
+        return None if whole is None else replace(whole, scale=whole.scale * 1.01)
+
+    monkeypatch.setattr(written_out, "whole_attention", with_another_scale)
+    run = Subject(module, (x,), {}, grad=False).recorded(keep=True)
+    assert run.recording is run.recorded
 
 
 @torch.no_grad()
