@@ -24,7 +24,7 @@ from .dataflow import Graph
 from .replay import NotReplayedError, Region, Replay, in_layout, region
 from .rerun import Constants
 
-_MOST_OPS = 600
+_MOST_OPS = 4000
 """Operations between projections and their common result; with more it is not looked at."""
 _MOST_TOKENS = 64
 """Keys up to which the weights of each are measured."""
