@@ -287,7 +287,7 @@ class _Steps:
         elif step.effect == "same" or (step.effect == "mix" and all(map(_only_moves, cut.ops))):
             self._move(cut.tensor, cut.op)
         elif step.effect == "scale":
-            self._multiply(step.factor, cut.tensor)
+            self._multiply(self._as_written(cut.op, step.factor), cut.tensor)
         elif step.effect in ("add", "fill", "times"):
             self._mask(cut.ops, step.effect, step.factor)
         elif step.effect == "shift":
@@ -346,6 +346,13 @@ class _Steps:
     def _move(self, tensor: TensorRef, op: Op) -> None:
         if self._is_plain and op.base_name != "_to_copy":
             self._scores = tensor
+
+    def _as_written(self, op: Op, factor: float | None) -> float | None:
+        """Return a measured factor with all digits of the number in the operation, where it is that number."""
+        written = self._graph.scale_of(op)
+        if factor is None or written is None or not isclose(written, factor, rel_tol=1e-9):
+            return factor
+        return written
 
     def _multiply(self, factor: float | None, tensor: TensorRef) -> None:
         # Scores are the product before its sign changes.

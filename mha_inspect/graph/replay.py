@@ -12,7 +12,7 @@ other numbers stand in for it, which are drawn again in each run: what does not 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from ..record.ops import Op, TensorRef
 from .dataflow import Graph, made_of
 from .rerun import Constants
 
-_MOST = 1 << 24
+_MOST = 1 << 23
 """Numbers of all results of a part; a part with more is not run again."""
 _FLOATS = frozenset(f"torch.{name}" for name in ("float16", "bfloat16", "float32", "float64"))
 
@@ -105,6 +105,8 @@ class Replay:
                 raise NotReplayedError("an index is unknown")
             else:
                 self.unknown.append(tensor)
+        self._after: dict[int, tuple[Op, ...]] = {}
+        """Id of a source to the operations that depend on it."""
         self._sizes = _sizes_of_written(part)
         self._put_in_memory()
 
@@ -130,9 +132,13 @@ class Replay:
         """
         generator = torch.Generator().manual_seed(1000 + draw)
         content = self._known | {tensor.id: drawn(tensor, generator) for tensor in self.unknown} | dict(given)
+        return self._through(self._part.ops, content)
+
+    def _through(self, ops: Sequence[Op], content: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Run operations, and return the content with that of the tensors that they make."""
         try:
             with torch.no_grad():
-                for op in self._part.ops:
+                for op in ops:
                     results = _run_again(self._graph, op, content.__getitem__)
                     if op.kind != "write":
                         results = self._in_own_memory(op, results)
@@ -140,6 +146,15 @@ class Replay:
         except Exception as error:  # an operation may raise anything when it is called directly
             raise NotReplayedError(f"{type(error).__name__}: {error}") from None
         return content
+
+    def run_again(self, content: Mapping[int, Tensor], changed: TensorRef, numbers: Tensor) -> dict[int, Tensor]:
+        """Return the content of each tensor where one source has other numbers: only what depends on it is run."""
+        if changed.id not in self._after:
+            reached = made_of({changed.id}, self._part.ops)
+            self._after[changed.id] = tuple(
+                op for op in self._part.ops if any(tensor.id in reached for tensor in op.inputs)
+            )
+        return self._through(self._after[changed.id], {**content, changed.id: numbers})
 
     def _in_own_memory(self, op: Op, results: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return results laid out as they were recorded, if their memory is written into later."""

@@ -267,10 +267,13 @@ class _Measurement:
     def _draw(self, tensor: TensorRef) -> Tensor:
         return torch.randn(tensor.shape, generator=self._generator, dtype=torch.float64)
 
-    def _run(self, given: Mapping[int, Tensor]) -> Tensor:
+    def _laid(self, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return the content of sources in the memory layout that they were recorded with."""
         tensors = {source.id: source for source in self._part.sources}
-        laid = {number: in_layout(value, tensors[number]) for number, value in given.items()}
-        return self._replay.run(laid)[self._context.id]
+        return {number: in_layout(value, tensors[number]) for number, value in given.items()}
+
+    def _run(self, given: Mapping[int, Tensor]) -> Tensor:
+        return self._replay.run(self._laid(given))[self._context.id]
 
     def attention(self) -> WholeAttention | None:
         """Return the attention; None if it is none."""
@@ -426,16 +429,16 @@ class _Measurement:
         """Return the weights of each token: the answers to values that are zero but for that token."""
         shape = value.layout.features_last(torch.zeros(value.tensor.shape)).shape
         unit = 1 + torch.rand(shape[2], generator=self._generator, dtype=torch.float64)
+        nothing = torch.zeros(value.tensor.shape, dtype=torch.float64)
+        given = {query.tensor.id: q, key.tensor.id: k, value.tensor.id: nothing}
+        content = self._replay.run(self._laid(given))
         columns = []
         for token in range(shape[1]):
             numbers = torch.zeros(shape, dtype=torch.float64)
             numbers[:, token] = unit
-            given = {
-                query.tensor.id: q,
-                key.tensor.id: k,
-                value.tensor.id: value.layout.as_given(numbers, value.tensor.shape),
-            }
-            answer = context.layout.features_last(self._run(given))
+            alone = in_layout(value.layout.as_given(numbers, value.tensor.shape), value.tensor)
+            answer = self._replay.run_again(content, value.tensor, alone)[self._context.id]
+            answer = context.layout.features_last(answer)
             if answer.shape[2] != shape[2] or answer.shape[0] != shape[0]:
                 return None
             columns.append(answer / unit)
