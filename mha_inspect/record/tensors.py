@@ -164,7 +164,9 @@ class Tensors:
         """Copy the kept tensors that share a tensor's memory, because it is about to be overwritten."""
         self.read(self.look(tensor))
         kept = self._storages[look_at(by_rank(tensor)[0])[0]].kept
-        self.values.update({number: self.values[number].clone() for number in kept})
+        for number in kept:
+            if number in self.values:  # all were let go of when there was no more room
+                self.values[number] = self.values[number].clone()
         kept.clear()
 
     # -- afterwards, in the same order --------------------------------------------------------------------------------
