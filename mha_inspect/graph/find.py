@@ -112,7 +112,7 @@ def _attention_around(
         return None  # an average of numbers that are no input and not learned, e.g. positions: it says where
     q_heads, q_scale = _heads(graph, product, query, transposed=key_first)
     k_heads, k_scale = _heads(graph, product, key, transposed=not key_first)
-    v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first)
+    v_heads, _ = _heads(graph, averaged, values.values, transposed=values.values_first, unscaled=False)
     heads = {"q_heads": q_heads, "k_heads": k_heads, "v_heads": v_heads}
     scored, summed = product.axes(graph.dimensions), averaged.axes(graph.dimensions)
     positions = {
@@ -171,8 +171,13 @@ def _attention_around(
 # -- heads ------------------------------------------------------------------------------------------------------------
 
 
-def _heads(graph: Graph, product: Product, operand: TensorRef, *, transposed: bool) -> tuple[TensorRef, float | None]:
-    """Return an operand before its scaling and before its transposition for the product, and its scale."""
+def _heads(
+    graph: Graph, product: Product, operand: TensorRef, *, transposed: bool, unscaled: bool = True
+) -> tuple[TensorRef, float | None]:
+    """Return an operand before its transposition for the product, and if `unscaled` before its scaling; and its scale.
+
+    The scale of queries and keys is a part of that of the scores. Values that are multiplied are other values.
+    """
     scales: list[float | None] = []
     swapped = False
     tensor = operand
@@ -180,11 +185,11 @@ def _heads(graph: Graph, product: Product, operand: TensorRef, *, transposed: bo
         step = graph.recording.producer(op.inputs[0]) if op.makes_result else None
         if moved_for(graph, op, product):
             swapped = swapped or op.swaps_last_two
-        elif product.is_dot and _scales(graph, op):
+        elif unscaled and product.is_dot and _scales(graph, op):
             scales.append(graph.scale_of(op))
         elif transposed and not swapped and op.swaps_last_two:
             swapped = True
-        elif step is None or not _scales(graph, step):
+        elif step is None or not unscaled or not _scales(graph, step):
             break
         tensor = max(op.inputs, key=lambda read: read.numel) if _scales(graph, op) else op.inputs[0]
     return tensor, multiply(scales)

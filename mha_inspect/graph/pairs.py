@@ -14,10 +14,10 @@ from typing import NamedTuple
 from ..record.catalog import fused
 from ..record.ops import Op, TensorRef
 from .axis import Axis, size_of, wide
-from .dataflow import Graph
-from .products import Product, ProductPath
+from .dataflow import Graph, inside
+from .products import Product, ProductPath, product_of
 from .replay import region
-from .scores import mixing_of
+from .scores import BATCHED, mixing_of
 
 _FAR = 300
 """Operations between scores and weights after which two products are no pair."""
@@ -41,13 +41,15 @@ def pairs_of(graph: Graph) -> Iterator[Pair]:
     """Yield pairs of products of activations; for each product with values, the most likely scores first."""
     behind = _products_behind(graph)
     products = list(graph.products.values())
+    learned = _with_learned_factor(graph)
     for product in products:
         if _is_step_of_kernel(graph, product):
             continue
         for weights in (product.left, product.right):
             values = ProductPath(product, (), weights)
             over = frozenset(wide(values.averaged(graph.dimensions)))
-            for scores in _nearest(graph, products, behind, weights, over):
+            nearest = _nearest(graph, products, behind, weights, over)
+            for scores in nearest or _of_learned_queries(graph, learned, values, over):
                 yield Pair(scores, values, over)
 
 
@@ -57,6 +59,56 @@ def _is_step_of_kernel(graph: Graph, product: Product) -> bool:
         return False
     kernel = fused(graph.recording.kernels[product.op.kernel].op)
     return kernel is not None and kernel.way == "attention"
+
+
+def _with_learned_factor(graph: Graph) -> list[tuple[Product, TensorRef]]:
+    """Return the products of an activation with a parameter, each with its activation."""
+    found = []
+    for op in graph.recording.ops:
+        product = None if op.base_name == "addmm" else product_of(graph.recording, op)
+        if product is None:
+            continue
+        activations = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
+        if len(activations) == 1 and graph.comes_from_inputs(*activations):
+            found.append((product, activations[0]))
+    return found
+
+
+def _of_learned_queries(
+    graph: Graph, learned: list[tuple[Product, TensorRef]], values: ProductPath, over: frozenset[Axis]
+) -> list[Product]:
+    """Return the last product of keys with learned queries behind weights; none if there is no such product.
+
+        scores = self.query @ k.transpose(-1, -2)            # query: slots head_dim, k: batch key head_dim
+
+    The weights are summed over positions of the keys: over output features a projection is a router. A layer outside
+    of the module that multiplies by the values is a scorer.
+    """
+    module = values.product.multiply.module
+    for product, keys in reversed(learned):
+        op = product.op
+        if op.index >= values.product.op.index or not (op.base_name in BATCHED or inside(module, op.module)):
+            continue
+        dims = graph.dimensions.of(keys)
+        if product.multiply.does("product"):
+            dims = dims[-2:]  # without those that the factors of a batched product have in common
+        if not any(over & set(dim) for dim in dims):
+            continue
+        ops = region(graph, (op.output,), values.tensor).ops
+        if 0 < len(ops) <= _FAR and not _is_of_pairs(graph, keys):
+            return [product]
+    return []
+
+
+def _is_of_pairs(graph: Graph, tensor: TensorRef) -> bool:
+    """Return whether a tensor is computed of each query with each key, as in `(q[:, :, None] + k[:, None]).tanh()`."""
+    for step in graph.back(tensor, lambda op: op.pointwise or graph.moves(op)):
+        op = graph.recording.producer(step.tensor)
+        if op is None or len(op.inputs) != 2 or not graph.comes_from_inputs(*op.inputs):
+            continue
+        if all(graph.before_repeats(factor).numel < op.output.numel for factor in op.inputs):
+            return True
+    return False
 
 
 def _products_behind(graph: Graph) -> dict[int, int]:
@@ -84,7 +136,7 @@ def _products_behind(graph: Graph) -> dict[int, int]:
 
 def _may_be_scores(graph: Graph, scores: Product, over: frozenset[Axis]) -> bool:
     """Return whether a product compares positions, among them those that are averaged over."""
-    if not graph.comes_from_inputs(scores.left, scores.right):
+    if not any(map(graph.comes_from_inputs, (scores.left, scores.right))):
         return False
     axes = scores.axes(graph.dimensions)
     compared = {*axes.rows, *axes.columns}
@@ -100,7 +152,8 @@ def _nearest(
 ) -> list[Product]:
     """Return the products behind weights that no other candidate depends on, the most likely scores first.
 
-    These are not gathered on the way, and sum over most features: a position may have a product of its own.
+    These are of two inputs, are not gathered on the way, and sum over most features: a position may have a product of
+    its own.
     """
     nearest: list[tuple[Product, bool]] = []
     remaining = behind.get(weights.id, 0)
@@ -115,7 +168,8 @@ def _nearest(
         remaining &= ~behind[scores.op.output.id]
         ops = region(graph, (scores.op.output,), weights).ops
         if len(ops) <= _FAR and _mixes_heads_alone(graph, scores, ops):
-            nearest.append((scores, any(op.does("gathers") for op in ops)))
+            is_of_inputs = graph.comes_from_inputs(scores.left, scores.right)
+            nearest.append((scores, not is_of_inputs or any(op.does("gathers") for op in ops)))
     nearest.sort(key=lambda found: (found[1], -_features(graph, found[0]), found[0].op.index))
     return [scores for scores, _ in nearest]
 
@@ -126,10 +180,16 @@ def _features(graph: Graph, scores: Product) -> int:
 
 
 def _mixes_heads_alone(graph: Graph, scores: Product, ops: tuple[Op, ...]) -> bool:
-    """Return whether every projection among operations sums over heads: batch axes of the scores product."""
+    """Return whether every projection among operations sums over heads: batch axes of the scores product.
+
+    The output features of such a projection are heads too.
+    """
     heads = set(wide(scores.axes(graph.dimensions).batch))
     for op in ops:
         mixing = mixing_of(graph, op)
-        if mixing is not None and not graph.dimensions.along(mixing.source, mixing.place) <= heads:
+        if mixing is None:
+            continue
+        if not graph.dimensions.along(mixing.source, mixing.place) <= heads:
             return False
+        heads |= graph.dimensions.along(op.output, mixing.place)
     return True

@@ -70,10 +70,15 @@ def _read(graph: Graph, pair: Pair, response: Response) -> Reading | None:
     if found is None:
         return None
     masked = _masked(response, found)
-    slope = response.slope(found.cut, found, logarithm=True)
     is_softmax = response.cuts[found.cut].op.does("softmax")
-    if slope is None and not is_softmax and not response.are_logits(masked, found):
-        return None  # weights that sum to one, and are no exponentials
+    exponent = response.exponent(masked, found)
+    reads_masked = is_softmax and response.cuts[found.cut].op.inputs[0].id == response.cuts[masked].tensor.id
+    if exponent is None and not reads_masked:
+        return None  # weights that sum to one, and are no exponentials as far as is known
+    has_factors = exponent is not None and response.adds_inside(masked, found, exponent)
+    if has_factors and is_softmax:
+        return None  # scores are changed in a place that no cut shows, e.g. by writing into a part of them
+    slope = response.slope(found.cut, found, logarithm=True)
     weights = response.cuts[found.cut]
     *beside, dim = found.places
     masks = _masks_of_exponentials(response, masked, found)
@@ -96,18 +101,9 @@ def _read(graph: Graph, pair: Pair, response: Response) -> Reading | None:
         scoring,
         seen=seen,
         factor=_factor(pair, scoring, None if slope is None else slope.number),
-        has_factors=_has_factors(response, masked, found),
+        has_factors=has_factors,
         weights_scale=_weights_scale(response, masked, found, scoring, slope),
     )
-
-
-def _has_factors(response: Response, masked: int, found: Softmaxed) -> bool:
-    """Return whether exponentials are multiplied by numbers other than 0 and one other."""
-    for place in range(masked + 1, found.cut):
-        factors = response.factors(place, found)
-        if factors is not None and torch.unique(factors[factors.abs() > 0]).numel() > 1:
-            return True
-    return False
 
 
 def _weights_scale(response: Response, masked: int, found: Softmaxed, scoring: Scoring, slope: Slope | None) -> float:
@@ -194,7 +190,7 @@ def _is_divided_again(response: Response, weights: Softmaxed, found: Softmaxed) 
     first, rows = response.rows(weights), response.rows(found)
     if first is None or rows is None or not _is_same_partition(first, rows):
         return False
-    return response.slope(found.cut, found, logarithm=True) is not None
+    return response.exponent(_masked(response, found), found) is not None
 
 
 def _is_same_partition(first: Tensor, rows: Tensor) -> bool:
@@ -210,11 +206,16 @@ def _masked(response: Response, found: Softmaxed) -> int:
     if weights.op.does("softmax") and weights.op.inputs[0].id == response.cuts[found.cut - 1].tensor.id:
         return found.cut - 1
     masked = 0
+    is_shifted = False
     for place in range(1, found.cut):
         effect = response.step(place, found).effect
         if effect in ("bend", "mix", "times") and not response.are_logits(place, found):
             break
-        if effect != "shift":
+        if effect == "shift":
+            is_shifted = True
+        elif effect != "same":
+            is_shifted = False
+        if not is_shifted:
             masked = place
     return masked
 
@@ -270,7 +271,7 @@ class _Steps:
     def take(self, place: int) -> bool:
         """Take the step to a cut; return whether there may be further ones."""
         cut, step = self._response.cuts[place], self._response.step(place, self._found)
-        if step.effect == "further":
+        if step.effect == "further" and self._response.is_extended(self._found.cut):
             self._sinks = cut.op
             return False
         mixings = [mixing for op in cut.ops if (mixing := mixing_of(self._graph, op)) is not None]
@@ -282,10 +283,13 @@ class _Steps:
             self._bend(cut.ops)
         elif step.effect == "same" and adds_mask(self._with_operand(cut.ops)):
             self._mask(cut.ops, "fill", 1.0)  # in this run it masks out no key
-        elif step.effect in ("same", "scale") and self._multiplies(cut.ops):
+        elif step.effect in ("same", "scale") and step.factor is not None and self._multiplies(cut.ops):
             self._mask(cut.ops, "times", 1.0)  # in this run by one number
         elif step.effect == "same" or (step.effect == "mix" and all(map(_only_moves, cut.ops))):
-            self._move(cut.tensor, cut.op)
+            if self._moves_positions(place):
+                self._bend(cut.ops)
+            else:
+                self._move(cut.tensor, cut.op)
         elif step.effect == "scale":
             self._multiply(self._as_written(cut.op, step.factor), cut.tensor)
         elif step.effect in ("add", "fill", "times"):
@@ -296,6 +300,13 @@ class _Steps:
             self._bend(cut.ops)
         self._tensor = cut.tensor
         return True
+
+    def _moves_positions(self, place: int) -> bool:
+        """Return whether a step moves scores to other queries or keys, and they are not moved back before the end."""
+        response = self._response
+        if not response.is_reordered(place) or response.is_reordered(place - 1):
+            return False
+        return response.is_reordered(len(response.cuts) - 1)
 
     def _multiplies(self, ops: tuple[Op, ...]) -> bool:
         """Return whether scores are multiplied by numbers of each query or key, which are ones in this run."""
@@ -325,6 +336,11 @@ class _Steps:
             if op.kind == "compute" and any(tensor.id not in made and tensor.shape for tensor in op.inputs):
                 return op
         return ops[-1]
+
+    def _reads_others(self, op: Op) -> bool:
+        """Return whether an operation reads a tensor that is not made of the scores themselves."""
+        part = self._response.part
+        return any(tensor.shape and tensor.id not in {*part.made, self._product.id} for tensor in op.inputs)
 
     def _shift(self, ops: tuple[Op, ...], factor: float | None) -> None:
         """Take a number that is added for each softmax: it changes no weight, and is shown unless it guards exp()."""
@@ -381,7 +397,8 @@ class _Steps:
         statistics = [statistic for op in ops if (statistic := statistic_step(self._graph, op, self._product))]
         norm = next(filter(None, map(self._graph.norm_name, ops)), "")
         is_normed = any(is_shift(self._graph.recording, op) for op in ops)  # along another axis than the softmax
-        if not statistics and not norm and not is_normed and adds_mask(computing[-1]):
+        adds_mask_to = adds_mask(computing[-1]) and any(map(self._reads_others, ops))
+        if not statistics and not norm and not is_normed and adds_mask_to:
             self._mask(ops, "add", 1.0)
             return
         if name == "tanh" and self._is_plain and self._last_scale and self._scale is not None:
@@ -395,6 +412,10 @@ class _Steps:
         if statistics and not norm:
             self._steps.extend((statistic, None) for statistic in statistics)
         else:
+            # What is added is made of the scores too, e.g. their own transpose.
+            if name in ("add", "sub"):
+                name = "made"
+                self._late_scales.append(None)
             self._steps.append((norm or ("log_softmax" if is_normed else name), None))
 
     def _leave_plain(self) -> None:

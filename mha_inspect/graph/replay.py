@@ -31,6 +31,9 @@ _FLOATS = frozenset(f"torch.{name}" for name in ("float16", "bfloat16", "float32
 
 _DROPOUTS = ("native_dropout", "_fused_dropout")
 """Operations that are run as if nothing is dropped: their results are their input and a mask of ones."""
+_COINS = ("bernoulli_",)
+"""Operations that fill a tensor with what is kept, 0 or 1. They are run as if each were kept by its share: dropout
+divides by that, and drops nothing."""
 _BY_DTYPE = {"_softmax": 2, "_log_softmax": 2, "_safe_softmax": 2}
 """Operations with an argument that says which dtype they compute in, and its place."""
 
@@ -92,7 +95,7 @@ class Replay:
         size = sum(output.numel for op in part.ops for output in op.outputs)
         if not part.ops or size > _MOST:
             raise NotReplayedError("nothing to run" if not part.ops else "too large")
-        if any(op.does("draws") and op.base_name not in _DROPOUTS for op in part.ops):
+        if any(op.does("draws") and op.base_name not in (*_DROPOUTS, *_COINS) for op in part.ops):
             raise NotReplayedError("it draws random numbers")
         self._known: dict[int, Tensor] = {}
         self.unknown: list[TensorRef] = []
@@ -248,6 +251,9 @@ def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     if op.base_name in _DROPOUTS:
         source = content(op.inputs[0])
         return [source, torch.ones_like(source, dtype=torch.bool)]
+    if op.base_name in _COINS:
+        kept = float(op.args[1]) if len(op.args) > 1 else 0.5
+        return [content(op.inputs[0]).fill_(kept)]
 
     def argument(value: Any) -> Any:
         if isinstance(value, TensorRef):

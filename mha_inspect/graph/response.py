@@ -32,10 +32,12 @@ _SMALL = 1e-4
 """The size of scores for which every smooth function is linear."""
 _HIDDEN = -1e4
 """A score of at most this masks its key out."""
+_FAINT = 1e-12
+"""Weights up to this have few digits of their own, beside rounding errors."""
 _LOGITS = 1e-6
 """The largest difference between scores and the logarithms of their weights, apart from a number for each softmax."""
-_ONE = 1e-9
-"""The largest distance of a sum of weights from 1."""
+_ONE = 1e-3
+"""The largest distance of a sum of weights from 1: a sum may be guarded against zero, as in `e / (e.sum() + 1e-6)`."""
 
 Effect = Literal["same", "scale", "add", "fill", "times", "shift", "bend", "mix", "further"]
 """What a step does to the scores. `same`: nothing. `scale`: multiplies by a number. `add`: adds numbers that the scores
@@ -280,6 +282,32 @@ class Response:
                 return False
         return True
 
+    def exponent(self, place: int, found: Softmaxed) -> float | None:
+        """Return the number c for which the weights are exponentials of c times a cut, each with a factor of its own.
+
+        From `weights = factors * exp(c * cut) / sum` follows that the difference of two logarithms is c times that of
+        the cut, apart from a number for each softmax, however large the scores are. None if it is anything else, e.g.
+        `(1 + cut + cut² / 2) / sum`, or if other weights are zero in the other answer.
+        """
+        rows, values, weights = self.rows(found), self.answers(place), self.answers(found.cut)
+        if rows is None or values is None or weights is None:
+            return None
+        is_seen = [
+            (rows >= 0) & (weight > _FAINT) & value.isfinite() for weight, value in zip(weights, values, strict=True)
+        ]
+        is_zero = [(rows >= 0) & (weight == 0) for weight in weights]
+        # Far below the largest score an exponential is zero in any case.
+        if bool((is_zero[0] & is_seen[1] | is_zero[1] & is_seen[0]).any()):
+            return None
+        seen = is_seen[0] & is_seen[1]
+        if not bool(seen.any()):
+            return None
+        given = _centred(values[1] - values[0], rows, seen)[seen]
+        answer = _centred(weights[1].log() - weights[0].log(), rows, seen)[seen]
+        if not bool((given.abs() > _CLOSE).any()):
+            return 1.0  # a single key for each query: its weight is one, whatever its score is
+        return _factor(given, answer)
+
     def seen(self, found: Softmaxed) -> Tensor:
         """Return which weights are not zero in either answer to small scores, in the layout of the weights."""
         tensor = self.cuts[found.cut].tensor
@@ -291,15 +319,17 @@ class Response:
         generator = torch.Generator().manual_seed(1)
         return [drawn(self.scores, generator, _SMALL) for _ in range(2)]
 
-    def factors(self, place: int, found: Softmaxed) -> Tensor | None:
-        """Return the numbers that a step multiplies each score by; None if it does anything else."""
-        if self.step(place, found).effect != "times":
-            return None
-        before, after = self.answers(place - 1), self.answers(place)
-        if before is None or after is None:
-            return None
-        factors = after[0] / before[0]
-        return factors[factors.isfinite()].round(decimals=9)
+    def adds_inside(self, place: int, found: Softmaxed, exponent: float) -> bool:
+        """Return whether weights are not the softmax of a cut alone: exponentials have factors of their own.
+
+        Weights that are zero are no matter: their keys are masked out.
+        """
+        rows, values, weights = self.rows(found), self.answers(place), self.answers(found.cut)
+        if rows is None or values is None or weights is None:
+            return False
+        seen = (rows >= 0) & (weights[0] > _FAINT) & values[0].isfinite()
+        apart = _centred(weights[0].log() - exponent * values[0], rows, seen)[seen]
+        return bool(apart.numel()) and float(apart.abs().max()) > _LOGITS
 
     def step(self, place: int, found: Softmaxed) -> Step:
         """Return what happens between a cut and the one before."""
@@ -312,16 +342,51 @@ class Response:
         """Return what happens between a cut and the one before."""
         before, after = self.answers(place - 1), self.answers(place)
         order, rows = self._order_of(self.cuts[place].tensor), self.rows(found)
-        if before is None or after is None or order is None or rows is None:
+        if before is None or after is None or order is None:
             return Step("mix", None)
-        if bool((order < 0).any()) and not self._has_others(place - 1):
+        if rows is None:
+            return self._plain(place, before, after)
+        if bool((order < 0).any()) and not self.has_others(place - 1):
             return Step("further")
         # A masked-out score times zero is NaN too: that is the user's, and no other step.
         if any(bool((after[draw].isnan() & (before[draw] > _HIDDEN)).any()) for draw in (0, 1)):
             return Step("mix", None)
         return self._measured(place, before, after, rows)
 
-    def _has_others(self, place: int) -> bool:
+    def _plain(self, place: int, before: tuple[Tensor, Tensor], after: tuple[Tensor, Tensor]) -> Step:
+        """Return a step before the scores are mixed, e.g. averaged: `same` or `scale`, and `mix` for all others."""
+        if any(not bool(numbers.isfinite().all()) for numbers in (*before, *after)):
+            return Step("mix", None)
+        factor = _factor(torch.cat(before), torch.cat(after))
+        if factor is None or not self._has_factor(place, factor):
+            return Step("mix", None)
+        return Step("same" if _near(factor, 1, _CLOSE) else "scale", factor)
+
+    def is_extended(self, place: int) -> bool:
+        """Return whether a cut has all scores, and other numbers beside them."""
+        order = self._order_of(self.cuts[place].tensor)
+        return order is not None and bool((order < 0).any()) and int((order >= 0).sum()) == self.scores.numel
+
+    def is_reordered(self, place: int) -> bool:
+        """Return whether scores are moved to other queries or keys at a cut, e.g. rolled, and not only transposed.
+
+        A transposed or reshaped tensor takes equal steps through the scores along its last two dimensions, and the same
+        from everywhere.
+        """
+        order = self._order_of(self.cuts[place].tensor)
+        if order is None or order.dim() < 2 or bool((order < 0).any()) or not order.numel():
+            return False
+        origin = order.flatten()[0]
+        together = torch.zeros_like(order)
+        for dim, size in enumerate(order.shape):
+            first = order.movedim(dim, -1).flatten(0, -2)[0] - origin
+            steps = first.diff()
+            if dim >= order.dim() - 2 and bool((steps <= 0).any()):
+                return True
+            together += first.view([size if at == dim else 1 for at in range(order.dim())])
+        return not torch.equal(together, order - origin)
+
+    def has_others(self, place: int) -> bool:
         """Return whether a cut has elements that are no scores."""
         order = self._order_of(self.cuts[place].tensor)
         return order is not None and bool((order < 0).any())
@@ -358,7 +423,7 @@ class Response:
                 return Step("shift", factor)
         factors = new / old
         if bool(factors.isfinite().all()) and torch.allclose(factors[0], factors[1], rtol=1e-6, atol=1e-9):
-            return self._of_factors(factors[0], seen)
+            return self._of_factors(factors[0], seen, rows)
         return Step("bend" if self._is_elementwise(place) else "mix", None)
 
     def _has_factor(self, place: int, factor: float) -> bool:
@@ -376,8 +441,13 @@ class Response:
         again = _factor(pairs[0][seen], pairs[1][seen]) if bool(seen.any()) else None
         return again is not None and _near(again, factor, 1e-5)
 
-    def _of_factors(self, factors: Tensor, seen: Tensor) -> Step:
-        """Return the step that multiplies each score by a number of its own, the same in both answers."""
+    def _of_factors(self, factors: Tensor, seen: Tensor, rows: Tensor) -> Step:
+        """Return the step that multiplies each score by a number of its own, the same in both answers.
+
+        One number for each head, or for each softmax, is a scale, as long as it leaves some of the score.
+        """
+        if bool((factors != 0).all()) and _is_constant(factors, rows[seen]):
+            return Step("scale", None)
         shape = self.scores.shape
         whole = torch.full((self.scores.numel,), torch.nan, dtype=torch.float64)
         whole[seen] = factors
@@ -409,6 +479,15 @@ def _is_one(sums: Tensor) -> bool:
     is_one = (sums - 1).abs() < _ONE
     is_empty = sums.isnan() | (sums.abs() < _ONE)
     return bool((is_one | is_empty).all()) and bool(is_one.any())
+
+
+def _is_constant(numbers: Tensor, rows: Tensor) -> bool:
+    """Return whether all numbers of each row are equal, of rows that are known by number."""
+    count = int(rows.max()) + 1
+    start = torch.zeros(count, dtype=torch.float64)
+    lowest = start.scatter_reduce(0, rows, numbers, "amin", include_self=False)
+    highest = start.scatter_reduce(0, rows, numbers, "amax", include_self=False)
+    return bool((highest - lowest <= _CLOSE * highest.abs()).all())
 
 
 def _near(left: float, right: float, error: float) -> bool:

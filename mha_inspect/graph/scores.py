@@ -27,7 +27,7 @@ _LAYERS = {"add": 1, "sub": 1, "cat": 2, "distance": 0}
 """How queries and keys are joined, and the maximal number of reductions from the join to the scores. Concatenated
 features are mixed before the nonlinear function. A distance is a score."""
 
-_BATCHED = ("bmm", "baddbmm")
+BATCHED = ("bmm", "baddbmm")
 """Products that a projection is not written with."""
 _ORDERS = {"sort": 1, "topk": 2}
 """Operations that sort numbers, and the position of their dimension argument."""
@@ -76,7 +76,7 @@ def _of_learned_query(graph: Graph, op: Op, over: set[Axis], module: str) -> Pro
     The softmax runs over positions of the keys: over the output features of a projection it would be a router's. A
     layer of its own, outside the module of the softmax, is a scorer, and no query.
     """
-    if not over or (op.base_name not in _BATCHED and not inside(module, op.module)):
+    if not over or (op.base_name not in BATCHED and not inside(module, op.module)):
         return None
     product = product_of(graph.recording, op)
     if product is None or op.base_name == "addmm":

@@ -75,7 +75,7 @@ def _is_explained(graph: Graph, context: TensorRef, attentions: Sequence[Attenti
         return True
     inside = {op.index for op in ops}
     there = [attention for attention in attentions if _is_inside(attention, inside)]
-    if len(there) != 1:
+    if len(there) != 1 or (there[0].is_dot and there[0].scale is None):
         return False
     products = {index for index in graph.products if index in inside and _is_of_inputs(graph, index)}
     read = {op.index for turn in there[0].turns for op in (turn.score_product.op, turn.value_product.op)}

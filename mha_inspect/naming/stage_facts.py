@@ -71,7 +71,7 @@ class StageFacts:
                 return f"softmax{over}"
             if attention.weighing:
                 return weighed_text(self._graph, attention, scores)
-            return f"softmax{over}({scores}{scale_text(attention.weights_scale)})"
+            return f"softmax{over}({self._softmaxed(scores)})"
         if stage != "context":
             joined = ", joined with those of another projection" if self.joins_projections(stage) else ""
             return self._rearranged(stage, brief=brief) + joined
@@ -84,6 +84,20 @@ class StageFacts:
         weights = f"mix({weights})" if attention.mixed_weights else weights
         others = dict.fromkeys(op.base_name.rstrip("_") for op in attention.weights_path if self._changes(op))
         return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
+
+    def _softmaxed(self, scores: str) -> str:
+        """Return what the softmax is computed of, with what happens to the exponentials before they are summed.
+
+        An exponential that is set to zero has a score that is masked out: `softmax(mask(scores))`. One that is
+        multiplied by a number has a score with its logarithm added: `softmax(scores + bias)`.
+        """
+        attention = self._attention
+        text = f"{scores}{scale_text(attention.weights_scale)}"
+        if attention.has_factors:
+            text = f"{text} + bias"
+        hides = attention.seen is not None and scores == "scores" and not bool(attention.seen.all())
+        text = f"mask({text})" if hides else text
+        return f"[{text}, sinks]" if attention.sinks is not None else text
 
     def flops(self, stage: str) -> int:
         """Return the floating-point operations of the stage's matrix products; a multiply-add counts as two.
@@ -208,10 +222,11 @@ class StageFacts:
 
     def _changes(self, op: Op) -> bool:
         """Return whether an operation changes the weights after the softmax, other than by dropout or mixing."""
-        changes = op.kind == "compute" and (op.pointwise or op.does("picks")) and op.base_name != "_to_copy"
+        changes = op.kind == "compute" and op.base_name != "_to_copy" and not op.does("product")
         computes = changes or (op.does("gathers") and op.inputs[-1].dtype.startswith("int"))
         mixes = any(mixing.op is op for mixing in self._attention.mixed_weights)
-        return computes and not mixes and not self._drops(op)
+        makes_noise = op.base_name.endswith("_like") or (bool(op.outputs) and self._is_drawn(op.output))
+        return computes and not mixes and not makes_noise and not self._drops(op)
 
     def _origin(self, tensor: TensorRef) -> str:
         """Return where the first stage of a side comes from: `given` for an input or the result of another layer."""

@@ -25,10 +25,6 @@ NOT_OF_ONE_TOKEN = {
     "ByHandMasked",
     "ByHandShifted",
     "LearnedQuery",
-    "Talking",
-    "TalkingAfterDropout",
-    "TalkingCausal",
-    "TalkingEinsum",
 }
 """The same of entries that are given a single token."""
 
