@@ -113,7 +113,7 @@ BELOW = {
     "graph": ("record",),
     "naming": ("graph", "record", "layers", "reports"),
     "running": ("naming", "graph", "record", "layers", "reports", "errors", "text"),
-    "measure": ("running", "naming", "record", "layers", "reports"),
+    "measure": ("running", "naming", "record", "layers", "reports", "text"),
     "files": ("record", "layers", "reports", "errors", "text"),
     "build": ("files", "running", "naming", "record", "layers", "reports", "errors", "text"),
     "call": ("build", "files", "running", "naming", "record", "layers", "reports", "errors", "text"),

@@ -64,6 +64,8 @@ class Role:
     """The rows and columns of each head; empty if the number of heads or the packing is unknown."""
     axis: int = 0
     """The dimension that has the features of the heads."""
+    part: str = ""
+    """What its name calls it: `W_q`, `b_qkv`; empty for other purposes."""
 
 
 @dataclass(frozen=True)
@@ -187,11 +189,11 @@ def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any],
     roles = {}
     for part, tensor in owner.parts.items():
         if part == "b_o":
-            roles[tensor.name] = Role("embed", "b_o: added once, not split by head")
+            roles[tensor.name] = Role("embed", "b_o: added once, not split by head", part=part)
         elif owner.width(part) == sum(widths[letter] for letter in part[2:]):
             by_group = False if len(part) == 3 else _is_by_group(tensor.word, config)
             layout = _Layout(owner, part, widths, heads, kv_heads, by_group)
-            roles[tensor.name] = Role(layout.pattern(), layout.text(), layout.slices(), owner.axis(part))
+            roles[tensor.name] = Role(layout.pattern(), layout.text(), layout.slices(), owner.axis(part), part)
     roles |= {name: Role("", text) for name, text in owner.other_roles.items()}
     stored = StoredAttention(owner.path, tuple(roles), heads, kv_heads, head_dim, fits if heads is None else ())
     return NamedAttention(stored, roles)

@@ -149,6 +149,28 @@ class CheckpointSide:
 
 
 @dataclass(frozen=True)
+class RowOrder:
+    """How the rows or columns of the right tensor are those of the left one in another order."""
+
+    axis: Literal["rows", "columns"]
+    """What is in another order."""
+    patterns: tuple[str, ...]
+    """The order as an einops pattern, or in words; several if sizes are equal, empty if the order has no name."""
+    meanings: tuple[str, ...]
+    """What each pattern means, e.g. `rotary halves on the left, interleaved pairs on the right`; else empty."""
+    line: str
+    """The line that reorders the left tensor, named `w`; empty if no pattern gives it."""
+    transposed: bool
+    """Whether the left tensor is transposed too."""
+    remaining: float
+    """What remains of the difference, relative to the size of the right tensor: 0 if the numbers are the same."""
+    kept: Literal["all", "some", "repeated"] = "all"
+    """Whether the right tensor has all rows of the left one, some (without pruned heads), or repeats them."""
+    swapped: bool = False
+    """Whether the sides are to be swapped in this: the left tensor has some rows of the right one."""
+
+
+@dataclass(frozen=True)
 class TensorPair:
     """A tensor that is in both checkpoints."""
 
@@ -172,6 +194,8 @@ class TensorPair:
     """‖left - right‖ / ‖left‖."""
     note: str = ""
     """Important sentence on this pair; else empty."""
+    order: RowOrder | None = None
+    """The order of its rows, if both sides have the same rows in another order; else None."""
 
 
 @dataclass(frozen=True)

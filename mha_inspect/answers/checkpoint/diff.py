@@ -17,10 +17,11 @@ from ...files.attentions import NamedAttention, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
 from ...record.rounding import distances, parts, same_bits
-from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, TensorPair, TensorVerdict
+from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, RowOrder, TensorPair, TensorVerdict
 from ...reports.params import StoredName
-from ...text import listed, percent, plural, shown, spans
+from ...text import first_few, listed, percent, plural, shown, spans
 from .params import numbers_of
+from .reordered import Reordered, is_reordered, order_words, reordered
 from .transposed import is_transposed
 
 _SAME: tuple[TensorVerdict, ...] = ("same bits", "same within rounding")
@@ -44,18 +45,22 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
         raise SpecError(f"num_heads {num_heads} does not fit the shapes of any attention in the two files.")
     same_name = {name: _pair(name, name, ours, theirs) for name in ours.tensors if name in theirs.tensors}
     pairs, of_parts, unknown = [*same_name.values()], list[PartPair](), 0
+    found: list[Reordered] = []
     for attention, other in _paired(ours, theirs):
         names = attention.stored.parameters
         if {*names} == {*other.stored.parameters} and all(same_name[name].verdict in _SAME for name in names):
             continue
+        orders = _reordered(attention, other, ours, theirs, same_name)
+        found += orders
         count = attention.stored.num_heads or other.stored.num_heads
         if count is None:
-            unknown += 1
+            unknown += not orders
             continue
         both = ours.with_heads(attention, count), theirs.with_heads(other, count)
         compared = _parts(*both, ours, theirs)
-        of_parts += compared
+        of_parts += [_with_order(part, orders) for part in compared]
         pairs += _renamed(*both, {part.part: part.verdict for part in compared}, ours, theirs)
+    pairs = _with_orders(pairs, found, ours, theirs)
     pairs += _moved(ours, theirs, {pair.name for pair in pairs}, {pair.other for pair in pairs})
     only_left = _absent(ours, {pair.name for pair in pairs})
     only_right = _absent(theirs, {pair.other for pair in pairs})
@@ -132,6 +137,61 @@ def _parts(attention: NamedAttention, other: NamedAttention, left: _Side, right:
             differences = tuple(_distance(*heads).relative for heads in zip(ours[part], theirs[part], strict=True))
         pairs.append(PartPair(attention.stored.module, other.stored.module, part, verdict, differences))
     return pairs
+
+
+# -- the same rows in another order -----------------------------------------------------------------------------------
+
+
+def _reordered(
+    attention: NamedAttention,
+    other: NamedAttention,
+    left: _Side,
+    right: _Side,
+    same_name: Mapping[str, TensorPair],
+) -> list[Reordered]:
+    """Return the tensors of two attentions that have the same rows in another order."""
+
+    def same(name: str, other_name: str) -> bool:
+        """Return whether two tensors are known to be the same, or have no numbers to compare."""
+        if not (left.tensors[name].has_numbers and right.tensors[other_name].has_numbers):
+            return True
+        return name == other_name and same_name[name].verdict in (*_SAME, "same, permuted")
+
+    return list(reordered(attention, other, left.read, right.read, same))
+
+
+def _with_order(part: PartPair, orders: Iterable[Reordered]) -> PartPair:
+    """Return a part whose difference is the order of the tensor that has it, without differences by head."""
+    if part.verdict in _SAME:
+        return part
+    known = {each.part: each.order for each in orders if each.order.kept == "all"}
+    return replace(part, verdict="same, permuted", differences=()) if is_reordered(part.part, known) else part
+
+
+def _with_orders(
+    pairs: Iterable[TensorPair], found: Iterable[Reordered], left: _Side, right: _Side
+) -> list[TensorPair]:
+    """Return pairs of tensors with the orders of their rows, and with the pairs that only these show."""
+    orders = {(name, each.other): each for each in found for name in each.names}
+    result = []
+    for pair in pairs:
+        each = orders.pop((pair.name, pair.other), None)
+        result.append(pair if each is None else _ordered(pair, each))
+    result += [_ordered(_beside(*names, left, right), each) for names, each in orders.items()]
+    return result
+
+
+def _ordered(pair: TensorPair, found: Reordered) -> TensorPair:
+    """Return a pair of tensors with the order of its rows."""
+    order = found.order
+    verdict: TensorVerdict = "same, permuted"
+    if order.remaining:
+        verdict = "differs"
+    elif order.kept != "all":
+        verdict = "other shape"
+    together = f"{len(found.names)} tensors together" if len(found.names) > 1 else ""
+    note = ", ".join(filter(None, (together, *order.patterns[:1]))) or "no name for this order"
+    return replace(pair, verdict=verdict, order=order, note=note)
 
 
 # -- tensors ----------------------------------------------------------------------------------------------------------
@@ -283,7 +343,20 @@ def _answer(report: CheckpointDiffReport) -> Iterator[str]:
     packed = (pair for pair in report.tensors if times["left", pair.name] > 1 or times["right", pair.other] > 1)
     for note in dict.fromkeys(pair.note for pair in packed):
         yield f"{note[0].upper()}{note[1:]}."
+    yield from _orders(report.tensors)
     yield from _most_changed([part for part in report.parts if part.part.startswith("W") and part.differences])
+
+
+def _orders(pairs: Iterable[TensorPair]) -> Iterator[str]:
+    """Yield a sentence for each order of rows, with the tensors that have it, and the line that converts the left."""
+    names: dict[tuple[str, RowOrder], list[str]] = {}
+    for pair in pairs:
+        if pair.order is not None:
+            names.setdefault((pair.note, pair.order), []).append(pair.name)
+    for (_, order), tensors in names.items():
+        yield f"{first_few(tensors, _NAMED)}: {order_words(order)}."
+        if order.line:
+            yield f"To convert the left: {order.line}"
 
 
 def _most_changed(matrices: list[PartPair]) -> Iterator[str]:
