@@ -118,6 +118,22 @@ class ComparableRun:
             self._contents[place, stage] = content if content is None or scale == 1 else content / scale
         return self._contents[place, stage]
 
+    def as_made(self, place: int, stage: str) -> Tensor | None:
+        """Return a stage of an attention in its own axes, without its scale; None if it is absent or made in turns."""
+        if place >= len(self.attentions) or self.attentions[place][0].branches:
+            return None
+        attention = self.attentions[place][0]
+        tensor = attention.stages.get(stage)
+        content = None if tensor is None else self.run.recording.values.get(tensor.id)
+        scale = attention.early_scales.get(stage) or 1
+        return content if content is None or scale == 1 else content / scale
+
+    def axes(self, place: int, stage: str) -> str:
+        """Return the axes of a stage as they are: `(batch windows) heads query key`; empty if it is absent."""
+        if place >= len(self.attentions) or stage not in self.attentions[place][0].stages:
+            return ""
+        return self.attentions[place][1].of_stage(stage)
+
     def filled(self, place: int) -> int:
         """Return the number of keys of an attention without empty slots at the end of a cache."""
         attention, names = self.attentions[place]
@@ -193,12 +209,16 @@ class ComparableRun:
             )
         return copy
 
-    def floor(self, place: int, stage: str, like: Tensor, rows: Rows) -> float:
+    def floor(self, place: int, stage: str, like: Tensor, rows: Rows, *, as_made: bool = False) -> float:
         """Return the rounding error of a stage without these queries, in the form in which it is compared with `like`.
 
-        A query with every key masked out has no defined result, so it has no rounding error.
+        A query with every key masked out has no defined result, so it has no rounding error. `as_made` is for stages
+        that are compared in their own axes.
         """
         measured, exact, unit = self._pair
+        if as_made:
+            plain, finer = (run.as_made(place, stage) for run in (measured, exact))
+            return 0.0 if plain is None or finer is None else rounding_error(plain, finer) * unit
         contents = [run.content(place, stage) for run in (measured, exact)]
         ours, theirs = (content if content is None else _without(stage, content, rows) for content in contents)
         return 0.0 if ours is None or theirs is None else stage_noise(stage, ours, theirs, like) * unit
@@ -289,7 +309,9 @@ class Comparison:
 
     def _compared(self, place: int, stage: str, *, measured: bool) -> ComparedStage:
         left, right = (run.content(place, stage) for run in (self.left, self.right))
-        if left is None or right is None or not measured:
+        if measured and (left is None or right is None):
+            return self._compared_as_made(place, stage, ComparedStage(place, stage, left, right, None))
+        if left is None or right is None:
             return ComparedStage(place, stage, left, right, None)
         ours, theirs, note = left, right, ""
         if stage in ("k_proj", "v_proj", "k_heads", "v_heads") and left.numel() != right.numel():
@@ -313,6 +335,16 @@ class Comparison:
         if difference.compared != CANONICAL_AXES[stage]:
             note = f"compared by {difference.compared}"
         return ComparedStage(place, stage, left, right, replace(difference, note=difference.note or note))
+
+    def _compared_as_made(self, place: int, stage: str, unknown: ComparedStage) -> ComparedStage:
+        """Compare a stage without canonical axes, e.g. of windows, if both sides have it in the same shape and axes."""
+        axes = {run.axes(place, stage) for run in (self.left, self.right)}
+        left, right = (run.as_made(place, stage) for run in (self.left, self.right))
+        if len(axes) > 1 or left is None or right is None or left.shape != right.shape:
+            return unknown
+        floors = (run.floor(place, stage, left, (), as_made=True) for run in self.measured or (self.left, self.right))
+        difference = compare_stage(stage, left, right, lambda: max(floors))
+        return ComparedStage(place, stage, left, right, replace(difference, compared=axes.pop()))
 
     def output(self, rows: Rows) -> StageDifference:
         """Compare both outputs; the rounding error is measured without these queries."""

@@ -19,6 +19,7 @@ from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
 from .comparable_run import ComparableRun, ComparedStage, Comparison
+from .diff_reasons import reasons, reordered_copies
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
 
@@ -129,8 +130,15 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         answer=(),
         buffers=differing_buffers(left.subject.module, right.subject.module),
     )
-    sentences = (*_answer(report, given), *_of_buffers(report.buffers), *_masked(sides, comparison.masked))
-    return replace(report, answer=sentences)
+    first, *others = _answer(report, given)
+    masked_sentences = _masked(sides, comparison.masked)
+    found = reasons(left, right, report.first_differing_stage) if weights.whole and report.outcome == "differs" else ()
+    why = [reason.sentence for reason in found]
+    why += [f"To convert the weights of the left: {reason.line}" for reason in found if reason.line]
+    if report.outcome != "differs":
+        why += reordered_copies(left, right)
+    sentences = (first, *why, *others, *_of_buffers(report.buffers), *masked_sentences)
+    return replace(report, answer=sentences, reasons=found)
 
 
 def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:

@@ -99,7 +99,7 @@ def copy_all(source: ComparableRun, target: ComparableRun) -> str:
     """
     given, taken = weights_by_name(source), weights_by_name(target)
     if not _agree(given, taken) or _read_transposed(source, target):
-        reason = _unreadable(source, target)
+        reason = unreadable(source, target)
         if reason:
             return reason
         copied = _copied(source, target)
@@ -227,7 +227,7 @@ def _share_by_name(source: ComparableRun, target: ComparableRun) -> _ByName:
 
 def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str:
     """Copy the weights of all attentions in one direction; return the direction, or why they cannot be copied."""
-    reason = _unreadable(source, target)
+    reason = unreadable(source, target)
     if reason:
         return reason
     before = _numbers(target), _numbers(source)
@@ -248,7 +248,7 @@ def _direction(source: ComparableRun, target: ComparableRun) -> _Direction | str
     return _why_not(there.not_copied[:1], target.label, source.label)[0]
 
 
-def _unreadable(source: ComparableRun, target: ComparableRun) -> str:
+def unreadable(source: ComparableRun, target: ComparableRun) -> str:
     """Return why the weights of two sides cannot be copied by head; empty if they can be read on both."""
     for side in (source, target):
         missing = next((weights.missing[0] for weights in side.weights if weights.missing), "")

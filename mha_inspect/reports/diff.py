@@ -97,6 +97,18 @@ class SharedWeights:
     """Weights that were not copied, and why."""
 
 
+@dataclass(frozen=True)
+class DiffReason:
+    """Why both sides differ, as it was tried or measured."""
+
+    kind: Literal["order", "rotation", "shared heads", "scale", "mask"]
+    """What differs: the order of rows, the features of a rotation, who shares key heads, the scale, or the mask."""
+    sentence: str
+    """The reason, with the numbers of both sides."""
+    line: str = ""
+    """The line that converts a weight of the left, named `w`, for the right; else empty."""
+
+
 @dataclass(frozen=True, repr=False)
 class DiffReport(Report):
     """The comparison of two layers, or of one layer in two settings, with the same weights and input."""
@@ -123,6 +135,8 @@ class DiffReport(Report):
     """Important sentences on this comparison."""
     answer: tuple[str, ...]
     """The answer in sentences, from the measurements."""
+    reasons: tuple[DiffReason, ...] = ()
+    """Why the outputs differ, as far as that could be tried or measured."""
     buffers: tuple[str, ...] = ()
     """Names of buffers that differ. Buffers are not weights: they are not copied, and each side keeps its own."""
 

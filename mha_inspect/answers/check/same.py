@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from ...errors import MhaInspectError
 from ...record.arguments import with_copies
 from ...reports.check import Finding
+from ...reports.diff import DiffReason
 from ...running.subject import Subject
 from ...text import first_line
 from ..continuation import Continued, Reason, reason_of
 from ..diff import Side, diff
+from ..diff_reasons import Where, reasons
 from ..shared_weights import copy_all
 from .arguments import CACHES, counts, second_output
 from .evidence import OTHER_SIZES, Evidence, NotPossibleError, RaisedError, UndeclaredError
@@ -390,15 +392,19 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     if not apart:
         return
     where, line, module = "the output", "", ""
+    why: tuple[DiffReason, ...] = ()
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
         rows = diff(left, right, same_weights=False).stages if len(left.attentions) == len(right.attentions) else ()
         for row in [row for row in rows if row.verdict == "differs"][:1]:
             attention, _ = evidence.run.attentions[(row.attention or 1) - 1]
             where, module = f"{row.name} of attention {row.attention or 1}", attention.module
             line = evidence.line_of(attention.stages[row.name])
+            why = reasons(left, right, row.name, Where("here", "in the reference", "the reference"))
+    sentences = [f"The output differs from the reference by {apart:.3g}; the first difference is in {where}."]
+    sentences += [reason.sentence for reason in why]
     yield Finding(
         "reference",
-        f"The output differs from the reference by {apart:.3g}; the first difference is in {where}.",
+        " ".join(sentences),
         "Both ran on the same arguments with the same weights. Their stages were compared in canonical axes.",
         source=line,
         module=module,

@@ -1,0 +1,367 @@
+"""Find why two modules with the same weights do not compute the same: each candidate is tried first.
+
+A candidate is a change of the weights of one side: the rows of a packed weight in the order in which that side reads
+them, the features of each head as its rotation pairs them, its heads as they share keys, its scale. The other side's
+weights are written into it with that change, and it runs again. If both sides return the same now, this was the reason,
+and the only one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from ..measure.reorder import explain, reordered
+from ..measure.weights import Numbers, Weights
+from ..naming.score_formulas import scale_text
+from ..naming.visibility import visibility
+from ..reports.diff import DiffReason
+from ..text import listed, plural, spans
+from .comparable_run import ComparableRun, Comparison
+from .shared_weights import unreadable, weights_by_name, write_by_name
+
+_OF_QUERIES = ("W_q", "b_q")
+_OF_ROTATION = ("W_q", "b_q", "W_k", "b_k")
+_BY_HEAD = ("W_q", "b_q", "W_o", "W_g", "b_g")
+"""The parts whose heads are query heads."""
+_AFTER_SCORES = ("masked_scores", "weights")
+_LOWERED = 1e-3
+"""What a mask takes from a score at least; less may be rounding."""
+_MASKED_OUT = 1e4
+"""A score that is lowered by this gets no weight in any dtype."""
+_TOGETHER = 2
+"""The most changes that are tried together."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Change:
+    """A change of the weights of each attention that may make two sides the same."""
+
+    reason: DiffReason
+    apply: Callable[[int, Numbers], Numbers]
+    """From the place of an attention and its weights by part to changed weights."""
+
+
+@dataclass(frozen=True)
+class Where:
+    """How the two sides are called in a sentence."""
+
+    left: str = "on the left"
+    right: str = "on the right"
+    subject: str = "the right"
+    """The right side as the subject of a sentence."""
+
+
+def reasons(
+    left: ComparableRun, right: ComparableRun, first: str | None, where: Where | None = None
+) -> tuple[DiffReason, ...]:
+    """Return why two sides with the same weights and input differ; empty if no candidate was the reason.
+
+    `first` is the first stage that differs. The weights of the right side are as before when this returns.
+    """
+    called = where or Where()
+    found = _tried(left, right, called)
+    return found or tuple(_of_masks(left, right, first, called))
+
+
+def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[DiffReason, ...]:
+    """Return the reasons of the changes that make both sides the same; the fewest that do."""
+    if unreadable(left, right) or not _have_the_same_shapes(left, right):
+        return ()
+    before = {name: tensor.detach().clone() for name, tensor in weights_by_name(right).items()}
+    numbers = [weights.read() for weights in left.weights]
+    try:
+        return _agreeing(left, right, numbers, where)
+    finally:
+        write_by_name(right, before)
+        right.forget()
+
+
+def _agreeing(
+    left: ComparableRun, right: ComparableRun, numbers: Sequence[Numbers], where: Where
+) -> tuple[DiffReason, ...]:
+    """Return the reasons of the fewest changes with which both sides return the same."""
+    as_read = _written(left, right, numbers, ())
+    orders = tuple(_orders(left, right, where)) if as_read else ()
+    if as_read and _is_same(left, right):
+        return orders
+    changes = list(_changes(left, right, where))
+    for count in range(1, _TOGETHER + 1):
+        for together in combinations(changes, count):
+            if _written(left, right, numbers, together) and _is_same(left, right):
+                return (*orders, *(change.reason for change in together))
+    return ()
+
+
+def _have_the_same_shapes(left: ComparableRun, right: ComparableRun) -> bool:
+    pairs = zip(left.weights, right.weights, strict=True)
+    return all(ours.shapes == theirs.shapes for ours, theirs in pairs)
+
+
+def _written(left: ComparableRun, right: ComparableRun, numbers: Sequence[Numbers], changes: Sequence[_Change]) -> bool:
+    """Write the left weights into the right side, head by head and changed; return whether they are there as written.
+
+    One parameter may be read by several projections: then the last one wins.
+    """
+    right.forget()
+    wanted = []
+    for place, (weights, given) in enumerate(zip(right.weights, numbers, strict=True)):
+        changed = given
+        for change in changes:
+            changed = change.apply(place, dict(changed))
+        weights.write(changed)
+        wanted.append(changed)
+    for weights, changed in zip(right.weights, wanted, strict=True):
+        after = weights.read()
+        if any(not torch.equal(after[part], tensor.to(after[part].dtype)) for part, tensor in changed.items()):
+            return False
+    return True
+
+
+def _is_same(left: ComparableRun, right: ComparableRun) -> bool:
+    comparison = Comparison(left, right)
+    masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
+    return comparison.output(masked).verdict == "same"
+
+
+# -- the order of rows ------------------------------------------------------------------------------------------------
+
+
+def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[DiffReason]:
+    """Yield a reason for each parameter whose rows the sides read in another order; the left weights are in the right.
+
+    The parameters have the same names and shapes.
+    """
+    ours, theirs = weights_by_name(left), weights_by_name(right)
+    told: set[str] = set()
+    for weights, others in zip(left.weights, right.weights, strict=True):
+        for name, parts in _parts_by_parameter(weights).items():
+            if name not in theirs or ours[name].shape != theirs[name].shape or ours[name].dim() != 2:
+                continue
+            sizes = {"heads": weights.num_heads, "kv_heads": weights.num_kv_heads, "parts": len(parts)}
+            sizes["head_dim"] = weights.shapes[parts[0]][1]
+            found = explain(ours[name], theirs[name], sizes)
+            if found is None or not found.names or found.names[0].pattern in told:
+                continue
+            named = found.names[0]
+            told.add(named.pattern)
+            before, after = named.pattern.split(" -> ") if " -> " in named.pattern else (named.pattern, "")
+            sentence = f"The {found.axis} of {name} are read as {before} {where.left} and as {after} {where.right}"
+            if not after:
+                sentence = f"The {found.axis} of {name} are read in another order: {before}"
+            sentence += _example((weights, others), name, parts[0], where)
+            yield DiffReason("order", f"{sentence}.", named.line(name.rpartition(".")[2], found.axis, 2))
+
+
+def reordered_copies(left: ComparableRun, right: ComparableRun) -> Iterator[str]:
+    """Yield a sentence for each parameter whose rows were copied in another order, into one of another name.
+
+    The weights are the same head by head. A file of one module would not fit the other, although its shapes do.
+    """
+    ours, theirs = weights_by_name(left), weights_by_name(right)
+    told: set[str] = set()
+    for weights, others in zip(left.weights, right.weights, strict=False):
+        names = {tuple(parts): name for name, parts in _parts_by_parameter(others).items()}
+        for name, parts in _parts_by_parameter(weights).items():
+            other = names.get(tuple(parts))
+            if other is None or name not in ours or other not in theirs or ours[name].dim() != 2:
+                continue
+            sizes = {"heads": weights.num_heads, "kv_heads": weights.num_kv_heads, "parts": len(parts)}
+            found = explain(ours[name], theirs[other], sizes | {"head_dim": weights.shapes[parts[0]][1]})
+            if found is None or not found.is_exact or not found.names or found.names[0].pattern in told:
+                continue
+            named = found.names[0]
+            told.add(named.pattern)
+            yield (
+                f"The {found.axis} of {name} are in another order in {other}, {named.pattern}: loaded as it is, the "
+                "file of one side is wrong on the other."
+            )
+            line = named.line("w", found.axis, 2)
+            if line:
+                yield f"To convert the weights of the left: {line}"
+
+
+def _parts_by_parameter(weights: Weights) -> dict[str, list[str]]:
+    """Return the matrices in each parameter: `{"qkv.weight": ["W_q", "W_k", "W_v"]}`."""
+    parts: dict[str, list[str]] = {}
+    for part, projection in weights.projections.items():
+        if part.startswith("W"):
+            for name in dict.fromkeys(projection.parameters):
+                parts.setdefault(name, []).append(part)
+    return parts
+
+
+def _example(sides: Sequence[Weights], name: str, part: str, where: Where) -> str:
+    """Return where the second head of a part is on both sides; empty if it is not in whole rows."""
+    rows = [_rows(side, name, part) for side in sides]
+    if not rows[0] or not rows[1]:
+        return ""
+    return f": {part} of head 1 is rows {rows[0]} {where.left} and rows {rows[1]} {where.right}"
+
+
+def _rows(weights: Weights, name: str, part: str) -> str:
+    """Return the rows of the second head of a part in a parameter: `8–15`; empty if unknown."""
+    projection = weights.projections.get(part)
+    width = weights.module.get_parameter(name).shape[-1]
+    for piece in projection.parts if projection is not None else ():
+        if piece.parameter.name == name and 1 in piece.heads and piece.inner == (width, 1):
+            return spans([int(place) // width for place in piece.heads[1]])
+    return ""
+
+
+# -- changes that are tried -------------------------------------------------------------------------------------------
+
+
+def _changes(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[_Change]:
+    """Yield what may make two sides the same, beside the order of rows."""
+    yield from _scales(left, right, where)
+    yield from _rotations(left.weights, where)
+    yield from _shared_heads(left.weights, right.weights, where)
+
+
+def _rotations(weights: Sequence[Weights], where: Where) -> Iterator[_Change]:
+    """Yield both ways between a rotation of the halves of a head and one of neighbouring features."""
+    width = weights[0].shapes.get("W_q", (0, 0))[1]
+    if width < 4 or width % 2:
+        return
+    half = width // 2
+    sizes = {"two": 2, "half": half}
+    halves, pairs = f"(i, i + {half})", "(2i, 2i + 1)"
+    ways = (("two half", "half two", halves, pairs), ("half two", "two half", pairs, halves))
+    for before, after, ours, theirs in ways:
+        order = reordered(before, after, sizes)
+        shown = " ".join(map(str, order[:8].tolist())) + (" …" if width > 8 else "")
+        sentence = (
+            f"The rotation turns features {ours} of a head together {where.left}, and {theirs} {where.right}. "
+            f"With the rows of each head of W_q and W_k in the order {shown}, {where.subject} returns the same."
+        )
+        line = f'rearrange(w, "(heads {before}) e -> (heads {after}) e", two=2, half={half})'
+        yield _Change(DiffReason("rotation", sentence, line), _reordering(_OF_ROTATION, order, dim=1))
+
+
+def _reordering(parts: Sequence[str], order: Tensor, dim: int) -> Callable[[int, Numbers], Numbers]:
+    """Return a change that takes heads, or features of heads, in an order: of `heads head_dim embed` along `dim`."""
+
+    def apply(_: int, numbers: Numbers) -> Numbers:
+        for part in parts:
+            if part in numbers:
+                numbers[part] = numbers[part].index_select(dim, order.to(numbers[part].device))
+        return numbers
+
+    return apply
+
+
+def _shared_heads(left: Sequence[Weights], right: Sequence[Weights], where: Where) -> Iterator[_Change]:
+    """Yield the query heads in the order in which the right side shares keys, if the left shares them in another."""
+    ours, theirs = left[0].users(), right[0].users()
+    if ours == theirs or sorted(ours) != sorted(theirs):
+        return
+    remaining: dict[int, list[int]] = {}
+    for head, key_head in enumerate(ours):
+        remaining.setdefault(key_head, []).append(head)
+    order = [remaining[key_head].pop(0) for key_head in theirs]
+    sentence = (
+        f"Query heads share keys in another order: head 1 uses key head {ours[1]} {where.left} and {theirs[1]} "
+        f"{where.right}{_ways(ours, theirs)}. With the query heads in the order {' '.join(map(str, order))}, in W_q "
+        f"and W_o, {where.subject} returns the same."
+    )
+    yield _Change(DiffReason("shared heads", sentence), _reordering(_BY_HEAD, torch.tensor(order), dim=0))
+
+
+def _ways(left: Sequence[int], right: Sequence[int]) -> str:
+    """Return how torch repeats key heads for these query heads, on both sides; empty for other orders."""
+    names = []
+    for users in (left, right):
+        count = len(set(users))
+        tiled = [head % count for head in range(len(users))]
+        interleaved = [head * count // len(users) for head in range(len(users))]
+        names.append("repeat" if list(users) == tiled else "repeat_interleave" if list(users) == interleaved else "")
+    return f", {names[0]} against {names[1]}" if all(names) else ""
+
+
+def _scales(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator[_Change]:
+    """Yield the ratio of the scales, if they differ."""
+    pairs = [
+        (ours.scale, theirs.scale) for (ours, _), (theirs, _) in zip(left.attentions, right.attentions, strict=False)
+    ]
+    ratios = [ours / theirs if ours and theirs else 1.0 for ours, theirs in pairs]
+    place = next((place for place, ratio in enumerate(ratios) if abs(ratio - 1) > 1e-6), None)
+    if place is None:
+        return
+    ours, theirs = (_scale_words(scale) for scale in pairs[place])
+    sentence = f"The scores are {ours} {where.left} and {theirs} {where.right}. Nothing else differs."
+
+    def apply(at: int, numbers: Numbers) -> Numbers:
+        for part in _OF_QUERIES:
+            if part in numbers:
+                numbers[part] = numbers[part] * ratios[at]
+        return numbers
+
+    yield _Change(DiffReason("scale", sentence), apply)
+
+
+def _scale_words(scale: float | None) -> str:
+    text = scale_text(scale).strip()
+    if not text:
+        return "not scaled"
+    return (
+        f"divided by {text.removeprefix('/').strip()}" if text.startswith("/") else f"multiplied by {text[1:].strip()}"
+    )
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
+
+
+def _of_masks(left: ComparableRun, right: ComparableRun, first: str | None, where: Where) -> Iterator[DiffReason]:
+    """Yield how the masks differ, where the scores are the same and the masked scores or weights are not."""
+    if first not in _AFTER_SCORES:
+        return
+    for place in range(min(len(left.attentions), len(right.attentions))):
+        sentence = _of_visible_pairs(left, right, place, where) or _of_lowered_scores(left, right, place, where)
+        if sentence:
+            yield DiffReason("mask", sentence)
+            return
+
+
+def _of_visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+    """Return which pairs of a query and a key only one side sees; empty if both see the same, or it is unknown."""
+    seen = []
+    for side in (left, right):
+        known = visibility(side.run.graph, *side.attentions[place])
+        if known is None or known.seen is None:
+            return ""
+        seen.append(known.seen)
+    ours, theirs = seen
+    if ours.shape != theirs.shape or torch.equal(ours, theirs):
+        return ""
+    apart = ours != theirs
+    query = int(apart.any(1).nonzero()[0])
+    return (
+        f"The masks differ in {int(apart.sum()):,} of {plural(apart.numel(), 'pair')} of a query and a key: query "
+        f"{query} sees {_keys(ours[query])} {where.left} and {_keys(theirs[query])} {where.right}."
+    )
+
+
+def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+    """Return how many scores only one side's mask lowers, and by how much; empty if none, or it is unknown."""
+    ours, theirs = (side.as_made(place, "masked_scores") for side in (left, right))
+    if ours is None or theirs is None or ours.shape != theirs.shape:
+        return ""
+    apart = (theirs.double() - ours.double()).nan_to_num(0.0)
+    said = []
+    for side, lowered in ((where.left, apart), (where.right, -apart)):
+        count = int((lowered > _LOWERED).sum())
+        if count:
+            most = float(lowered.max())
+            by = f"by up to {most:.4g}" if most < _MASKED_OUT else "out of sight"
+            said.append(f"{count:,} {side} alone, {by}")
+    return f"The masks differ: of {ours.numel():,} scores, they lower {listed(said)}." if said else ""
+
+
+def _keys(seen: Tensor) -> str:
+    places = seen.nonzero().flatten().tolist()
+    return f"key{'' if len(places) == 1 else 's'} {spans(places)}" if places else "no key"

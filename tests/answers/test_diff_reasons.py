@@ -1,0 +1,217 @@
+"""Two modules that differ are told why: a reason was tried, and nothing else differs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from einops import rearrange
+from torch import Tensor, nn
+
+from mha_inspect import Intent, check, diff
+from mha_inspect.reports.diff import DiffReport
+
+WIDTH, H, D, N = 64, 8, 8, 12
+
+
+class Attention(nn.Module):
+    """Three projections in one, `[q | k | v]`, of heads that are not shared."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (part.unflatten(-1, (H, D)).transpose(1, 2) for part in packed.chunk(3, -1))
+        return q, k, v
+
+    def turn(self, x: Tensor) -> Tensor:
+        return x
+
+    def scale(self) -> float:
+        return 1 / math.sqrt(D)
+
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(self.qkv(x))
+        scores = self.mask(self.turn(q) @ self.turn(k).mT * self.scale())
+        return self.out((scores.softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class ByHead(Attention):
+    def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = packed.unflatten(-1, (H, 3 * D)).transpose(1, 2).chunk(3, -1)
+        return q, k, v
+
+
+def angles(length: int) -> Tensor:
+    return torch.outer(torch.arange(length).float(), 100.0 ** (-torch.arange(D // 2) / (D // 2)))
+
+
+class Halves(Attention):
+    def turn(self, x: Tensor) -> Tensor:
+        turns = angles(x.shape[2])
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()], -1)
+
+
+class Pairs(Attention):
+    def turn(self, x: Tensor) -> Tensor:
+        turns = angles(x.shape[2])
+        a, b = x[..., ::2], x[..., 1::2]
+        turned = a * turns.cos() - b * turns.sin(), b * turns.cos() + a * turns.sin()
+        return torch.stack(turned, -1).flatten(-2)
+
+
+class PairsByHead(Pairs, ByHead):
+    pass
+
+
+class NotScaled(Attention):
+    def scale(self) -> float:
+        return 1.0
+
+
+class NotCausal(Attention):
+    def mask(self, scores: Tensor) -> Tensor:
+        return scores
+
+
+class Window(Attention):
+    def mask(self, scores: Tensor) -> Tensor:
+        far = torch.ones(scores.shape[-2:]).tril(-4).bool()
+        return super().mask(scores).masked_fill(far, -math.inf)
+
+
+class Shared(nn.Module):
+    """Eight query heads for two key heads."""
+
+    tiled = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.k, self.v = nn.Linear(WIDTH, 2 * D), nn.Linear(WIDTH, 2 * D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, D)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        if self.tiled:
+            k, v = k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1)
+        else:
+            k, v = k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Tiled(Shared):
+    tiled = True
+
+
+class Gelu(Attention):
+    """Something after the attention that no weight explains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(super().forward(x))
+
+
+def compared(left: nn.Module, right: nn.Module) -> DiffReport:
+    torch.manual_seed(0)
+    report = diff(left.eval(), right.eval(), torch.randn(2, N, WIDTH))
+    assert isinstance(report, DiffReport)
+    return report
+
+
+def kinds(report: DiffReport) -> list[str]:
+    return [reason.kind for reason in report.reasons]
+
+
+def test_rows_that_are_read_in_another_order() -> None:
+    report = compared(Attention(), ByHead())
+    (reason,) = report.reasons
+    assert reason.kind == "order"
+    assert "(qkv heads head_dim) on the left and as (heads qkv head_dim) on the right" in reason.sentence
+    assert "W_q of head 1 is rows 8–15 on the left and rows 24–31 on the right" in reason.sentence
+    # The line, run: with its rows the other module returns the same.
+    left, right = Attention().eval(), ByHead().eval()
+    weight = left.qkv.weight.detach()
+    names = {"rearrange": rearrange, "weight": weight}
+    bias = rearrange(left.qkv.bias.detach(), "(qkv heads head_dim) -> (heads qkv head_dim)", qkv=3, heads=H)
+    right.load_state_dict({**left.state_dict(), "qkv.weight": eval(reason.line, names), "qkv.bias": bias})
+    x = torch.randn(2, N, WIDTH)
+    assert torch.allclose(left(x), right(x), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "order"), [(Halves, Pairs, "0 4 1 5 2 6 3 7"), (Pairs, Halves, "0 2 4 6 1 3 5 7")]
+)
+def test_rotations_of_other_features(left: type[nn.Module], right: type[nn.Module], order: str) -> None:
+    (reason,) = compared(left(), right()).reasons
+    assert reason.kind == "rotation"
+    assert f"in the order {order}" in reason.sentence
+
+
+def test_two_reasons_at_once() -> None:
+    assert kinds(compared(Halves(), PairsByHead())) == ["order", "rotation"]
+
+
+@pytest.mark.parametrize(("left", "right"), [(Attention, NotScaled), (NotScaled, Attention)])
+def test_another_scale(left: type[nn.Module], right: type[nn.Module]) -> None:
+    (reason,) = compared(left(), right()).reasons
+    assert reason.kind == "scale"
+    assert "divided by √8" in reason.sentence
+    assert "not scaled" in reason.sentence
+
+
+@pytest.mark.parametrize(("left", "right"), [(Tiled, Shared), (Shared, Tiled)])
+def test_keys_that_are_shared_in_another_order(left: type[nn.Module], right: type[nn.Module]) -> None:
+    (reason,) = compared(left(), right()).reasons
+    assert reason.kind == "shared heads"
+    assert (
+        "repeat against repeat_interleave" in reason.sentence or "repeat_interleave against repeat" in reason.sentence
+    )
+
+
+def test_other_masks() -> None:
+    (reason,) = compared(Attention(), Window()).reasons
+    assert reason.kind == "mask"
+    assert "query 4 sees keys 0–4 on the left and keys 1–4 on the right" in reason.sentence
+    (reason,) = compared(Attention(), NotCausal()).reasons
+    assert "query 0 sees key 0 on the left and keys 0–11 on the right" in reason.sentence
+
+
+def test_what_no_candidate_explains_has_no_reason() -> None:
+    assert compared(Attention(), Gelu()).reasons == ()
+    assert compared(Attention(), Attention()).reasons == ()
+
+
+def test_the_weights_are_as_before() -> None:
+    left, right = Halves(), Pairs()
+    right.load_state_dict(left.state_dict())
+    before = {name: tensor.clone() for name, tensor in right.state_dict().items()}
+    compared(left, right)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in right.state_dict().items())
+
+
+def test_a_reference_is_explained_alike() -> None:
+    torch.manual_seed(0)
+    report = check(Attention().eval(), torch.randn(2, N, WIDTH), intent=Intent(reference=ByHead().eval()))
+    (finding,) = [finding for finding in report.findings if finding.check == "reference"]
+    assert "(qkv heads head_dim) here and as (heads qkv head_dim) in the reference" in finding.sentence
+
+
+class Renamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def test_copies_in_another_order_are_told() -> None:
+    report = compared(ByHead(), Renamed())
+    assert report.outcome == "same"
+    assert "(heads qkv head_dim) -> (qkv heads head_dim)" in " ".join(report.answer)
