@@ -102,7 +102,7 @@ class DiffReason:
     """Why both sides differ, as it was tried or measured."""
 
     kind: Literal["order", "rotation", "shared heads", "scale", "mask"]
-    """What differs: the order of rows, the features of a rotation, who shares key heads, the scale, or the mask."""
+    """The kind of the difference."""
     sentence: str
     """The reason, with the numbers of both sides."""
     line: str = ""

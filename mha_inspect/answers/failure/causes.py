@@ -23,11 +23,12 @@ from ... import text
 from ...graph.axis import resolve
 from ...record.ops import TensorRef
 from ...reports.trace import Cause
+from .edits import mismatches
 from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .head_counts import heads_clash
 from .positions import split_positions
 from .reached import ATTENTION, LAYERS, SDPA, behind_of
-from .tried import Edit, Fix, fix_that_runs, of_shape, resized
+from .tried import Edit, Fix, fix_that_runs, of_shape, resized, runs
 
 CAUSES = (
     *("argument_is_none", "index_out_of_range", "wrong_rank", "no_room", "cut_over_ranks"),
@@ -42,6 +43,7 @@ CAUSES = (
         "heads_do_not_divide",
         "wrong_head_dim",
     ),
+    *("lacks_an_axis", "table_size", "view_sizes", "unequal_parts", "output_rows"),
 )
 """The name of each cause."""
 
@@ -64,10 +66,17 @@ class Suspect:
 def find_cause(facts: Facts) -> Cause | None:
     """Return the first cause that the facts show, with the fixes that run; None if there is none."""
     judges = (_arguments, _positions, _tables, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
-    suspect = next(chain.from_iterable(judge(facts) for judge in judges), None)
+    suspect = next(chain.from_iterable(judge(facts) for judge in (*judges, _edits)), None)
     if suspect is None:
         return None
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
+
+
+def _edits(facts: Facts) -> Iterator[Suspect]:
+    """Judge by edits of an operand with which the call runs."""
+    for mismatch in mismatches(facts):
+        if any(runs(facts.call, fix) for fix in mismatch.fixes):
+            yield Suspect(mismatch.name, mismatch.explanation, mismatch.fixes)
 
 
 def _positions(facts: Facts) -> Iterator[Suspect]:

@@ -1,0 +1,132 @@
+"""Where no known mistake explains a failing call, an edit of an operand does: each fix is run here in the code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect import trace
+from mha_inspect.errors import ForwardError
+from mha_inspect.reports.trace import Cause, Failure
+
+X = torch.randn(3, 12, 32)
+
+
+class Run(nn.Module):
+    def __init__(self, code: Callable[..., Tensor], **parts: nn.Module) -> None:
+        super().__init__()
+        self.code, self.parts = code, nn.ModuleDict(parts)
+
+    def forward(self, x: Tensor, m: Tensor | None = None) -> Tensor:
+        return self.code(x, m, **self.parts)
+
+
+def heads(x: Tensor, count: int) -> Tensor:
+    return x.unflatten(-1, (count, -1)).transpose(1, 2)
+
+
+def failure_of(module: nn.Module, *args: Any) -> Failure:
+    with pytest.raises(ForwardError) as caught:
+        trace(module.eval(), *args)
+    failure = caught.value.trace.failure
+    assert failure is not None
+    return failure
+
+
+def cause_of(module: nn.Module, *args: Any) -> Cause:
+    cause = failure_of(module, *args).cause
+    assert cause is not None
+    return cause
+
+
+def grouped(index: tuple[Any, ...]) -> Callable[..., Tensor]:
+    def code(x: Tensor, m: Tensor, q: nn.Module, k: nn.Module) -> Tensor:
+        scores = heads(q(x), 8).unflatten(1, (2, 4)) @ heads(k(x), 2)[:, :, None].mT
+        return scores.masked_fill(~m[index], -1e9).softmax(-1)
+
+    return code
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_mask_without_the_axis_of_groups(rows: int) -> None:
+    parts = {"q": nn.Linear(32, 32), "k": nn.Linear(32, 8)}
+    mask = torch.ones(3, rows, 12, 12, dtype=torch.bool)
+    cause = cause_of(Run(grouped((...,)), **parts), X, mask)
+    assert cause.name == "lacks_an_axis"
+    index = (slice(None), None) if rows == 1 else (slice(None), slice(None), None)
+    assert f"[{':, ' * (len(index) - 1)}None], which gives [3, 2, 4, 12, 12]" in cause.fix
+    assert Run(grouped(index), **parts)(X, mask).shape == (3, 2, 4, 12, 12)
+
+
+def test_a_mask_of_all_tokens_beside_one_of_the_last_keys() -> None:
+    def code(x: Tensor, m: Tensor, cut: int | None, q: nn.Module, k: nn.Module) -> Tensor:
+        window = torch.ones(1, 6, dtype=torch.bool)[None, None]
+        seen = window & m[:, None, None][..., cut:]
+        return (heads(q(x), 4) @ heads(k(x), 4)[:, :, -6:].mT).masked_fill(~seen, -1e9)
+
+    parts = {"q": nn.Linear(32, 32), "k": nn.Linear(32, 32)}
+    mask = torch.ones(3, 12, dtype=torch.bool)
+    cause = cause_of(Run(lambda x, m, **kw: code(x, m, None, **kw), **parts), X, mask)
+    assert cause.name == "mask_size"
+    assert "[..., -6:] for the last 6 keys" in cause.fix
+    assert Run(lambda x, m, **kw: code(x, m, -6, **kw), **parts)(X, mask).shape == (3, 4, 12, 6)
+
+
+def test_a_view_that_takes_one_size_twice() -> None:
+    def code(x: Tensor, m: Tensor, q: nn.Module) -> Tensor:
+        return m.reshape(3, 1, m.shape[1], m.shape[1])
+
+    cause = cause_of(Run(code, q=nn.Linear(32, 32)), X, torch.ones(3, 9, 12, dtype=torch.bool))
+    assert (cause.name, cause.fix) == ("view_sizes", "m.reshape(3, 1, 9, 12).")
+
+
+def test_a_table_for_more_features_than_are_turned() -> None:
+    def code(x: Tensor, m: None, q: nn.Module) -> Tensor:
+        return heads(q(x), 4)[..., :6] * torch.outer(torch.arange(12.0), torch.ones(8)).cos()
+
+    cause = cause_of(Run(code, q=nn.Linear(32, 32)), X)
+    assert cause.name == "table_size"
+    assert "for 6 features" in cause.fix
+    assert "[..., :6]" in cause.fix
+
+
+def test_three_equal_parts_of_few_keys_and_many_queries() -> None:
+    def code(x: Tensor, m: None, qkv: nn.Module, norm: nn.Module) -> Tensor:
+        return heads(norm(qkv(x).chunk(3, -1)[0]), 8)
+
+    def split(x: Tensor, m: None, qkv: nn.Module, norm: nn.Module) -> Tensor:
+        return heads(norm(qkv(x).split([32, 8, 8], -1)[0]), 8)
+
+    parts = {"qkv": nn.Linear(32, 48), "norm": nn.RMSNorm(32)}
+    cause = cause_of(Run(code, **parts), X)
+    assert (cause.name, cause.fix.startswith("split([32, 8, 8], -1)")) == ("unequal_parts", True)
+    assert Run(split, **parts)(X).shape == (3, 8, 12, 4)
+
+
+def test_an_output_projection_as_wide_as_the_keys() -> None:
+    def code(x: Tensor, m: None, rows: int, q: nn.Module, k: nn.Module, v: nn.Module) -> Tensor:
+        weights = (heads(q(x), 6) @ heads(k(x), 6).mT).softmax(-1)
+        return torch.mm((weights @ heads(v(x), 6)).transpose(1, 2).reshape(-1, 12), torch.ones(rows, 12))
+
+    parts = {"q": nn.Linear(32, 60), "k": nn.Linear(32, 60), "v": nn.Linear(32, 12)}
+    cause = cause_of(Run(lambda x, m, **kw: code(x, m, 60, **kw), **parts), X)
+    assert cause.name == "output_rows"
+    assert "[12, 12]" in cause.fix
+    assert Run(lambda x, m, **kw: code(x, m, 12, **kw), **parts)(X).shape == (36, 12)
+
+
+UNKNOWN = {
+    "two activations": lambda x, m, q: q(x)[:, :5] * q(x)[:, :7],
+    "a view of other numbers": lambda x, m, q: q(x).reshape(3, 7, 32),
+    "no axis fits": lambda x, m, q: q(x).unflatten(-1, (4, 8)) + torch.ones(5, 4, 8),
+}
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_no_edit_mends_has_no_fix(name: str) -> None:
+    failure = failure_of(Run(UNKNOWN[name], q=nn.Linear(32, 32)), X)
+    assert failure.cause is None or not failure.cause.fix
