@@ -309,11 +309,13 @@ def _notes(graph: Graph, attention: Attention, names: AxisNames, facts: StageFac
         "The features of a head attend to one another: the scores sum over positions, the softmax is over "
         "features.": names.over_features,
         "The softmax is over the queries instead of the keys: the weights of each key sum to 1.": (
-            attention.over_queries
+            attention.over_queries and attention.average_of_ones is None
         ),
         "The weights are never formed: exp(scores) is multiplied by the values, then divided by its sum.": (
-            attention.divided is not None
+            attention.divided is not None and attention.average_of_ones is None
         ),
+        "The weights are never formed, and do not sum to 1: exp(scores) is multiplied by the values, then divided by "
+        "something other than its sum.": attention.average_of_ones is not None,
         "The softmax also covers scores of other keys from a second product: the stages show a part of the "
         "attention.": parts,
         "Several projections give the queries: query, q_proj, concat and output are those of a single one.": (

@@ -55,6 +55,9 @@ class Attention:
     divided: Op | None = None
     """The operation that divides the context by the sum of the exponentials, if the weights are never computed; else
     None."""
+    average_of_ones: tuple[float, float] | None = None
+    """The lowest and highest result for values that are all one, on drawn scores, if `divided` divides by other numbers
+    than the sum of what the values are multiplied by; None if it divides by that sum, or if this is unknown."""
     mixed_scores: tuple[Mixing, ...] = ()
     """The projections that mix the heads of the scores before the softmax, in order."""
     mixed_weights: tuple[Mixing, ...] = ()

@@ -14,6 +14,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
 from .axis import setting, wide
 from .dataflow import Graph, inside
+from .late import average_of_ones, with_exponentials_masked
 from .memory import memory_paths
 from .pairs import pairs_of
 from .pieces import with_keys_joined, with_pieces_joined, with_softmaxes_joined
@@ -23,6 +24,7 @@ from .reading import Reading, read
 from .rerun import Constants
 from .scores import mixing_of, moved_for, multiply, read_scoring, score_product, with_keys_of
 from .softmax import Softmax
+from .turns import Joined, heads_agree, pieces_agree, place_of_join
 from .values import (
     find_pieces,
     find_weighings,
@@ -36,7 +38,8 @@ from .values import (
 
 def attentions_of(graph: Graph) -> list[Attention]:
     """Return every attention of a recording, in the order of computation; empty if there is no attention."""
-    attentions = _measured(graph)
+    constants = Constants(graph, {}, kept=False)
+    attentions = _measured(graph, constants)
     taken = {each.value_product.op.index for each in attentions}
     softmaxed = {each.softmax.index for each in attentions}
     for softmax in graph.softmaxes.values():
@@ -49,14 +52,20 @@ def attentions_of(graph: Graph) -> list[Attention]:
         if values is None or scores is None:
             scores, values = memory_paths(graph, softmax) or (None, None)
         attention = None if values is None or scores is None else _attention_around(graph, softmax, scores, values)
-        attentions += [] if attention is None else [attention]
+        if attention is not None:
+            masked = with_exponentials_masked(graph, attention, constants)
+            attentions.append(replace(masked, average_of_ones=average_of_ones(graph, [attention], constants)))
     taken = {op.index for each in attentions for op in (each.score_product.op, each.value_product.op)}
     pieces: dict[int, list[Attention]] = {}
     for softmax, scores, values in (*find_pieces(graph), *find_weighings(graph, taken)):
         attention = _attention_around(graph, softmax, scores, values)
         if attention is not None:
-            pieces.setdefault(attention.stages["context"].id, []).append(attention)
-    attentions += [with_keys_joined(graph, each) for each in pieces.values()]
+            masked = with_exponentials_masked(graph, attention, constants)
+            pieces.setdefault(attention.stages["context"].id, []).append(masked)
+    for turns in pieces.values():
+        if pieces_agree(turns):
+            joined = with_keys_joined(graph, turns)
+            attentions.append(replace(joined, average_of_ones=average_of_ones(graph, turns, constants)))
     attentions.sort(key=lambda attention: attention.softmax.index)
     attentions = with_softmaxes_joined(graph, attentions)
     attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
@@ -64,12 +73,11 @@ def attentions_of(graph: Graph) -> list[Attention]:
     taken = {op.index for attention in attentions for op in attention.projections.values()}
     contexts = {attention.stages["context"].id for attention in attentions}
     attentions = [_with_output(graph, attention, taken, contexts) for attention in attentions]
-    return _with_turns_merged(graph, with_pieces_joined(graph, attentions))
+    return _with_turns_merged(graph, with_pieces_joined(graph, attentions), constants)
 
 
-def _measured(graph: Graph) -> list[Attention]:
+def _measured(graph: Graph, constants: Constants) -> list[Attention]:
     """Return the attentions of pairs of products whose weights, as a measurement shows, sum to one."""
-    constants = Constants(graph, {}, kept=False)
     attentions: dict[int, Attention] = {}
     for pair in pairs_of(graph):
         reading = read(graph, pair, constants)
@@ -296,24 +304,30 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
 # -- turns of a loop over heads ---------------------------------------------------------------------------------------
 
 
-def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attention]:
+def _with_turns_merged(graph: Graph, attentions: list[Attention], constants: Constants) -> list[Attention]:
     """Merge attentions of the same source line and module whose contexts are joined head by head.
 
     A head may be a module. The iterations of a loop over pieces of a sequence are of one line too, and are joined along
     the sequence: they stay separate.
     """
     groups: dict[tuple[object, ...], list[tuple[Attention, Op | None]]] = {}
-    for place, attention in enumerate(attentions):
+    joints = [_joining(graph, attention) for attention in attentions]
+    joined_contexts = Joined(graph)
+    for found in joints:
+        if found is not None:
+            joined_contexts.add(*found)
+    for place, (attention, found) in enumerate(zip(attentions, joints, strict=True)):
         key: tuple[object, ...] = (place,)
-        joint = _joining(graph, attention)
-        if joint is not None:
+        joint = None if found is None else found[0]
+        # The number of heads is known only if all that is joined is heads.
+        if joint is not None and not joined_contexts.has_others(joint):
             axes = attention.score_product.axes(graph.dimensions)
             query = attention.stages.get("query")
             given = positions_of(attention, graph.dimensions, "query") if query is not None and query.shape else None
             outside = None if given is None else set(wide(*given))
             rows = set(wide(axes.columns if attention.key_first else axes.rows))
             if outside is None or rows <= outside <= {*axes.batch} | rows:
-                joined = joint.output.storage if joint.base_name == "copy_" else -1 - joint.index
+                joined = place_of_join(joint)
                 # The queries of one softmax: another piece of an image has other queries.
                 queries = frozenset(wide(axes.right_columns if attention.key_first else axes.left_rows))
                 # If each head is a module, the iterations share the query before its projections.
@@ -322,12 +336,12 @@ def _with_turns_merged(graph: Graph, attentions: list[Attention]) -> list[Attent
                 owner = graph.before_moves(attention.stages["query"]).id if is_head else attention.module
                 key = (attention.softmax.source, attention.score_product.op.source, owner, joined, queries)
         groups.setdefault(key, []).append((attention, joint))
-    merged = [attention for group in groups.values() for attention in _merged(graph, group)]
+    merged = [attention for group in groups.values() for attention in _merged(graph, group, constants)]
     return sorted(merged, key=lambda attention: attention.softmax.index)
 
 
-def _joining(graph: Graph, attention: Attention) -> Op | None:
-    """Return the operation that joins this context with others, head by head; None if there is no such operation."""
+def _joining(graph: Graph, attention: Attention) -> tuple[Op, TensorRef] | None:
+    """Return the operation that joins this context with others, head by head, and what it joins; None if none does."""
     axes = attention.value_product.axes(graph.dimensions)
     features = set(axes.rows if attention.value_first else axes.columns)
 
@@ -340,11 +354,11 @@ def _joining(graph: Graph, attention: Attention) -> Op | None:
         written = op.base_name == "copy_" and op.inputs[0].id != step.tensor.id
         cut = (graph.recording.producer(op.inputs[0]) if written else op) or op  # a slice of a larger tensor is written
         if op.base_name == "stack" or cut.base_name == "select":
-            return op
+            return op, step.tensor
         dims = graph.dimensions.of(step.tensor)
         joins = cut.base_name in ("cat", "slice") and len(cut.output.shape) == len(dims)
         if joins and features & set(dims[setting(cut, 1, "dim", 0) % len(dims)]):
-            return op
+            return op, step.tensor
     return None
 
 
@@ -354,12 +368,15 @@ def _origin(graph: Graph, tensor: TensorRef) -> tuple[object, ...]:
     return steps[-1].id, *((each.offset, each.shape, each.stride) for each in steps)
 
 
-def _merged(graph: Graph, group: list[tuple[Attention, Op | None]]) -> list[Attention]:
-    """Return one attention for all iterations of a loop; the iterations unchanged if two have the same scores."""
+def _merged(graph: Graph, group: list[tuple[Attention, Op | None]], constants: Constants) -> list[Attention]:
+    """Return one attention for all iterations of a loop; the iterations unchanged if they are no heads alike.
+
+    Two with the same scores are none, and what is said of the first has to be true of the others.
+    """
     turns = [attention for attention, _ in group]
     (first, joint), last = group[0], turns[-1]
     scores = {tuple(_origin(graph, turn.stages[side]) for side in ("q_heads", "k_heads")) for turn in turns}
-    if len(turns) == 1 or len(scores) < len(turns):
+    if len(turns) == 1 or len(scores) < len(turns) or not heads_agree(graph, turns, constants):
         return turns
     apart = len({turn.module for turn in turns}) > 1
     # Only the walk from the last iteration reaches the operations after the loop, also if a buffer is filled.

@@ -19,6 +19,7 @@ from .attention import Attention
 from .axis import Axis, Dim, piece, resolve, size_of, unify, wide
 from .dataflow import Graph, made_of
 from .products import Product
+from .turns import common_scale, pieces_agree
 
 
 class Cut(NamedTuple):
@@ -59,13 +60,18 @@ def with_keys_joined(graph: Graph, turns: Sequence[Attention]) -> Attention:
     """Return one attention for those of pieces of the keys; without a known cut its stages are those of the first."""
     key, value = (_cut(graph, [_ends(graph, turn, side) for turn in turns], whole=False) for side in ("key", "value"))
     whole = None if key is None or value is None else _joined(graph, turns, k=key, v=value)
-    return whole or replace(turns[0], pieces=tuple(turns[1:] and turns))
+    joined = whole or replace(turns[0], pieces=tuple(turns[1:] and turns))
+    scales = [common_scale([getattr(turn, name) for turn in turns]) for name in ("scale", "scores_scale")]
+    return replace(joined, scale=scales[0], scores_scale=scales[1])
 
 
 def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
     """Return one attention for those of pieces of the queries; None if they have more than that in common."""
     after = made_of({turns[0].stages["context"].id}, graph.recording.ops)
-    if len({turn.scale for turn in turns}) > 1 or any(t.stages["q_heads"].id in after for t in turns):
+    if any(turn.stages["q_heads"].id in after for turn in turns):
+        return None
+    is_one_scale = common_scale([turn.scale for turn in turns]) == turns[0].scale
+    if not is_one_scale or not pieces_agree(turns):
         return None
     heads = {side: [turn.stages[f"{side}_heads"] for turn in turns] for side in "qkv"}
     if all(len({tensor.id for tensor in heads[side]}) == 1 for side in "kv"):
@@ -293,6 +299,8 @@ def _with_softmax_joined(graph: Graph, turns: Sequence[Attention]) -> Attention 
     first = pieces[0]
     ends = [*accumulate((each.size for each in pieces), initial=0)]
     if [each.start for each in pieces] != ends[:-1] or ends[-1] != first.source.shape[first.place]:
+        return None
+    if not pieces_agree(turns) or common_scale([turn.scale for turn in turns]) != turns[0].scale:
         return None
     weights = _whole_weights(graph, pieces)
     if weights is None or first.place == first.softmax_dim:

@@ -16,6 +16,10 @@ from .instances import Translation, same_content
 
 _LARGEST = 1 << 20
 """Tensors with more elements are not computed again."""
+_FILLED = frozenset(
+    ("zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty")
+)
+"""Operations that read no number of their input, only its shape and dtype."""
 
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
@@ -85,6 +89,11 @@ def _behind(recording: Recording, known: Container[int], target: TensorRef, star
     return [needed[index] for index in sorted(needed)]
 
 
+def _blank(tensor: TensorRef) -> Tensor:
+    """Return zeros for a tensor of which only shape and dtype are read."""
+    return torch.zeros(tensor.shape, dtype=getattr(torch, tensor.dtype))
+
+
 class Constants:
     """Values of tensors that no projection has a part in, e.g. masks and tables of positions, computed when needed."""
 
@@ -104,7 +113,8 @@ class Constants:
         """Ids of tensors that depend on a projection, and numbers of storages that are written in place."""
         ops = self._recording.ops
         projected = (op.output.id for op in ops if self.graph.is_projection(op))
-        return made_of(projected, ops), {op.output.storage for op in ops if op.kind == "write"}
+        reading = [op for op in ops if op.base_name not in _FILLED]
+        return made_of(projected, reading), {op.output.storage for op in ops if op.kind == "write"}
 
     def value(self, tensor: TensorRef) -> Tensor | None:
         """Return the value of a tensor; None if it depends on a projection, or cannot be computed again."""
@@ -136,12 +146,13 @@ class Constants:
         if tensor.storage in written:  # maybe a long chain of writes
             for earlier in _behind(self._recording, {*self._values} - {tensor.id} | activations, tensor)[:-1]:
                 self.value(earlier.output)
-        unknown = any(self.value(read) is None for read in op.inputs)
+        is_filled = op.base_name in _FILLED
+        unknown = not is_filled and any(self.value(read) is None for read in op.inputs)
         if unknown or op.does("draws") or (tensor.numel > _LARGEST and op.kind != "view"):
             return None
         try:
             with torch.no_grad():
-                self._values.update(run_again(self.graph, op, self._known))
+                self._values.update(run_again(self.graph, op, _blank if is_filled else self._known))
         except Exception:  # an operation may raise anything when called directly
             return None
         return self._values[tensor.id]

@@ -318,7 +318,8 @@ def added_by(
     product = attention.score_product.op
     own = made_of({product.output.id}, graph.recording.ops[product.index + 1 : attention.softmax.index])
     for op in attention.masks:
-        if not op.does("fills") and not op.does("scales"):
+        is_of_scores = op.index <= attention.softmax.index  # after exponentials nothing is added to the scores
+        if is_of_scores and not op.does("fills") and not op.does("scales"):
             read = [tensor for tensor in operands(op) if tensor.numel > 1]
             others = [tensor for tensor in read if tensor.id not in own]
             taken_off = op.inputs[1].id if op.base_name.rstrip("_") == "sub" and len(op.inputs) == 2 else None

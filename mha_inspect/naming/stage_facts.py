@@ -76,7 +76,10 @@ class StageFacts:
             joined = ", joined with those of another projection" if self.joins_projections(stage) else ""
             return self._rearranged(stage, brief=brief) + joined
         if attention.divided is not None:
-            return f"exp({scores}) · v_heads / Σ exp({scores})"
+            is_masked = any(op.index > attention.softmax.index for op in attention.masks)
+            exponentials = f"mask(exp({scores}))" if is_masked else f"exp({scores})"
+            total = f"Σ {exponentials}" if attention.average_of_ones is None else "…"
+            return f"{exponentials} · v_heads / {total}"
         weights = "dropout(weights)" if self.drops() else "weights"
         powers = [power_of(self._graph, op.output, stages["weights"]) for op in attention.weights_path]
         if max(powers, default=0) > 1:

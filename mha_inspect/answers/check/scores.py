@@ -114,8 +114,22 @@ def softmax(evidence: Evidence) -> Iterator[Finding]:
     yield from _softmax(evidence)
 
 
+def _other_sum(divided: Op, lowest: float, highest: float) -> Finding:
+    """Return the fault of exponentials that are divided, after their product with the values, by another sum."""
+    return Finding(
+        "softmax",
+        "The weights do not sum to 1: exp(scores) · values is divided by something other than the sum of exp(scores).",
+        f"On random scores, with all values 1, the result is between {lowest:.3g} and {highest:.3g}; expected 1.",
+        source=divided.source,
+        fix="Mask and rescale exp(scores) · values and the sum of exp(scores) alike; sum over the keys.",
+    )
+
+
 @partial(of_each_kind, "the weights are not a plain softmax times the values (e.g. sinks, mixed heads, dropout)")
 def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
+    if attention.divided is not None and attention.average_of_ones is not None:
+        yield _other_sum(attention.divided, *attention.average_of_ones)
+        return
     product = attention.value_product
     others = attention.weighing or attention.sinks or attention.divided or attention.mixed_weights
     if others or StageFacts(evidence.run.graph, attention, {}).drops() or not product.multiply.does("product"):

@@ -345,9 +345,10 @@ class Summed(nn.Module):
         return self.out((seen @ v / total).transpose(1, 2).flatten(2))
 
 
-def test_a_sum_that_counts_masked_keys_is_no_mixing_of_positions() -> None:
+def test_a_sum_that_counts_masked_keys_is_the_fault_and_no_mixing_of_positions() -> None:
     x = torch.randn(2, 6, WIDTH)
     assert check(Subject(Summed(right=True).eval(), (x,), {}), Intent(causal=True)).findings == ()
     (finding,) = check(Subject(Summed(right=False).eval(), (x,), {}), Intent(causal=True)).findings
-    assert "the sum that divides the weights" in finding.sentence
+    assert finding.check == "softmax"
+    assert "divided by something other than the sum" in finding.sentence
     assert "sum" in finding.fix

@@ -1,0 +1,159 @@
+"""Compare the turns of a loop: one attention stands for all only if what is said of it is true for each.
+
+    for head in range(heads):
+        scores = q[:, head] @ k[:, head].mT * scale[head]           # batch query key, of this head
+        contexts.append(scores.softmax(-2 if head == 1 else -1) @ v[:, head])
+
+Heads whose scales or softmaxes differ stay attentions of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..record.ops import Op, TensorRef
+from .attention import Attention
+from .dataflow import Graph, made_of
+from .replay import region
+from .rerun import Constants
+
+_OF_ALL = ("concat", "output")
+"""Stages that belong to all turns: only the last turn leads to them."""
+_MASKS = frozenset(("add", "fill", "times", "bias", "made"))
+"""Steps that a mask or a bias takes, which some pieces may not need."""
+_HIDDEN = -1e4
+"""A number of at most this masks its key out."""
+
+
+def heads_agree(graph: Graph, turns: Sequence[Attention], constants: Constants) -> bool:
+    """Return whether all turns of a loop over heads compute alike, on tensors of equal sizes.
+
+    Each head may have numbers of its own in its mask or bias: which keys are seen is read from every turn.
+    """
+    facts = [
+        (_facts(turn), _sizes(turn), _masking(turn), _biases(graph, turn, constants), _on_the_way(graph, turn))
+        for turn in turns
+    ]
+    return all(each == facts[0] for each in facts)
+
+
+def pieces_agree(turns: Sequence[Attention]) -> bool:
+    """Return whether all pieces of one attention compute alike. Their scales, sizes and masks may differ."""
+    facts = [_facts(turn)[1:] for turn in turns]
+    return all(each == facts[0] for each in facts)
+
+
+def common_scale(scales: Sequence[float | None]) -> float | None:
+    """Return the scale of all pieces; None if they differ, or one is unknown."""
+    known = {_digits(scale) for scale in scales}
+    return scales[0] if len(known) == 1 else None
+
+
+def _facts(turn: Attention) -> tuple[object, ...]:
+    """Return what is said about an attention as a whole, apart from its sizes and masks; the scale comes first."""
+    scales = turn.scale, turn.scores_scale, *turn.early_scales.values()
+    steps = [(kind, _digits(number)) for kind, number in turn.scoring if kind not in _MASKS]
+    return (
+        tuple(map(_digits, scales)),
+        turn.is_dot,
+        turn.key_first,
+        turn.value_first,
+        turn.over_queries,
+        turn.softmax_dim - len(turn.softmax.output.shape) if turn.softmax_dim >= 0 else turn.softmax_dim,
+        turn.softmax.base_name.rstrip("_"),
+        turn.softmax.kernel is None,
+        _names(turn.weighing),
+        _names(turn.weights_path),
+        tuple(steps),
+        turn.sinks is None,
+        turn.divided is None,
+        turn.average_of_ones is None,
+        len(turn.mixed_scores),
+        len(turn.mixed_weights),
+        _digits(turn.weights_scale),
+        turn.is_over_memory,
+    )
+
+
+def _masking(turn: Attention) -> tuple[object, ...]:
+    """Return how many masks an attention has, and in which order they and the other steps come."""
+    steps = tuple(kind for kind, _ in turn.scoring)
+    return len(turn.masks), len(turn.shifts), turn.has_factors, turn.seen is None, steps
+
+
+def _biases(graph: Graph, turn: Attention, constants: Constants) -> list[bool | None]:
+    """Return of each tensor that is added to the scores whether it is a bias and no mask; None if unknown."""
+    product = turn.score_product.op
+    scores = made_of({product.output.id}, graph.recording.ops[product.index + 1 : turn.softmax.index + 1])
+    biases: list[bool | None] = []
+    for op in turn.masks:
+        if op.does("fills") or op.index > turn.softmax.index:
+            continue
+        for tensor in op.inputs:
+            if tensor.id not in scores and tensor.numel > 1 and tensor.dtype != "bool":
+                value = constants.value(tensor)
+                biases.append(None if value is None else bool(((value != 0) & (value > _HIDDEN)).any()))
+    return biases
+
+
+def _sizes(turn: Attention) -> dict[str, tuple[int, ...]]:
+    """Return the shape of each stage that a turn has of its own."""
+    return {name: tensor.shape for name, tensor in turn.stages.items() if name not in _OF_ALL}
+
+
+def _on_the_way(graph: Graph, turn: Attention) -> tuple[object, ...]:
+    """Return the names of the operations that compute heads: the projections, and what follows, e.g. a norm."""
+    ways: list[object] = []
+    for side in ("query", "key", "value"):
+        projections = (*turn.earlier.get(side, ()), *filter(None, (turn.projections.get(side),)))
+        ways.append(tuple((op.base_name, graph.has_bias(op)) for op in projections))
+        projected, heads = turn.stages.get(f"{side[0]}_proj"), turn.stages[f"{side[0]}_heads"]
+        if projected is not None and projected.id != heads.id:
+            ways.append(_names(region(graph, (projected,), heads).ops))
+    return tuple(ways)
+
+
+def _names(ops: Sequence[Op]) -> tuple[str, ...]:
+    """Return the names of the operations that compute something, in order."""
+    return tuple(op.base_name.rstrip("_") for op in ops if op.kind == "compute")
+
+
+def _digits(number: float | None) -> str:
+    """Return a number without its rounding error; empty for an unknown one."""
+    return "" if number is None else f"{number:.6g}"
+
+
+# -- what is joined ---------------------------------------------------------------------------------------------------
+
+
+class Joined:
+    """The contexts that are joined by a concatenation, a stack, or writes into one buffer, of all attentions."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph = graph
+        self._contexts: dict[int, list[TensorRef]] = {}
+
+    def add(self, joint: Op, context: TensorRef) -> None:
+        """Note that an operation joins a context with others."""
+        self._contexts.setdefault(place_of_join(joint), []).append(context)
+
+    def has_others(self, joint: Op) -> bool:
+        """Return whether what is joined with contexts, and has the shape of one, is no context."""
+        contexts = self._contexts.get(place_of_join(joint), [])
+        known, shapes = {context.id for context in contexts}, {context.shape for context in contexts}
+        pieces = self._written(joint) if joint.base_name == "copy_" else list(joint.inputs)
+        return any(piece.id not in known and piece.shape in shapes for piece in pieces)
+
+    def _written(self, joint: Op) -> list[TensorRef]:
+        """Return all that is written into slices of the buffer that one context is written into."""
+        storage = joint.output.storage
+        written = []
+        for op in self._graph.recording.ops:
+            if op.base_name == "copy_" and op.output.storage == storage and len(op.inputs) > 1:
+                written.append(op.inputs[-1])
+        return written
+
+
+def place_of_join(joint: Op) -> int:
+    """Return equal numbers for the operations that join the same contexts: writes into one buffer are several."""
+    return joint.output.storage if joint.base_name == "copy_" else -1 - joint.index
