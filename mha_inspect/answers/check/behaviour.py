@@ -12,6 +12,7 @@ from operator import floordiv, mod
 import torch
 from torch import Tensor
 
+from ...graph.attention import Attention
 from ...graph.axis import resolve, size_of, wide
 from ...graph.rerun import between
 from ...naming.visibility import kinds_of
@@ -92,6 +93,10 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
     is_first = source.names == evidence.source.names
     fix = "Keep the batch separate: check each view, repeat and mask that joins it with heads or positions."
     axis, sure = batch_axis_of(evidence.subject, evidence.values, evidence.intent)
+    over = _over_the_batch(evidence, source)
+    if over is not None and not (mixes and alone and evidence.follows):
+        yield _attends_over_items(evidence, source, over, place, (row, changed))
+        return
     if not (mixes and alone and evidence.follows):
         shares = is_first and any(s.queries == evidence.source.length < s.keys for s in evidence.sights)
         named = zip(kinds_of(evidence.run), evidence.run.attentions, strict=True)  # e.g. pairs of videos and texts
@@ -123,6 +128,61 @@ def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> I
         f"by {float(changed[row + 1, position]):.3g}. It changes {others} of the {len(changed) - 1} other items."
     )
     yield Finding("batch", sentence, proof, sure, evidence.scores_line, fix=fix)
+
+
+def _over_the_batch(evidence: Evidence, source: Source) -> Attention | None:
+    """Return the first attention whose queries and keys are the items of the batch; None if there is none.
+
+    The axis of its queries is the dimension of the input that has the items, and that of the positions is not.
+    """
+    graph = evidence.run.graph
+    given = [named.tensor for named in graph.recording.inputs if named.name in source.names]
+    if source.batch is None or source.positions is None or not given:
+        return None
+    dims = graph.dimensions.of(given[0])
+    if max(source.batch, source.positions) >= len(dims):
+        return None
+    items, positions = (set(wide(resolve(dims[place]))) for place in (source.batch, source.positions))
+    if not items or not positions or items & positions:
+        return None
+    for attention, _ in evidence.run.attentions:
+        axes = attention.score_product.axes(graph.dimensions)
+        queries = set(wide(resolve(axes.columns if attention.key_first else axes.rows)))
+        if items <= queries and not positions & queries:
+            return attention
+    return None
+
+
+def _attends_over_items(
+    evidence: Evidence, source: Source, attention: Attention, place: int, leak: tuple[int, Tensor]
+) -> Finding:
+    """Return the fault of an attention that takes the items of the batch as its positions.
+
+    The output has an entry for each item and none for each position, so the items are the batch; or the layout of the
+    input is known. Otherwise the sequence may come first.
+    """
+    row, changed = leak
+    path = attention.module or "The attention"
+    layer = evidence.subject.module.get_submodule(attention.module) if attention.module else evidence.subject.module
+    has_setting = getattr(layer, "batch_first", None) is False
+    setting = " has batch_first=False:" if has_setting else ""
+    is_pooled = evidence.output.shape[0] == source.rows and source.length not in evidence.output.shape[1:]
+    sure = is_pooled or batch_axis_of(evidence.subject, evidence.values, evidence.intent)[1]
+    name = source.names[0]
+    sentence = (
+        f"{path}{setting or ':'} it takes dimension {source.batch} of {name}, {plural(source.rows, 'item')}, as "
+        "positions, so each item attends to the others."
+    )
+    if not sure:
+        sentence += " If the sequence comes first, this is correct: set batch_axis."
+    proof = (
+        f"Changing token {place} of batch item 0 of {name} changes item {row + 1} by "
+        f"{float(changed[row + 1].max()):.3g}. The scores have {source.rows} queries for {source.rows} keys."
+    )
+    fix = "Use transpose(0, 1) before and after the attention."
+    if has_setting:
+        fix = "Create the layer with batch_first=True, or use transpose(0, 1) before and after it."
+    return Finding("batch", sentence, proof, sure, evidence.scores_line, module=attention.module, fix=fix)
 
 
 def _groups(evidence: Evidence, source: Source, reach: Mapping[int, Tensor]) -> str:

@@ -25,6 +25,7 @@ from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ..run_report import in_heads
 from .evidence import Evidence, NotPossibleError, UndeclaredError
+from .inverted import inverted_padding
 from .replay import NotHereError, content_of
 from .sight import SeenKeys
 from .tokens import of_each_kind
@@ -227,6 +228,7 @@ def masking(evidence: Evidence) -> Iterator[Finding]:
     """Yield masks that leave weight on masked keys: scores multiplied by a mask, or filled with a small number."""
     sight = next(filter(masks_everything, evidence.sights), None)
     if sight is None:
+        yield from inverted_padding(evidence)
         yield from weak_masks(evidence)
         yield from _finite_masks(evidence)
         return

@@ -1,0 +1,76 @@
+"""A padding mask that is the wrong way round: it hides the real tokens and shows the padding.
+
+    encoder(embed(tokens), src_key_padding_mask=tokens != 0)        # torch hides where it is True
+
+An embedding with a `padding_idx` says which tokens are padding, and the weights which keys are seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...reports.check import Finding
+from .evidence import Evidence
+
+
+class _Padding(NamedTuple):
+    """Which tokens of a run are padding."""
+
+    tokens: Tensor
+    """`batch token`: True where the token is padding."""
+    number: int
+    """The id of a padding token."""
+    embedding: str
+    """The path of the embedding that has this `padding_idx`."""
+
+
+def inverted_padding(evidence: Evidence) -> Iterator[Finding]:
+    """Yield a mask that leaves exactly the padding visible, in every batch item that has any."""
+    padding = _padding_of(evidence)
+    if padding is None:
+        return
+    items = padding.tokens.any(1) & ~padding.tokens.all(1)
+    for sight in evidence.sights:
+        seen = sight.seen.any(1)  # batch key
+        if not sight.masked or seen.shape != padding.tokens.shape or not bool(items.any()):
+            continue
+        if not torch.equal(seen[items], padding.tokens[items]):
+            continue
+        layer = evidence.subject.module.get_submodule(sight.module) if sight.module else evidence.subject.module
+        fix = "Invert the mask where it is passed."
+        if isinstance(layer, nn.MultiheadAttention):
+            fix = f"Invert the mask where it is passed, e.g. tokens == {padding.number}: torch hides keys where it is True."
+        yield sight.finding(
+            "masking",
+            f"The padding mask is inverted: the visible keys are exactly the tokens with id {padding.number}, the "
+            f"padding_idx of {padding.embedding}.",
+            f"In {int(items.sum())} of {len(items)} batch items with padding, no query sees a real token.",
+            fix,
+        )
+        return
+
+
+def _padding_of(evidence: Evidence) -> _Padding | None:
+    """Return the padding among the token ids of the run; None without ids, or without an embedding that names it."""
+    source, recording, graph = evidence.source, evidence.run.recording, evidence.run.graph
+    ids = source.value
+    if ids.is_floating_point() or ids.dim() != 2 or ids.is_meta:
+        return None
+    given = {named.tensor.id for named in recording.inputs if named.name in source.names}
+    names = recording.parameter_names
+    for op in recording.ops:
+        if op.base_name != "embedding" or len(op.inputs) < 2:
+            continue
+        weight = names.get(op.inputs[0].id, "")
+        if graph.before_moves(op.inputs[1]).id not in given or not weight:
+            continue
+        path = weight.rpartition(".")[0]
+        embedding = evidence.subject.module.get_submodule(path)
+        number = getattr(embedding, "padding_idx", None)
+        if number is not None:
+            return _Padding((ids == number).cpu(), number, path)
+    return None

@@ -1,0 +1,84 @@
+"""Layers that take the batch as positions, and padding masks that are the wrong way round, are named as such."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect import check
+from mha_inspect.reports.check import Finding
+
+VOCABULARY, WIDTH = 30, 32
+
+
+class Model(nn.Module):
+    """A pooled classifier of tokens: `batch sequence`."""
+
+    def __init__(self, batch_first: bool = False, pool: bool = True) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 64, batch_first=batch_first)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head, self.pool = nn.Linear(WIDTH, 8), pool
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        y = self.encoder(self.embed(tokens))
+        return self.head(y.mean(1) if self.pool else y)
+
+
+class Padded(Model):
+    """The batch is second inside, and a mask says which keys are padding."""
+
+    inverted = True
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = tokens != 0 if self.inverted else tokens == 0
+        y = self.encoder(self.embed(tokens).transpose(0, 1), src_key_padding_mask=mask)
+        return self.head(y.mean(0))
+
+
+class RightPadded(Padded):
+    inverted = False
+
+
+def findings(module: nn.Module, tokens: Tensor, name: str) -> list[Finding]:
+    report = check(module, tokens)
+    return [finding for finding in report.findings if finding.check == name]
+
+
+def tokens(rows: int = 4, length: int = 9) -> Tensor:
+    return torch.randint(1, VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("rows", [2, 4, 9])
+def test_a_layer_that_attends_over_the_batch_is_named(rows: int) -> None:
+    (finding,) = findings(Model(), tokens(rows), "batch")
+    assert finding.sure
+    assert finding.module == "encoder.layers.0.self_attn"
+    assert f"batch_first=False: it takes dimension 0 of tokens, {rows} items, as positions" in finding.sentence
+    assert "batch_first=True" in finding.fix
+    # The fix, run: no item changes another.
+    assert not findings(Model(batch_first=True), tokens(rows), "batch")
+
+
+def test_it_may_be_right_where_each_token_has_an_output() -> None:
+    (finding,) = findings(Model(pool=False), tokens(), "batch")
+    assert "over the batch" in finding.sentence
+
+
+def padded_tokens() -> Tensor:
+    given = tokens(3, 8)
+    given[0, 5:] = given[1, 6:] = given[2, 7:] = 0
+    return given
+
+
+def test_a_mask_that_leaves_the_padding_alone_is_inverted() -> None:
+    (finding,) = findings(Padded(), padded_tokens(), "masking")
+    assert "the visible keys are exactly the tokens with id 0, the padding_idx of embed" in finding.sentence
+    assert "tokens == 0" in finding.fix
+
+
+def test_a_right_mask_and_no_padding_are_not() -> None:
+    assert not findings(RightPadded(), padded_tokens(), "masking")
+    assert not findings(RightPadded(), tokens(3, 8), "masking")
