@@ -134,8 +134,8 @@ class _Signatures:
             op.name,
             len(op.inputs),
             tuple([self._mention(tensor, index, place) for place, tensor in enumerate(op.inputs + op.outputs)]),
-            None if op.args is op.inputs else _without_tensors(op.args),
-            tuple([(name, _without_tensors(value)) for name, value in op.kwargs.items()]) if op.kwargs else None,
+            None if op.args is op.inputs else without_tensors(op.args),
+            tuple([(name, without_tensors(value)) for name, value in op.kwargs.items()]) if op.kwargs else None,
             op.kind,
             op.source,
             None if last_call is None else index - last_call,
@@ -207,10 +207,10 @@ class _Signatures:
         return len(self._sights) - 1
 
 
-def _without_tensors(value: Any) -> Any:
+def without_tensors(value: Any) -> Any:
     """Return arguments with None for each tensor; a number comes with its type, since 1 == 1.0 == True."""
     if type(value) is tuple:
-        return tuple([_without_tensors(item) for item in value])
+        return tuple([without_tensors(item) for item in value])
     return None if type(value) is TensorRef else (type(value), value) if type(value) in (bool, float) else value
 
 

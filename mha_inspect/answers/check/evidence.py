@@ -23,6 +23,7 @@ from ...record.ops import Op, Recording, TensorRef
 from ...record.ranks import needs_ranks
 from ...running.subject import Run, State, Subject
 from ...text import message_of
+from .alike import Kind, kinds_of
 from .arguments import Arguments, Source, masks_by_item, sources_of
 from .intent import Intent
 from .replay import first_key
@@ -115,6 +116,11 @@ class Evidence:
     def values(self) -> dict[str, Any]:
         """The arguments by name."""
         return self.arguments.values
+
+    @cached_property
+    def kinds(self) -> tuple[Kind, ...]:
+        """One attention for each code, with the number of those with equal code."""
+        return kinds_of(self.run, self.content)
 
     @cached_property
     def sights(self) -> tuple[SeenKeys, ...]:

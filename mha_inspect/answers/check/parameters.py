@@ -24,7 +24,7 @@ from ...text import first_few, listed, shortened, spans
 from .evidence import Evidence, NotPossibleError, RaisedError
 from .replay import SIDES
 from .scores import masks_everything
-from .tokens import kinds, of_each_kind
+from .tokens import of_each_kind
 
 _EXACT = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes in which small gradients do not underflow to zero."""
@@ -101,7 +101,7 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
         raise NotPossibleError("the forward returns no tensor, so the effect of its parameters is unknown")
     readers = Readers(evidence)
     yield from list(_twice(evidence, readers)) or _copied_heads(evidence)
-    for attention, _, _ in kinds(evidence.run):
+    for attention, _, _ in evidence.kinds:
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)
     if evidence.on_meta:
@@ -237,7 +237,7 @@ def _without_gradient(evidence: Evidence, readers: Readers) -> Iterator[Finding]
     if any(gradient is not None and bool(gradient.isnan().any()) for gradient in gradients.values()):
         yield from _of_nan(evidence)
         return
-    for attention, _, _ in kinds(evidence.run):
+    for attention, _, _ in evidence.kinds:
         # A softmax that gives all of its weight to one key has zero gradient although nothing cuts it.
         found = (sight.shares for sight in evidence.sights if sight.attention is attention)
         shares = next(found, torch.zeros(1, dtype=torch.bool))
@@ -306,7 +306,7 @@ def gradients_of(evidence: Evidence) -> Gradients:
     gradient can be computed.
     """
     attentions = _first_attentions(evidence)
-    attentions += [attention for attention, _, _ in kinds(evidence.run)]
+    attentions += [attention for attention, _, _ in evidence.kinds]
     names = {_weight_of(evidence, op) for attention in attentions for op in attention.projections.values()}
     wanted = {n: p for n, p in evidence.subject.module.named_parameters() if n in names and p.requires_grad}
     if not wanted:

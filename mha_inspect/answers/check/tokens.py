@@ -15,7 +15,6 @@ from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
 from ...reports.check import Finding
-from ...running.subject import Run
 from ...text import listed, plural
 from .evidence import Evidence, NotPossibleError
 from .replay import SIDES, Factor, LostError, NotHereError, Row, changed_by, content_of
@@ -24,16 +23,6 @@ _MOST_TOKENS = 64
 """The largest number of tokens to follow."""
 Judge = Callable[[Evidence, Attention, AxisNames], Iterator[Finding]]
 """Yields the faults of one attention."""
-
-
-def kinds(run: Run) -> list[tuple[Attention, AxisNames, int]]:
-    """Return one attention for each combination of lines and shapes, with the number of equal ones."""
-    groups: dict[tuple[object, ...], list[tuple[Attention, AxisNames]]] = defaultdict(list)
-    for attention, names in run.attentions:
-        ops = (attention.score_product.op, attention.value_product.op)
-        sign = (*((op.source, op.output.shape, op.name) for op in ops), attention.scale, len(attention.masks))
-        groups[sign].append((attention, names))
-    return [(*group[0], len(group)) for group in groups.values()]
 
 
 def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Finding]]:
@@ -47,16 +36,16 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
     @wraps(judge)
     def check(evidence: Evidence) -> Iterator[Finding]:
         is_known, is_absent = not without, True
-        for attention, names, count in kinds(evidence.run):
+        found = _Found()
+        for attention, names, count in evidence.kinds:
             try:
-                findings = list(judge(evidence, attention, names))
+                for finding in list(judge(evidence, attention, names)):
+                    found.add(replace(finding, module=attention.module), count)
             except LostError as error:
                 is_absent = is_absent and isinstance(error, NotHereError)
                 continue
             is_known = True
-            more = f" {count} attentions share this code." if count > 1 else ""
-            for finding in findings:
-                yield replace(finding, module=attention.module, evidence=finding.evidence + more)
+        yield from found.findings()
         if not is_known and is_absent:
             raise NotPossibleError(without, "none here")
         if not is_known:
@@ -64,6 +53,31 @@ def of_each_kind(without: str, judge: Judge) -> Callable[[Evidence], Iterator[Fi
             raise NotPossibleError(f"the steps from a projection to the products {reason}", reason)
 
     return check
+
+
+class _Found:
+    """Findings of attentions, each once: attentions of different code may have a line in common, and its fault."""
+
+    def __init__(self) -> None:
+        self._first: dict[tuple[str, str, str], Finding] = {}
+        self._counts: dict[tuple[str, str, str], list[int]] = defaultdict(list)
+
+    def add(self, finding: Finding, count: int) -> None:
+        """Add a finding of attentions with equal code."""
+        sign = finding.check, finding.sentence, finding.source
+        self._first.setdefault(sign, finding)
+        self._counts[sign].append(count)
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield each finding with the number of attentions that have it."""
+        for sign, finding in self._first.items():
+            total, is_one_code = sum(self._counts[sign]), len(self._counts[sign]) == 1
+            if total == 1:
+                yield finding
+            elif is_one_code:
+                yield replace(finding, evidence=f"{finding.evidence} {total} attentions share this code.")
+            else:
+                yield replace(finding, evidence=f"{finding.evidence} {total} attentions have this fault.")
 
 
 @partial(of_each_kind, "no heads were found")
