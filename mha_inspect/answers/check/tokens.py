@@ -224,8 +224,11 @@ def _merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Itera
         raise LostError
     place = attention.feature_place("output", len(concat.shape)) % len(concat.shape)
     apart, shape = dims_of(names.of_stage("concat")), list(concat.shape)
+    (features,) = apart[place : place + 1] or [[]]
     del apart[place : place + 1], shape[place]
-    if ["heads"] in apart or any("head_dim" in word for dim in apart for word in dim):
+    # With as many tokens as heads, heads that are merged without a transpose are rows, each of all tokens.
+    has_rows_of_heads = ["heads"] in apart and not ("query" in features and factor.tokens == tuple(shape))
+    if has_rows_of_heads or any("head_dim" in word for dim in apart for word in dim):
         raise LostError  # heads that are not merged yet, or features before positions, as in a convolution
     total = prod(factor.tokens)
     tokens = max(total, prod(shape))

@@ -171,3 +171,20 @@ def test_right_heads_are_not_accused(shape: tuple[int, ...]) -> None:
     assert checked(Split(), *shape).ok
     (attention,) = mha_inspect.trace(Split(), torch.randn(*shape)).attentions
     assert attention.kind == ("self",)
+
+
+class MergedByView(Split):
+    """Heads that are merged without a transpose."""
+
+    def merge(self, y: Tensor) -> Tensor:
+        return y.reshape(len(y), y.shape[2], -1)
+
+
+@pytest.mark.parametrize("tokens", [3, 5])
+def test_one_run_shows_heads_that_are_merged_without_a_transpose(tokens: int) -> None:
+    """Also with as many tokens as heads: a row is then one head of all tokens."""
+    torch.manual_seed(0)
+    trace = mha_inspect.trace(MergedByView().eval(), torch.randn(2, tokens, 24))
+    (finding,) = trace.findings
+    assert finding.sentence.startswith("The heads are merged in a wrong order")
+    assert mha_inspect.trace(Split().eval(), torch.randn(2, tokens, 24)).findings == ()
