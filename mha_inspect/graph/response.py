@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..record.ops import Op, TensorRef
+from .axis import wide
 from .dataflow import Graph
 from .replay import NotReplayedError, Region, Replay, drawn, region
 from .rerun import Constants
@@ -448,13 +450,23 @@ class Response:
         """
         if bool((factors != 0).all()) and _is_constant(factors, rows[seen]):
             return Step("scale", None)
-        shape = self.scores.shape
         whole = torch.full((self.scores.numel,), torch.nan, dtype=torch.float64)
         whole[seen] = factors
-        heads = whole.view(-1, shape[-2] * shape[-1] if len(shape) > 1 else shape[-1])
+        heads = whole.view(-1, self._size_of_head())
         spread = heads.nan_to_num(-torch.inf).amax(1) - heads.nan_to_num(torch.inf).amin(1)
         is_by_head = bool((spread <= _CLOSE * heads.nan_to_num(0.0).abs().amax(1)).all())
         return Step("scale", None) if is_by_head else Step("times", None)
+
+    def _size_of_head(self) -> int:
+        """Return the number of scores of one head: those of one query if they are `batch heads key`."""
+        shape, op = self.scores.shape, self.graph.recording.producer(self.scores)
+        product = None if op is None else self.graph.product(op)
+        if product is not None and not product.multiply.does("product") and len(shape) > 1:
+            dimensions = self.graph.dimensions
+            beside_keys = {*wide(dimensions.of(self.scores)[-2])}
+            if beside_keys and beside_keys <= {*wide(product.axes(dimensions).batch)}:
+                return shape[-1]
+        return prod(shape[-2:])
 
     def _is_elementwise(self, place: int) -> bool:
         """Return whether the operations of a step compute each number from a single one."""
