@@ -139,7 +139,9 @@ class Roles:
         shapes = [stages[stage].shape for stage in ("q_proj", "q_heads", "k_heads") if stage in stages]
         if [len(shape) for shape in shapes] != [3, 4, 4]:
             return False
-        lost = not {a for dim in self._dimensions.of(stages["q_proj"])[1:] for a in dim} & {*query, *self.head_dim}
+        projected = {atom for dim in self._dimensions.of(stages["q_proj"])[1:] for atom in dim}
+        # Queries that are columns of a product of one sequence with itself have another axis in it than before.
+        lost = not projected & {*query, *self._source_query, *self.head_dim}
         width, (batch, heads, length, head_dim) = shapes[0][-1], shapes[1]
         packed = sum(op is projections["query"] for op in projections.values())
         return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
