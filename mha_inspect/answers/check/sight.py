@@ -244,11 +244,14 @@ class SeenKeys:
         itself = self._hides_itself
         if bool(itself.any()):
             past = " + past" * (self.queries < self.keys)
+            # A query with every key masked out by a finite number gives weight to all of them.
+            weightless = self.zeros.flatten(0, 1).all(0) & (self.distance == 0)
+            queries = (weightless if bool(weightless.any()) else itself).any(1).nonzero().flatten().tolist()
             return self.finding(
                 "causal",
                 "A position cannot see itself: the mask includes the diagonal.",
-                f"{int(itself.sum())} of {self.queries} queries give no weight to their own key; the first is query "
-                f"{int(itself.nonzero()[0][0])}.",
+                f"{len(queries)} of {self.queries} queries give no weight to their own key; the first is query "
+                f"{queries[0]}.",
                 f"Mask out triu(diagonal=1{past}) instead of diagonal=0{past}.",
             )
         missed = unseen & (self.distance > 0)
@@ -312,7 +315,9 @@ def sights_of(
             # A weight may be too small for its dtype although nothing masks it.
             lowered = (plain.double() - scores.double()).nan_to_num(torch.inf)
             small = (weights == 0) & (lowered - lowered.amin(-1, keepdim=True) < _MASKED_BY)
-            is_faint = _masked_by_a_number(weights, scores, lowered)
+            is_faint = torch.zeros_like(small)
+            if attention.masks:  # other steps, e.g. a negation, lower scores too
+                is_faint = _masked_by_a_number(weights, scores, lowered)
             faint = float(weights[is_faint].max()) if bool(is_faint.any()) else 0.0
             weights = weights.masked_fill(small, torch.finfo(weights.dtype).tiny).masked_fill(is_faint, 0.0)
         first = first_key(attention, names) if weights.shape[-2] < weights.shape[-1] else None
