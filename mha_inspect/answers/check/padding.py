@@ -156,7 +156,7 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor, *, added: bool = F
         whole = evidence if evidence.values.get(name) is given else evidence.with_arguments({name: given})
         masked = evidence.with_arguments({name: changed})
         outputs = whole.output, masked.output
-        faults = [] if any(map(masks_everything, masked.sights)) else list(weak_masks(masked))
+        faults = [] if masks_everything(masked) else list(weak_masks(masked))
     except NotPossibleError as error:
         return Fact("mask", f"{name}: the forward rejects {_form(given)} ({error})")
     with suppress(NotPossibleError):
@@ -212,7 +212,7 @@ def _places(marks: Tensor) -> str:
 def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     """Yield a fault if padding changes real outputs, or its mask means the opposite of the declaration."""
     name, findings = evidence.intent.padding, list[Finding]()
-    if not any(map(masks_everything, evidence.sights)):
+    if not masks_everything(evidence):
         evidence.require_passed("masking")
     for run in masked_runs(evidence):
         if isinstance(run, Masked):

@@ -108,7 +108,7 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
         yield SkippedCheck("parameters", "gradients cannot be computed on meta; use --device cpu")
     elif evidence.once:
         yield SkippedCheck("parameters", "gradients need another run")
-    elif not any(map(masks_everything, evidence.sights)):
+    elif not masks_everything(evidence):
         yield from _without_gradient(evidence, readers)
 
 

@@ -6,18 +6,21 @@ A softmax may run over the wrong axis or be applied twice, and a masked key may 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 
 import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...graph.rerun import between
+from ...graph.rules import reduced_places
 from ...naming.axes import AxisNames
-from ...naming.pattern import STAGES
+from ...naming.pattern import STAGES, dims_of
 from ...naming.stage_facts import StageFacts
 from ...naming.visibility import visibility
 from ...record.arguments import tensors_in
@@ -127,18 +130,16 @@ def _other_sum(divided: Op, lowest: float, highest: float) -> Finding:
 
 
 @partial(of_each_kind, "the weights are not a plain softmax times the values (e.g. sinks, mixed heads, dropout)")
-def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
+def _softmax(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
     if attention.divided is not None and attention.average_of_ones is not None:
         yield _other_sum(attention.divided, *attention.average_of_ones)
         return
-    product = attention.value_product
     others = attention.weighing or attention.sinks or attention.divided or attention.mixed_weights
-    if others or StageFacts(evidence.run.graph, attention, {}).drops() or not product.multiply.does("product"):
+    if others or StageFacts(evidence.run.graph, attention, {}).drops():
         raise NotHereError
-    by_right = attention.value_first
-    weights, over = content_of(evidence, product.right if by_right else product.left), -2 if by_right else -1
-    sums, by_query = _sums(weights, over), _are_one(_sums(weights, -1 if over == -2 else -2))
-    if not sums.numel() or weights.shape[over] < 2 or _are_one(sums):
+    final = _averaging(evidence, attention)
+    sums = final.sums_over_keys()
+    if not sums.numel() or final.keys < 2 or _are_one(sums):
         return
     lowest, highest = float(sums.min()), float(sums.max())
     through = [
@@ -146,9 +147,10 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
         for op in attention.weights_path
         if (op.does("scales", "masks", "fills") and op.kind not in ("view", "copy")) or _is_triangle(op)
     ]
+    later = through or [op for op in attention.weights_path if op.kind == "compute" and op.base_name != "_to_copy"]
     proof = f"The weights of a query sum to between {lowest:.3g} and {highest:.3g}; expected 1."
     sure, at, fix = True, attention.softmax, "Apply softmax over the keys: dim=-1 of scores with axes query key."
-    if by_query and (attention.over_queries or not attention.weights_changed):
+    if final.sum_to_one_over_queries() and (attention.over_queries or not attention.weights_changed):
         sentence = "The softmax runs over the queries instead of the keys: the weights of a query do not sum to one."
         proof += " Over the queries, they sum to 1."
     elif through and highest < 1.02 and _is_masked(evidence, attention, through):
@@ -160,13 +162,59 @@ def _softmax(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator
     elif biased := _biased(evidence, attention):
         sentence = "A bias is added after the softmax: the weights of a query do not sum to one."
         at, fix = biased, "Add the bias to the scores before the softmax."
-    elif not through and not attention.weights_changed and evidence.content(attention.softmax.output) is not None:
-        axis = "heads or batch items" if weights.dim() < 3 or weights.shape[0] > 1 else "another axis"
+    elif not later and not attention.weights_changed and evidence.content(attention.softmax.output) is not None:
+        axis = _axis_of_softmax(attention, names)
         sentence = f"The softmax runs over {axis} instead of the keys: the weights of a query do not sum to one."
     else:
         sentence = "The weights are changed after the softmax and do not sum to one. This may be intended."
-        sure, at, fix = False, (through or [attention.softmax])[-1], ""
+        sure, at, fix = False, (later or [attention.softmax])[-1], ""
     yield Finding("softmax", sentence, proof, sure, at.source, fix=fix)
+
+
+@dataclass(frozen=True)
+class _Averaging:
+    """The weights that meet the values, as a factor of their product."""
+
+    weights: Tensor
+    over: tuple[int, ...]
+    """The dimensions of the keys."""
+    queries: int | None
+    """The dimension of the queries in a matrix product; None for a broadcast multiplication and a sum."""
+
+    @property
+    def keys(self) -> int:
+        """The number of keys."""
+        return prod(self.weights.shape[place] for place in self.over)
+
+    def sums_over_keys(self) -> Tensor:
+        """Return the sum of the weights of each query."""
+        return _sums(self.weights, self.over)
+
+    def sum_to_one_over_queries(self) -> bool:
+        """Return whether the weights of each key sum to one."""
+        return self.queries is not None and _are_one(_sums(self.weights, (self.queries,)))
+
+
+def _averaging(evidence: Evidence, attention: Attention) -> _Averaging:
+    """Return the weights that meet the values. Raise `LostError` if they were not kept."""
+    product = attention.value_product
+    by_right = attention.value_first
+    weights = content_of(evidence, product.right if by_right else product.left)
+    if product.multiply.does("product"):
+        over, queries = (-2, -1) if by_right else (-1, -2)
+        return _Averaging(weights, (over,), queries if weights.dim() > 1 else None)
+    # A factor that is broadcast has all of the dimensions that are summed.
+    missing = len(product.multiply.output.shape) - weights.dim()
+    return _Averaging(weights, tuple(place - missing for place in reduced_places(product.op)), None)
+
+
+def _axis_of_softmax(attention: Attention, names: AxisNames) -> str:
+    """Return what a softmax over no keys, or not over them alone, runs over."""
+    dims, result = dims_of(names.of_stage("weights")), attention.softmax.output
+    words = dims[attention.softmax_dim] if len(dims) == len(result.shape) else []
+    if "query" in words and "key" in words:
+        return "queries and keys together"
+    return "heads or batch items" if prod(result.shape[:-2]) > 1 else "another axis"
 
 
 def _biased(evidence: Evidence, attention: Attention) -> Op | None:
@@ -176,10 +224,10 @@ def _biased(evidence: Evidence, attention: Attention) -> Op | None:
     return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
 
 
-def _sums(weights: Tensor, over: int) -> Tensor:
+def _sums(weights: Tensor, over: tuple[int, ...]) -> Tensor:
     """Return the sums of rows that have keys, without what is NaN."""
     numbers = weights.double().nan_to_num(0.0)
-    return numbers.sum(over)[(numbers != 0).any(over)]
+    return numbers.sum(over)[(numbers != 0).sum(over) > 0]
 
 
 def _are_one(sums: Tensor) -> bool:
@@ -226,16 +274,17 @@ def _passes(op: Op) -> bool:
 
 def masking(evidence: Evidence) -> Iterator[Finding]:
     """Yield masks that leave weight on masked keys: scores multiplied by a mask, or filled with a small number."""
-    sight = next(filter(masks_everything, evidence.sights), None)
-    if sight is None:
+    sights = next(_masked_throughout(evidence), None)
+    if sights is None:
         yield from inverted_padding(evidence)
         yield from weak_masks(evidence)
         yield from _finite_masks(evidence)
         return
-    yield sight.finding(
+    pairs = sum(sight.seen.numel() for sight in sights)
+    yield sights[0].finding(
         "masking",
         "The mask masks out every key for every query: the weights ignore the scores, or are NaN.",
-        f"With the given mask, all {sight.seen.numel()} pairs of a query and a key are masked out.",
+        f"With the given mask, all {pairs} pairs of a query and a key are masked out.",
         "Invert the mask where it is applied, or pass the inverted mask.",
     )
 
@@ -255,9 +304,24 @@ def _finite_masks(evidence: Evidence) -> Iterator[Finding]:
             return
 
 
-def masks_everything(sight: SeenKeys) -> bool:
-    """Return whether a mask masks out every key for every query."""
-    return sight.masked and not bool(sight.seen.any())
+def masks_everything(evidence: Evidence) -> bool:
+    """Return whether a mask masks out every key for every query of an attention."""
+    return any(True for _ in _masked_throughout(evidence))
+
+
+def _masked_throughout(evidence: Evidence) -> Iterator[list[SeenKeys]]:
+    """Yield the sights of each attention whose mask masks out every key for every query.
+
+    A loop that computes one query at a time has a sight for each: all of them are one attention.
+    """
+    groups: dict[object, list[SeenKeys]] = defaultdict(list)
+    for place, sight in enumerate(evidence.sights):
+        stages, projections = sight.attention.stages, ("query", "q_proj", "key", "k_proj")
+        given = tuple(stages[name].storage for name in projections if name in stages)
+        groups[given or place].append(sight)
+    for sights in groups.values():
+        if all(sight.masked and not bool(sight.seen.any()) for sight in sights):
+            yield sights
 
 
 @partial(of_each_kind, "")
