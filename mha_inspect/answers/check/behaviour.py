@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, pairwise
+from math import prod
 from operator import floordiv, mod
 
 import torch
@@ -15,14 +16,16 @@ from torch import Tensor
 from ...graph.attention import Attention
 from ...graph.axis import resolve, size_of, wide
 from ...graph.rerun import between
+from ...naming.axes import AxisNames
 from ...naming.visibility import kinds_of
 from ...record.arguments import argument_names, tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding
-from ...text import plural
+from ...text import listed, plural
 from .arguments import Source, batch_axis_of
 from .evidence import Evidence, NotPossibleError, UndeclaredError
-from .replay import factors_of
+from .replay import SIDES, Factor, LostError, factors_of
+from .sight import SeenKeys
 from .slots import slots
 
 
@@ -277,7 +280,9 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
         evidence.require_passed("heads")  # a token of the projections shows which key is a query's own
     judged = (sight.against_causal(evidence.intent.window) for sight in evidence.sights)
     if evidence.intent.causal is None:
-        findings = chain(_not_as_called(evidence), _almost_causal(evidence), _beside_attention(evidence))
+        findings = chain(
+            _not_as_called(evidence), _almost_causal(evidence), _in_other_order(evidence), _beside_attention(evidence)
+        )
         finding = next(findings, None)
         if finding is None:
             raise UndeclaredError("--causal")
@@ -304,14 +309,93 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
         evidence.require_passed("cache")
         if any(attention.divided for attention, _ in evidence.run.attentions):
             return _by_the_sum(evidence, place, early, changed)
-        return Finding(
-            "causal",
-            "An output depends on a future token that has no attention weight: another operation mixes positions.",
+        ordered = _other_order(evidence)
+        if ordered is not None:
+            return ordered
+        change = (
             f"Changing token {place} changes the output at position {early[-1]} by "
-            f"{float(changed[0, early[-1]]):.3g}, and at {len(early) - 1} more before it.",
-            fix="Check norms, convolutions and means over the positions.",
+            f"{float(changed[0, early[-1]]):.3g}, and at {len(early) - 1} more before it."
+        )
+        if not any(sight.is_causal for sight in evidence.sights):
+            return _from_the_future(change)
+        return _beside_weights(change) if _are_in_order(evidence) else _beside_weights_or_in_other_order(change)
+    return None
+
+
+def _from_the_future(change: str) -> Finding:
+    return Finding(
+        "causal",
+        "An output depends on a future token.",
+        change,
+        fix="Check the mask, the order of the keys, and norms, convolutions and means over the positions.",
+    )
+
+
+def _beside_weights(change: str) -> Finding:
+    return Finding(
+        "causal",
+        "An output depends on a future token that has no attention weight: another operation mixes positions.",
+        change,
+        fix="Check norms, convolutions and means over the positions.",
+    )
+
+
+def _beside_weights_or_in_other_order(change: str) -> Finding:
+    return Finding(
+        "causal",
+        "An output depends on a future token that has no attention weight.",
+        change,
+        fix="Check the order of the keys, and norms, convolutions and means over the positions.",
+    )
+
+
+def _other_order(evidence: Evidence) -> Finding | None:
+    """Return a finding if queries, keys and values of a causal attention are the same tokens in different orders."""
+    for sight, rows in _rows_of_last_tokens(evidence):
+        if rows is None or len({*rows.values()}) == 1:
+            continue
+        places = listed([f"{side} {row}" for side, row in rows.items()])
+        return sight.finding(
+            "causal",
+            "Queries, keys and values are in different orders: the causal mask does not hide the future tokens.",
+            f"The last token is {places}.",
+            "Put queries, keys and values in the order of the tokens before the mask.",
         )
     return None
+
+
+def _are_in_order(evidence: Evidence) -> bool:
+    """Return whether queries, keys and values are known to be in one order in every causal attention."""
+    every = [rows for _, rows in _rows_of_last_tokens(evidence)]
+    return all(rows is not None and len({*rows.values()}) == 1 for rows in every)
+
+
+def _rows_of_last_tokens(evidence: Evidence) -> Iterator[tuple[SeenKeys, dict[str, int] | None]]:
+    """Yield for each causal attention which query, key and value its last token is; None if it is unknown."""
+    causal = {id(sight.attention): sight for sight in evidence.sights if sight.is_causal}
+    for attention, names, _ in evidence.kinds:
+        sight = causal.get(id(attention))
+        if sight is not None:
+            yield sight, _rows_of_last_token(evidence, attention, names)
+
+
+def _rows_of_last_token(evidence: Evidence, attention: Attention, names: AxisNames) -> dict[str, int] | None:
+    """Return which query, key and value the last token is in self-attention; None if it is several, or unknown."""
+    queries, keys = names.lengths
+    if queries != keys or len({attention.stages.get(side) for side in SIDES}) != 1:
+        return None
+    rows: dict[str, int] = {}
+    for side in SIDES:
+        try:
+            factor = Factor(evidence, attention, names, side, from_first=True)
+            changed = {row for _, row in factor.changed(factor.token(prod(factor.tokens) - 1))}
+        except LostError:
+            return None
+        # With a single key head, the queries of all heads are rows of one product.
+        if len(changed) != 1 or factor.target.shape[factor.rows] != keys:
+            return None
+        rows[side] = changed.pop()
+    return rows
 
 
 def _by_the_sum(evidence: Evidence, place: int, early: list[int], changed: Tensor) -> Finding:
@@ -359,6 +443,12 @@ def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
             window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
             finding = replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
         yield from [finding] if finding else []
+
+
+def _in_other_order(evidence: Evidence) -> Iterator[Finding]:
+    """Yield attention that would be causal if its queries and keys were in one order."""
+    finding = _other_order(evidence)
+    yield from [replace(finding, sure=False)] if finding else []
 
 
 def _beside_attention(evidence: Evidence) -> Iterator[Finding]:
