@@ -196,8 +196,10 @@ class _Averaging:
 
 
 def _averaging(evidence: Evidence, attention: Attention) -> _Averaging:
-    """Return the weights that meet the values. Raise `LostError` if they were not kept."""
+    """Return the weights that meet the values. Raise `LostError` if they were not kept, or there is one key."""
     product = attention.value_product
+    if product.op is product.multiply and not product.op.does("product"):
+        raise NotHereError  # nothing is summed
     by_right = attention.value_first
     weights = content_of(evidence, product.right if by_right else product.left)
     if product.multiply.does("product"):
