@@ -234,12 +234,18 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
 
     None if a page has nothing to show. Raises `SpecError` if there is no such stage or head to draw.
     """
-    from ..naming.canonical import contents_of
+    from ..naming.canonical import drawn_of
     from ..pictures.stages import Attended, for_viewer
     from ..reports.trace import attention_names
 
     attended = [
-        Attended(name, report.num_heads, report.num_kv_heads, partial(contents_of, run, *attention))
+        Attended(
+            name,
+            report.num_heads,
+            report.num_kv_heads,
+            partial(drawn_of, run, *attention),
+            num_windows=attention[1].num_windows,
+        )
         for name, report, attention in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
     ]
     shown_first = trace.chosen or (1,)

@@ -104,6 +104,35 @@ def contents_of(run: NamedRun, attention: Attention, names: AxisNames) -> dict[s
     return {stage: content for stage, content in contents.items() if content is not None}
 
 
+def drawn_of(run: NamedRun, attention: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
+    """Return the stages of an attention in canonical axes, where each window counts as a batch item of its own.
+
+    `(batch windows) heads query key` and `batch windows heads query key` become `batch heads query key`.
+    """
+    contents = contents_of(run, attention, names)
+    for stage, tensor in attention.stages.items():
+        value = run.recording.values.get(tensor.id)
+        if stage in contents or value is None or attention.branches:
+            continue
+        content = _by_window(value, stage, names.of_stage(stage), sizes_in(attention, names, stage), names.head_order)
+        if content is not None:
+            contents[stage] = content
+    return contents
+
+
+def _by_window(
+    value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int], head_order: Sequence[str]
+) -> torch.Tensor | None:
+    """Return a stage of windows in canonical axes, with the windows of all items as its batch; None for other axes."""
+    if axes.startswith("batch windows "):
+        value, axes = value.flatten(0, 1), axes.replace("batch windows", "batch", 1)
+    elif axes.startswith("(batch windows) "):
+        axes = axes.replace("(batch windows)", "batch", 1)
+    else:
+        return None
+    return canonical(value, stage, axes, sizes, head_order)
+
+
 def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
     """Return one stage in canonical axes; the turns of a loop over heads are concatenated.
 

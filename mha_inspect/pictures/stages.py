@@ -31,6 +31,8 @@ class Attended:
     num_kv_heads: int
     contents: Callable[[], Mapping[str, Tensor]]
     """Returns its stages in `CANONICAL_AXES`, computed on each call."""
+    num_windows: int = 1
+    """The windows of a batch item, which count as batch items of their own."""
 
     def picture(
         self,
@@ -92,8 +94,16 @@ class Attended:
             rows,
             columns,
             signed=stage != "weights",
-            notes=(f"Batch item {batch_row} of {tensor.shape[0]}, counted from 0.",) if tensor.shape[0] > 1 else (),
+            notes=(self._which(batch_row, tensor.shape[0]),) if tensor.shape[0] > 1 else (),
         )
+
+    def _which(self, batch_row: int, count: int) -> str:
+        """Return which of the batch items is drawn, or which window of which item."""
+        windows = self.num_windows
+        if windows < 2 or count % windows:
+            return f"Batch item {batch_row} of {count}, counted from 0."
+        item, window = divmod(batch_row, windows)
+        return f"Window {window} of {windows} of batch item {item} of {count // windows}, counted from 0."
 
 
 def for_viewer(
