@@ -36,6 +36,7 @@ from typing import NamedTuple
 from ..record.ops import Named, Op, Recording, TensorRef
 from ..record.tensors import uncollected
 from .axis import setting
+from .computed_weights import computed_weights
 from .dimensions import Axis, Dimensions, wide
 from .part import parts_behind, whole
 from .products import Product, product_of
@@ -73,7 +74,7 @@ class Graph:
 
     @cached_property
     def _weights(self) -> frozenset[int]:
-        """Ids of parameters, of buffers that are matrices, and of tensors computed from these alone by element."""
+        """Ids of parameters, of buffers that are matrices, and of the weights that are computed from these alone."""
         buffers = (named.tensor for named in self.recording.buffers)
         ids = {*self.recording.parameter_names, *(tensor.id for tensor in buffers if len(tensor.shape) == 2)}
         for op in self.recording.ops:
@@ -81,7 +82,7 @@ class Graph:
                 weighs = op.pointwise or op.does("norms") or op.base_name == "_weight_norm_interface"
                 if weighs or op.kind != "compute" or op.is_collective:
                     ids.update(tensor.id for tensor in (self.results(op) if op.is_collective else op.outputs))
-        return frozenset(ids)
+        return frozenset(ids | computed_weights(self, ids, self._from_inputs))
 
     def _is_of(self, op: Op, weights: set[int]) -> bool:
         """Return whether an operation reads weights alone, or joins weights with constants, e.g. a bias with zeros."""

@@ -22,7 +22,7 @@ from ..record.ops import Op, TensorRef
 from ..reports.params import HeadSlice
 from .axes import AxisNames
 from .named_run import NamedRun
-from .parameters import SIDES, Serves, num_heads, parameters_behind, parts_at
+from .parameters import FACTORS, SIDES, Serves, num_heads, parameters_behind, parts_at
 from .pattern import dims_of, in_words
 from .placement import are_in_blocks, axes_of, blocks_of, varying_dim
 from .projection import Part
@@ -34,6 +34,9 @@ _SAID = {
     "filter": "convolves the {made} after their projection, each channel by itself",
     "before": "projects the input down, before the {made}",
     "beside": "another projection used for the {made}",
+    "factor": "a factor of {matrices}",
+    "added factor": "a factor of what is added to {matrices}",
+    "computed": "{matrices} is computed from it",
     "gate": "gates the {made}",
     "reduction": "used before the projection to the {made}",
     "absorbed": "{others} by head, absorbed into the {made}",
@@ -258,7 +261,7 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     for part in parts:
         if part.is_shared or (part.letter == "o" and kind == "b"):
             continue
-        name = part.name or f"{kind.removesuffix(' before')}_{part.letter}"
+        name = part.name or f"{kind.removesuffix(' before').removeprefix('added ')}_{part.letter}"
         blocks = blocks_of(part.placement, tuple(large))
         if blocks is None:
             return ()
@@ -323,8 +326,10 @@ class _Words:
         """Return the name of the dimension of a matrix outside heads and their features; empty if it has none."""
         part, stages = parts[0], self.attention.stages
         side, inner = SIDES.get(part.letter, "query"), part.inner
-        if kind not in ("W", "before") or inner is None:
+        if kind not in ("W", "before", *FACTORS) or inner is None:
             return ""
+        if kind in FACTORS:
+            return "latent"
         if kind == "W" and self.attention.earlier.get(side):
             return "latent"
         if part.letter in "kv" and len(parts) == 1 and "query" in stages and side in stages:
@@ -348,8 +353,13 @@ class _Words:
 
     def _text(self, use: _Use, letters: list[str], parts: list[Part], axes: list[str]) -> str:
         first, is_shared = parts[0], any(part.is_shared for part in parts)
-        if use.kind in ("norm", "shift", "before", *_EARLY) and is_shared:
+        if use.kind in ("norm", "shift", "before", *FACTORS, *_EARLY) and is_shared:
             return f"{_plain(use)}; not split by head"
+        if use.kind in FACTORS and len(parts) == 1:
+            dim = varying_dim([first.placement])
+            if dim is None:
+                return _plain(use)
+            return _plain(use) + self._of_one(first, _unit(first.parameter.tensor, dim), dim, axes[dim], use.kind)
         if use.kind not in ("W", "b"):
             return _plain(use)
         matrices = _listed(use.kind, letters)
@@ -395,8 +405,10 @@ class _Words:
         if any(len(of_head) != 1 for of_head in of_heads):
             return f": {unit} of its heads are interleaved{shared}"
         way = "rows are the heads stacked" if unit == "rows" else "columns are the heads side by side"
-        ((start, stop),) = next(iter(of_heads))
-        return f": {way}, {stop - start} each{shared}"
+        runs_in_order = [of_head[0] for _, of_head in sorted(placement.runs[dim].items())]
+        order = "" if runs_in_order == sorted(runs_in_order) else " in another order"
+        start, stop = runs_in_order[0]
+        return f": {way}{order}, {stop - start} each{shared}"
 
     def _users(self) -> str:
         """Return the query heads that use the first key/value head; empty if every group is consecutive heads."""
@@ -413,7 +425,7 @@ def _is_same(part: Part, other: Part) -> bool:
 def _plain(use: _Use) -> str:
     made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in use.letters))
     others = " and ".join("W_v" if letter == "o" else "W_k" for letter in dict.fromkeys(use.letters))
-    return _SAID[use.kind].format(made=made, others=others)
+    return _SAID[use.kind].format(made=made, others=others, matrices=_listed("W", use.letters))
 
 
 def _unit(tensor: TensorRef, dim: int) -> str:

@@ -14,6 +14,7 @@ from math import prod
 import numpy as np
 
 from ..graph.attention import Attention
+from ..graph.computed_weights import does_more_to_weights
 from ..graph.dataflow import made_of
 from ..graph.gates import Gate, gates_of
 from ..graph.layout import Indices, Layout, Source, Span
@@ -25,11 +26,13 @@ from .axes import AxisNames
 from .heads import Codes, codes_in, codes_of, rows_of
 from .named_run import NamedRun
 from .pattern import dims_of
-from .projection import Part, Projection, have_in_common, is_elsewhere, merged, of_no_head
+from .projection import Part, Projection, have_in_common, is_elsewhere, merged, of_no_head, of_whole_rows
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """The letter of a part, and its projection."""
 _MATRICES, _BIASES = ("W", "joined W"), ("b", "joined b")
+FACTORS = ("factor", "added factor")
+"""Kinds of use of a parameter in a product of matrices that gives a weight, or is added to one."""
 _BY_FEATURE = (*_MATRICES, *_BIASES, "appended", "prepended")
 """Kinds of use with a number, or a row, for each feature."""
 _BEFORE = {"norm": "norm before", "shift": "shift before", "b": "shift before", "filter": "filter before"}
@@ -362,8 +365,10 @@ class _PartsOfAttention:
         taps = weight.shape[2:] if op is not None and op.base_name == "convolution" else ()
         weighing = Walk(self._graph, since=0).to(weight).ops
         target.layouts.follow(weighing)
+        kinds = self._kinds_behind(weight, kind)
         for parameter in parameters_behind(self._run, [weight]):
-            heads = self._heads(letter, meeting, target, parameter)
+            kind = kinds.get(parameter.name, meeting.kind)
+            heads = {} if kind == "computed" else self._heads(letter, meeting, target, parameter)
             is_shared = have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES)
             is_shared |= self._names.mixes_positions and self._names.num_heads > 1
             same_rank = len(parameter.tensor.shape) == len(weight.shape)
@@ -376,8 +381,27 @@ class _PartsOfAttention:
                 taps=len(taps) if same_rank and kind in (*_MATRICES, "before", "filter") else 0,
                 moved=prod(taps) == 1 and all(op.kind in ("view", "copy") for op in weighing),
             )
+            if kind in FACTORS:
+                yield of_whole_rows(part)
+                continue
             is_matrix = op is not None and self._graph.is_projection(op) and weight.id == self._graph.weight_of(op).id
             yield self._with_inner(part, op, target.layouts) if is_matrix and op is not None else part
+
+    def _kinds_behind(self, weight: TensorRef, kind: str) -> dict[str, str]:
+        """Return the kinds of parameters that a weight is computed from by more than moving and scaling elements."""
+        if kind not in _MATRICES:
+            return {}
+
+        def keeps_elements(op: Op) -> bool:
+            return not does_more_to_weights(op)
+
+        def multiplies(op: Op) -> bool:
+            return op.does("product") or keeps_elements(op)
+
+        every = {named.name for named in parameters_behind(self._run, [weight])}
+        moved = {named.name for named in parameters_behind(self._run, [weight], keeps_elements)}
+        factors = {named.name for named in parameters_behind(self._run, [weight], multiplies)} - moved
+        return dict.fromkeys(every - moved, "computed") | dict.fromkeys(factors, "added factor" if moved else "factor")
 
     def _heads(self, letter: str, meeting: Meeting, target: _Target, parameter: Named) -> dict[int, Indices]:
         """Return the places of each head's features in a parameter; without their order if they are no features."""

@@ -26,7 +26,9 @@ class Part:
     another projection, `absorbed` for that of shared keys or values by head, `gate` for what queries, keys or values
     are multiplied by, `norm` and `norm before` for a factor after or before the projection, `shift` and `shift before`
     for what is added there, `filter` and `filter before` for a convolution of each channel by itself, `appended` and
-    `prepended` for a further key or value, `learned` for anything else."""
+    `prepended` for a further key or value, `factor`, `added factor` and `computed` for a parameter that the
+    matrix is computed from, by a product of matrices, by one that is added, or by other functions of all elements,
+    `learned` for anything else."""
     letter: str
     """`q`, `k`, `v` or `o`; `g` for a gate of the contexts."""
     parameter: Named
@@ -137,6 +139,18 @@ def of_no_head(part: Part) -> Part:
     """Return a part of the output as belonging to no head."""
     every = {0: np.arange(part.parameter.tensor.numel)} if part.kind in ("b", "joined b") else {}
     return replace(part, heads=every, is_shared=part.kind not in ("b", "joined b"))
+
+
+def of_whole_rows(part: Part) -> Part:
+    """Return a part of a factor `B` of `B @ A` with all its numbers of each feature, if it has rows of features."""
+    shape, stride = part.parameter.tensor.shape, part.parameter.tensor.stride
+    if not part.heads or len(shape) != 2:
+        return part
+    along = coordinates(np.concatenate([*part.heads.values()]), part.parameter.tensor)
+    summed = [dim for dim, places in enumerate(along) if not places.any()]
+    if len(summed) != 1:
+        return part
+    return replace(part, inner=(shape[summed[0]], stride[summed[0]]), width=shape[summed[0]])
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
