@@ -26,7 +26,7 @@ from .axes import AxisNames
 from .heads import Codes, codes_in, codes_of, rows_of
 from .named_run import NamedRun
 from .pattern import dims_of
-from .projection import Part, Projection, have_in_common, is_elsewhere, merged, of_no_head, of_whole_rows
+from .projection import Part, Projection, have_in_common, merged, of_no_head, of_whole_rows
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """The letter of a part, and its projection."""
@@ -143,8 +143,7 @@ class _PartsOfAttention:
             inner = "group" in words and self._names.head_order.index("group") == 1
             self._serve([head % shared if inner else head * shared // heads for head in range(heads)])
         parts = [*self._side("q"), *self._side("k"), *self._side("v"), *self._output()]
-        # A bias that is joined from several has elements of one side in each.
-        return [part for part in parts if part.heads or not is_elsewhere(part, parts)], self._serves
+        return parts, self._serves
 
     def _serve(self, users: list[int]) -> None:
         counted = range(self._names.num_kv_heads)
@@ -368,7 +367,10 @@ class _PartsOfAttention:
         kinds = self._kinds_behind(weight, kind)
         for parameter in parameters_behind(self._run, [weight]):
             kind = kinds.get(parameter.name, meeting.kind)
-            heads = {} if kind == "computed" else self._heads(letter, meeting, target, parameter)
+            places = self._places(letter, meeting, target, parameter)
+            if places is not None and (places.high < 0).all():
+                continue  # joined with others in this weight, of which the heads have no row of this one
+            heads = {} if kind == "computed" else self._heads(letter, meeting, target, places, parameter)
             is_shared = have_in_common(heads) if heads else kind not in (*_MATRICES, *_BIASES)
             is_shared |= self._names.mixes_positions and self._names.num_heads > 1
             same_rank = len(parameter.tensor.shape) == len(weight.shape)
@@ -403,22 +405,27 @@ class _PartsOfAttention:
         factors = {named.name for named in parameters_behind(self._run, [weight], multiplies)} - moved
         return dict.fromkeys(every - moved, "computed") | dict.fromkeys(factors, "added factor" if moved else "factor")
 
-    def _heads(self, letter: str, meeting: Meeting, target: _Target, parameter: Named) -> dict[int, Indices]:
+    def _places(self, letter: str, meeting: Meeting, target: _Target, parameter: Named) -> Span | None:
+        """Return the places in a parameter that a target is made of; None if they are unknown."""
+        op, tensor = meeting.op, parameter.tensor
+        if letter == "o" and meeting.kind in _MATRICES and op is not None:
+            layout = target.layouts.entering(op)
+        else:
+            layout = target.layouts.of(target.tensor)
+        return layout.places_in(parameter.name, tensor.shape, tensor.stride)
+
+    def _heads(
+        self, letter: str, meeting: Meeting, target: _Target, places: Span | None, parameter: Named
+    ) -> dict[int, Indices]:
         """Return the places of each head's features in a parameter; without their order if they are no features."""
-        op, kind, tensor, codes = meeting.op, meeting.kind, parameter.tensor, target.codes
-        if codes is None:
+        codes = target.codes
+        if codes is None or places is None:
             return {}
-        is_entered = letter == "o" and kind in _MATRICES and op is not None
-        layouts = target.layouts
-        layout = layouts.entering(op) if is_entered and op is not None else layouts.of(target.tensor)
-        places = layout.places_in(parameter.name, tensor.shape, tensor.stride)
-        if places is None:
-            return {}
-        rows = enumerate(rows_of(places, codes, tensor.stride), start=target.turn * codes.heads)
+        rows = enumerate(rows_of(places, codes, parameter.tensor.stride), start=target.turn * codes.heads)
         heads = {head: row for head, row in rows if (row >= 0).any()}
         # A gate may have one number for all features of a head.
         is_one = letter == "g" and all((row == row[0]).all() for row in heads.values())
-        if is_one or kind not in _BY_FEATURE:
+        if is_one or meeting.kind not in _BY_FEATURE:
             return {head: np.unique(row[row >= 0]) for head, row in heads.items()}
         return heads
 

@@ -128,13 +128,6 @@ def have_in_common(heads: dict[int, Indices]) -> bool:
     return any(not first.isdisjoint(other) for other in others)
 
 
-def is_elsewhere(part: Part, parts: Iterable[Part]) -> bool:
-    """Return whether every element of a bias is known to be in the heads of other sides."""
-    same = [other for other in parts if other.parameter.name == part.parameter.name and other.kind == part.kind == "b"]
-    rows = [row[row >= 0] for other in same for row in other.heads.values()]
-    return bool(rows) and len(np.unique(np.concatenate(rows))) == part.parameter.tensor.numel
-
-
 def of_no_head(part: Part) -> Part:
     """Return a part of the output as belonging to no head."""
     every = {0: np.arange(part.parameter.tensor.numel)} if part.kind in ("b", "joined b") else {}
