@@ -192,6 +192,9 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: T
     `batch position (heads head_dim)`. With one head the piece may be the `heads` themselves.
     """
     end = ends[name]
+    joined = _joined_heads(graph, end)
+    if joined is not None:
+        return joined
     whole = graph.after_projection(end.op)
     sharing = _sides_sharing(name, ends)
     if not sharing:
@@ -210,6 +213,34 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: T
         if piece is not whole and is_of_this_side:
             break
     return piece
+
+
+def _joined_heads(graph: Graph, end: Projection) -> TensorRef | None:
+    """Return the joined results of several projections of one input, e.g. one for each head; None for one projection.
+
+    They are concatenated along the features, `batch position (heads head_dim)`, or stacked.
+    """
+    for op in end.path:
+        if op.base_name not in ("cat", "stack") or len(op.inputs) < 2:
+            continue
+        projections = [_only_projection(graph, read) for read in op.inputs]
+        if any(each is None or _origin(graph, each) != _origin(graph, end.op) for each in projections):
+            return None
+        if len({each.index for each in projections if each is not None}) < len(op.inputs):
+            return None
+        rank = len(op.output.shape)
+        features = op.base_name == "cat" and setting(op, 1, "dim", 0) % rank == rank - 1
+        is_flat = features and op.output.shape[:-1] == graph.after_projection(end.op).shape[:-1]
+        are_alike = len({read.shape for read in op.inputs}) == 1
+        return op.output if is_flat or are_alike else None
+    return None
+
+
+def _only_projection(graph: Graph, tensor: TensorRef) -> Op | None:
+    """Return the projection that a tensor is the result of, with its bias, in any shape; None for anything else."""
+    end = graph.before(tensor, lambda op: not graph.is_projection(op) and (graph.moves(op) or graph.adds_bias(op)))
+    op = graph.recording.producer(end)
+    return op if op is not None and graph.is_projection(op) else None
 
 
 def _sides_sharing(name: str, ends: Mapping[str, Projection]) -> list[Projection]:

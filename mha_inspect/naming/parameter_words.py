@@ -371,6 +371,8 @@ class _Words:
             start, number = next(iter((first.reads or {}).values()), 0), (first.inner or (0, 0))[0]
             reads = f": reads only features {start}–{start + number - 1} of the embedding"
             return f"{matrices} of head {next(iter(first.heads))}{reads if first.reads else ''}"
+        if len(parts) == 1 and len(first.heads) < num_heads(self.names, first.letter):
+            matrices += f" of heads {_ranges(sorted(first.heads))}"
         placements = [part.placement for part in parts]
         dim = varying_dim(placements)
         if dim is None:
@@ -426,6 +428,19 @@ def _plain(use: _Use) -> str:
     made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in use.letters))
     others = " and ".join("W_v" if letter == "o" else "W_k" for letter in dict.fromkeys(use.letters))
     return _SAID[use.kind].format(made=made, others=others, matrices=_listed("W", use.letters))
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as `0–2, 5`."""
+    texts: list[str] = []
+    start = 0
+    for stop in range(1, len(numbers) + 1):
+        if stop < len(numbers) and numbers[stop] == numbers[stop - 1] + 1:
+            continue
+        first, last = numbers[start], numbers[stop - 1]
+        texts.append(str(first) if first == last else f"{first}–{last}")
+        start = stop
+    return ", ".join(texts)
 
 
 def _unit(tensor: TensorRef, dim: int) -> str:

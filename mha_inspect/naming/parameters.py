@@ -26,7 +26,7 @@ from .axes import AxisNames
 from .heads import Codes, codes_in, codes_of, rows_of
 from .named_run import NamedRun
 from .pattern import dims_of
-from .projection import Part, Projection, have_in_common, merged, of_no_head, of_whole_rows
+from .projection import Part, Projection, have_in_common, merged, of_no_head, of_whole_rows, with_projections_of_heads
 
 SIDES = {"q": "query", "k": "key", "v": "value", "o": "output"}
 """The letter of a part, and its projection."""
@@ -169,7 +169,7 @@ class _PartsOfAttention:
                 for part in self._parts(letter, meeting, target):
                     is_matrix = meeting.kind == "W" and op is not None
                     parts.append(self._with_reads(part, op, turn) if is_matrix and op else part)
-        return self._numbered(letter, merged(parts))
+        return self._numbered(letter, with_projections_of_heads(merged(parts)))
 
     def _made_at(self, tensor: TensorRef) -> int:
         return self._run.recording.producers.get(tensor.id, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,8 @@ from ..graph.layout import Indices
 from ..record.ops import Named, TensorRef
 from .placement import Placement, placement_of, places_along
 
+_FURTHER = ("beside", "joined W")
+"""Kinds of use of a projection other than the nearest one."""
 Content = Callable[[str], Tensor]
 """A function from the name of a parameter to its tensor."""
 
@@ -132,6 +135,28 @@ def of_no_head(part: Part) -> Part:
     """Return a part of the output as belonging to no head."""
     every = {0: np.arange(part.parameter.tensor.numel)} if part.kind in ("b", "joined b") else {}
     return replace(part, heads=every, is_shared=part.kind not in ("b", "joined b"))
+
+
+def with_projections_of_heads(parts: list[Part]) -> list[Part]:
+    """Return the parts of one side, where projections of further heads are `W` as well.
+
+    The first of several projections side by side is `W`, and gives its own heads only. Another one that gives heads
+    that no other has is their matrix; one that adds to heads is not.
+    """
+    sided = [part for part in parts if part.kind in ("W", *_FURTHER) and part.heads and not part.is_shared]
+    widest = max((part.width for part in sided), default=0)
+    sided = [part for part in sided if part.inner is None or part.width == widest]  # without low-rank adapters
+    counts = Counter(head for part in sided if part.inner is not None for head in part.heads)
+    if not any(part.kind == "W" for part in sided) or max(counts.values(), default=0) != 1:
+        return parts
+    return [
+        _as_own(part) if part.kind == "joined b" or (part in sided and part.kind != "W") else part for part in parts
+    ]
+
+
+def _as_own(part: Part) -> Part:
+    """Return a part of another projection as one of the matrix or bias of its heads."""
+    return replace(part, kind="b" if len(part.parameter.tensor.shape) == 1 else "W")
 
 
 def of_whole_rows(part: Part) -> Part:
