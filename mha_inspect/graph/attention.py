@@ -66,6 +66,8 @@ class Attention:
     """The operations from the weights to the product with the values, in order."""
     earlier: dict[str, tuple[Op, ...]] = field(default_factory=dict)
     """`query`, `key`, `value` to the low-rank projections before the one in `projections`, in order."""
+    summed: tuple[Op, ...] = ()
+    """The output projections of single heads, if their results are added up; otherwise empty."""
     before_repeats: dict[str, TensorRef] = field(default_factory=dict)
     """`key` to the tensor whose heads were repeated; the heads themselves if they were not repeated."""
     weighing: tuple[Op, ...] = ()

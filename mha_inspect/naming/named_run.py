@@ -17,6 +17,7 @@ from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..graph.find import attentions_of
 from ..graph.instances import TranslatedDimensions, Translation, UnlikeError, shortened_of
+from ..graph.summed_outputs import with_summed_output
 from ..graph.written_out import unread_contexts, written_out
 from ..record.ops import Recording
 from ..record.tensors import uncollected
@@ -110,7 +111,8 @@ class _Reading:
     def read(self) -> tuple[Named, ...]:
         """Find the attentions of this recording, and name their axes."""
         with uncollected():
-            return tuple((each, AxisNames(each, self.graph.dimensions)) for each in attentions_of(self.graph))
+            found = [with_summed_output(self.graph, each) for each in attentions_of(self.graph)]
+            return tuple((each, AxisNames(each, self.graph.dimensions)) for each in found)
 
     def with_steps(self) -> _Reading:
         """Return the reading in which attentions that no product shows are written out; this one if there are none."""

@@ -272,8 +272,9 @@ class _PartsOfAttention:
     def _output(self) -> list[Part]:
         """Return the parts of the output: the columns of each head, and the bias."""
         turns = [turn for turn in (*self._turns, self._attention) if "output" in turn.projections]
-        ops = [*{turn.projections["output"].index: turn.projections["output"] for turn in turns}.values()]
-        if "output" not in self._attention.stages or not ops:
+        every = [*(turn.projections["output"] for turn in turns), *self._attention.summed]
+        ops = [*{op.index: op for op in every}.values()]
+        if not ops or not ("output" in self._attention.stages or self._attention.summed):
             return []
         joined = self._joined_outputs(ops)
         codes = [self._codes_of(turn, "context") for turn in self._turns]
@@ -327,6 +328,8 @@ class _PartsOfAttention:
 
     def _after_output(self, ops: list[Op], known: list[Part]) -> Iterator[Part]:
         """Yield the bias of the output, and what else is done to it."""
+        if "output" not in self._attention.stages:
+            return
         output, names = self._attention.stages["output"], {part.parameter.name for part in known}
         indices = {op.index for op in ops}
         for meeting in Walk(self._graph, ends=indices, since=min(indices) - 1).to(output).meetings:

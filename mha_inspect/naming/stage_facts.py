@@ -109,6 +109,8 @@ class StageFacts:
         """
         attention = self._attention
         op = attention.projections.get(_PROJECTED.get(stage, ""))
+        if stage == "output" and attention.summed:
+            return sum(map(_product_flops, attention.summed))
         if op is not None:
             tensor = attention.stages[stage]
             users = [s for s, side in _PROJECTED.items() if attention.projections.get(side) is op]
@@ -156,7 +158,9 @@ class StageFacts:
             source = "concat" if "concat" in attention.stages else "context"
         elif not (attention.earlier or attention.pieces) and self._graph.projected(op).numel < given:
             source = f"a part of {source}"  # the input itself was split, before any projection
-        bias = f" + b_{letter}" if self._graph.has_bias(op) else ""
+        ends = [self._graph.recording.producer(attention.stages[stage])] if letter == "o" else []
+        adds_bias = self._graph.has_bias(op) or any(end is not None and self._graph.adds_bias(end) for end in ends)
+        bias = f" + b_{letter}" if adds_bias else ""
         through = f", through {earlier} down-projection{'s' if earlier > 1 else ''}" if earlier else ""
         read, cache = source + through, self._cache_before(stage)
         read = f"(cache ({cache.past}) + {read} ({cache.new}))" if cache is not None else read
