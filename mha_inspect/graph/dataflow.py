@@ -38,7 +38,7 @@ from ..record.tensors import uncollected
 from .axis import setting
 from .computed_weights import computed_weights
 from .dimensions import Axis, Dimensions, wide
-from .part import parts_behind, whole
+from .part import Part, parts_behind, whole
 from .products import Product, product_of
 from .softmax import Softmax, softmax_of
 
@@ -325,12 +325,18 @@ class Graph:
             op = self.recording.producer(step.tensor)
             if op is None or len(step.path) >= _FAR or not through(op):
                 continue
-            read = ((tensor, None) for tensor in op.inputs) if part is None else parts_behind(op, step.tensor, part)
-            for tensor, behind in read:
+            for tensor, behind in self.parts_read(op, step.tensor, part):
                 known = visited.setdefault(tensor.id, set())
                 if behind not in known and tensor.dtype != "bool":
                     known.add(behind)
                     queue.append((Step(tensor, (*step.path, op)), behind))
+
+    def parts_read(self, op: Op, result: TensorRef, part: Part | None) -> Iterator[tuple[TensorRef, Part | None]]:
+        """Yield the inputs that a part of a result is made of, each with its own part; all for no part."""
+        if part is None:
+            yield from ((tensor, None) for tensor in op.inputs)
+        else:
+            yield from parts_behind(op, result, part)
 
     def forward(self, start: TensorRef, through: Callable[[Op], bool]) -> Iterator[tuple[Op, Step]]:
         """Yield the operations that read results of `start`, nearest first, with the step to the tensor they read."""

@@ -310,8 +310,11 @@ def _touched(op: Op) -> Collection[int]:
     return range(rank)
 
 
-def _index_write(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
-    """Write `table[..., indices, ...] = values`, e.g. into a cache: of the values counts what is alike along it."""
+def _index_write(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout | None]:
+    """Write `table[..., indices, ...] = values`, e.g. into a cache: each index has the values that are put there.
+
+    Where the indices are unknown, what is alike along the dimension counts.
+    """
     written, table, values = written_places(op), layouts[0], layouts[-1]
     if written is None or len(layouts) < 3:
         return []
@@ -320,6 +323,12 @@ def _index_write(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout |
     if missing < 0:
         return []
     values = reshaped(values, (1,) * missing + values.shape)
+    indices = known.graph.recording.values.get(op.inputs[1].id)
+    is_apart = (*values.shape[:place], *values.shape[place + 1 :]) == (*shape[:place], *shape[place + 1 :])
+    if indices is not None and not indices.is_meta and rank == 1 and is_apart and not _accumulates(op):
+        order = np.arange(shape[place])
+        order[indices.cpu().numpy()] = shape[place] + np.arange(values.shape[place])
+        return [taken(joined([table, values], place), place, order)]
     kept = values.without(*range(place, place + rank))
     ones = (*values.shape[:place], 1, *values.shape[place + rank :])
 
@@ -327,6 +336,11 @@ def _index_write(_: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layout |
         return array.reshape((*array.shape[:place], 1, *array.shape[place + rank :]))
 
     return [combined([table, kept.mapped(ones, along)], shape)]
+
+
+def _accumulates(op: Op) -> bool:
+    """Return whether an indexed write adds to what is there."""
+    return bool(op.base_name.startswith("index_put") and setting(op, 3, "accumulate", False))
 
 
 _RULES: Mapping[str, Rule] = {

@@ -51,7 +51,7 @@ def parts_behind(op: Op, result: TensorRef, part: Part) -> Iterator[tuple[Tensor
 
 
 def _box_in(tensor: TensorRef, part: Part) -> Box:
-    """Return the places of a part in a tensor of the same memory; they may be outside in its widest dimension."""
+    """Return the places of a part in a tensor of the same memory; they may be outside of it."""
     view, everything = part.tensor, tuple(map(range, tensor.shape))
     if view.storage != tensor.storage or view.dtype != tensor.dtype or not view.numel:
         return everything
@@ -67,5 +67,5 @@ def _box_in(tensor: TensorRef, part: Part) -> Box:
         start = first % wider if wider else first
         end = start + sum(reach for reach, by in reaches if not wider or by < wider)
         places = range(start // max(step, 1), end // max(step, 1) + 1)
-        found.append(places if size > 1 and step and (not wider or places.stop <= size) else range(size))
+        found.append(places if size > 1 and step and (not wider or end < wider) else range(size))
     return tuple(found)

@@ -120,6 +120,8 @@ def _projection(
     nearest: Projection | None = None
     direct: Projection | None = None
     of_positions: Projection | None = None
+    adapter: Projection | None = None
+    adapted: Origin | None = None
 
     def through(op: Op) -> bool:
         return (outside or inside(op.module, module)) and (_passes(graph, op) or _gives(graph, op, positions))
@@ -140,10 +142,16 @@ def _projection(
         elif is_like and chosen and not earlier:
             direct = direct or end
         elif is_like and not is_apart and (nearest is None or several):
-            return end
+            low_rank = () if joined or not several else earlier_projections(graph, op, module, like)
+            if adapter is None and not low_rank:
+                return end
+            if adapter is None:  # what it is added to may have a projection of its own
+                adapter, adapted = end, _origin(graph, low_rank[0])
+            elif not low_rank and _origin(graph, op) == adapted:
+                return end
         else:
             nearest = nearest or end
-    return direct or nearest or of_positions
+    return adapter or direct or nearest or of_positions
 
 
 def _is_a_step(graph: Graph, end: Projection, positions: set[Axis]) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph
+from .part import Part, whole
 
 _LONGEST = 600
 """Operations after which a walk gives up: projections need fewer."""
@@ -51,31 +52,38 @@ class Walk:
     def to(self, start: TensorRef) -> Way:
         """Return the way to a tensor."""
         ops: dict[int, Op] = {}
-        meetings: list[Meeting] = []
+        meetings: dict[tuple[int, int], Meeting] = {}
         projected: set[int] = set()  # ids of tensors that lead to what a projection reads
-        queue = deque([start])
-        if self.graph.is_weight(start):
-            meetings.append(Meeting(None, start, "learned"))
+        queue: deque[tuple[TensorRef, Part | None]] = deque([(start, whole(start))])
+        visited: set[tuple[int, Part | None]] = set()
+        learned = [Meeting(None, start, "learned")] if self.graph.is_weight(start) else []
         while queue and len(ops) < _LONGEST:
-            tensor = queue.popleft()
+            tensor, part = queue.popleft()
             op = self.graph.recording.producer(tensor)
-            if op is None or op.index in ops or not self._follows(op, tensor):
+            if op is None or (op.index, part) in visited or not self._follows(op, tensor):
                 continue
+            visited.add((op.index, part))
             ops[op.index] = op
             if self.graph.is_weight(tensor):
-                queue += op.inputs
+                queue += [(read, None) for read in op.inputs]
                 continue
+            reads = [*self.graph.parts_read(op, tensor, part)]
+            read_ids = {read.id for read, _ in reads}
             is_projected = tensor.id in projected
             if is_projected:
-                projected.update(read.id for read in op.inputs)
+                projected.update(read_ids)
             if self.graph.is_projection(op):
                 projected.add(self.graph.projected(op).id)
-                queue += self._behind_projection(op)
-                meetings += self._met_in_projection(op, is_projected=is_projected)
+                behind = self._behind_projection(op)
+                met = self._met_in_projection(op, is_projected=is_projected)
             else:
-                queue += self._behind(op, tensor)
-                meetings += self._met(op)
-        return Way([ops[index] for index in sorted(ops)], meetings)
+                behind = self._behind(op, tensor)
+                met = [meeting for meeting in self._met(op) if meeting.weight.id in read_ids]
+            followed = {read.id for read in behind}
+            queue += [(read, of_read) for read, of_read in reads if read.id in followed]
+            for meeting in met:
+                meetings.setdefault((op.index, meeting.weight.id), meeting)
+        return Way([ops[index] for index in sorted(ops)], [*learned, *meetings.values()])
 
     def _follows(self, op: Op, tensor: TensorRef) -> bool:
         if self.graph.is_weight(tensor):

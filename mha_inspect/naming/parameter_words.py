@@ -355,11 +355,8 @@ class _Words:
         first, is_shared = parts[0], any(part.is_shared for part in parts)
         if use.kind in ("norm", "shift", "before", *FACTORS, *_EARLY) and is_shared:
             return f"{_plain(use)}; not split by head"
-        if use.kind in FACTORS and len(parts) == 1:
-            dim = varying_dim([first.placement])
-            if dim is None:
-                return _plain(use)
-            return _plain(use) + self._of_one(first, _unit(first.parameter.tensor, dim), dim, axes[dim], use.kind)
+        if use.kind in FACTORS:
+            return self._of_factor(use.kind, parts, axes)
         if use.kind not in ("W", "b"):
             return _plain(use)
         matrices = _listed(use.kind, letters)
@@ -388,6 +385,20 @@ class _Words:
         users = self._users() if any(part.letter in "kv" for part in parts) else ""
         served = f"; the first key/value head is for query heads {users}" if users else ""
         return f"{matrices} {way}: {unit} {where}{served}"
+
+    def _of_factor(self, kind: str, parts: list[Part], axes: list[str]) -> str:
+        """Return the text for a factor with rows of heads: `a factor of what is added to W_q of heads 0–5`."""
+        matrices = []
+        for part in sorted(parts, key=lambda part: "qkvog".index(part.letter)):
+            heads = sorted(part.heads)
+            of_heads = f" of head{'s' if len(heads) > 1 else ''} {_ranges(heads)}"
+            is_whole = len(heads) == num_heads(self.names, part.letter)
+            matrices.append(f"W_{part.letter}{'' if is_whole else of_heads}")
+        text = _SAID[kind].format(matrices=", ".join(matrices))
+        dim = varying_dim([parts[0].placement])
+        if len(parts) > 1 or len(parts[0].heads) == 1 or dim is None:
+            return text
+        return text + self._of_one(parts[0], _unit(parts[0].parameter.tensor, dim), dim, axes[dim], kind)
 
     def _of_one(self, part: Part, unit: str, dim: int, axis: str, kind: str) -> str:
         """Return the text for a parameter that is one matrix or bias."""

@@ -165,8 +165,16 @@ class _PartsOfAttention:
             way = Walk(self._graph, stops, ends, since).to(heads)
             layouts.follow(way.ops)
             target = _Target(heads, codes, layouts, number)
-            for meeting in self._meetings(letter, op, way):
-                for part in self._parts(letter, meeting, target):
+            adapters = {} if op is None else self._adapters(op, way)
+            of_meetings = [
+                (meeting, [*self._parts(letter, meeting, target)])
+                for meeting in self._meetings(letter, op, way, adapters)
+            ]
+            present = {meeting.op.index for meeting, found in of_meetings if meeting.op is not None and found}
+            for meeting, found in of_meetings:
+                if meeting.kind == "added factor" and not _reaches(meeting, adapters, present):
+                    continue
+                for part in found:
                     is_matrix = meeting.kind == "W" and op is not None
                     parts.append(self._with_reads(part, op, turn) if is_matrix and op else part)
         return self._numbered(letter, with_projections_of_heads(merged(parts)))
@@ -177,7 +185,9 @@ class _PartsOfAttention:
     def _codes_of(self, turn: Attention, stage: str) -> Codes | None:
         return codes_of(self._attention, self._names, turn, stage)
 
-    def _meetings(self, letter: str, projection: Op | None, way: Way) -> Iterator[Meeting]:
+    def _meetings(
+        self, letter: str, projection: Op | None, way: Way, adapters: Mapping[int, set[int]]
+    ) -> Iterator[Meeting]:
         """Yield the meetings of a side with their kinds, also those that other meetings decide."""
         joined: dict[int, set[int]] = {}
         beside: set[int] = set()
@@ -187,11 +197,14 @@ class _PartsOfAttention:
                 beside.update(op.index for op in self._way_to_gate(gate).ops)
         self._has_joined |= bool(joined) and letter == "q"
         placed = [self._placed(meeting, projection, SIDES[letter], joined) for meeting in way.meetings]
+        of_adapters = set[int]().union(adapters, *adapters.values())
         gains = [meeting.op.output.id for meeting in placed if meeting.op and meeting.kind == "norm"]
         normed = made_of(gains, way.ops)
         for meeting in placed:
             if meeting.op is None:
                 yield meeting
+            elif meeting.op.index in of_adapters and meeting.kind == "beside":
+                yield replace(meeting, kind="added factor")
             elif meeting.op.index in beside:
                 yield replace(meeting, kind="gate")
             elif meeting.kind in _BIASES and any(tensor.id in normed for tensor in meeting.op.inputs):
@@ -227,6 +240,24 @@ class _PartsOfAttention:
             return "before"
         shared = self._names.num_kv_heads < self._names.num_heads and side in ("query", "output")
         return "absorbed" if shared and self._graph.is_by_head(op) else "beside"
+
+    def _adapters(self, projection: Op, way: Way) -> dict[int, set[int]]:
+        """Return the low-rank projections whose result is added to that of the projection, as in LoRA.
+
+        Each comes with the indices of the projections before it.
+        """
+        adapters: dict[int, set[int]] = {}
+        ops = [op for op in way.ops if not op.base_name.endswith("_like") and not op.base_name.startswith("new_")]
+        own = made_of({projection.output.id}, ops)
+        added = [{tensor.id for tensor in op.inputs} for op in ops if op.base_name.rstrip("_") == "add"]
+        for op in (meeting.op for meeting in way.meetings):
+            if op is None or op is projection or not self._graph.is_projection(op):
+                continue
+            made = made_of({op.output.id}, ops)
+            earlier = earlier_projections(self._graph, op, self._attention.module)
+            if earlier and any(read & own and read & made - own for read in added):
+                adapters[op.index] = {each.index for each in earlier}
+        return adapters
 
     def _with_reads(self, part: Part, op: Op, turn: Attention) -> Part:
         """Return a part of a matrix with the input features that it reads, if it does not read all."""
@@ -445,3 +476,11 @@ class _PartsOfAttention:
         if step < 1 or numbers[-1] - numbers[0] != step * (len(numbers) - 1):
             return part
         return replace(part, inner=(len(numbers), step), width=len(numbers))
+
+
+def _reaches(meeting: Meeting, adapters: Mapping[int, set[int]], present: set[int]) -> bool:
+    """Return whether a projection of an adapter reaches the heads of a side: its last one has rows there."""
+    if meeting.op is None:
+        return True
+    index = meeting.op.index
+    return index in present and (index in adapters or any(index in adapters[last] for last in adapters.keys() & present))
