@@ -235,7 +235,7 @@ class Graph:
     def places_of_weight(self, op: Op) -> tuple[int, int]:
         """Return the dimension of a projection's weight that is summed over, and that of its output features."""
         if op.base_name == "convolution":
-            return 1, 0
+            return (0, 1) if setting(op, 6, "transposed", False) else (1, 0)
         if len(self.weight_of(op).shape) < 2:
             return -1, -1
         return (-1, -2) if self.projected(op) is op.inputs[-1] else (-2, -1)

@@ -107,14 +107,14 @@ class Layouts:
     def entering(self, op: Op) -> Layout:
         """Return for each projected feature the first weight element that it is multiplied by."""
         weight, rank = self.graph.weight_of(op), len(self.graph.weight_of(op).shape)
-        layout, (_, made) = self.of(weight), self.graph.places_of_weight(op)
+        layout, (summed, made) = self.of(weight), self.graph.places_of_weight(op)
         if rank < 2:
             return layout
         layout = taken(layout, made % rank, np.array([0]))
         if op.base_name == "convolution":
             for place in range(2, rank):
                 layout = taken(layout, place, np.array([0]))
-            return reshaped(layout, (weight.shape[1], *[1] * (rank - 2)))
+            return reshaped(layout, (weight.shape[summed], *[1] * (rank - 2)))
         if len(self.graph.projected(op).shape) == 1:
             return reshaped(layout, (max(layout.shape),))
         return swapped(layout, rank - 2, rank - 1)

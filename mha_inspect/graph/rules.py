@@ -245,9 +245,14 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 
 def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    """Convolve `batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis."""
+    """Convolve `batch in *space, out in/groups *kernel -> batch out *space`: an unchanged size is the same axis.
+
+    The weight of a transposed convolution is `in out/groups *kernel`.
+    """
     (source, weight), (before, after) = inputs[:2], (op.inputs[0].shape, op.output.shape)
-    channels = source[1] if setting(op, 8, "groups", 1) == after[1] == before[1] else weight[0]
+    groups, place = setting(op, 8, "groups", 1), 1 if setting(op, 6, "transposed", False) else 0
+    made = weight[place] if size_of(weight[place]) == after[1] else fresh(after[1])
+    channels = source[1] if groups == after[1] == before[1] else made
     space = zip(source[2:], before[2:], after[2:], strict=True)
     return [(source[0], channels, *(dim if was == now else fresh(now) for dim, was, now in space))]
 

@@ -377,7 +377,8 @@ def _product_flops(op: Op) -> int:
     """Return 2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
     if op.base_name == "convolution":
         weight = op.inputs[1]
-        return 2 * op.output.numel * (weight.numel // max(weight.shape[0], 1))
+        each = op.inputs[0] if setting(op, 6, "transposed", False) else op.output
+        return 2 * each.numel * (weight.numel // max(weight.shape[0], 1))
     return 2 * op.output.numel * op.inputs[-2].shape[-1]
 
 
