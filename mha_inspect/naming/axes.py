@@ -69,7 +69,9 @@ class AxisNames:
         self._roles = roles = Roles(attention, dimensions)
         branches = attention.branches
         self.num_heads = size_of(roles.heads) * max(1, len(branches))
-        self.num_kv_heads = size_of(roles.kv_heads) * max(1, len({turn.stages["k_heads"].id for turn in branches}))
+        self.num_kv_heads = size_of(roles.kv_heads) * max(
+            1, len({_place_of(turn.stages["k_heads"]) for turn in branches})
+        )
         """Number of heads of keys and values, before any repeat."""
         self.head_order = ("heads", *(("group", "kv_heads") if roles.group_first else ("kv_heads", "group")))
         """The names of head axes, in the order in which the heads are numbered: that of the rows of W_q."""
@@ -321,6 +323,11 @@ class AxisNames:
         """Return whether these axes count the pieces of the queries or of the keys."""
         pieces = [atoms[0] for atoms in map(resolve, (self._roles.query, self._roles.key)) if atoms]
         return any(resolve(counter) == tuple(tokens) for piece in pieces for counter in piece.counters.values())
+
+
+def _place_of(tensor: TensorRef) -> tuple[object, ...]:
+    """Return the place of a tensor in memory: turns of a loop that slice the same key head have different tensors."""
+    return tensor.storage, tensor.offset, tensor.shape, tensor.stride
 
 
 def _assign(dim: list[str | Axis], groups: list[Group], run: tuple[int, int], name: str) -> None:

@@ -301,7 +301,9 @@ class _Words:
     def _axes_of(self, kind: str, parts: list[Part]) -> list[str]:
         """Return the name of each dimension of a parameter."""
         names, letter, shape = self.names, parts[0].letter, parts[0].parameter.tensor.shape
-        fewer = names.num_kv_heads < names.num_heads and all(part.letter in "kv" for part in parts)
+        # In a loop over heads, heads with one key may have values of their own.
+        shared = all(part.letter in "kv" and len(part.heads) <= names.num_kv_heads for part in parts)
+        fewer = names.num_kv_heads < names.num_heads and shared
         v_width = "v_head_dim" in names.of_stage("context") and all(part.letter in "vo" for part in parts)
         words = ("kv_heads" if fewer else "heads", "v_head_dim" if v_width else "head_dim")
         if letter == "o" and kind == "b" and len(shape) == 1:
@@ -410,7 +412,8 @@ class _Words:
             where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
             return f": only {unit} {where}"
         group, users = self.names.num_heads // max(self.names.num_kv_heads, 1), self._users()
-        shared = f", each for {group} query heads" if part.letter in "kv" and group > 1 else ""
+        is_fewer = part.letter in "kv" and len(part.heads) <= self.names.num_kv_heads
+        shared = f", each for {group} query heads" if is_fewer and group > 1 else ""
         shared += f": the first for {users}" if shared and users else ""
         if kind == "b":
             return shared

@@ -59,7 +59,9 @@ Serves = tuple[tuple[int, ...], ...]
 
 def _projection(name: str, parts: list[Part], names: AxisNames, serves: Serves) -> Projection:
     first, single = parts[0], name == "b_o"
-    count = 1 if single else num_heads(names, name[-1])
+    heads = {head for part in parts for head in part.heads}
+    # In a loop over heads, heads with one key may have values of their own.
+    count = 1 if single else max(num_heads(names, name[-1]), 1 + max(heads, default=0))
     width = max((len(places) for part in parts for places in part.heads.values()), default=0)
     covered = np.zeros((count, width), int)
     for part in parts:
@@ -73,10 +75,11 @@ def _projection(name: str, parts: list[Part], names: AxisNames, serves: Serves) 
         width > 0
         and bool((covered == 1).all())
         and all(head < count for part in parts for head in part.heads)
-        and all(part.moved and not part.is_shared for part in parts)
+        and all(part.moved and not part.is_shared and not have_in_common(part.heads) for part in parts)
         and all((part.inner is not None) == (part.kind == "W") and part.width == first.width for part in parts)
     )
-    return Projection(name, shape, is_whole, serves if name[-1] in "kv" else (), tuple(parts))
+    shared = serves if name[-1] in "kv" and count == len(serves) else ()
+    return Projection(name, shape, is_whole, shared, tuple(parts))
 
 
 def num_heads(names: AxisNames, letter: str) -> int:
@@ -281,8 +284,8 @@ class _PartsOfAttention:
 
     def _numbered(self, letter: str, parts: list[Part]) -> list[Part]:
         """Return the parts with key/value heads counted once each, if several heads turn out to be the same one."""
-        shared, count = num_heads(self._names, letter), 1 + max((head for p in parts for head in p.heads), default=0)
-        if shared >= count or letter not in "kv":
+        count = 1 + max((head for p in parts for head in p.heads), default=0)
+        if letter not in "kv" or (num_heads(self._names, letter) >= count and not self._attention.branches):
             return parts
         signs = [
             tuple((p.parameter.name, *p.heads[head].tolist()) for p in parts if head in p.heads and p.kind in "Wb")
@@ -291,7 +294,10 @@ class _PartsOfAttention:
         apart = [*dict.fromkeys(signs)]  # sorted by rows below, if they are in one parameter
         if len({part[:1] for sign in signs for part in sign[:1]}) == 1:
             apart.sort()
-        if len(apart) != shared:
+        if len(apart) != self._names.num_kv_heads:
+            # In a loop, some heads may have one value, and keys of their own: these are counted like the queries.
+            return [replace(p, is_shared=False) for p in parts] if self._attention.branches else parts
+        if len(apart) == count:
             return parts
         self._serve([apart.index(sign) for sign in signs])
         chosen = {signs.index(sign): number for number, sign in enumerate(apart)}
@@ -483,4 +489,6 @@ def _reaches(meeting: Meeting, adapters: Mapping[int, set[int]], present: set[in
     if meeting.op is None:
         return True
     index = meeting.op.index
-    return index in present and (index in adapters or any(index in adapters[last] for last in adapters.keys() & present))
+    return index in present and (
+        index in adapters or any(index in adapters[last] for last in adapters.keys() & present)
+    )

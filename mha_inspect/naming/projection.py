@@ -126,9 +126,9 @@ def coordinates(places: Indices, tensor: TensorRef) -> tuple[Indices, ...]:
 
 
 def have_in_common(heads: dict[int, Indices]) -> bool:
-    """Return whether the first two heads have elements in common."""
-    first, *others = ({*row[row >= 0].tolist()} for row in [*heads.values()][:2])
-    return any(not first.isdisjoint(other) for other in others)
+    """Return whether two heads have elements in common."""
+    rows = [np.unique(row[row >= 0]) for row in heads.values()]
+    return len(rows) > 1 and len(np.unique(np.concatenate(rows))) < sum(map(len, rows))
 
 
 def of_no_head(part: Part) -> Part:
