@@ -323,11 +323,9 @@ def _index_write(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layo
     if missing < 0:
         return []
     values = reshaped(values, (1,) * missing + values.shape)
-    indices = known.graph.recording.values.get(op.inputs[1].id)
-    is_apart = (*values.shape[:place], *values.shape[place + 1 :]) == (*shape[:place], *shape[place + 1 :])
-    if indices is not None and not indices.is_meta and rank == 1 and is_apart and not _accumulates(op):
-        order = np.arange(shape[place])
-        order[indices.cpu().numpy()] = shape[place] + np.arange(values.shape[place])
+    order = _order_written(known, op, shape[place], values.shape[place])
+    others = [tuple(n for at, n in enumerate(each.shape) if at != place) for each in (table, values)]
+    if order is not None and others[0] == others[1]:
         return [taken(joined([table, values], place), place, order)]
     kept = values.without(*range(place, place + rank))
     ones = (*values.shape[:place], 1, *values.shape[place + rank :])
@@ -338,9 +336,19 @@ def _index_write(known: Layouts, op: Op, layouts: list[Layout]) -> Sequence[Layo
     return [combined([table, kept.mapped(ones, along)], shape)]
 
 
-def _accumulates(op: Op) -> bool:
-    """Return whether an indexed write adds to what is there."""
-    return bool(op.base_name.startswith("index_put") and setting(op, 3, "accumulate", False))
+def _order_written(known: Layouts, op: Op, size: int, count: int) -> Indices | None:
+    """Return for each index of a written dimension its place in the table, or after it in the values.
+
+    None if the indices are unknown, or are more than one for each of the values, or add to what is there.
+    """
+    indices = known.graph.recording.values.get(op.inputs[1].id)
+    if indices is None or indices.is_meta or indices.dim() != 1 or len(indices) != count:
+        return None
+    if op.base_name.startswith("index_put") and setting(op, 3, "accumulate", False):
+        return None
+    order = np.arange(size)
+    order[indices.cpu().numpy()] = size + np.arange(count)
+    return order
 
 
 _RULES: Mapping[str, Rule] = {
