@@ -24,6 +24,14 @@ def whole(tensor: TensorRef) -> Part:
     return Part(tensor, tuple(map(range, tensor.shape)))
 
 
+def may_overlap(tensor: TensorRef, other: TensorRef) -> bool:
+    """Return whether two tensors may have elements in common; True if that is unknown."""
+    if tensor.storage != other.storage:
+        return False
+    inside = zip(_box_in(tensor, whole(other)), tensor.shape, strict=True)
+    return all(max(places.start, 0) < min(places.stop, size) for places, size in inside)
+
+
 def parts_behind(op: Op, result: TensorRef, part: Part) -> Iterator[tuple[TensorRef, Part]]:
     """Yield the inputs that a part of a result is made of, each with its own part, which may be too large."""
     if op.kind in ("view", "write") and op.inputs and op.inputs[0].storage == part.tensor.storage:

@@ -12,6 +12,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention, features_place
 from .axis import Axis, setting, wide
 from .dataflow import Graph, inside, made_of
+from .part import may_overlap
 from .scores import mixing_of
 
 Origin = tuple[int, int, int]
@@ -211,7 +212,7 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: T
     made_at = graph.recording.producers.get(whole.id, -1)
     since_whole = [op for op in end.path if op.index > made_at]
     piece = whole
-    for op, reader in _with_readers(since_whole):
+    for op, reader in _with_readers(_without_other_writes(since_whole, heads)):
         if not graph.moves(op):
             break
         read = _output_read(op, [heads] if reader is None else reader.inputs)
@@ -221,6 +222,18 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: T
         if piece is not whole and is_of_this_side:
             break
     return piece
+
+
+def _without_other_writes(path: Sequence[Op], heads: TensorRef) -> list[Op]:
+    """Return a path without writes into slices that have no part of the heads, and without these slices."""
+    kept: list[Op] = []
+    for op in path:
+        target = op.inputs[0] if op.kind == "write" and op.inputs else None
+        if target is None or target.storage != heads.storage or may_overlap(target, heads):
+            kept.append(op)
+        elif kept and kept[-1].outputs and kept[-1].output.id == target.id:
+            kept.pop()
+    return kept
 
 
 def _joined_heads(graph: Graph, end: Projection) -> TensorRef | None:
