@@ -6,7 +6,7 @@ straight to a softmax, or reads its weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from ..record.ops import Op, TensorRef
@@ -26,7 +26,12 @@ def computed_weights(graph: Graph, known: Collection[int], from_inputs: Collecti
     candidates = graph.learned - set(from_inputs) - set(known)
     if not candidates:
         return set()
-    found = {read.id for op in graph.recording.ops for read in _applied(graph, op, candidates, from_inputs)}
+    found: set[int] = set()
+    for op in graph.recording.ops:
+        weight = _weight_of(graph, op, candidates | set(known), from_inputs)
+        if weight is None or (weight.id in candidates and _is_compared_or_averaged(graph, op, weight)):
+            continue
+        found.update(read.id for read in (weight, *_biases(op, weight)) if read.id in candidates)
     for op in reversed(graph.recording.ops):
         if any(output.id in found for output in op.outputs):
             found.update(read.id for read in op.inputs if read.id in candidates)
@@ -41,22 +46,24 @@ def does_more_to_weights(op: Op) -> bool:
     return op.kind == "compute" and not keeps and op.base_name != "_weight_norm_interface"
 
 
-def _applied(graph: Graph, op: Op, candidates: set[int], from_inputs: Collection[int]) -> Iterator[TensorRef]:
-    """Yield the candidates that an operation applies to an activation as a layer does: its weight and its bias."""
+def _weight_of(graph: Graph, op: Op, weights: set[int], from_inputs: Collection[int]) -> TensorRef | None:
+    """Return the tensor that a product or a convolution applies to an activation as a layer does; None for others."""
+    if len(op.inputs) < 2 or op.does("distances"):
+        return None
     if op.does("convolution"):
-        if op.inputs[0].id in from_inputs:
-            yield from (read for read in op.inputs[1:] if read.id in candidates)
-        return
-    if not op.does("product") or op.does("distances") or len(op.inputs) < 2:
-        return
-    *added, left, right = op.inputs
-    factor, other = (right, left) if right.id in candidates else (left, right)
-    if other.id not in from_inputs:
-        return
-    if factor.id in candidates and (not _is_one_matrix(factor) or _is_compared_or_averaged(graph, op, other)):
-        return
-    if factor.id in candidates or graph.recording.parameter_names.keys() & {factor.id}:
-        yield from (read for read in (*added, factor) if read.id in candidates)
+        return op.inputs[1] if op.inputs[1].id in weights and op.inputs[0].id in from_inputs else None
+    if not op.does("product"):
+        return None
+    left, right = op.inputs[-2:]
+    weight, activation = (right, left) if right.id in weights else (left, right)
+    if weight.id not in weights or activation.id not in from_inputs:
+        return None
+    return weight if _is_one_matrix(weight) else None
+
+
+def _biases(op: Op, weight: TensorRef) -> list[TensorRef]:
+    """Return what an operation with a weight adds to each position."""
+    return [read for read in op.inputs if read is not weight and len(read.shape) == 1]
 
 
 def _is_one_matrix(tensor: TensorRef) -> bool:
@@ -65,11 +72,14 @@ def _is_one_matrix(tensor: TensorRef) -> bool:
     return rank == 2 or (rank == 3 and tensor.shape[0] == 1)
 
 
-def _is_compared_or_averaged(graph: Graph, op: Op, activation: TensorRef) -> bool:
+def _is_compared_or_averaged(graph: Graph, op: Op, factor: TensorRef) -> bool:
     """Return whether a product gives the scores of a softmax, or reads the weights that a softmax gives."""
+    if op.does("convolution"):
+        return False
     if any(reader.index in graph.softmaxes for reader, _ in graph.forward(op.output, _sums_nothing)):
         return True
-    steps = graph.back(activation, _sums_nothing)
+    others = [read for read in op.inputs[-2:] if read is not factor]
+    steps = (step for other in others for step in graph.back(other, _sums_nothing))
     producers = (graph.recording.producer(step.tensor) for step in steps)
     return any(producer is not None and producer.index in graph.softmaxes for producer in producers)
 
