@@ -56,6 +56,11 @@ class Reversed(nn.Linear):
         return F.linear(x, self.weight[order], self.bias[order])
 
 
+class ReversedBias(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias[torch.arange(EMBED - 1, -1, -1)])
+
+
 def reports(module: nn.Module, x: Tensor) -> tuple[dict[str, str], mha_inspect.AttentionReport]:
     """Return the role of each parameter, and the report of the only attention."""
     roles = {row.name: row.role for row in mha_inspect.params(module.eval(), x).parameters}
@@ -96,6 +101,7 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], dict[str, str]]] = {
         LowRank,
         {"q.up": f"a factor of W_q: {STACKED}", "q.down": "a factor of W_q; not split by head"},
     ),
+    "index of a bias": (lambda: ReversedBias(EMBED, EMBED), {"q.weight": f"W_q: {STACKED}"}),
     "index": (
         lambda: Reversed(EMBED, EMBED),
         {"q.weight": "W_q: rows are the heads stacked in another order, 8 each"},
