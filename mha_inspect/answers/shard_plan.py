@@ -106,20 +106,28 @@ def _not_one_matrix(letter: str, names: Sequence[str], module: nn.Module) -> str
     """Return why a projection has no single matrix: there are others, or its weight is computed in each forward."""
     for path, part in module.named_modules():
         if isinstance(part, nn.Linear) and "weight" not in part._parameters:
-            return (
-                f"{path} computes its weight in each forward, and parallelize_module cuts parameters. Make the weight "
-                "a parameter, e.g. with torch.nn.utils.parametrize.remove_parametrizations."
-            )
+            return _computes_its_weight(path)
     if not names:
         return f"{letter} was not found, and without it no heads can be cut."
     several = f"{len(names)} matrices ({first_few(names, 2)})"
     return f"{letter} is {several}, and a plan cuts one by its heads. Join them in one nn.Linear."
 
 
+def _computes_its_weight(path: str) -> str:
+    """Return why the weight of a Linear cannot be cut."""
+    return (
+        f"{path} computes its weight in each forward, and parallelize_module cuts parameters. Make the weight "
+        "a parameter, e.g. with torch.nn.utils.parametrize.remove_parametrizations."
+    )
+
+
 def _require_own_linear(part: Part, module: nn.Module) -> None:
     """Raise `InputError` if a matrix is no parameter of an nn.Linear, or also of another module."""
     name = part.parameter.name
     owner, _, attribute = name.rpartition(".")
+    linear, is_parametrized, _ = owner.rpartition(".parametrizations.")
+    if is_parametrized and isinstance(module.get_submodule(linear), nn.Linear):
+        raise InputError(_computes_its_weight(linear))
     if not isinstance(module.get_submodule(owner), nn.Linear):
         kind, shard = type(module.get_submodule(owner)).__name__, shard_of(part, module.get_parameter(name))
         is_packed = shard is not None and shard.rows != (0, shard.size)
