@@ -23,8 +23,6 @@ Sizes = Mapping[str, int]
 """`heads`, `kv_heads` and `head_dim` of the attention that a tensor belongs to, and `parts`, where it is known, the
 number of projections that are packed in the tensor."""
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers with as many bytes as an element."""
 _SKETCH = 128
 """Features in which the nearest row is searched."""
 _MARGIN = 0.5
@@ -35,8 +33,6 @@ _FEWEST = 4
 """Rows below which an order may be chance."""
 _FEW_FEATURES = 8
 """Features below which the nearest row may be chance."""
-_AT_ONCE = 2**15
-"""Elements that are summed at once: so few that torch uses one thread, since threads wait for each other."""
 _SHOWN = 16
 """Features of a head that are listed where their order has no name."""
 
@@ -150,30 +146,35 @@ def _coarser(left: torch.dtype, right: torch.dtype) -> torch.dtype:
 # -- finding the order ------------------------------------------------------------------------------------------------
 
 
-def digests(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a number for each row and for each column of `rows columns`; equal ones have the same number."""
-    bits = matrix.view(_BITS[matrix.element_size()])
-    generator = torch.Generator().manual_seed(0)
-    codes = torch.randint(-(2**62), 2**62, (max(bits.shape),), generator=generator)
-    rows = []
-    columns = torch.zeros(bits.shape[1], dtype=torch.int64)
-    step = max(1, _AT_ONCE // bits.shape[1])
-    for start in range(0, len(bits), step):
-        part = bits[start : start + step].long()
-        rows.append((part * codes[: bits.shape[1]]).sum(1))
-        columns += (part * codes[start : start + len(part), None]).sum(0)
-    return torch.cat(rows), columns
+def digests(matrix: Tensor) -> list[int]:
+    """Return a number for each row of `rows columns`: equal rows have the same, and others almost surely another."""
+    numbers = matrix.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return [hash(row.tobytes()) for row in numbers]
+
+
+class _Digests:
+    """The digests of the rows and columns of a matrix, each computed when it is asked for."""
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+        self._known: dict[int, list[int]] = {}
+
+    def along(self, dim: int) -> list[int]:
+        """Return the digests of the rows (0) or of the columns (1)."""
+        if dim not in self._known:
+            self._known[dim] = digests(self._matrix if dim == 0 else self._matrix.T)
+        return self._known[dim]
 
 
 def _exact(left: Tensor, right: Tensor, sizes: Sizes) -> _Match | None:
     """Find rows or columns with the same bits."""
-    ours, theirs = digests(left), digests(right)
+    ours, theirs = _Digests(left), _Digests(right)
     for view in _VIEWS:
         features = left.shape[1 - view.left]
         if features != right.shape[1 - view.right]:
             continue
         fewest = _FEWEST if features > 1 else 2 * _FEWEST
-        order = _matched(ours[view.left], theirs[view.right], sizes, fewest)
+        order = _matched(ours.along(view.left), theirs.along(view.right), sizes, fewest)
         if order is None:
             continue
         if torch.equal(left.index_select(view.left, order).movedim(view.left, view.right), right):
@@ -181,11 +182,11 @@ def _exact(left: Tensor, right: Tensor, sizes: Sizes) -> _Match | None:
     return None
 
 
-def _matched(ours: Tensor, theirs: Tensor, sizes: Sizes, fewest: int) -> Tensor | None:
+def _matched(ours: list[int], theirs: list[int], sizes: Sizes, fewest: int) -> Tensor | None:
     """Return the place of each right row among the left ones; of equal rows only if a known layout decides."""
-    places = {digest: place for place, digest in enumerate(ours.tolist())}
+    places = {digest: place for place, digest in enumerate(ours)}
     if len(places) == len(ours) >= fewest:
-        order = torch.tensor([places.get(digest, -1) for digest in theirs.tolist()])
+        order = torch.tensor([places.get(digest, -1) for digest in theirs])
         repeats = len(order) <= len(ours) and len({*order.tolist()}) < len(order)
         return None if int(order.min()) < 0 or repeats else order
     shared = sizes.get("kv_heads", 0) * sizes.get("head_dim", 0)  # repeated for each head of a group
@@ -193,7 +194,7 @@ def _matched(ours: Tensor, theirs: Tensor, sizes: Sizes, fewest: int) -> Tensor 
     if len(ours) != len(theirs) or not has_enough:
         return None
     for way, _ in layouts(len(ours), sizes):
-        if torch.equal(ours[way], theirs):
+        if [ours[place] for place in way.tolist()] == theirs:
             return way
     return None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
-from ...files.attentions import NamedAttention, find_attentions
+from ...files.attentions import NamedAttention, Role, find_attentions
 from ...files.checkpoint import Checkpoint, read_checkpoint
 from ...files.tensors import StoredTensor, read_stored
 from ...record.rounding import distances, parts, same_bits
@@ -57,8 +57,8 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
             unknown += not orders
             continue
         both = ours.with_heads(attention, count), theirs.with_heads(other, count)
-        compared = _parts(*both, ours, theirs)
-        of_parts += [_with_order(part, orders) for part in compared]
+        compared = _parts(*both, ours, theirs, _known_parts(*both, same_name, orders))
+        of_parts += compared
         pairs += _renamed(*both, {part.part: part.verdict for part in compared}, ours, theirs)
     pairs = _with_orders(pairs, found, ours, theirs)
     pairs += _moved(ours, theirs, {pair.name for pair in pairs}, {pair.other for pair in pairs})
@@ -124,19 +124,55 @@ def _paired(left: _Side, right: _Side) -> Iterable[tuple[NamedAttention, NamedAt
     return ((attention, theirs[module]) for module, attention in ours.items() if module in theirs)
 
 
-def _parts(attention: NamedAttention, other: NamedAttention, left: _Side, right: _Side) -> list[PartPair]:
-    """Compare two attentions part by part: `W_q`, `b_q` and so on, by head."""
-    ours, theirs = numbers_of(attention.roles, left.tensors), numbers_of(other.roles, right.tensors)
-    pairs = []
-    for part in sorted({*ours} & {*theirs}, key=lambda part: (part[0], "qkvo".find(part[-1]))):
+def _known_parts(
+    attention: NamedAttention,
+    other: NamedAttention,
+    same_name: Mapping[str, TensorPair],
+    orders: Iterable[Reordered],
+) -> dict[str, TensorVerdict]:
+    """Return the parts whose tensors are the same, or have the same rows in another order: none is to be read again."""
+    known: dict[str, TensorVerdict] = {}
+    for name, role in attention.roles.items():
+        pair = same_name.get(name)
+        if pair is not None and pair.verdict in _SAME and name in other.roles and role == other.roles[name]:
+            known |= dict.fromkeys((piece.part for piece in role.heads), pair.verdict)
+    explained = {each.part: each.order for each in orders if each.order.kept == "all"}
+    for role in attention.roles.values():
+        for piece in role.heads:
+            if is_reordered(piece.part, explained):
+                known[piece.part] = "same, permuted"
+    return known
+
+
+def _parts(
+    attention: NamedAttention,
+    other: NamedAttention,
+    left: _Side,
+    right: _Side,
+    known: Mapping[str, TensorVerdict],
+) -> list[PartPair]:
+    """Compare two attentions part by part: `W_q`, `b_q` and so on, by head; parts with a known verdict are not read."""
+    paths = attention.stored.module, other.stored.module
+    there = [{piece.part for role in side.roles.values() for piece in role.heads} for side in (attention, other)]
+    pairs = [PartPair(*paths, part, verdict, ()) for part, verdict in known.items() if part in there[1]]
+    ours, theirs = (
+        numbers_of({name: role for name, role in side.roles.items() if _has_unknown(role, known)}, tensors)
+        for side, tensors in ((attention, left.tensors), (other, right.tensors))
+    )
+    for part in {*ours} & {*theirs} - {*known}:
         verdict: TensorVerdict = "other shape"
         differences: tuple[float, ...] = ()
         if ours[part].shape == theirs[part].shape:
             verdict = _distance(ours[part], theirs[part]).verdict
         if verdict == "differs":
             differences = tuple(_distance(*heads).relative for heads in zip(ours[part], theirs[part], strict=True))
-        pairs.append(PartPair(attention.stored.module, other.stored.module, part, verdict, differences))
-    return pairs
+        pairs.append(PartPair(*paths, part, verdict, differences))
+    return sorted(pairs, key=lambda pair: (pair.part[0], "qkvo".find(pair.part[-1])))
+
+
+def _has_unknown(role: Role, known: Mapping[str, TensorVerdict]) -> bool:
+    """Return whether a tensor has a part whose verdict is not known."""
+    return any(piece.part not in known for piece in role.heads)
 
 
 # -- the same rows in another order -----------------------------------------------------------------------------------
@@ -158,14 +194,6 @@ def _reordered(
         return name == other_name and same_name[name].verdict in (*_SAME, "same, permuted")
 
     return list(reordered(attention, other, left.read, right.read, same))
-
-
-def _with_order(part: PartPair, orders: Iterable[Reordered]) -> PartPair:
-    """Return a part whose difference is the order of the tensor that has it, without differences by head."""
-    if part.verdict in _SAME:
-        return part
-    known = {each.part: each.order for each in orders if each.order.kept == "all"}
-    return replace(part, verdict="same, permuted", differences=()) if is_reordered(part.part, known) else part
 
 
 def _with_orders(
