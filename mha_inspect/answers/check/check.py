@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from ...errors import InputError
@@ -14,6 +15,7 @@ from ...graph.attention import Attention
 from ...naming.axes import AxisNames
 from ...naming.score_formulas import unlike_dot
 from ...naming.stage_facts import StageFacts
+from ...naming.visibility import masks_of
 from ...record.arguments import tensors_in
 from ...record.ranks import needs_ranks
 from ...reports.check import CheckReport, Fact, Finding, PassedCheck, SkippedCheck
@@ -259,6 +261,7 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
         (Fact("scale", f"{scale_words(each, names)} (head_dim {names.head_dim})"), each.module) for each, names in pairs
     ]
     facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in pairs]
+    facts += [(Fact("mask", _adds_nothing(evidence, each)), each.module) for each, _ in pairs]
     if "heads" not in evidence.failed:  # otherwise a position of a head is not a token
         facts += [(Fact("who sees whom", sight.words(), sight.picture), sight.module) for sight in evidence.sights]
     modules: dict[Fact, list[str]] = {}
@@ -271,6 +274,21 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
             yield replace(fact, sentence=fact.sentence + where)
     if not evidence.once and not evidence.on_meta:
         yield from mask_facts(evidence)
+
+
+def _adds_nothing(evidence: Evidence, attention: Attention) -> str:
+    """Return that the masks of an attention add 0 to every score in this call; empty if they do not, or if unknown."""
+    graph = evidence.run.graph
+    added = []
+    for op in attention.masks:
+        if op.does("fills"):
+            return ""
+        added += masks_of(graph, attention, op)
+    contents = [evidence.content(tensor) for tensor in added]
+    for content in contents:
+        if content is None or content.is_meta or content.dtype == torch.bool or bool(content.count_nonzero()):
+            return ""
+    return "adds 0 to every score in this call: it masks out nothing" if contents else ""
 
 
 def _over(attention: Attention, names: AxisNames) -> str:

@@ -82,3 +82,26 @@ def test_a_mask_that_leaves_the_padding_alone_is_inverted() -> None:
 def test_a_right_mask_and_no_padding_are_not() -> None:
     assert not findings(RightPadded(), padded_tokens(), "masking")
     assert not findings(RightPadded(), tokens(3, 8), "masking")
+
+
+class AddsNothing(nn.Module):
+    """A mask of regions where all places are of one region: as if a window had not been shifted."""
+
+    def __init__(self, regions: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.regions = regions
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (4, 8)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        ids = torch.arange(x.shape[1]) * self.regions // x.shape[1]
+        mask = (ids[:, None] != ids) * -100.0
+        return self.o(((q @ k.mT / 8**0.5 + mask).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("regions", [1, 2])
+def test_a_mask_that_adds_nothing_is_told(regions: int) -> None:
+    report = check(AddsNothing(regions), torch.randn(2, 8, WIDTH))
+    facts = {fact.name: fact.sentence for fact in report.facts}
+    assert ("mask" in facts) == (regions == 1)
+    assert regions > 1 or facts["mask"] == "adds 0 to every score in this call: it masks out nothing"
