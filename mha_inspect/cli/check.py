@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..answers.check.intent import CHECKS, Intent, chosen_checks
 from ..errors import ExitCode, MhaInspectError, SpecError
+from ..render import screen
 from ..text import shown
 from . import subject
 from .app import command
+from .help import PROGRAM, page_of_check
 from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
 from .output import give, prepare, write
 
@@ -45,6 +47,9 @@ def check(
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
     list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list"),
+    explain: str | None = option(
+        PANEL, "Explain a check with an example that fails, and exit.", known=tuple(CHECKS), metavar="NAME"
+    ),
 ) -> ExitCode:
     """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.
 
@@ -54,6 +59,10 @@ def check(
     if list_checks:
         width = max(map(len, CHECKS))
         write("".join(f"{name:{width}}  {claim}\n" for name, claim in CHECKS.items()))
+        write(f"\n{PROGRAM} check --explain NAME explains a check with an example that fails.\n")
+        return ExitCode.OK
+    if explain is not None:
+        write(screen.markdown(page_of_check(explain)))
         return ExitCode.OK
     chosen_checks(only or (), skip or ())
     declared: dict[str, Any] = {

@@ -702,6 +702,7 @@ def test_the_checks_are_listed(invoke: Callable[..., Any]) -> None:
     assert code == 0
     assert out.startswith("inputs ")
     assert "\nreference   the output equals the reference's\n" in out
+    assert out.endswith("\nmha-inspect check --explain NAME explains a check with an example that fails.\n")
 
 
 def test_a_stack_of_twelve_runs_few_times() -> None:
