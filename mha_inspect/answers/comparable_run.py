@@ -309,10 +309,11 @@ class Comparison:
 
     def _compared(self, place: int, stage: str, *, measured: bool) -> ComparedStage:
         left, right = (run.content(place, stage) for run in (self.left, self.right))
-        if measured and (left is None or right is None):
-            return self._compared_as_made(place, stage, ComparedStage(place, stage, left, right, None))
+        unknown = ComparedStage(place, stage, left, right, None)
+        if not measured:
+            return unknown
         if left is None or right is None:
-            return ComparedStage(place, stage, left, right, None)
+            return self._compared_as_made(place, stage, unknown)
         ours, theirs, note = left, right, ""
         if stage in ("k_proj", "v_proj", "k_heads", "v_heads") and left.numel() != right.numel():
             names = [run.attentions[place][1] for run in (self.left, self.right)]

@@ -143,7 +143,8 @@ def _spell_alike(before: Dims, after: Dims) -> None:
             if match := _NUMBERED.fullmatch(name):
                 numbered.setdefault(match[1], []).append(name)
         for whole, names in numbered.items():
-            _replace(other, whole, *names)
+            # The first part counts slowest in the whole, in whatever order this side has them.
+            _replace(other, whole, *sorted(names, key=lambda name: int(name.rpartition("_")[2])))
 
 
 def in_words(dims: Dims) -> str:

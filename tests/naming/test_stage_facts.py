@@ -363,3 +363,23 @@ def test_a_table_of_positions_in_a_parameter_that_is_not_trained_is_a_rotation_i
     position = seen.trace.attentions[0].position
     assert (position.kind, position.layout, position.dims) == ("rotary", "interleaved", 8)
     assert (position.query_offset, position.key_offset) == (2, 2)
+
+
+def test_heads_in_another_order_are_written_in_that_order() -> None:
+    class Reordered(nn.Module):
+        """Query heads are in the order 0, 2, 1, 3."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v, self.o = (nn.Linear(32, 32) for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            b, n, _ = x.shape
+            q = self.q(x).view(b, n, 2, 2, 8).permute(0, 3, 2, 1, 4).reshape(b, 4, n, 8)
+            k, v = (part(x).view(b, n, 4, 8).transpose(1, 2) for part in (self.k, self.v))
+            return self.o(((q @ k.mT / 8**0.5).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+    (attention,) = mha_inspect.trace(Reordered().eval(), torch.randn(2, 9, 32), keep=True).attentions
+    stages = {stage.name: stage for stage in attention.stages}
+    expected = repeat(stages["q_proj"].tensor, stages["q_heads"].formula, heads_1=2, heads_2=2)
+    assert torch.equal(expected.reshape(2, 4, 9, 8), stages["q_heads"].tensor)
