@@ -6,13 +6,32 @@ straight to a softmax, or reads its weights.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, Protocol
 
-from ..record.ops import Op, TensorRef
+from ..record.ops import Op, Recording, TensorRef
 
-if TYPE_CHECKING:
-    from .dataflow import Graph
+_Through = Callable[[Op], bool]
+
+
+class Graph(Protocol):
+    """What is read here of a `dataflow.Graph`, which reads its weights from here."""
+
+    recording: Recording
+
+    @property
+    def learned(self) -> set[int]:
+        """Ids of parameters and of tensors that depend on one."""
+
+    @property
+    def softmaxes(self) -> dict[int, Any]:
+        """Index of an operation to the softmax that it completes."""
+
+    def forward(self, start: TensorRef, through: _Through) -> Iterator[tuple[Op, Any]]:
+        """Yield the operations that read results of a tensor."""
+
+    def back(self, start: TensorRef, through: _Through) -> Iterator[Any]:
+        """Yield the steps to the tensors that a tensor was computed from."""
 
 
 def computed_weights(graph: Graph, known: Collection[int], from_inputs: Collection[int]) -> set[int]:
