@@ -287,7 +287,7 @@ def _part(name: str, value: Any, source: Source, start: int, stop: int, first: i
         return value
     if name in source.names or ("type_ids" in name and value.shape == source.value.shape):
         return value[source.at(slice(None), slice(start, stop))]
-    if "mask" in name or value.dtype == torch.bool:
+    if "mask" in name or value.dtype == torch.bool or is_by_item:
         has_queries = value.dim() > 1 and value.shape[-2] == length and not (is_by_item and value.dim() == 2)
         value = value.narrow(-2, start, count) if has_queries else value
         return value.narrow(-1, first, stop - first) if value.shape[-1:] == (length,) else value

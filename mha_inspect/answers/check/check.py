@@ -24,12 +24,13 @@ from ...text import first_few, plural
 from ..run_report import environment_of, layer_of
 from .arguments import Arguments, require_apart
 from .behaviour import batch, causal, inputs, mixing, window
+from .cache import cache
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
 from .padding import mask_facts, padding
 from .parameters import parameters
 from .rotary import rotary
-from .same import cache, reference, repeat, training
+from .same import reference, repeat, training
 from .scores import finite, lone_softmaxes, masking, scale, scale_words, softmax
 from .tokens import grouped, heads
 

@@ -120,7 +120,7 @@ def _form(mask: Tensor) -> str:
 
 def _whole_masks(evidence: Evidence, name: str) -> Iterator[Tensor]:
     """Yield masks that keep every key, in the forms that forwards take, for each number of keys."""
-    for source in {source.length: source for source in reversed(_padded_sources(evidence, name))}.values():
+    for source in {source.length: source for source in reversed(padded_sources(evidence, name))}.values():
         ones = torch.ones(source.rows, source.length, dtype=torch.bool) & (evidence.intent.padding_true != "ignore")
         yield from (ones, ones.long(), ones[:, None, None], ones.long()[:, None, None], ones[:, None], ones.float())
 
@@ -179,7 +179,7 @@ def _masked_run(evidence: Evidence, name: str, given: Tensor, *, added: bool = F
     return Masked(name, given, other, keys, source, pairs, hides, opens, *outputs, faults, meaning, places, line)
 
 
-def _padded_sources(evidence: Evidence, name: str) -> list[Source]:
+def padded_sources(evidence: Evidence, name: str) -> list[Source]:
     """Return the arguments with tokens, the most likely ones of a mask's keys first."""
     sources = [source for source in evidence.sources if source.positions is not None]
     given, is_further = evidence.values.get(name), any(word in name for word in _FURTHER)
@@ -230,7 +230,7 @@ def padding(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
     if not evidence.follows or evidence.source.batch is None:
         raise NotPossibleError("the output has no entry for each token of each batch item")
     tried = (run.source for run in masked_runs(evidence) if isinstance(run, Masked) and run.name == name)
-    source = next(tried, None) or _padded_sources(evidence, name)[0]
+    source = next(tried, None) or padded_sources(evidence, name)[0]
     if source.length < 3:
         raise NotPossibleError("there are fewer than 3 tokens; give at least 3")
     for result in _of_padding(evidence, name, source):
@@ -367,7 +367,7 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
     count = max(min(2, source.length - 2), source.length // 4)
     start, stop = (0, source.length - count) if side == "right" else (count, source.length)
     real, pads = slice(start, stop), slice(stop, None) if side == "right" else slice(0, start)
-    mask = {name: _padding_mask(evidence, name, source, pads)}
+    mask = {name: padding_mask(evidence, name, source, pads)}
     ends = f"the {'last' if side == 'right' else 'first'} {count} tokens of batch item 0 padded"
     run = evidence.with_arguments(mask)
     base = run.output
@@ -410,7 +410,8 @@ def _of_padding(evidence: Evidence, name: str, source: Source) -> Iterator[Findi
         )
 
 
-def _padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:
+def padding_mask(evidence: Evidence, name: str, source: Source, pads: slice) -> Tensor:
+    """Return a mask in the form that runs, with padding at these positions of every second item, from the first on."""
     padded = torch.zeros(source.rows, source.length, dtype=torch.bool)
     padded[0::2, pads] = True
     like, ignored = evidence.values.get(name), torch.tensor(evidence.intent.padding_true == "ignore")
