@@ -17,9 +17,9 @@ from ..layers.spec import Show
 from ..naming.visibility import kinds_of
 from ..record.arguments import first_tensor, parts_of
 from ..record.rounding import beside, distances, judge, rounding_error
-from ..reports.trace import AttentionReport, DecodeProof, Stage, Step, Trace
+from ..reports.trace import AttentionReport, DecodeProof, Position, Stage, Step, Trace
 from ..running.subject import Run, Subject
-from ..text import listed, plural, small
+from ..text import listed, plural, small, spans
 from .check.arguments import CACHES, Arguments, Source, masks_by_item, second_output, sources_of
 from .check.intent import Intent
 from .comparable_run import measured_in
@@ -108,7 +108,8 @@ def _decoded(subject: Subject, show: Show, steps: int, cache: str | None, positi
         with suppress(ForwardError):  # a call may raise when it is repeated
             reason = _reason(subject, source, [0, *sorted(ends)], stop, cache, positions)
             proof = proof if reason is None else replace(proof, reason=reason.sentence, fix=reason.fix)
-    return replace(trace, steps=tuple(rows), decode=proof), run
+    notes = (*jumps(rows, may_drop=False), *trace.notes)
+    return replace(trace, steps=tuple(rows), decode=proof, notes=notes), run
 
 
 def _first_different(whole: Tensor, ends: dict[int, Tensor], floor: float) -> int:
@@ -146,7 +147,8 @@ def _recorded(subject: Subject, *, keep: bool = False) -> tuple[Trace, Run]:
     """Return the trace of a recorded run, without notes, and the run. Raises `ForwardError` if it raises."""
     with subject.settings():
         run = run_of(subject, Show(), keep=keep, before=subject.state())
-    return report(run, Show(), environment=environment_of(subject), layer=layer_of(subject)), run
+    environment, leaves = environment_of(subject), subject.leaves(run.recording)
+    return report(run, Show(), environment=environment, layer=layer_of(subject), leaves=leaves), run
 
 
 def _with(subject: Subject, arguments: Arguments, changes: dict[str, Any]) -> Subject:
@@ -209,6 +211,7 @@ def step_of(attentions: Sequence[AttentionReport], before: int, *, continued: bo
     of_tokens = [attention for attention, number in zip(attentions, asked, strict=True) if number == queries]
     widest = max(of_tokens, key=lambda attention: _size(attention, "key", _SCORES))
     keys = _size(widest, "key", _SCORES)
+    rotated = _rotated(of_tokens)
     return Step(
         queries=queries,
         # Empty slots of a static cache may not be known.
@@ -217,7 +220,45 @@ def step_of(attentions: Sequence[AttentionReport], before: int, *, continued: bo
         scores=next((stage.shape for stage in widest.stages if stage.name in _SCORES), ()),
         cache_bytes=sum(map(_read_bytes, attentions)),
         flops=sum(stage.flops for attention in attentions for stage in attention.stages),
+        query_offset=None if rotated is None else rotated.query_offset,
+        key_offset=None if rotated is None else rotated.key_offset,
     )
+
+
+def _rotated(attentions: Sequence[AttentionReport]) -> Position | None:
+    """Return the rotary position of a call; None if nothing is rotated, or attentions have several."""
+    positions = [each.position for each in attentions if each.position is not None and each.position.kind == "rotary"]
+    offsets = {(position.query_offset, position.key_offset) for position in positions}
+    return positions[0] if len(offsets) == 1 else None
+
+
+def jumps(steps: Sequence[Step], *, may_drop: bool) -> list[str]:
+    """Return a sentence if a call does not go on at the position after that of the call before it; else nothing.
+
+    With `may_drop`, a call may go on behind the keys that are kept: tokens that were drafted and rejected are no more.
+    """
+    for before, step in pairwise(steps):
+        expected = _next_position(before, step)
+        if expected is None or step.query_offset == expected or (may_drop and step.query_offset == step.past):
+            continue
+        return [f"The positions jump: {_positions(before)}, then {_positions(step)}; {expected} was expected."]
+    return []
+
+
+def _next_position(before: Step, step: Step) -> int | None:
+    """Return the position of the first query of a call that continues another one; None if it is unknown."""
+    if before.query_offset is None or step.query_offset is None or not step.past:
+        return None
+    if step.key_offset in (None, step.query_offset):
+        return before.query_offset + before.queries
+    return step.key_offset + step.past  # cached keys are rotated anew, by their rows
+
+
+def _positions(step: Step) -> str:
+    """Return the positions of a call as a range, `0–5`; empty if they are unknown."""
+    if step.query_offset is None:
+        return ""
+    return spans(range(step.query_offset, step.query_offset + step.queries))
 
 
 def _size(attention: AttentionReport, axis: str, names: Sequence[str]) -> int:
@@ -269,7 +310,7 @@ def with_steps(trace: Trace) -> Trace:
         for start in range(0, len(modules), size):
             rows.append(step_of(trace.attentions[start : start + size], sum(row.new for row in rows)))
         if all(row.queries == 1 and row.past for row in rows[1:]):
-            return replace(trace, steps=tuple(rows))
+            return replace(trace, steps=tuple(rows), notes=(*jumps(rows, may_drop=True), *trace.notes))
     return trace
 
 

@@ -271,11 +271,19 @@ def _steps(steps: tuple[Step, ...]) -> Table:
         Column("queries", lambda row: row[1].queries, "right"),
         Column("past", lambda row: row[1].past, "right"),
         Column("new", lambda row: row[1].new, "right"),
+        Column("positions", lambda row: _positions(row[1]), "right", optional=True),
         Column("scores", lambda row: text.shape(row[1].scores), tone="shape"),
         Column("cache", lambda row: text.byte_size(row[1].cache_bytes), "right", drop=1),
         Column("FLOPs", lambda row: text.flops(row[1].flops), "right", "muted", drop=2),
     ]
     return table(enumerate(steps), columns)
+
+
+def _positions(step: Step) -> str:
+    """Return the positions that a call is rotated by, `0–5`; empty if they are unknown."""
+    if step.query_offset is None:
+        return ""
+    return text.spans(range(step.query_offset, step.query_offset + step.queries))
 
 
 def _decode(proof: DecodeProof) -> Paragraph:

@@ -248,6 +248,10 @@ class Step:
     slots, in as many heads as are projected."""
     flops: int
     """Floating-point operations of all stages of all attentions."""
+    query_offset: int | None = None
+    """Position by which the first query is rotated; None if it is unknown, not one number, or nothing is rotated."""
+    key_offset: int | None = None
+    """The same for the first key that this call rotates."""
 
 
 @dataclass(frozen=True)
