@@ -33,6 +33,8 @@ _LARGEST = 1 << 24
 _MOST_HEADS = 64
 """The largest number of heads whose gradients are computed."""
 
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules that hold others and are not run themselves."""
 _SHOWN = 4
 """The largest number of parameters to name."""
 _NAN = "NaN"
@@ -67,12 +69,15 @@ class Readers:
         self.mentioned: set[str] = set()
         """Parameters and modules that a finding already names."""
 
-    def owner(self, name: str) -> str:
-        """Return the module that runs the layer of a parameter: lists of layers are not run."""
-        path = name.split(".")[:-2]
-        while path and isinstance(self._module.get_submodule(".".join(path)), (nn.ModuleList, nn.ModuleDict)):
-            path.pop()
-        return ".".join(path)
+    def owners(self, name: str) -> set[str]:
+        """Return the module of a parameter, and the module that runs that one: lists are not run."""
+        path, owners = name.split(".")[:-1], set[str]()
+        for _ in range(2):
+            while path and isinstance(self._module.get_submodule(".".join(path)), _LISTS):
+                path.pop()
+            owners.add(".".join(path))
+            path = path[:-1]
+        return owners
 
     def unread(self) -> list[str]:
         """Return unused parameters that no finding names yet."""
@@ -189,12 +194,15 @@ def _copied_heads(_: Evidence, attention: Attention, __: AxisNames) -> Iterator[
 
 
 def _unused(readers: Readers, attention: Attention) -> Iterator[Finding]:
-    # `self_attn.q_proj.weight` belongs to the module `self_attn`.
-    matrices = [name for name in readers.unread() if len(readers.shapes[name]) > 1]
-    spare = [name for name in matrices if readers.owner(name) == attention.module]
-    readers.mentioned.update(spare)
+    # `self_attn.q_proj.weight` belongs to the module `self_attn`, and so does `self_attn.sinks`.
+    unread = [name for name in readers.unread() if attention.module in readers.owners(name)]
+    readers.mentioned.update(unread)
+    # The bias of an unused layer is no further finding.
+    layers = {name.removesuffix("weight") for name in unread}
+    spare = [name for name in unread if name.removesuffix("bias") == name or name.removesuffix("bias") not in layers]
     width = attention.stages["concat"].shape[-1] if "concat" in attention.stages else None
-    missed = [name for name in spare if "output" not in attention.projections and width in readers.shapes[name]]
+    matrices = [name for name in spare if len(readers.shapes[name]) > 1]
+    missed = [name for name in matrices if "output" not in attention.projections and width in readers.shapes[name]]
     for names, sure in ((missed, len(missed) == 1), ([n for n in spare if n not in missed], False)):
         if names:
             yield Finding(
