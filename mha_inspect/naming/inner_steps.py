@@ -46,6 +46,8 @@ class InnerSteps:
     """`q_heads`, `k_heads`, `v_heads` to their steps; a stage without any is absent."""
     added: Mapping[int, Added] = field(default_factory=dict)
     """Index of an operation that masks scores to what it adds."""
+    frequencies: tuple[float, ...] = ()
+    """The angle between neighbours in each pair of features that is rotated; empty if nothing is, or it is unknown."""
 
 
 class InnerStepsReader:
@@ -99,6 +101,7 @@ class InnerStepsReader:
             bias=turn.has_factors or any(each.bias for each in added.values()),
             operands=operands,
             added=added,
+            frequencies=next((turned[0].frequencies for turned in turns.values() if turned), ()),
         )
 
     def _turned(self, attention: Attention, names: AxisNames, side: str) -> Turned | None:

@@ -45,6 +45,8 @@ class Rotation(NamedTuple):
     dims: int
     offset: int | None
     """Position of the first token; None if unknown."""
+    frequencies: tuple[float, ...] = ()
+    """The angle between neighbours in each pair that is rotated; empty if it is unknown."""
 
 
 Turned = tuple[Rotation, range]
@@ -245,7 +247,10 @@ def _measured(
     # Padding on the left gives batch items positions of their own, and a position may repeat.
     steps = rows[1:] / rows[:-1]
     even = len(places) == 1 and len(rows) > 1 + single and bool(((steps - steps[:1]).abs() < _UNEVEN).all())
-    return Rotation(layout, dims, _offset(rows, starts) if even else None)
+    if not even:
+        return Rotation(layout, dims, None)
+    frequencies = steps.angle().abs().median(0).values[angles > 1e-9]
+    return Rotation(layout, dims, _offset(rows, starts), tuple(frequencies.tolist()))
 
 
 def _offset(turns: Tensor, guesses: list[int]) -> int | None:

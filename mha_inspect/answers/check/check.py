@@ -27,6 +27,7 @@ from .behaviour import batch, causal, inputs, mixing, window
 from .cache import cache
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
+from .ladders import ladder_facts, slopes_off
 from .padding import mask_facts, padding
 from .parameters import parameters
 from .rotary import rotary
@@ -48,11 +49,17 @@ class Check(NamedTuple):
     """Checks whose findings explain the findings of this check: it is skipped until they pass."""
 
 
+def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults in what is added to the scores: masks, and slopes by distance."""
+    yield from masking(evidence)
+    yield from slopes_off(evidence)
+
+
 _CHECKS = {
     "inputs": Check(inputs),
     "heads": Check(heads),
     "softmax": Check(softmax),
-    "masking": Check(masking),
+    "masking": Check(_masks_and_slopes),
     "finite": Check(finite, follows=("softmax",)),
     "grouped": Check(grouped),
     "rotary": Check(rotary),
@@ -273,6 +280,8 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
         where = f" in {first_few(paths, 1)}" if counts[fact.name] > 1 and any(paths) else ""
         if fact.sentence:
             yield replace(fact, sentence=fact.sentence + where)
+    if not evidence.on_meta and "heads" not in evidence.failed:
+        yield from ladder_facts(evidence)
     if not evidence.once and not evidence.on_meta:
         yield from mask_facts(evidence)
 

@@ -34,7 +34,7 @@ _MOST_HEADS = 64
 """The largest number of heads whose gradients are computed."""
 
 _LISTS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that hold others and are not run themselves."""
+"""Containers, which are not run themselves."""
 _SHOWN = 4
 """The largest number of parameters to name."""
 _NAN = "NaN"

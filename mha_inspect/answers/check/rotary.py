@@ -16,6 +16,7 @@ from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from .evidence import Evidence
+from .ladders import frequencies_off
 from .replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
 from .tokens import of_each_kind
 
@@ -35,7 +36,8 @@ def rotary(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterat
     first = first_key(evidence, attention, names)
     shifted = list(_of_offsets(evidence, attention, names, first))
     try:
-        yield from list(_of_rows(evidence, attention, names)) or shifted
+        found = list(_of_rows(evidence, attention, names)) or shifted
+        yield from found or frequencies_off(evidence, attention, names)
     except LostError:
         if not shifted:
             raise

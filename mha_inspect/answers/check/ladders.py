@@ -1,0 +1,131 @@
+"""Read the ladders that positions enter by: the slopes of ALiBi by head, and the frequencies of a rotation by pair.
+
+Both are measured: slopes from what is added to the scores, frequencies from the angle between neighbours. A ladder that
+is its formula's moved by one step is most likely counted from the wrong number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...naming.canonical import content_of
+from ...naming.visibility import sees_by_head
+from ...reports.check import Fact, Finding
+from ...text import small
+from .evidence import Evidence
+from .tokens import kinds, of_each_kind
+
+_NEAR = 0.01
+"""Relative differences below this are of rounding: steps of a ladder differ by more."""
+_FEWEST_PAIRS = 3
+"""The smallest number of pairs whose ratios show a ladder."""
+_SHOWN = 8
+"""The largest number of steps to list."""
+
+
+def slopes_of(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
+    """Return the slope of each head, by which scores fall from key to key; empty if the bias is not linear."""
+    if "scores" not in attention.stages or "masked_scores" not in attention.stages:
+        return []
+    stages = (content_of(evidence.run, attention, names, name) for name in ("scores", "masked_scores", "weights"))
+    scores, masked, weights = stages
+    if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
+        return []
+    seen = sees_by_head(weights, masked)
+    both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
+    added = masked.double() - scores.double()
+    steps = (added[..., 1:] - added[..., :-1]).abs()
+    by_head, marks = (side.movedim(1, 0).flatten(1) for side in (steps, both))
+    slopes = []
+    for numbers, mark in zip(by_head, marks, strict=True):
+        read = numbers[mark]
+        if len(read) < 2 or not bool(read.isfinite().all()) or float(read.max() - read.min()) > _NEAR * read.max():
+            return []
+        slopes.append(float(read.mean()))
+    return slopes if min(slopes, default=0.0) > 0 else []
+
+
+def ladder_facts(evidence: Evidence) -> Iterator[Fact]:
+    """Yield the slopes by head and the frequencies of each kind of attention, each once."""
+    facts = dict[Fact, None]()
+    for attention, names, _ in kinds(evidence.run):
+        if slopes := slopes_of(evidence, attention, names):
+            facts[Fact("slopes by head", _listed(slopes))] = None
+        if frequencies := evidence.inner.of(attention, names).frequencies:
+            facts[Fact("rotary by pair", f"{_listed(frequencies)} a position{_base(frequencies)}")] = None
+    yield from facts
+
+
+def _listed(numbers: Sequence[float]) -> str:
+    said = [small(number) for number in numbers]
+    return ", ".join(said if len(said) <= _SHOWN else [*said[: _SHOWN - 2], "…", said[-1]])
+
+
+def _base(frequencies: Sequence[float]) -> str:
+    """Return the base of a ladder `base^(-2i/d)` in words; empty if it is another one."""
+    ratio = _ratio(frequencies)
+    if ratio is None or abs(frequencies[0] - 1) > _NEAR:
+        return ""
+    base = frequencies[-1] ** (-len(frequencies) / (len(frequencies) - 1))
+    return f": base {base:.3g}"
+
+
+@partial(of_each_kind, "")
+def slopes_off(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a suspicion if the slopes are those of ALiBi, 2^(-8h/H) for h = 1..H, with every h one too low or high."""
+    slopes = slopes_of(evidence, attention, names)
+    count = len(slopes)
+    for first in (0, 2):
+        expected = [2.0 ** (-8 * (first + place) / count) for place in range(count)]
+        if count < 2 or not _are_near(slopes, expected):
+            continue
+        right = 2.0 ** (-8 / count)
+        mask = attention.masks[0].source if attention.masks else ""
+        yield Finding(
+            "masking",
+            f"The slopes of ALiBi are one step off: the first head has {small(slopes[0])}, "
+            f"expected 2^(-8/{count}) = {small(right)}.",
+            f"The {count} slopes are 2^(-8h/{count}) for h = {first} to {first + count - 1}.",
+            sure=False,
+            source=mask,
+            fix="Count heads from 1: 2 ** (-8 * torch.arange(1, heads + 1) / heads).",
+        )
+
+
+def frequencies_off(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a suspicion if the frequencies of a rotation are base^(-2i/d) with every i one too high."""
+    frequencies = evidence.inner.of(attention, names).frequencies
+    ratio = _ratio(frequencies)
+    if ratio is None or abs(frequencies[0] / ratio - 1) > _NEAR / 2 or ratio > 1 - 3 * _NEAR:
+        return
+    features = 2 * len(frequencies)
+    yield Finding(
+        "rotary",
+        f"The frequencies of the rotation are one step off: the first pair turns by {small(frequencies[0])} a "
+        "position, expected 1.",
+        f"The {len(frequencies)} frequencies are base^(-2i/{features}) for i = 1 to {len(frequencies)}.",
+        sure=False,
+        source=attention.score_product.op.source,
+        fix="Count pairs from 0: base ** (-torch.arange(0, dims, 2) / dims).",
+    )
+
+
+def _ratio(frequencies: Sequence[float]) -> float | None:
+    """Return the ratio between neighbours, if it is the same for all; else None."""
+    if len(frequencies) < _FEWEST_PAIRS or min(frequencies) <= 0 or frequencies[1] >= frequencies[0]:
+        return None
+    ratio = frequencies[1] / frequencies[0]
+    expected = [frequencies[0] * ratio**place for place in range(len(frequencies))]
+    # The rounding of the ratio grows with the number of steps.
+    return ratio if _are_near(frequencies, expected, _NEAR * 2) else None
+
+
+def _are_near(numbers: Sequence[float], expected: Sequence[float], near: float = _NEAR) -> bool:
+    left, right = (Tensor(list(side)).double() for side in (numbers, expected))
+    return left.shape == right.shape and bool(torch.isclose(left, right, rtol=near, atol=0).all())
