@@ -280,7 +280,7 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
         where = f" in {first_few(paths, 1)}" if counts[fact.name] > 1 and any(paths) else ""
         if fact.sentence:
             yield replace(fact, sentence=fact.sentence + where)
-    if not evidence.on_meta and "heads" not in evidence.failed:
+    if not evidence.on_meta and not evidence.failed & {"heads", "rotary"}:  # otherwise a step is not one position
         yield from ladder_facts(evidence)
     if not evidence.once and not evidence.on_meta:
         yield from mask_facts(evidence)
