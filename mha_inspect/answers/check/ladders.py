@@ -31,7 +31,7 @@ _SHOWN = 8
 
 def slopes_of(evidence: Evidence, attention: Attention, names: AxisNames) -> list[float]:
     """Return the slope of each head, by which scores fall from key to key; empty if the bias is not linear."""
-    if "scores" not in attention.stages or "masked_scores" not in attention.stages:
+    if not {"scores", "masked_scores", "weights"} <= attention.stages.keys():
         return []
     stages = (content_of(evidence.run, attention, names, name) for name in ("scores", "masked_scores", "weights"))
     scores, masked, weights = stages
