@@ -73,7 +73,7 @@ def _base(frequencies: Sequence[float]) -> str:
     if ratio is None or abs(frequencies[0] - 1) > _NEAR:
         return ""
     base = frequencies[-1] ** (-len(frequencies) / (len(frequencies) - 1))
-    return f": base {base:.3g}"
+    return f": base {float(f'{base:.3g}'):,.0f}"
 
 
 @partial(of_each_kind, "")

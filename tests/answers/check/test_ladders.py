@@ -91,3 +91,8 @@ def test_ladders_are_shown() -> None:
     facts = {fact.name: fact.sentence for fact in report_of(Laddered(ladder(4, 1), pairs(0, 100.0))).facts}
     assert facts["slopes by head"] == "0.25, 0.0625, 0.0156, 0.00391"
     assert facts["rotary by pair"] == "1, 0.316, 0.1, 0.0316 a position: base 100"
+
+
+def test_a_large_base_is_a_number_of_digits() -> None:
+    facts = {fact.name: fact.sentence for fact in report_of(Laddered(frequencies=pairs(0, 500000.0))).facts}
+    assert facts["rotary by pair"].endswith("a position: base 500,000")
