@@ -155,6 +155,12 @@ class ComparableRun:
         """The forward's first tensor, in its own layout."""
         return first_tensor(self.run.returned).detach()
 
+    @property
+    def further(self) -> dict[str, Tensor]:
+        """The forward's other floating tensors by name: `[1]`, `pooled`."""
+        tensors = list(tensors_in(self.run.returned))[1:]
+        return {name: dense(tensor).detach() for name, tensor in tensors if tensor.is_floating_point()}
+
     @cached_property
     def output(self) -> Tensor:
         """The forward's first tensor, in canonical axes if its axes could be named."""
@@ -222,6 +228,12 @@ class ComparableRun:
         contents = [run.content(place, stage) for run in (measured, exact)]
         ours, theirs = (content if content is None else _without(stage, content, rows) for content in contents)
         return 0.0 if ours is None or theirs is None else stage_noise(stage, ours, theirs, like) * unit
+
+    def further_floor(self, name: str) -> float:
+        """Return the rounding error of another tensor that the forward returns; 0 if a copy does not return it."""
+        measured, exact, unit = self._pair
+        ours, theirs = (run.further.get(name) for run in (measured, exact))
+        return 0.0 if ours is None or theirs is None else rounding_error(ours, theirs) * unit
 
     def output_floor(self, rows: Rows) -> float:
         """Return the rounding error of the output; these queries are excluded if the output begins `batch query`."""
@@ -351,6 +363,19 @@ class Comparison:
         """Compare both outputs; the rounding error is measured without these queries."""
         floors = (run.output_floor(rows) for run in (self.measured or (self.left, self.right)))
         return compare_stage("output", self.left.output, self.right.output, lambda: max(floors))
+
+    def further(self) -> dict[str, Difference]:
+        """Compare the other tensors that both sides return by the same name, in one shape."""
+        ours, theirs = self.left.further, self.right.further
+        found: dict[str, Difference] = {}
+        for name, tensor in ours.items():
+            other = theirs.get(name)
+            if other is None or other.shape != tensor.shape:
+                continue
+            runs = self.measured or (self.left, self.right)
+            floor = 0.0 if torch.equal(tensor, other) else max(run.further_floor(name) for run in runs)
+            found[name] = difference_of(tensor, other, floor)
+        return found
 
 
 def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from math import isinf
 from typing import Any
@@ -14,11 +14,11 @@ from ..measure.content import StageDifference
 from ..naming.pattern import CANONICAL_AXES
 from ..naming.score_formulas import unlike_dot
 from ..naming.visibility import Rows
-from ..reports.common import Difference
+from ..reports.common import Difference, Verdict
 from ..reports.diff import DiffReport, DiffSide, NoiseSource, SideName, StageRow, StageSide
 from ..running.subject import Subject
 from ..text import first_few, listed, multiple, percent, plural, small
-from .comparable_run import ComparableRun, ComparedStage, Comparison
+from .comparable_run import ComparableRun, ComparedStage, Comparison, overall
 from .diff_reasons import reasons, reordered_copies
 from .run_report import environment_of, fate_of, has_shape_only, is_hidden, layer_of, maker_of, masked_sentence, path_of
 from .shared_weights import AS_THEY_ARE, differing_buffers, share
@@ -117,6 +117,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     stages = [_row(sides, stage, stage.place + 1 if numbered else None) for stage in rows]
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
     output = comparison.output(masked) if given else None
+    further = comparison.further() if given else {}
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
@@ -125,7 +126,8 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         stages=tuple(stages),
         first_differing_stage=next((row.name for row in stages if row.verdict == "differs"), None),
         output=Difference(**_numbers(output)),
-        outcome="inconclusive" if output is None else output.verdict,
+        outcome=_outcome(output, further),
+        further=further,
         notes=tuple(_notes(sides, compared=bool(given))),
         answer=(),
         buffers=differing_buffers(left.subject.module, right.subject.module),
@@ -139,6 +141,13 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
         why += reordered_copies(left, right)
     sentences = (first, *why, *others, *_of_buffers(report.buffers), *masked_sentences)
     return replace(report, answer=sentences, reasons=found)
+
+
+def _outcome(output: StageDifference | None, further: Mapping[str, Difference]) -> Verdict:
+    """Return the verdict on all returned tensors; `inconclusive` without a comparison."""
+    if output is None:
+        return "inconclusive"
+    return overall([output.verdict, *(difference.verdict for difference in further.values())])
 
 
 def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:
@@ -257,6 +266,8 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
         how = "bit for bit" if output.max_abs_difference == 0 else f"within rounding ({times})"
         return f"The same: {given}, {left} and {right} return the same, {how}."
     if report.outcome == "inconclusive":
+        others = [difference.times_noise or 0.0 for difference in report.further.values()]
+        times = f"{multiple(max([output.times_noise or 0.0, *others]))} times {floor}"
         return (
             f"Undecided: the outputs of {left} and {right} differ by {times}, more than two roundings and too little "
             "to be sure."
@@ -265,6 +276,8 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
         shapes = list(report.left.output_shape), list(report.right.output_shape)
         return f"Not the same: {left} returns {shapes[0]}, {right} returns {shapes[1]}."
     first = f" First different stage: {report.first_differing_stage}." if report.first_differing_stage else ""
+    if output.verdict == "same":
+        return f"Not the same: {given}, {_differing_further(report)}.{first}"
     relative = output.relative_difference
     if relative is None or isinf(relative):
         return f"Not the same: the outputs of {left} and {right} have NaN or inf in different places.{first}"
@@ -272,6 +285,17 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
         f"Not the same: {given}, the outputs of {left} and {right} differ. "
         f"The difference is {percent(relative)} of their size, {times}.{first}"
     )
+
+
+def _differing_further(report: DiffReport) -> str:
+    """Return which of the other returned tensors differ: `the first output is the same, and output 1 differs`."""
+    said = []
+    for name, difference in report.further.items():
+        if difference.verdict == "differs":
+            relative = difference.relative_difference
+            by = "" if relative is None or isinf(relative) else f" by {percent(relative)} of its size"
+            said.append(f"output {name} differs{by}")
+    return f"the first output is the same, and {listed(said)}"
 
 
 def _of_buffers(names: tuple[str, ...]) -> tuple[str, ...]:

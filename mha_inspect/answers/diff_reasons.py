@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import isclose
 
 import torch
 from torch import Tensor
 
 from ..measure.reorder import explain, reordered
+from ..measure.slopes import NEAR, slopes_in
 from ..measure.weights import Numbers, Weights
 from ..naming.score_formulas import scale_text
-from ..naming.visibility import visibility
+from ..naming.visibility import sees_by_head, visibility
 from ..reports.diff import DiffReason
-from ..text import listed, plural, spans
-from .comparable_run import ComparableRun, Comparison
+from ..text import listed, plural, small, spans
+from .comparable_run import ComparableRun, Comparison, overall
 from .shared_weights import unreadable, weights_by_name, write_by_name
 
 _OF_QUERIES = ("W_q", "b_q")
@@ -33,6 +35,8 @@ _LOWERED = 1e-3
 """What a mask takes from a score at least; less may be rounding."""
 _MASKED_OUT = 1e4
 """A score that is lowered by this gets no weight in any dtype."""
+_HEADS = 8
+"""The most slopes to list."""
 _TOGETHER = 2
 """The most changes that are tried together."""
 
@@ -125,7 +129,8 @@ def _written(left: ComparableRun, right: ComparableRun, numbers: Sequence[Number
 def _is_same(left: ComparableRun, right: ComparableRun) -> bool:
     comparison = Comparison(left, right)
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
-    return comparison.output(masked).verdict == "same"
+    others = (difference.verdict for difference in comparison.further().values())
+    return overall([comparison.output(masked).verdict, *others]) == "same"
 
 
 # -- the order of rows ------------------------------------------------------------------------------------------------
@@ -153,7 +158,7 @@ def _orders(left: ComparableRun, right: ComparableRun, where: Where) -> Iterator
             sentence = f"The {found.axis} of {name} are read as {before} {where.left} and as {after} {where.right}"
             if not after:
                 sentence = f"The {found.axis} of {name} are read in another order: {before}"
-            sentence += _example((weights, others), name, parts[0], where)
+            sentence += _example((weights, others), name, parts, where)
             yield DiffReason("order", f"{sentence}.", named.line(name.rpartition(".")[2], found.axis, 2))
 
 
@@ -195,21 +200,23 @@ def _parts_by_parameter(weights: Weights) -> dict[str, list[str]]:
     return parts
 
 
-def _example(sides: Sequence[Weights], name: str, part: str, where: Where) -> str:
-    """Return where the second head of a part is on both sides; empty if it is not in whole rows."""
-    rows = [_rows(side, name, part) for side in sides]
-    if not rows[0] or not rows[1]:
-        return ""
-    return f": {part} of head 1 is rows {rows[0]} {where.left} and rows {rows[1]} {where.right}"
+def _example(sides: Sequence[Weights], name: str, parts: Sequence[str], where: Where) -> str:
+    """Return where a head of a part is on both sides, of those that are elsewhere; empty if its rows are unknown."""
+    for part in parts:
+        for head in (1, 0):
+            ours, theirs = (_rows(side, name, part, head) for side in sides)
+            if ours and theirs and ours != theirs:
+                return f": {part} of head {head} is rows {ours} {where.left} and rows {theirs} {where.right}"
+    return ""
 
 
-def _rows(weights: Weights, name: str, part: str) -> str:
-    """Return the rows of the second head of a part in a parameter: `8–15`; empty if unknown."""
+def _rows(weights: Weights, name: str, part: str, head: int) -> str:
+    """Return the rows of a head of a part in a parameter: `8–15`; empty if unknown."""
     projection = weights.projections.get(part)
     width = weights.module.get_parameter(name).shape[-1]
     for piece in projection.parts if projection is not None else ():
-        if piece.parameter.name == name and 1 in piece.heads and piece.inner == (width, 1):
-            return spans([int(place) // width for place in piece.heads[1]])
+        if piece.parameter.name == name and head in piece.heads and piece.inner == (width, 1):
+            return spans([int(place) // width for place in piece.heads[head]])
     return ""
 
 
@@ -321,7 +328,11 @@ def _of_masks(left: ComparableRun, right: ComparableRun, first: str | None, wher
     if first not in _AFTER_SCORES:
         return
     for place in range(min(len(left.attentions), len(right.attentions))):
-        sentence = _of_visible_pairs(left, right, place, where) or _of_lowered_scores(left, right, place, where)
+        sentence = (
+            _of_visible_pairs(left, right, place, where)
+            or _of_slopes(left, right, place, where)
+            or _of_lowered_scores(left, right, place, where)
+        )
         if sentence:
             yield DiffReason("mask", sentence)
             return
@@ -346,20 +357,59 @@ def _of_visible_pairs(left: ComparableRun, right: ComparableRun, place: int, whe
     )
 
 
-def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
-    """Return how many scores only one side's mask lowers, and by how much; empty if none, or it is unknown."""
-    ours, theirs = (side.as_made(place, "masked_scores") for side in (left, right))
-    if ours is None or theirs is None or ours.shape != theirs.shape:
+def _of_slopes(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+    """Return the slopes of two biases that are linear in the position of the key; empty for other biases."""
+    slopes = []
+    for side in (left, right):
+        stages = [side.content(place, stage) for stage in ("scores", "masked_scores", "weights")]
+        scores, masked, weights = stages
+        if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
+            return ""
+        slopes.append(slopes_in(scores, masked, sees_by_head(weights, masked)))
+    ours, theirs = slopes
+    if not ours or len(ours) != len(theirs):
         return ""
-    apart = (theirs.double() - ours.double()).nan_to_num(0.0)
+    shown = [", ".join(map(small, side[:_HEADS])) + (", …" if len(side) > _HEADS else "") for side in slopes]
+    sentence = f"The slopes of the bias by head are {shown[0]} {where.left} and {shown[1]} {where.right}."
+    return sentence + _shift(ours, theirs, where)
+
+
+def _shift(left: Sequence[float], right: Sequence[float], where: Where) -> str:
+    """Return that one ladder is the other one, a step off; empty if it is not."""
+    ways = ((left, right, where.left, where.right), (right, left, where.right, where.left))
+    for first, second, here, there in ways:
+        if all(isclose(a, b, rel_tol=NEAR) for a, b in zip(first[1:], second[:-1], strict=True)):
+            return f" Head 1 {here} has the slope of head 0 {there}: a ladder one step off."
+    return ""
+
+
+def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
+    """Return how many scores only one side's mask lowers, or how many get other numbers; empty if it is unknown.
+
+    What a side adds is its masked scores without its scores.
+    """
+    added = []
+    for side in (left, right):
+        masked, scores = (side.as_made(place, stage) for stage in ("masked_scores", "scores"))
+        if masked is None or scores is None:
+            return ""
+        if scores.numel() != masked.numel():
+            return ""
+        added.append(masked.double() - scores.double().reshape(masked.shape))
+    ours, theirs = added
+    if ours.shape != theirs.shape:
+        return ""
     said = []
-    for side, lowered in ((where.left, apart), (where.right, -apart)):
-        count = int((lowered > _LOWERED).sum())
-        if count:
-            most = float(lowered.max())
+    for called, mine, other in ((where.left, ours, theirs), (where.right, theirs, ours)):
+        alone = (mine < -_LOWERED) & (other >= -_LOWERED)
+        if bool(alone.any()):
+            most = -float(mine[alone].min())
             by = f"by up to {most:.4g}" if most < _MASKED_OUT else "out of sight"
-            said.append(f"{count:,} {side} alone, {by}")
-    return f"The masks differ: of {ours.numel():,} scores, they lower {listed(said)}." if said else ""
+            said.append(f"{int(alone.sum()):,} {called} alone, {by}")
+    if said:
+        return f"The masks differ: of {ours.numel():,} scores, they lower {listed(said)}."
+    count = int(((ours - theirs).nan_to_num(0.0).abs() > _LOWERED).sum())
+    return f"What is added to {count:,} of {ours.numel():,} scores differs." if count else ""
 
 
 def _keys(seen: Tensor) -> str:

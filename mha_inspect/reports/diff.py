@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..explained import explain_fields
@@ -135,6 +135,8 @@ class DiffReport(Report):
     """Important sentences on this comparison."""
     answer: tuple[str, ...]
     """The answer in sentences, from the measurements."""
+    further: dict[str, Difference] = field(default_factory=dict)
+    """Differences of the other tensors that both forwards return, by name: `[1]`, `pooled`."""
     reasons: tuple[DiffReason, ...] = ()
     """Why the outputs differ, as far as that could be tried or measured."""
     buffers: tuple[str, ...] = ()

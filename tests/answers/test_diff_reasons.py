@@ -215,3 +215,81 @@ def test_copies_in_another_order_are_told() -> None:
     report = compared(ByHead(), Renamed())
     assert report.outcome == "same"
     assert "(heads qkv head_dim) -> (qkv heads head_dim)" in " ".join(report.answer)
+
+
+class Returns(Attention):
+    """Returns a second tensor too, as a tuple or by name."""
+
+    factor, by_name = 1.0, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = super().forward(x)
+        second = output.mean(1) * self.factor
+        return {"hidden": output, "pooled": second} if self.by_name else (output, second)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_every_returned_tensor_is_compared(by_name: bool) -> None:
+    left = type("Left", (Returns,), {"by_name": by_name})
+    right = type("Right", (Returns,), {"by_name": by_name, "factor": 3.0})
+    report = compared(left(), right())
+    assert report.outcome == "differs"
+    assert f"the first output is the same, and output {'pooled' if by_name else '1'} differs by 200" in report.answer[0]
+    assert compared(left(), left()).outcome == "same"
+    torch.manual_seed(0)
+    checked = check(left().eval(), torch.randn(2, N, WIDTH), intent=Intent(reference=right().eval()))
+    assert any("the first output is the same" in finding.sentence for finding in checked.findings)
+
+
+class Slopes(Attention):
+    """ALiBi: slopes 2^(-8h/H), counted from a first head."""
+
+    first = 1
+
+    def mask(self, scores: Tensor) -> Tensor:
+        slopes = torch.tensor([2.0 ** (-8 * (head + self.first) / H) for head in range(H)])
+        places = torch.arange(scores.shape[-1])
+        return super().mask(scores + slopes[:, None, None] * (places - places[:, None]))
+
+
+class FromZero(Slopes):
+    first = 0
+
+
+def test_slopes_that_are_one_step_off() -> None:
+    (reason,) = compared(FromZero(), Slopes()).reasons
+    assert reason.kind == "mask"
+    assert "are 1, 0.5, 0.25, " in reason.sentence
+    assert "Head 1 on the left has the slope of head 0 on the right: a ladder one step off." in reason.sentence
+    (reason,) = compared(Slopes(), FromZero()).reasons
+    assert "Head 1 on the right has the slope of head 0 on the left" in reason.sentence
+
+
+class Raised(Attention):
+    """Both sides lower the same scores, by other numbers that are not linear."""
+
+    power = 1.0
+
+    def mask(self, scores: Tensor) -> Tensor:
+        places = torch.arange(scores.shape[-1])
+        return super().mask(scores - (places[:, None] - places).abs() ** 1.5 * self.power)
+
+
+def test_scores_that_both_lower_are_not_said_to_be_lowered_by_one() -> None:
+    (reason,) = compared(Raised(), type("Half", (Raised,), {"power": 0.5})()).reasons
+    assert "alone" not in reason.sentence
+    assert "differs" in reason.sentence
+
+
+class Exchanged(Attention):
+    """Keys and values are taken in the other order."""
+
+    def split(self, packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, v, k = super().split(packed)
+        return q, k, v
+
+
+def test_the_example_is_of_a_part_that_is_elsewhere() -> None:
+    (reason,) = compared(Attention(), Exchanged()).reasons
+    assert reason.kind == "order"
+    assert "W_k of head 1 is rows 72–79 on the left and rows 136–143 on the right" in reason.sentence

@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
+from ...measure.slopes import NEAR, slopes_in
 from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...naming.visibility import sees_by_head
 from ...reports.check import Fact, Finding
 from ...text import small
 from .evidence import Evidence
-from .tokens import kinds, of_each_kind
+from .tokens import of_each_kind
 
-_NEAR = 0.01
-"""Relative differences below this are of rounding: steps of a ladder differ by more."""
 _FEWEST_PAIRS = 3
 """The smallest number of pairs whose ratios show a ladder."""
 _SHOWN = 8
@@ -37,24 +36,13 @@ def slopes_of(evidence: Evidence, attention: Attention, names: AxisNames) -> lis
     scores, masked, weights = stages
     if scores is None or masked is None or weights is None or not scores.shape == masked.shape == weights.shape:
         return []
-    seen = sees_by_head(weights, masked)
-    both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
-    added = masked.double() - scores.double()
-    steps = (added[..., 1:] - added[..., :-1]).abs()
-    by_head, marks = (side.movedim(1, 0).flatten(1) for side in (steps, both))
-    slopes = []
-    for numbers, mark in zip(by_head, marks, strict=True):
-        read = numbers[mark]
-        if len(read) < 2 or not bool(read.isfinite().all()) or float(read.max() - read.min()) > _NEAR * read.max():
-            return []
-        slopes.append(float(read.mean()))
-    return slopes if min(slopes, default=0.0) > 0 else []
+    return slopes_in(scores, masked, sees_by_head(weights, masked))
 
 
 def ladder_facts(evidence: Evidence) -> Iterator[Fact]:
     """Yield the slopes by head and the frequencies of each kind of attention, each once."""
     facts = dict[Fact, None]()
-    for attention, names, _ in kinds(evidence.run):
+    for attention, names, _ in evidence.kinds:
         if slopes := slopes_of(evidence, attention, names):
             facts[Fact("slopes by head", _listed(slopes))] = None
         if frequencies := evidence.inner.of(attention, names).frequencies:
@@ -70,7 +58,7 @@ def _listed(numbers: Sequence[float]) -> str:
 def _base(frequencies: Sequence[float]) -> str:
     """Return the base of a ladder `base^(-2i/d)` in words; empty if it is another one."""
     ratio = _ratio(frequencies)
-    if ratio is None or abs(frequencies[0] - 1) > _NEAR:
+    if ratio is None or abs(frequencies[0] - 1) > NEAR:
         return ""
     base = frequencies[-1] ** (-len(frequencies) / (len(frequencies) - 1))
     return f": base {float(f'{base:.3g}'):,.0f}"
@@ -102,7 +90,7 @@ def frequencies_off(evidence: Evidence, attention: Attention, names: AxisNames) 
     """Yield a suspicion if the frequencies of a rotation are base^(-2i/d) with every i one too high."""
     frequencies = evidence.inner.of(attention, names).frequencies
     ratio = _ratio(frequencies)
-    if ratio is None or abs(frequencies[0] / ratio - 1) > _NEAR / 2 or ratio > 1 - 3 * _NEAR:
+    if ratio is None or abs(frequencies[0] / ratio - 1) > NEAR / 2 or ratio > 1 - 3 * NEAR:
         return
     features = 2 * len(frequencies)
     yield Finding(
@@ -123,9 +111,9 @@ def _ratio(frequencies: Sequence[float]) -> float | None:
     ratio = frequencies[1] / frequencies[0]
     expected = [frequencies[0] * ratio**place for place in range(len(frequencies))]
     # The rounding of the ratio grows with the number of steps.
-    return ratio if _are_near(frequencies, expected, _NEAR * 2) else None
+    return ratio if _are_near(frequencies, expected, NEAR * 2) else None
 
 
-def _are_near(numbers: Sequence[float], expected: Sequence[float], near: float = _NEAR) -> bool:
+def _are_near(numbers: Sequence[float], expected: Sequence[float], near: float = NEAR) -> bool:
     left, right = (Tensor(list(side)).double() for side in (numbers, expected))
     return left.shape == right.shape and bool(torch.isclose(left, right, rtol=near, atol=0).all())

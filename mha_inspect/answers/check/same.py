@@ -15,6 +15,7 @@ from ...reports.check import Finding
 from ...reports.diff import DiffReason
 from ...running.subject import Subject
 from ...text import first_line
+from ..comparable_run import Comparison
 from ..diff import Side, diff
 from ..diff_reasons import Where, reasons
 from ..shared_weights import copy_all
@@ -144,6 +145,20 @@ def _output_of_reference(evidence: Evidence, other: Subject) -> Tensor:
     return evidence.output_of(returned)
 
 
+def _of_other_outputs(left: Side, right: Side) -> Iterator[Finding]:
+    """Yield the first of the other returned tensors that differs from that of the reference."""
+    with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
+        for name, difference in Comparison(left, right).further().items():
+            if difference.verdict == "differs" and difference.max_abs_difference is not None:
+                yield Finding(
+                    "reference",
+                    f"Output {name} differs from the reference by {difference.max_abs_difference:.3g}; the first "
+                    "output is the same.",
+                    "Both ran on the same arguments with the same weights.",
+                )
+                return
+
+
 def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
     theirs = _output_of_reference(evidence, other)
     if theirs.shape != evidence.output.shape:
@@ -164,6 +179,7 @@ def _against(evidence: Evidence, other: Subject) -> Iterator[Finding]:
         )
     apart = evidence.apart(_output_of_reference(evidence, other), times=OTHER_SIZES)
     if not apart:
+        yield from _of_other_outputs(left, right)
         return
     where, line, module = "the output", "", ""
     why: tuple[DiffReason, ...] = ()

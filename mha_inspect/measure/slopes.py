@@ -1,0 +1,29 @@
+"""Measure the slopes of a bias that is linear in the position of the key, as ALiBi adds it: one for each head."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+NEAR = 0.01
+"""Relative differences below this are of rounding: steps of a ladder differ by more."""
+
+
+def slopes_in(scores: Tensor, masked: Tensor, seen: Tensor) -> list[float]:
+    """Return the slope of each head, by which scores fall from key to key; empty if what is added is not linear.
+
+    Args:
+        scores: scores before anything is added, `batch heads query key`.
+        masked: the same after it.
+        seen: which keys a query sees, a bool `batch heads query key`.
+    """
+    both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
+    added = masked.double() - scores.double()
+    steps = (added[..., 1:] - added[..., :-1]).abs()
+    by_head, marks = (side.movedim(1, 0).flatten(1) for side in (steps, both))
+    slopes = []
+    for numbers, mark in zip(by_head, marks, strict=True):
+        read = numbers[mark]
+        if len(read) < 2 or not bool(read.isfinite().all()) or float(read.max() - read.min()) > NEAR * read.max():
+            return []
+        slopes.append(float(read.mean()))
+    return slopes if min(slopes, default=0.0) > 0 else []
