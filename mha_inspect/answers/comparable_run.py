@@ -25,6 +25,7 @@ from ..naming.visibility import Rows, filled_slots, visibility
 from ..record.arguments import dense, first_tensor, tensors_in
 from ..record.rounding import beside, distances, judge, rounding_error
 from ..reports.common import Difference, MeasuredAgainst, Verdict
+from ..reports.diff import OutputDifference
 from ..running.subject import Run, Subject
 from ..text import first_line
 from .ranks import require_alone
@@ -364,18 +365,18 @@ class Comparison:
         floors = (run.output_floor(rows) for run in (self.measured or (self.left, self.right)))
         return compare_stage("output", self.left.output, self.right.output, lambda: max(floors))
 
-    def further(self) -> dict[str, Difference]:
+    def further(self) -> tuple[OutputDifference, ...]:
         """Compare the other tensors that both sides return by the same name, in one shape."""
         ours, theirs = self.left.further, self.right.further
-        found: dict[str, Difference] = {}
+        found = []
         for name, tensor in ours.items():
             other = theirs.get(name)
             if other is None or other.shape != tensor.shape:
                 continue
             runs = self.measured or (self.left, self.right)
             floor = 0.0 if torch.equal(tensor, other) else max(run.further_floor(name) for run in runs)
-            found[name] = difference_of(tensor, other, floor)
-        return found
+            found.append(OutputDifference(**vars(difference_of(tensor, other, floor)), name=name))
+        return tuple(found)
 
 
 def _for_each_head(content: Tensor, names: AxisNames) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from math import isinf
 from typing import Any
@@ -117,7 +117,7 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     stages = [_row(sides, stage, stage.place + 1 if numbered else None) for stage in rows]
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
     output = comparison.output(masked) if given else None
-    further = comparison.further() if given else {}
+    further = comparison.further() if given else ()
     report = DiffReport(
         left=left.report(masked),
         right=right.report(masked),
@@ -143,11 +143,11 @@ def diff(left: Side, right: Side, *, same_weights: bool = True) -> DiffReport:
     return replace(report, answer=sentences, reasons=found)
 
 
-def _outcome(output: StageDifference | None, further: Mapping[str, Difference]) -> Verdict:
+def _outcome(output: StageDifference | None, further: Sequence[Difference]) -> Verdict:
     """Return the verdict on all returned tensors; `inconclusive` without a comparison."""
     if output is None:
         return "inconclusive"
-    return overall([output.verdict, *(difference.verdict for difference in further.values())])
+    return overall([output.verdict, *(difference.verdict for difference in further)])
 
 
 def _row(sides: tuple[Side, Side], stage: ComparedStage, attention: int | None) -> StageRow:
@@ -266,7 +266,7 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
         how = "bit for bit" if output.max_abs_difference == 0 else f"within rounding ({times})"
         return f"The same: {given}, {left} and {right} return the same, {how}."
     if report.outcome == "inconclusive":
-        others = [difference.times_noise or 0.0 for difference in report.further.values()]
+        others = [difference.times_noise or 0.0 for difference in report.further]
         times = f"{multiple(max([output.times_noise or 0.0, *others]))} times {floor}"
         return (
             f"Undecided: the outputs of {left} and {right} differ by {times}, more than two roundings and too little "
@@ -290,11 +290,11 @@ def _whether(report: DiffReport, names: Sequence[str], given: str) -> str:
 def _differing_further(report: DiffReport) -> str:
     """Return which of the other returned tensors differ: `the first output is the same, and output 1 differs`."""
     said = []
-    for name, difference in report.further.items():
+    for difference in report.further:
         if difference.verdict == "differs":
             relative = difference.relative_difference
             by = "" if relative is None or isinf(relative) else f" by {percent(relative)} of its size"
-            said.append(f"output {name} differs{by}")
+            said.append(f"output {difference.name} differs{by}")
     return f"the first output is the same, and {listed(said)}"
 
 

@@ -129,7 +129,7 @@ def _written(left: ComparableRun, right: ComparableRun, numbers: Sequence[Number
 def _is_same(left: ComparableRun, right: ComparableRun) -> bool:
     comparison = Comparison(left, right)
     masked = tuple(sorted({row for rows in comparison.masked for row in rows}))
-    others = (difference.verdict for difference in comparison.further().values())
+    others = (difference.verdict for difference in comparison.further())
     return overall([comparison.output(masked).verdict, *others]) == "same"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from ..explained import explain_fields
@@ -97,6 +97,14 @@ class SharedWeights:
     """Weights that were not copied, and why."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class OutputDifference(Difference):
+    """The difference of another tensor that both forwards return."""
+
+    name: str
+    """Its name or number among what the forward returns: `pooled`, `1`."""
+
+
 @dataclass(frozen=True)
 class DiffReason:
     """Why both sides differ, as it was tried or measured."""
@@ -135,8 +143,8 @@ class DiffReport(Report):
     """Important sentences on this comparison."""
     answer: tuple[str, ...]
     """The answer in sentences, from the measurements."""
-    further: dict[str, Difference] = field(default_factory=dict)
-    """Differences of the other tensors that both forwards return, by name: `[1]`, `pooled`."""
+    further: tuple[OutputDifference, ...] = ()
+    """Differences of the other tensors that both forwards return by the same name, in one shape."""
     reasons: tuple[DiffReason, ...] = ()
     """Why the outputs differ, as far as that could be tried or measured."""
     buffers: tuple[str, ...] = ()

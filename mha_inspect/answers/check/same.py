@@ -148,12 +148,12 @@ def _output_of_reference(evidence: Evidence, other: Subject) -> Tensor:
 def _of_other_outputs(left: Side, right: Side) -> Iterator[Finding]:
     """Yield the first of the other returned tensors that differs from that of the reference."""
     with suppress(MhaInspectError):  # a module may not be copyable, or not run in float64
-        for name, difference in Comparison(left, right).further().items():
+        for difference in Comparison(left, right).further():
             if difference.verdict == "differs" and difference.max_abs_difference is not None:
+                apart = f"{difference.max_abs_difference:.3g}"
                 yield Finding(
                     "reference",
-                    f"Output {name} differs from the reference by {difference.max_abs_difference:.3g}; the first "
-                    "output is the same.",
+                    f"Output {difference.name} differs from the reference by {apart}; the first output is the same.",
                     "Both ran on the same arguments with the same weights.",
                 )
                 return
