@@ -21,6 +21,7 @@ from ..measure.slopes import NEAR, slopes_in
 from ..measure.weights import Numbers, Weights
 from ..naming.score_formulas import scale_text
 from ..naming.visibility import sees_by_head, visibility
+from ..record.arguments import argument_names, tensors_in
 from ..reports.diff import DiffReason
 from ..text import listed, plural, small, spans
 from .comparable_run import ComparableRun, Comparison, overall
@@ -35,6 +36,8 @@ _LOWERED = 1e-3
 """What a mask takes from a score at least; less may be rounding."""
 _MASKED_OUT = 1e4
 """A score that is lowered by this gets no weight in any dtype."""
+_CERTAIN = 10
+"""Differences above this many rounding errors are no rounding."""
 _HEADS = 8
 """The most slopes to list."""
 _TOGETHER = 2
@@ -68,8 +71,8 @@ def reasons(
     `first` is the first stage that differs. The weights of the right side are as before when this returns.
     """
     called = where or Where()
-    found = _tried(left, right, called)
-    return found or tuple(_of_masks(left, right, first, called))
+    found = _tried(left, right, called) or tuple(_of_masks(left, right, first, called))
+    return found or tuple(_of_padding(left, right))
 
 
 def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[DiffReason, ...]:
@@ -338,6 +341,32 @@ def _of_masks(left: ComparableRun, right: ComparableRun, first: str | None, wher
             return
 
 
+def _of_padding(left: ComparableRun, right: ComparableRun) -> Iterator[DiffReason]:
+    """Yield the mask that says where the outputs differ: they are the same at every token that it keeps.
+
+    Kernels and implementations are free in what they return for padding.
+    """
+    ours, theirs = left.output, right.output
+    output = Comparison(left, right).output(())
+    if ours.shape != theirs.shape or ours.dim() < 3 or output.noise_floor is None:
+        return
+    apart = (ours.double() - theirs.double()).nan_to_num(torch.inf).abs().flatten(2).amax(2)  # batch token
+    differs = apart > _CERTAIN * output.noise_floor
+    subject = left.subject
+    for name, mask in tensors_in(argument_names(subject.module, subject.args, subject.kwargs)):
+        if mask.shape != differs.shape or not bool(((mask == 0) | (mask == 1)).all()):
+            continue
+        for value in (0, 1):
+            masked = (mask == value).to(differs.device)
+            if bool(masked.any()) and not bool(masked.all()) and not bool((differs & ~masked).any()):
+                tokens = f"{plural(int(masked.sum()), 'token')} of {masked.numel()}"
+                yield DiffReason(
+                    "padding",
+                    f"They differ only at the {tokens} where {name} is {value}. At all others both return the same.",
+                )
+                return
+
+
 def _of_visible_pairs(left: ComparableRun, right: ComparableRun, place: int, where: Where) -> str:
     """Return which pairs of a query and a key only one side sees; empty if both see the same, or it is unknown."""
     seen = []
@@ -409,7 +438,7 @@ def _of_lowered_scores(left: ComparableRun, right: ComparableRun, place: int, wh
     if said:
         return f"The masks differ: of {ours.numel():,} scores, they lower {listed(said)}."
     count = int(((ours - theirs).nan_to_num(0.0).abs() > _LOWERED).sum())
-    return f"What is added to {count:,} of {ours.numel():,} scores differs." if count else ""
+    return f"The masks add other numbers to {count:,} of {ours.numel():,} scores." if count else ""
 
 
 def _keys(seen: Tensor) -> str:

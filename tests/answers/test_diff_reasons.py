@@ -278,7 +278,7 @@ class Raised(Attention):
 def test_scores_that_both_lower_are_not_said_to_be_lowered_by_one() -> None:
     (reason,) = compared(Raised(), type("Half", (Raised,), {"power": 0.5})()).reasons
     assert "alone" not in reason.sentence
-    assert "differs" in reason.sentence
+    assert "The masks add other numbers" in reason.sentence
 
 
 class Exchanged(Attention):
@@ -293,3 +293,22 @@ def test_the_example_is_of_a_part_that_is_elsewhere() -> None:
     (reason,) = compared(Attention(), Exchanged()).reasons
     assert reason.kind == "order"
     assert "W_k of head 1 is rows 72–79 on the left and rows 136–143 on the right" in reason.sentence
+
+
+class Padded(Attention):
+    """What it returns for padding is its own choice."""
+
+    fill = 0.0
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x).masked_fill(attention_mask[..., None] == 0, self.fill)
+
+
+def test_outputs_that_differ_at_padding_alone() -> None:
+    torch.manual_seed(0)
+    x, mask = torch.randn(2, N, WIDTH), torch.ones(2, N, dtype=torch.long)
+    mask[1, 8:] = 0
+    report = diff(Padded().eval(), type("Ones", (Padded,), {"fill": 1.0})().eval(), x, attention_mask=mask)
+    (reason,) = report.reasons
+    assert reason.kind == "padding"
+    assert "only at the 4 tokens of 24 where attention_mask is 0" in reason.sentence
