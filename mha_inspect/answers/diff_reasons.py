@@ -19,9 +19,10 @@ from torch import Tensor
 from ..measure.reorder import explain, reordered
 from ..measure.slopes import NEAR, slopes_in
 from ..measure.weights import Numbers, Weights
+from ..naming.canonical import returned_content
 from ..naming.score_formulas import scale_text
 from ..naming.visibility import sees_by_head, visibility
-from ..record.arguments import argument_names, tensors_in
+from ..record.arguments import argument_names, first_tensor, tensors_in
 from ..reports.diff import DiffReason
 from ..text import listed, plural, small, spans
 from .comparable_run import ComparableRun, Comparison, overall
@@ -36,6 +37,8 @@ _LOWERED = 1e-3
 """What a mask takes from a score at least; less may be rounding."""
 _MASKED_OUT = 1e4
 """A score that is lowered by this gets no weight in any dtype."""
+_NEAR = 100
+"""Outputs that are this many rounding errors apart, and more, are not the same."""
 _CERTAIN = 10
 """Differences above this many rounding errors are no rounding."""
 _HEADS = 8
@@ -81,25 +84,26 @@ def _tried(left: ComparableRun, right: ComparableRun, where: Where) -> tuple[Dif
         return ()
     before = {name: tensor.detach().clone() for name, tensor in weights_by_name(right).items()}
     numbers = [weights.read() for weights in left.weights]
+    nearness = _Nearness(left, right)
     try:
-        return _agreeing(left, right, numbers, where)
+        return _agreeing(left, right, numbers, where, nearness)
     finally:
         write_by_name(right, before)
         right.forget()
 
 
 def _agreeing(
-    left: ComparableRun, right: ComparableRun, numbers: Sequence[Numbers], where: Where
+    left: ComparableRun, right: ComparableRun, numbers: Sequence[Numbers], where: Where, nearness: _Nearness
 ) -> tuple[DiffReason, ...]:
     """Return the reasons of the fewest changes with which both sides return the same."""
     as_read = _written(left, right, numbers, ())
     orders = tuple(_orders(left, right, where)) if as_read else ()
-    if as_read and _is_same(left, right):
+    if as_read and nearness.may_be_same() and _is_same(left, right):
         return orders
     changes = list(_changes(left, right, where))
     for count in range(1, _TOGETHER + 1):
         for together in combinations(changes, count):
-            if _written(left, right, numbers, together) and _is_same(left, right):
+            if _written(left, right, numbers, together) and nearness.may_be_same() and _is_same(left, right):
                 return (*orders, *(change.reason for change in together))
     return ()
 
@@ -127,6 +131,28 @@ def _written(left: ComparableRun, right: ComparableRun, numbers: Sequence[Number
         if any(not torch.equal(after[part], tensor.to(after[part].dtype)) for part, tensor in changed.items()):
             return False
     return True
+
+
+class _Nearness:
+    """Compares the plain outputs of two sides after a change of weights, before both are recorded and measured."""
+
+    def __init__(self, left: ComparableRun, right: ComparableRun) -> None:
+        """Keep the output of the left, its rounding error, and how the right lays its output out."""
+        self._expected = left.output
+        self._floor = left.output_floor(())
+        self._right = right
+        self._names = right.run
+
+    def may_be_same(self) -> bool:
+        """Return whether the right side's output is near the left one's, or in a layout that is not known."""
+        with torch.no_grad(), self._right.subject.apart() as subject:
+            returned = first_tensor(subject.plain()).detach()
+        content = returned_content(self._names, returned)
+        output = returned if content is None else content
+        if output.shape != self._expected.shape:
+            return True
+        apart = (output.double() - self._expected.double()).nan_to_num(0.0).abs()
+        return not apart.numel() or float(apart.max()) <= _NEAR * max(self._floor, torch.finfo(torch.float64).tiny)
 
 
 def _is_same(left: ComparableRun, right: ComparableRun) -> bool:
