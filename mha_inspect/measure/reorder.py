@@ -269,6 +269,9 @@ _FAMILIES: tuple[dict[str, str], ...] = (
 def name(order: Tensor, count: int, sizes: Sizes) -> list[NamedOrder]:
     """Return the names of an order of `count` rows: of axes, or of heads and of the features inside of them."""
     named = of_axes(order, count, sizes) or of_heads(order, count, sizes)
+    rows = order.tolist()
+    if not named and len(rows) < count and rows == sorted(rows):
+        return [NamedOrder(f"{spans(rows)} of {count}")]
     if named or len(order) != count:
         return named
     axes = strides_of(order)

@@ -46,17 +46,22 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
     same_name = {name: _pair(name, name, ours, theirs) for name in ours.tensors if name in theirs.tensors}
     pairs, of_parts, unknown = [*same_name.values()], list[PartPair](), 0
     found: list[Reordered] = []
+    shown_count: int | None = None
     for attention, other in _paired(ours, theirs):
         names = attention.stored.parameters
         if {*names} == {*other.stored.parameters} and all(same_name[name].verdict in _SAME for name in names):
             continue
-        orders = _reordered(attention, other, ours, theirs, same_name)
+        count = attention.stored.num_heads or other.stored.num_heads or shown_count
+        if count is None:
+            count = shown_count = _count_of_orders(attention, other, ours, theirs, same_name)
+        both = attention, other
+        if count is not None:
+            both = ours.with_heads(attention, count), theirs.with_heads(other, count)
+        orders = _reordered(*both, ours, theirs, same_name)
         found += orders
-        count = attention.stored.num_heads or other.stored.num_heads
         if count is None:
             unknown += not orders
             continue
-        both = ours.with_heads(attention, count), theirs.with_heads(other, count)
         compared = _parts(*both, ours, theirs, _known_parts(*both, same_name, orders))
         of_parts += compared
         pairs += _renamed(*both, {part.part: part.verdict for part in compared}, ours, theirs)
@@ -194,6 +199,27 @@ def _reordered(
         return name == other_name and same_name[name].verdict in (*_SAME, "same, permuted")
 
     return list(reordered(attention, other, left.read, right.read, same))
+
+
+def _count_of_orders(
+    attention: NamedAttention,
+    other: NamedAttention,
+    left: _Side,
+    right: _Side,
+    same_name: Mapping[str, TensorPair],
+) -> int | None:
+    """Return the largest number of heads with which the orders of rows have a usual meaning; None if there is none.
+
+    Rows that are halves of 4 heads on one side and pairs on the other have no order of 8 heads. Of 2 heads they would
+    have rotations of two axes each, which is rare.
+    """
+    named = []
+    for count in attention.stored.fits:
+        both = left.with_heads(attention, count), right.with_heads(other, count)
+        orders = [each.order for each in _reordered(*both, left, right, same_name)]
+        if orders and all(order.kept == "all" and any(order.meanings) for order in orders):
+            named.append(count)
+    return max(named, default=None)
 
 
 def _with_orders(

@@ -142,3 +142,22 @@ def test_other_numbers_have_no_order(change: str, tmp_path: Path) -> None:
     report = diffed(tmp_path, llama(Q, K), llama(right, K))
     assert not orders(report)
     assert "changed most" in " ".join(report.answer)
+
+
+def test_the_order_itself_may_show_the_number_of_heads(tmp_path: Path) -> None:
+    torch.save(meta(Q, K), tmp_path / "left.pt")
+    torch.save(llama(permuted(Q, HEADS), permuted(K, KV_HEADS)), tmp_path / "right.pt")
+    report = diff_of_checkpoints(tmp_path / "left.pt", tmp_path / "right.pt")
+    found = orders(report)
+    assert found["layers.0.attention.wq.weight"].patterns == ("(heads half two) -> (heads two half)",)
+    assert "heads=4" in found["layers.0.attention.wq.weight"].line
+
+
+def test_rows_that_are_left_out_are_named_without_a_number_of_heads(tmp_path: Path) -> None:
+    names = [f"encoder.layer.0.attention.self.{name}.weight" for name in ("query", "key", "value")]
+    full = dict(zip(names, FUSED.chunk(3), strict=True))
+    kept = [*range(32), *range(48, 64)]
+    torch.save(full, tmp_path / "left.pt")
+    torch.save({name: matrix[kept] for name, matrix in full.items()}, tmp_path / "right.pt")
+    report = diff_of_checkpoints(tmp_path / "left.pt", tmp_path / "right.pt")
+    assert {order.patterns for order in orders(report).values()} == {("0–31, 48–63 of 64",)}
