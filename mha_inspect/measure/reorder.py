@@ -33,6 +33,8 @@ _FEWEST = 4
 """Rows below which an order may be chance."""
 _FEW_FEATURES = 8
 """Features below which the nearest row may be chance."""
+_RARE = frozenset({"ranks", "rotary_axes"})
+"""Axes of layouts that few models have."""
 _SHOWN = 16
 """Features of a head that are listed where their order has no name."""
 
@@ -47,6 +49,12 @@ class NamedOrder:
     """`rotary halves on the left, interleaved pairs on the right`; empty if it has no usual meaning."""
     sizes: tuple[tuple[str, int], ...] = ()
     """The size of each axis of the left pattern; empty if the pattern is in words."""
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether this is an order of heads that most models have: not of ranks, and not of rotations by two axes."""
+        axes = {axis for axis, _ in self.sizes}
+        return bool(self.meaning) and bool(axes & {"heads", "kv_heads"}) and not axes & _RARE
 
     def line(self, name: str, axis: str, dims: int) -> str:
         """Return the line that reorders a tensor: `rearrange(w, "(two half) e -> (half two) e", two=2)`.

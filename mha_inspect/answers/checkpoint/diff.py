@@ -208,7 +208,7 @@ def _count_of_orders(
     right: _Side,
     same_name: Mapping[str, TensorPair],
 ) -> int | None:
-    """Return the largest number of heads with which the orders of rows have a usual meaning; None if there is none.
+    """Return the only number of heads with which the orders of rows have a usual meaning; None if there is none.
 
     Rows that are halves of 4 heads on one side and pairs on the other have no order of 8 heads. Of 2 heads they would
     have rotations of two axes each, which is rare.
@@ -216,10 +216,10 @@ def _count_of_orders(
     named = []
     for count in attention.stored.fits:
         both = left.with_heads(attention, count), right.with_heads(other, count)
-        orders = [each.order for each in _reordered(*both, left, right, same_name)]
-        if orders and all(order.kept == "all" and any(order.meanings) for order in orders):
+        orders = _reordered(*both, left, right, same_name)
+        if orders and all(each.is_usual for each in orders):
             named.append(count)
-    return max(named, default=None)
+    return named[0] if len(named) == 1 else None
 
 
 def _with_orders(

@@ -35,6 +35,8 @@ class Reordered:
     part: str
     """What both are: `W_q`, `b_qkv`."""
     order: RowOrder
+    is_usual: bool
+    """Whether most models have such an order: it shows the number of heads."""
 
 
 def reordered(
@@ -54,7 +56,7 @@ def reordered(
         if part in theirs and not same(name, theirs[part]):
             order = _order(left(name), right(theirs[part]), (attention, other), part)
             if order is not None:
-                yield Reordered((name,), theirs[part], part, order)
+                yield Reordered((name,), theirs[part], part, *order)
     for part, name in theirs.items():
         names = tuple(ours[single] for single in _singles(part) if single in ours)
         if part in ours or len(names) < 2 or len(names) < len(_singles(part)):
@@ -63,7 +65,7 @@ def reordered(
         if len({matrix.shape[1:] for matrix in parts}) == 1:
             order = _order(torch.cat(parts), right(name), (attention, other), part)
             if order is not None:
-                yield Reordered(names, name, part, order)
+                yield Reordered(names, name, part, *order)
 
 
 def _by_part(attention: NamedAttention) -> dict[str, str]:
@@ -86,8 +88,13 @@ def _sizes(attention: NamedAttention, other: NamedAttention, part: str) -> dict[
     return sizes | {"parts": max(1, len(_singles(part)))}
 
 
-def _order(left: Tensor, right: Tensor, sides: tuple[NamedAttention, NamedAttention], part: str) -> RowOrder | None:
-    """Return how the right tensor is the left one in another order; None if it is not, or is only transposed."""
+def _order(
+    left: Tensor, right: Tensor, sides: tuple[NamedAttention, NamedAttention], part: str
+) -> tuple[RowOrder, bool] | None:
+    """Return how the right tensor is the left one in another order, and whether it is a usual one.
+
+    None if it is not, or is only transposed.
+    """
     attention, other = sides
     found = explain(left, right, _sizes(attention, other, part))
     if found is not None and found.order == tuple(range(len(found.order))) and left.numel() == right.numel():
@@ -99,13 +106,13 @@ def _order(left: Tensor, right: Tensor, sides: tuple[NamedAttention, NamedAttent
     return None if found is None else _described(found, right, left, swapped=True)
 
 
-def _described(found: Reordering, left: Tensor, right: Tensor, *, swapped: bool) -> RowOrder:
+def _described(found: Reordering, left: Tensor, right: Tensor, *, swapped: bool) -> tuple[RowOrder, bool]:
     names = found.names
     line = names[0].line("w.T" if found.transposed else "w", found.axis, right.dim()) if names else ""
     kept: Literal["all", "some", "repeated"] = "all"
     if left.numel() != right.numel():
         kept = "some" if left.numel() > right.numel() else "repeated"
-    return RowOrder(
+    order = RowOrder(
         axis="rows" if found.axis == "rows" else "columns",
         patterns=tuple(named.pattern for named in names),
         meanings=tuple(named.meaning for named in names),
@@ -115,6 +122,7 @@ def _described(found: Reordering, left: Tensor, right: Tensor, *, swapped: bool)
         kept=kept,
         swapped=swapped,
     )
+    return order, any(named.is_usual for named in names)
 
 
 def order_words(order: RowOrder) -> str:
