@@ -21,6 +21,7 @@ from ...record.arguments import tensors_in
 from ...record.ops import Op
 from ...reports.check import Finding, SkippedCheck
 from ...text import first_few, listed, shortened, spans
+from .adapters import factors_elsewhere
 from .evidence import Evidence, NotPossibleError, RaisedError
 from .replay import SIDES
 from .scores import masks_everything
@@ -106,6 +107,7 @@ def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:
         raise NotPossibleError("the forward returns no tensor, so the effect of its parameters is unknown")
     readers = Readers(evidence)
     yield from list(_twice(evidence, readers)) or _copied_heads(evidence)
+    yield from factors_elsewhere(evidence)
     for attention, _, _ in evidence.kinds:
         yield from _unused(readers, attention)
         yield from _unread_features(evidence, readers, attention)

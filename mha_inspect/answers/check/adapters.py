@@ -1,0 +1,59 @@
+"""Factors of LoRA that reach other projections than the one that they are named for.
+
+    z = self.qkv(x)
+    z = z + z.new_zeros(z.shape).index_copy(-1, rows, low @ self.bq.T)        # rows of q, as if they lay [q | k | v]
+
+Where the rows of a packed weight lie group by group, the first of them are queries, a key and a value of each group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ...naming.parameters import parts_of
+from ...naming.projection import Part
+from ...reports.check import Finding
+from ...text import listed, spans
+from .evidence import Evidence
+
+_LETTERS = {"query": "q", "key": "k", "value": "v"}
+_SHORT = re.compile(r"(?:lora)?[abw]?([qkv])")
+"""A word of a name that says a side in one letter: `q`, `bq`, `loraq`."""
+
+
+def factors_elsewhere(evidence: Evidence) -> Iterator[Finding]:
+    """Yield factors that are named for one side and are added to the rows of others, each once."""
+    told: set[str] = set()
+    for parts, _ in parts_of(evidence.run):
+        by_name: dict[str, list[Part]] = {}
+        for part in parts:
+            if part.kind == "added factor" and part.heads and not part.is_shared:
+                by_name.setdefault(part.parameter.name, []).append(part)
+        for name, reached in by_name.items():
+            side = _side_in(name)
+            if not side or name in told or {part.letter for part in reached} <= {side}:
+                continue
+            told.add(name)
+            yield Finding(
+                "parameters",
+                f"{name} is named for {side}, and is added to {listed(list(map(_rows, reached)))}.",
+                "Its rows were followed to the heads. Rows of a packed weight may lie by group instead of [q | k | v].",
+                sure=False,
+            )
+
+
+def _side_in(name: str) -> str:
+    """Return the side that a name says: `q` for `attn.lora_q` and `bq`; empty if it says none, or several."""
+    said = set()
+    for word in re.split(r"[._]", name.casefold()):
+        short = _SHORT.fullmatch(word)
+        if word in _LETTERS or short is not None:
+            said.add(_LETTERS.get(word) or (short[1] if short is not None else ""))
+    return said.pop() if len(said) == 1 else ""
+
+
+def _rows(part: Part) -> str:
+    """Return the heads of a side: `W_k of head 0`."""
+    heads = sorted(part.heads)
+    return f"W_{part.letter} of head{'' if len(heads) == 1 else 's'} {spans(heads)}"
