@@ -23,11 +23,8 @@ class OfTorch(nn.Module):
         self.attention = nn.MultiheadAttention(WIDTH, heads, batch_first=batch_first)
 
     def forward(self, x: Tensor, attn_mask: Tensor) -> Tensor:
-        if self.by_item:
-            attn_mask = attn_mask.repeat_interleave(self.heads, 0)
-        else:
-            attn_mask = attn_mask.repeat(self.heads, 1, 1)
-        return self.attention(x, x, x, attn_mask=attn_mask)[0]
+        repeated = attn_mask.repeat_interleave(self.heads, 0) if self.by_item else attn_mask.repeat(self.heads, 1, 1)
+        return self.attention(x, x, x, attn_mask=repeated)[0]
 
 
 class Plain(nn.Module):
