@@ -348,7 +348,10 @@ def _pruned(
     expected: Mapping[str, tuple[int, ...]],
     stored: Mapping[str, tuple[int, ...]],
 ) -> dict[int, Pruned]:
-    """Return the attentions of a run of which a file has fewer heads, by their place; `stored` has the file's shapes."""
+    """Return the attentions of a run of which a file has fewer heads, by their place.
+
+    `expected` has the shapes of the module, `stored` those of the file.
+    """
     others = {name: shape for name, shape in stored.items() if shape != expected[name]}
     found: dict[int, Pruned] = {}
     for place, ((attention, _), of_attention) in enumerate(zip(run.attentions, parts, strict=True)):
