@@ -66,6 +66,8 @@ class Role:
     """The dimension that has the features of the heads."""
     part: str = ""
     """What its name calls it: `W_q`, `b_qkv`; empty for other purposes."""
+    blocks: tuple[HeadSlice, ...] = ()
+    """The rows and columns of each part, as of one head; empty if parts lie head by head, or their order is unknown."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,9 @@ def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any],
         elif owner.width(part) == sum(widths[letter] for letter in part[2:]):
             by_group = False if len(part) == 3 else _is_by_group(tensor.word, config)
             layout = _Layout(owner, part, widths, heads, kv_heads, by_group)
-            roles[tensor.name] = Role(layout.pattern(), layout.text(), layout.slices(), owner.axis(part), part)
+            roles[tensor.name] = Role(
+                layout.pattern(), layout.text(), layout.slices(), owner.axis(part), part, layout.blocks()
+            )
     roles |= {name: Role("", text) for name, text in owner.other_roles.items()}
     stored = StoredAttention(owner.path, tuple(roles), heads, kv_heads, head_dim, fits if heads is None else ())
     return NamedAttention(stored, roles)
@@ -312,6 +316,19 @@ class _Layout(NamedTuple):
                 bounds = [(start, start + width) if dim == axis else (0, size) for dim, size in enumerate(shape)]
                 slices.append(HeadSlice(head, f"{self.part[0]}_{letter}", bounds[0], (*bounds, None)[1]))
         return tuple(slices)
+
+    def blocks(self) -> tuple[HeadSlice, ...]:
+        """Return the rows and columns of each part; empty if they lie head by head, or their order is unknown."""
+        if self.by_group is not False:
+            return ()
+        shape, axis, letters = self.owner.parts[self.part].shape, self.owner.axis(self.part), self.part[2:]
+        blocks = []
+        for letter, bound in zip(
+            letters, pairwise(accumulate((self.widths[x] for x in letters), initial=0)), strict=True
+        ):
+            bounds = [bound if dim == axis else (0, size) for dim, size in enumerate(shape)]
+            blocks.append(HeadSlice(0, f"{self.part[0]}_{letter}", bounds[0], (*bounds, None)[1]))
+        return tuple(blocks)
 
 
 @cache

@@ -6,6 +6,8 @@ from torch import Tensor
 
 NEAR = 0.01
 """Relative differences below this are of rounding: steps of a ladder differ by more."""
+_FEWEST_KEYS = 3
+"""The smallest number of keys whose steps show a slope: any two numbers differ by one step."""
 
 
 def slopes_in(scores: Tensor, masked: Tensor, seen: Tensor) -> list[float]:
@@ -16,6 +18,8 @@ def slopes_in(scores: Tensor, masked: Tensor, seen: Tensor) -> list[float]:
         masked: the same after it.
         seen: which keys a query sees, a bool `batch heads query key`.
     """
+    if scores.shape[-1] < _FEWEST_KEYS:
+        return []
     both = seen[..., 1:] & seen[..., :-1]  # batch heads query key
     added = masked.double() - scores.double()
     steps = (added[..., 1:] - added[..., :-1]).abs()

@@ -310,7 +310,8 @@ def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     """Return a sentence if a mask of 0 and 1 is added to the scores; its numbers are in `leaves` or in a kept run."""
     added = {tensor.id for masks in run.read_once(_added_masks) for tensor in masks}
     for value in (leaves[number] for number in leaves.keys() & added):
-        if not value.is_meta and bool(((value == 0) | (value == 1)).all()) and bool((value == 1).any()):
+        # Ones alone change no weight: a bias may start as ones.
+        if not value.is_meta and torch.unique(value.float()).tolist() == [0.0, 1.0]:
             return (
                 "The mask has the numbers 0 and 1 and is added to the scores, so it masks out no key. "
                 "Use bool, or -inf for each masked key.",

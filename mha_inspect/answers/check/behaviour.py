@@ -24,6 +24,7 @@ from ...reports.check import Finding
 from ...text import listed, plural
 from .arguments import Source, batch_axis_of
 from .evidence import Evidence, NotPossibleError, UndeclaredError
+from .item_masks import masks_of_other_items
 from .replay import SIDES, Factor, LostError, factors_of
 from .sight import SeenKeys
 from .slots import slots
@@ -67,7 +68,7 @@ def _fill_a_cache(evidence: Evidence, writes: list[Op]) -> bool:
 
 
 def batch(evidence: Evidence) -> Iterator[Finding]:
-    """Yield batch items whose tokens change the outputs of other items."""
+    """Yield batch items whose tokens or masks change the outputs of other items."""
     source = evidence.source
     if source.batch is None:
         raise NotPossibleError("the input has no batch")
@@ -80,7 +81,11 @@ def batch(evidence: Evidence) -> Iterator[Finding]:
     for place, changed in evidence.reach_of_others.items() if not findings else ():
         further = evidence.sources[place]
         same = further.rows == source.rows  # of a table of pairs, the first dimension is no batch
-        yield from _leaks(evidence, {further.length // 2: changed}, further) if same else ()
+        leaks = list(_leaks(evidence, {further.length // 2: changed}, further)) if same else []
+        findings += leaks
+        yield from leaks
+    if not findings:
+        yield from masks_of_other_items(evidence)
 
 
 def _leaks(evidence: Evidence, reach: Mapping[int, Tensor], source: Source) -> Iterator[Finding]:

@@ -401,7 +401,7 @@ def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> t
             "Use masked_fill(mask == 0, float('-inf')).",
         )
     for value in values if name in ("add", "sub") else ():
-        known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 3 else []
+        known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 1 else []
         number = sum(known) if len(known) == 2 and 0.0 in known else 0.0
         bonus = -number if name == "sub" else number
         if value is not None and _STRONG <= bonus < math.inf and _weighs(weights, value != 0):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
@@ -20,6 +20,7 @@ from ...record.rounding import distances, parts, same_bits
 from ...reports.diff import CheckpointDiffReport, CheckpointSide, PartPair, RowOrder, TensorPair, TensorVerdict
 from ...reports.params import StoredName
 from ...text import first_few, listed, percent, plural, shown, spans
+from .exchanged import Exchange, as_one_head, exchange_sentences, find_exchanged
 from .params import numbers_of
 from .reordered import Reordered, is_reordered, order_words, reordered
 from .transposed import is_transposed
@@ -47,25 +48,32 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
     pairs, of_parts, unknown = [*same_name.values()], list[PartPair](), 0
     found: list[Reordered] = []
     shown_count: int | None = None
+    exchanged: list[Exchange] = []
     for attention, other in _paired(ours, theirs):
         names = attention.stored.parameters
         if {*names} == {*other.stored.parameters} and all(same_name[name].verdict in _SAME for name in names):
             continue
+        of_attention = find_exchanged(attention, other, ours.tensors, theirs.tensors)
+        exchanged += of_attention
         count = attention.stored.num_heads or other.stored.num_heads or shown_count
-        if count is None:
+        if count is None and not of_attention:
             count = shown_count = _count_of_orders(attention, other, ours, theirs, same_name)
         both = attention, other
         if count is not None:
             both = ours.with_heads(attention, count), theirs.with_heads(other, count)
-        orders = _reordered(*both, ours, theirs, same_name)
+        # Exchanged parts of one tensor are also its rows in another order: the exchange says more.
+        orders = [] if of_attention else _reordered(*both, ours, theirs, same_name)
         found += orders
         if count is None:
-            unknown += not orders
+            whole = _whole_parts(attention, other, ours, theirs, same_name, orders)
+            pairs += _renamed(as_one_head(attention), as_one_head(other), whole, ours, theirs)
+            are_same = bool(whole) and all(verdict in _SAME for verdict in whole.values())
+            unknown += not (are_same or orders or of_attention)
             continue
         compared = _parts(*both, ours, theirs, _known_parts(*both, same_name, orders))
         of_parts += compared
         pairs += _renamed(*both, {part.part: part.verdict for part in compared}, ours, theirs)
-    pairs = _with_orders(pairs, found, ours, theirs)
+    pairs = [_with_exchange(pair, exchanged) for pair in _with_orders(pairs, found, ours, theirs)]
     pairs += _moved(ours, theirs, {pair.name for pair in pairs}, {pair.other for pair in pairs})
     only_left = _absent(ours, {pair.name for pair in pairs})
     only_right = _absent(theirs, {pair.other for pair in pairs})
@@ -88,7 +96,7 @@ def diff_of_checkpoints(left: Path, right: Path, *, num_heads: int | None = None
         tuple(notes),
         (),
     )
-    return replace(report, answer=tuple(_answer(report)))
+    return replace(report, answer=tuple(_answer(report, exchanged)))
 
 
 @dataclass(frozen=True)
@@ -173,6 +181,25 @@ def _parts(
             differences = tuple(_distance(*heads).relative for heads in zip(ours[part], theirs[part], strict=True))
         pairs.append(PartPair(*paths, part, verdict, differences))
     return sorted(pairs, key=lambda pair: (pair.part[0], "qkvo".find(pair.part[-1])))
+
+
+def _whole_parts(
+    attention: NamedAttention,
+    other: NamedAttention,
+    left: _Side,
+    right: _Side,
+    same_name: Mapping[str, TensorPair],
+    orders: Iterable[Reordered],
+) -> dict[str, TensorVerdict]:
+    """Return the verdict of each part of two attentions whose number of heads is unknown.
+
+    Empty if both have the same tensors: the names pair them already.
+    """
+    if {*attention.stored.parameters} == {*other.stored.parameters}:
+        return {}
+    both = as_one_head(attention), as_one_head(other)
+    compared = _parts(*both, left, right, _known_parts(*both, same_name, orders))
+    return {part.part: part.verdict for part in compared}
 
 
 def _has_unknown(role: Role, known: Mapping[str, TensorVerdict]) -> bool:
@@ -329,15 +356,33 @@ def _renamed(
         shared.setdefault((ours[part], theirs[part]), []).append(part)
     for names, of_names in shared.items():
         verdict = max((verdicts[part] for part in of_names), key=_WORSE.index)
-        note = "transposed" if attention.roles[names[0]].axis != other.roles[names[1]].axis else ""
+        is_turned = attention.roles[names[0]].axis != other.roles[names[1]].axis
+        note = "transposed" if is_turned else ""
         for side, (packed, apart) in enumerate((("left", "right"), ("right", "left"))):
             pieces = [parts for pair, parts in shared.items() if pair[side] == names[side]]
             if len(pieces) > 1:
-                letters = sorted((part[-1] for parts in pieces for part in parts), key="qkv".find)
-                note = f"{listed(letters)} are in one tensor on the {packed}, in several on the {apart}"
-        if note and verdict in _SAME:
+                every = [part for parts in pieces for part in parts]
+                are_same = all(verdicts[part] in _SAME for part in every)
+                note = _packing(every, packed, apart, len(pieces), same=are_same)
+        if is_turned and verdict in _SAME:
             verdict = "same, permuted"
         yield replace(_beside(*names, left, right), verdict=verdict, note=note)
+
+
+def _packing(parts: Iterable[str], packed: str, apart: str, count: int, *, same: bool) -> str:
+    """Return where parts are together and where they are apart: `q, k and v are in one tensor on the left and …`."""
+    letters = listed(sorted((part[-1] for part in parts), key="qkv".find))
+    words = "the same, in" if same else "in"
+    number = {2: "two", 3: "three"}.get(count, str(count))
+    return f"{letters} are {words} one tensor on the {packed} and in {number} on the {apart}"
+
+
+def _with_exchange(pair: TensorPair, exchanged: Iterable[Exchange]) -> TensorPair:
+    """Return a pair of tensors that differ, with the exchange of the parts that they have."""
+    for each in exchanged:
+        if pair.verdict == "differs" and pair.name in each.names and pair.other in each.others:
+            return replace(pair, note=", ".join(filter(None, (pair.note, each.words()))))
+    return pair
 
 
 def _moved(left: _Side, right: _Side, named: Collection[str], others: Collection[str]) -> Iterator[TensorPair]:
@@ -368,7 +413,7 @@ def _absent(side: _Side, names: Collection[str]) -> tuple[StoredName, ...]:
 # -- the answer -------------------------------------------------------------------------------------------------------
 
 
-def _answer(report: CheckpointDiffReport) -> Iterator[str]:
+def _answer(report: CheckpointDiffReport, exchanged: Sequence[Exchange]) -> Iterator[str]:
     """Yield sentences: whether both are the same, and what differs."""
     verdicts = Counter(pair.verdict for pair in report.tensors)
     number = len(report.tensors)
@@ -394,11 +439,14 @@ def _answer(report: CheckpointDiffReport) -> Iterator[str]:
     if beside:
         yield f"{listed(beside)}."
     times = Counter(name for pair in report.tensors for name in (("left", pair.name), ("right", pair.other)))
-    packed = (pair for pair in report.tensors if times["left", pair.name] > 1 or times["right", pair.other] > 1)
-    for note in dict.fromkeys(pair.note for pair in packed):
+    packed = [pair for pair in report.tensors if times["left", pair.name] > 1 or times["right", pair.other] > 1]
+    for note in dict.fromkeys(pair.note for pair in packed) if not exchanged else ():
         yield f"{note[0].upper()}{note[1:]}."
+    yield from exchange_sentences(exchanged)
     yield from _orders(report.tensors)
-    yield from _most_changed([part for part in report.parts if part.part.startswith("W") and part.differences])
+    known = {(each.module, part) for each in exchanged for part in each.parts}
+    changed = (part for part in report.parts if (part.left, part.part) not in known)
+    yield from _most_changed([part for part in changed if part.part.startswith("W") and part.differences])
 
 
 def _orders(pairs: Iterable[TensorPair]) -> Iterator[str]:

@@ -18,12 +18,15 @@ from ...files.tensors import StoredTensor, read_stored
 from ...reports.common import Environment, LayerInfo
 from ...reports.params import LikeModule, Parameter, ParametersTotal, ParamsReport, StoredAttention, StoredName
 from ...text import first_few, first_line, listed, plural, shown, spans
+from .pruned import Pruned, pruned_in, pruned_notes, with_kept_heads
+from .stacked import Stacked, find_stacked, stacked_notes
 from .transposed import Transposed, find_transposed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from ...layers.spec import Show
+    from ...naming.named_run import NamedRun
     from ...naming.parameter_words import ParameterRole
     from ...naming.projection import Projection
     from ...running.subject import Subject
@@ -265,11 +268,13 @@ def _by_run(checkpoint: Checkpoint, num_heads: int | None, beside: Subject | nn.
         transposed=tuple(StoredName(name, tensors[name].shape, shapes[names[name]]) for name in transposed.names),
     )
     stored_buffers = {name: tensors[name].numel for name, of in names.items() if of in buffers}
+    to_split, to_join = _restacked(tensors, inner, shapes)
     further = [
+        *stacked_notes(to_split, to_join, label),
         *_about_transposed(transposed, tensors, label),
         *_about_buffers(stored_buffers, label, sum(tensor.numel for tensor in tensors.values())),
     ]
-    loads = not transposed.names and not like.wrong_shape
+    loads = not (transposed.names or like.wrong_shape or to_split or to_join)
     as_linear = _with_linears_turned(checkpoint, transposed)
     by_names = _by_names(as_linear, num_heads, fits=loads)
     if run is None:
@@ -279,35 +284,81 @@ def _by_run(checkpoint: Checkpoint, num_heads: int | None, beside: Subject | nn.
     stored = by_names.attentions if checkpoint.config else ()
     counts = {attention.module: attention.num_heads for attention in stored}
     in_file = {of: name for name, of in names.items() if name in fits or name in transposed.names}
+    of_run, parts_of_run = roles_of(run, module), projections(run)
+    without_heads = _pruned(run, parts_of_run, of_run, shapes, {of: tensors[name].shape for name, of in names.items()})
+    trimmed = {of: each for each in without_heads.values() for of in each.parameters}
+    in_file |= {of: name for name, of in names.items() if of in trimmed}
     parameters = {id(parameter): of for of, parameter in module.named_parameters()}
     for name, of in fits.items():  # a tied tensor gets the name that it has in the run
         in_file.setdefault(parameters.get(id(state[of]), of), name)
     roles: dict[str, ParameterRole] = {}
-    for of, role in roles_of(run, module).items():
+    for of, role in of_run.items():
         if of in in_file:
             name = in_file[of]
+            if of in trimmed:
+                role = with_kept_heads(role, trimmed[of])
             roles[name] = role.transposed() if name in transposed.names else role
     notes = [f"Roles come from a run of {label}."]
     if not run.attentions:
         notes.append("No attention was found in that run.")
     attentions = []
-    for (attention, axes), parts in zip(run.attentions, projections(run), strict=True):
+    for place, ((attention, axes), parts) in enumerate(zip(run.attentions, parts_of_run, strict=True)):
         used = dict.fromkeys(in_file[of] for part in parts for of in part.parameters if of in in_file)
         path = attention.module.removeprefix(prefix[1:]) if prefix[:1] == "-" else prefix + attention.module
         path, sizes = path.rstrip("."), (axes.num_heads, axes.num_kv_heads, axes.head_dim)
-        attentions.append(StoredAttention(path, tuple(used), *sizes, _fitting(parts)))
+        fitting = _fitting(parts)
+        if place in without_heads:
+            kept = without_heads[place].kept
+            sizes, fitting = (kept, kept, axes.head_dim), ()
+        attentions.append(StoredAttention(path, tuple(used), *sizes, fitting))
         if counts.get(path) not in (None, axes.num_heads):
             notes.append(f"{shown(path)} has {axes.num_heads} heads in {label}, but {counts[path]} in config.json.")
     if any(len(attention.fits) > 1 for attention in attentions):
         notes.append(f"Head counts are from {label}.")
         if loads:
             notes.append("Every head count that fits would load without an error.")
+    notes += pruned_notes([*without_heads.values()], label)
+    packed = {each.packed for each in to_split}
+    roles_of_packed = {name: by_names.roles[name] for name, of in inner.items() if of in packed}
+    stored_roles = {name: _stored_role(role, is_transposed=name in transposed.names) for name, role in roles.items()}
     return Known(
         tuple(attentions),
-        {name: _stored_role(role, is_transposed=name in transposed.names) for name, role in roles.items()},
+        roles_of_packed | stored_roles,
         (*notes, *further),
         like,
     )
+
+
+def _restacked(
+    tensors: Mapping[str, StoredTensor], inner: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Stacked], list[Stacked]]:
+    """Return the tensors of a file to split for a module, and those to join, by their names in the module.
+
+    `inner` has the name in the module of each tensor of the file, `shapes` the shapes of the module.
+    """
+    in_file = {inner[name]: tensor for name, tensor in tensors.items()}
+    in_module = {name: StoredTensor(shape, "float32", 0, None) for name, shape in shapes.items()}
+    return find_stacked(in_file, in_module), find_stacked(in_module, in_file)
+
+
+def _pruned(
+    run: NamedRun,
+    parts: Sequence[list[Projection]],
+    roles: Mapping[str, ParameterRole],
+    expected: Mapping[str, tuple[int, ...]],
+    stored: Mapping[str, tuple[int, ...]],
+) -> dict[int, Pruned]:
+    """Return the attentions of a run of which a file has fewer heads, by their place.
+
+    `expected` has the shapes of the module, `stored` those of the file.
+    """
+    others = {name: shape for name, shape in stored.items() if shape != expected[name]}
+    found: dict[int, Pruned] = {}
+    for place, ((attention, _), of_attention) in enumerate(zip(run.attentions, parts, strict=True)):
+        pruned = pruned_in(attention.module, of_attention, roles, expected, others) if others else None
+        if pruned is not None:
+            found[place] = pruned
+    return found
 
 
 def _stored_role(role: ParameterRole, *, is_transposed: bool) -> Role:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from mha_inspect.answers.check.check import check
 from mha_inspect.answers.check.intent import Intent
+from mha_inspect.answers.trace import traced
+from mha_inspect.layers.spec import Show
 from mha_inspect.reports.check import CheckReport
 from mha_inspect.running.subject import Subject
 
@@ -94,3 +96,29 @@ def test_the_form_that_ran_is_said_with_the_reason_for_the_one_that_raised() -> 
 
 def test_a_first_form_that_runs_is_said_alone() -> None:
     assert f"mask ran as bool [2, {LENGTH}]." in checked(Right(), 2, declared=True).notes
+
+
+def with_float_padding(width: int, heads: int, mask: list[list[float]]) -> Subject:
+    """A layer of torch with a padding mask of numbers, which it adds to the scores."""
+    torch.manual_seed(0)
+    padding = torch.tensor(mask)
+    x = torch.randn(len(padding), padding.shape[1], width)
+    layer = nn.MultiheadAttention(width, heads, batch_first=True)
+    return Subject(layer.eval(), (x, x, x), {"key_padding_mask": padding})
+
+
+@pytest.mark.parametrize(("width", "heads"), [(1, 1), (8, 1), (32, 4)])
+@pytest.mark.parametrize("mask", [[[0.0, 1.0]], [[0.0, 0.0, 1.0]], [[0.0, 0.0], [0.0, 1.0]], [[1.0, 1.0]]])
+def test_zeros_and_ones_that_are_added_are_found_in_any_size(width: int, heads: int, mask: list[list[float]]) -> None:
+    subject = with_float_padding(width, heads, mask)
+    findings = check(subject).findings
+    judged, _ = traced(subject, Show(), keep=False, judge=True)
+    has_zeros = any(0.0 in row for row in mask)
+    assert [each.sentence.startswith("The mask is added as zeros and ones") for each in findings] == [True] * has_zeros
+    assert bool(judged.findings) is has_zeros
+    assert has_zeros or not any("masks out no key" in note for note in judged.notes)
+
+
+def test_a_mask_of_zeros_and_ones_has_no_slopes() -> None:
+    report = check(with_float_padding(32, 4, [[0.0, 1.0]]))
+    assert "slopes by head" not in {fact.name for fact in report.facts}

@@ -111,13 +111,14 @@ def test_one_tensor_of_all_parts_against_one_for_each(tmp_path, turned):
     sides = (packed(), apart(packed()))[:: -1 if turned else 1]
     where = ("right", "left") if turned else ("left", "right")
     report = compared(tmp_path, *sides, left_config=None, right_config=None, num_heads=4)
-    words = f"q, k and v are in one tensor on the {where[0]}, in several on the {where[1]}"
+    words = f"q, k and v are the same, in one tensor on the {where[0]} and in three on the {where[1]}"
     assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
     pairs = {(one.name, one.other)[:: -1 if turned else 1]: (one.verdict, one.note) for one in report.tensors}
     whole = {f"h.0.attn.c_attn.{kind}": f"h.0.attn.{n}_proj.{kind}" for kind in ("weight", "bias") for n in "q"}
     assert pairs.pop(("h.0.attn.c_proj.weight", "h.0.attn.o_proj.weight")) == ("same, permuted", "transposed")
     expected = {(name, other.replace("q_proj", f"{n}_proj")) for name, other in whole.items() for n in "qkv"}
-    assert pairs == dict.fromkeys(expected, ("same, permuted", words))
+    verdicts = {name: "same, permuted" if "weight" in name else "same bits" for name, _ in expected}
+    assert pairs == {names: (verdicts[names[0]], words) for names in expected}
     assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
 
 
@@ -129,7 +130,7 @@ def test_one_tensor_of_keys_and_values_against_one_for_each(tmp_path):
     left["a.to_kv.weight"] = torch.cat([right["a.to_k.weight"], right["a.to_v.weight"]])
     report = compared(tmp_path, left, right, left_config=None, right_config=None, num_heads=3)
     assert (report.only_left, report.only_right) == ((), ())
-    assert report.answer[-1] == "K and v are in one tensor on the left, in several on the right."
+    assert report.answer[-1] == "K and v are the same, in one tensor on the left and in two on the right."
 
 
 def test_a_head_that_changed_on_the_way_into_several_tensors(tmp_path):

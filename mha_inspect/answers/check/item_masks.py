@@ -1,0 +1,100 @@
+"""Find a mask of one batch item that reaches another item: a run in which item 0 has the mask of another item.
+
+    attn_mask.repeat(heads, 1, 1)        # for scores of (batch heads): repeat_interleave(heads, 0)
+
+Only masks that differ between the items are changed: one mask for all items is right wherever it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ...record.ops import Op
+from ...reports.check import Finding
+from .arguments import CACHES
+from .evidence import OTHER_SIZES, Evidence, RaisedError
+
+_LAYOUTS = {
+    "(batch heads) query key": "mask.repeat_interleave(heads, 0) for scores of (batch heads) query key",
+    "(heads batch) query key": "mask.repeat(heads, 1, 1) for scores of (heads batch) query key",
+    "batch heads query key": "mask[:, None] for scores of batch heads query key",
+}
+"""How a mask of `batch query key` is laid over scores, by their axes."""
+
+
+def masks_of_other_items(evidence: Evidence) -> Iterator[Finding]:
+    """Yield the first argument whose entry for batch item 0 changes the output of another item."""
+    for name, given in evidence.values.items():
+        if not isinstance(given, Tensor) or not _is_by_item(evidence, name, given):
+            continue
+        other = _other_mask(given)
+        if other is None:
+            continue
+        changed = given.clone()
+        changed[0] = given[other]
+        try:
+            output = evidence.output_with({name: changed})
+        except RaisedError:
+            continue
+        moved = evidence.differences(output, times=OTHER_SIZES)[1:].amax(1)
+        if bool((moved > 0).any()):
+            yield _finding(evidence, name, other, moved)
+            return
+
+
+def _is_by_item(evidence: Evidence, name: str, given: Tensor) -> bool:
+    """Return whether an argument is `batch query key` or `batch heads query key`, by its sizes.
+
+    With as many heads as items, the three dimensions of a mask may be `heads query key`.
+    """
+    named = {known for source in evidence.sources for known in source.names}
+    if name in named or name in CACHES or name == evidence.intent.cache or given.is_meta or given.is_complex():
+        return False
+    if given.dim() not in (3, 4) or given.shape[0] != evidence.source.rows:
+        return False
+    heads = {count for _, names in evidence.run.attentions for count in (names.num_heads, names.num_kv_heads)}
+    if given.dim() == 3 and given.shape[0] in heads:
+        return False
+    return any(_fits(given, sight.queries, sight.keys) for sight in evidence.sights)
+
+
+def _fits(given: Tensor, queries: int, keys: int) -> bool:
+    return given.shape[-1] == keys > 1 and given.shape[-2] in (1, queries)
+
+
+def _other_mask(given: Tensor) -> int | None:
+    """Return the first item whose mask is not that of item 0; None if all items have one mask."""
+    return next((item for item in range(1, len(given)) if not torch.equal(given[item], given[0])), None)
+
+
+def _finding(evidence: Evidence, name: str, other: int, moved: Tensor) -> Finding:
+    """Return the fault; `moved` is the change of the output by item, from item 1 on."""
+    items = moved.nonzero().flatten()
+    first = int(items[0])
+    repeat = _repeat_of(evidence, name)
+    layout = next((sight.layout for sight in evidence.sights if sight.masked), "")
+    fix = f"Give the mask its place: {_LAYOUTS[layout]}." if layout in _LAYOUTS else ""
+    if repeat is not None:
+        fix = f"Use {name}.repeat_interleave(heads, 0): the heads of one item are neighbours."
+    return Finding(
+        "batch",
+        f"The {name} of one batch item changes the output of another.",
+        f"With the {name} of item {other} given to item 0 too, the output of item {first + 1} changes by "
+        f"{float(moved[first]):.3g}. It changes {len(items)} of the {len(moved)} other items.",
+        source=evidence.mask_line if repeat is None else repeat.source,
+        fix=fix,
+    )
+
+
+def _repeat_of(evidence: Evidence, name: str) -> Op | None:
+    """Return the operation that repeats an argument along its first dimension; None if there is none."""
+    graph = evidence.run.graph
+    given = {named.tensor.id for named in graph.recording.inputs if named.name == name}
+    for op in graph.recording.ops:
+        is_of_mask = op.base_name == "repeat" and op.inputs and graph.before_moves(op.inputs[0]).id in given
+        if is_of_mask and op.output.shape[:1] != op.inputs[0].shape[:1]:
+            return op
+    return None

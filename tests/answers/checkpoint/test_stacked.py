@@ -1,0 +1,126 @@
+"""Queries, keys and values stacked in one tensor on one side, and in three tensors on the other."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from mha_inspect.answers.checkpoint.diff import diff_of_checkpoints
+from mha_inspect.answers.checkpoint.params import params_of_checkpoint
+from mha_inspect.reports.diff import CheckpointDiffReport
+from mha_inspect.running.subject import Subject
+
+from ...fuzz.files import saved
+
+WIDTH, HEADS = 24, 4
+Weights = dict[str, Tensor]
+APART = "q, k and v are the same, in one tensor on the {} and in three on the {}"
+
+
+class Apart(nn.Module):
+    """Attention with a projection for each of queries, keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj, self.out_proj = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        projected = (side(x) for side in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (side.unflatten(-1, (HEADS, -1)).transpose(1, 2) for side in projected)
+        return self.out_proj(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def stacked() -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"in_proj_weight": (3 * WIDTH, WIDTH), "in_proj_bias": (3 * WIDTH,)}
+    sizes |= {"out_proj.weight": (WIDTH, WIDTH), "out_proj.bias": (WIDTH,)}
+    return {name: torch.randn(size, generator=generator) for name, size in sizes.items()}
+
+
+def split(weights: Weights, order: str = "qkv") -> Weights:
+    """Return the weights with a tensor for each letter; `order` is that of the blocks that they are taken from."""
+    apart = {name: own for name, own in weights.items() if "in_proj" not in name}
+    for kind, letter, block in itertools.product(("weight", "bias"), "qkv", range(3)):
+        if order[block] == letter:
+            apart[f"{letter}_proj.{kind}"] = weights[f"in_proj_{kind}"].chunk(3)[block].clone()
+    return apart
+
+
+def diffed(folder: Path, left: Weights, right: Weights, num_heads: int | None) -> CheckpointDiffReport:
+    files = [saved(folder / side / "model.safetensors", own, None) for side, own in (("left", left), ("right", right))]
+    return diff_of_checkpoints(*files, num_heads=num_heads)
+
+
+@pytest.mark.parametrize("num_heads", [None, HEADS])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_split_is_the_same_without_a_head_count(tmp_path: Path, num_heads: int | None, turned: bool) -> None:
+    sides = (stacked(), split(stacked()))[:: -1 if turned else 1]
+    report = diffed(tmp_path, *sides, num_heads)
+    words = APART.format(*("right", "left") if turned else ("left", "right"))
+    assert (report.outcome, report.only_left, report.only_right, report.notes) == ("same", (), (), ())
+    assert {pair.verdict for pair in report.tensors} == {"same bits"}
+    assert {pair.note for pair in report.tensors if "out" not in pair.name} == {words}
+    assert report.answer[-1] == f"{words[0].upper()}{words[1:]}."
+
+
+@pytest.mark.parametrize("num_heads", [None, HEADS])
+@pytest.mark.parametrize("sides", ["packed left", "packed right", "apart"])
+def test_exchanged_keys_and_values_are_named(tmp_path: Path, num_heads: int | None, sides: str) -> None:
+    wrong, right = split(stacked(), "qvk"), split(stacked())
+    left, other = {
+        "packed left": (stacked(), wrong),
+        "packed right": (wrong, stacked()),
+        "apart": (right, wrong),
+    }[sides]
+    report = diffed(tmp_path, left, other, num_heads)
+    assert (report.outcome, report.only_left, report.only_right) == ("differs", (), ())
+    said = "K and v are exchanged: W_k on the left is W_v on the right, and W_v on the left is W_k on the right."
+    assert said in report.answer
+    assert said.replace("W_", "b_") in report.answer
+    assert not [line for line in report.answer if "changed most" in line]
+
+
+def test_a_changed_block_is_not_an_exchange(tmp_path: Path) -> None:
+    other = split(stacked())
+    other["k_proj.weight"] = other["k_proj.weight"] * 1.5
+    report = diffed(tmp_path, stacked(), other, None)
+    assert [pair.other for pair in report.tensors if pair.verdict == "differs"] == ["k_proj.weight"]
+    assert not [line for line in report.answer if "exchanged" in line]
+    assert any("head count" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("prefix", ["", "layer."])
+@pytest.mark.parametrize("runs", [False, True])
+def test_a_stacked_file_for_a_module_of_three_is_split(tmp_path: Path, prefix: str, runs: bool) -> None:
+    weights = {f"{prefix}{name}": own for name, own in stacked().items()}
+    module = Apart()
+    like = Subject(module, (torch.randn(2, 5, WIDTH),), {}) if runs else module
+    report = params_of_checkpoint(saved(tmp_path / "model.safetensors", weights, None), like=like)
+    role = {each.name: each.role for each in report.parameters}[f"{prefix}in_proj_weight"]
+    assert role == "W_q, W_k, W_v stacked: rows 0–23, 24–47, 48–71"
+    (note,) = [note for note in report.notes if "in_proj_weight" in note]
+    line = note.partition("To split it: ")[2]
+    state = {name.removeprefix(prefix): own for name, own in weights.items()}
+    for kind in ("weight", "bias"):
+        exec(line.replace("weight", kind), {"state": state})
+    assert all(torch.equal(state[name], own) for name, own in split(stacked()).items())
+    module.load_state_dict(state)
+
+
+def test_three_tensors_for_a_module_that_stacks_them_are_joined(tmp_path: Path) -> None:
+    path = saved(tmp_path / "model.safetensors", split(stacked()), None)
+    report = params_of_checkpoint(path, like=nn.MultiheadAttention(WIDTH, HEADS))
+    (note,) = [note for note in report.notes if "in_proj_weight" in note]
+    state = split(stacked())
+    exec(note.partition("To join them: ")[2], {"state": state, "torch": torch})
+    assert torch.equal(state["in_proj_weight"], stacked()["in_proj_weight"])
+
+
+def test_other_sizes_are_not_split(tmp_path: Path) -> None:
+    weights = stacked() | {"in_proj_weight": torch.randn(3 * WIDTH, 2 * WIDTH)}
+    report = params_of_checkpoint(saved(tmp_path / "model.safetensors", weights, None), like=Apart())
+    assert not [note for note in report.notes if "in_proj_weight" in note]
