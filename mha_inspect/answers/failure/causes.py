@@ -47,6 +47,8 @@ CAUSES = (
 )
 """The name of each cause."""
 
+_OF_WIDTHS = ("heads_do_not_divide", "wrong_head_dim", "wrong_width", "heads_not_joined", "view_sizes", "table_size")
+"""Causes that a width of the inputs may have."""
 _UNPACKED = r"values to unpack \(expected (?:at least )?(\d+)"
 Shape = tuple[int, ...]
 
@@ -63,12 +65,20 @@ class Suspect:
     fixes: tuple[Fix, ...] = ()
 
 
-def find_cause(facts: Facts) -> Cause | None:
-    """Return the first cause that the facts show, with the fixes that run; None if there is none."""
+def find_cause(facts: Facts, drawn_width: int = 0) -> Cause | None:
+    """Return the first cause that the facts show, with the fixes that run; None if there is none.
+
+    A width that was drawn because nothing in the module shows it is not the user's mistake: the fix is to give it.
+    """
     judges = (_arguments, _positions, _tables, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
     suspect = next(chain.from_iterable(judge(facts) for judge in (*judges, _edits)), None)
     if suspect is None:
         return None
+    drawn = [named.name for named in facts.reached.graph.recording.inputs if named.tensor.shape[-1:] == (drawn_width,)]
+    if drawn and suspect.name in _OF_WIDTHS and any(o.shape[-1:] == (drawn_width,) for o in facts.operands):
+        what = f"The width {drawn_width} was drawn by mha-inspect: nothing in the module shows it."
+        way = f"Give the width: --input-shape {drawn[0]}=2x10x512 with its own sizes."
+        return Cause(suspect.name, f"{suspect.explanation} {what}", way)
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
 
 
