@@ -26,6 +26,7 @@ from ...reports.trace import Cause
 from .edits import mismatches
 from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .head_counts import heads_clash
+from .padding_masks import as_padding
 from .positions import split_positions
 from .reached import ATTENTION, LAYERS, SDPA, behind_of
 from .tried import Edit, Fix, fix_that_runs, of_shape, resized, runs
@@ -166,6 +167,8 @@ def _kinds(facts: Facts) -> Iterator[Suspect]:
     mask, rule = facts.given("attn_mask"), ""
     if facts.base in LAYERS:
         masks = [o for o in (facts.given("key_padding_mask"), mask) if o is not None and _is_whole(o)]
+        # A mask of keys in the place of a mask of queries and keys: its dtype is the smaller mistake.
+        masks = [o for o in masks if o is not mask or not _is_mask_of_keys(facts, o)]
         if masks:
             mask = masks[0]
             rule = "The layer expects a boolean mask (True masks a key out) or a floating one (added to the scores)."
@@ -523,6 +526,15 @@ def _sequences(facts: Facts) -> Iterator[Suspect]:
         yield Suspect("lengths_differ", what, (Fix(_SAME_SEQUENCE, [(value, of_shape(shape))]),))
 
 
+def _is_mask_of_keys(facts: Facts, mask: Operand) -> bool:
+    """Return whether a mask is `batch key`, and could not be `query key`."""
+    query, key = facts.given("query"), facts.given("key")
+    if facts.attention is None or query is None or key is None:
+        return False
+    (batch, length), (_, key_length) = _lengths(facts, query), _lengths(facts, key)
+    return mask.shape == (batch, key_length) != (length, key_length)
+
+
 def _swapped(facts: Facts) -> list[tuple[Operand, Edit]]:
     """Return the edits that swap batch and sequence of what a layer is given."""
     given = [o for o in facts.operands if o.role in ("query", "key", "value", "src", "tgt") and len(o.shape) == 3]
@@ -671,11 +683,7 @@ def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[s
         split = f"; the layer expects {wanted}.", Fix(f"{mask.name}{expand}.flatten(0, 1)", flat)
         of_heads = [(mask, lambda tensor: tensor.repeat_interleave(heads, dim=0))]
         repeated = Fix(f"{mask.name}.repeat_interleave({heads}, dim=0)", of_heads)
-        moved = {"attn_mask": None, "key_padding_mask": mask.given.value}
-        of_keys = (
-            f", batch key; expected attn_mask {wanted}.",
-            Fix(f"pass it as key_padding_mask={mask.name}", settings=moved),
-        )
+        of_keys = f", batch key; expected attn_mask {wanted}.", as_padding(facts, mask)
         return (
             mask,
             scores,
