@@ -85,10 +85,10 @@ def _sequence_repeated(facts: Facts, left: Operand, right: Operand, times: int, 
     if place is None or rows is None:
         return None
     kind = "values" if right.part == "value" else "keys"
+    counts = f"{left.name} has {left.shape[heads]} heads and {right.name} has {right.shape[heads]}"
     what = (
-        f"{left.name} has {left.shape[heads]} heads and {right.name} has {right.shape[heads]}, with {right.shape[place]} "
-        f"{kind}: each of {rows.shape[place]} {kind} is there {times} times. The sequence was repeated {times} times "
-        "instead of the heads."
+        f"{counts}, with {right.shape[place]} {kind}: each of {rows.shape[place]} {kind} is there {times} times. "
+        f"The sequence was repeated {times} times instead of the heads."
     )
 
     def edit(tensor: Tensor) -> Tensor:

@@ -135,7 +135,7 @@ def test_other_clashes_are_not_of_heads() -> None:
     assert cause is None or "heads" not in cause.name
 
 
-# -- the sequence is repeated in the place of the heads -----------------------------------------------------------------
+# -- the sequence is repeated in the place of the heads ---------------------------------------------------------------
 
 
 def repeat_kv(x: Tensor, times: int) -> Tensor:
