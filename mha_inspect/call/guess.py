@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from inspect import Parameter
 from math import prod
 from typing import Any, get_origin, is_typeddict
@@ -18,11 +18,15 @@ from ..build.target import Target
 from ..build.vocabulary import ALIASES, Kind, plain
 from ..errors import InputError, SpecError
 from ..layers.spec import InputSpec
+from ..text import message_of
 from .call import Axis, Forward, Plan
 from .probe import Probed
 
 _UNUSUAL = 37
 """An unlikely width: a forward that accepts it does not depend on the width."""
+_WIDTH_NAME = re.compile("dim|hidden|width|embed|model|size|features|channels", re.IGNORECASE)
+_WIDEST, _TRIES = 1 << 14, 8
+"""The largest width to try, and the number of widths, where nothing shows the width."""
 _VOCABULARY = ("vocab_size", "n_vocab", "num_tokens", "num_embeddings", "vocabulary_size", "src_vocab_size")
 _CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
 _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
@@ -70,7 +74,8 @@ class Sizes:
         lazy = next((m for m in self.target.module.modules() if any(map(is_lazy, m.parameters(recurse=False)))), None)
         if lazy is None or any(self.forward.kind(name) in ("ids", "image") for name in self.forward.parameters):
             return ()
-        if (width := self._width("hidden")) == _UNUSUAL:
+        width = self._known_width("hidden")
+        if width is None:
             raise InputError(
                 f"{self.target.name} has lazy layers ({type(lazy).__name__}), which take any width. Give the width: "
                 f"--input-shape {next(iter(self.forward.parameters), 'x')}=2x10x512 with its own sizes."
@@ -79,11 +84,33 @@ class Sizes:
 
     def _width(self, kind: Kind) -> int:
         """Return the width of vectors of a kind, `_UNUSUAL` if unknown."""
+        return self._known_width(kind) or _UNUSUAL
+
+    def has_drawn_width(self, plan: Plan) -> bool:
+        """Return whether nothing in the target shows the width of a plan."""
+        is_vector = plan.kind not in ("ids", "image", "mask") and not plan.is_given
+        return is_vector and plan.axes[-1] == _UNUSUAL and self._known_width(plan.kind) is None
+
+    def possible_widths(self, error: Exception) -> list[int]:
+        """Return widths that the error of a run names, e.g. 4 · 8 of a view, then those among the target's settings.
+
+        Settings with a name of a width come first.
+        """
+        lists = re.findall(r"\[([-\d, ]+)\]", message_of(error))
+        shapes = [tuple(int(number) for number in re.findall(r"-?\d+", each)) for each in lists]
+        widths = [prod(shape[-count:]) for count in (2, 1, 3) for shape in shapes if min(shape[-count:], default=0) > 0]
+        settings = [item for source in self._sources() for item in source.items() if type(item[1]) is int]
+        named = sorted(settings, key=lambda item: _WIDTH_NAME.search(item[0]) is None)
+        usual = [size for _, size in named if 1 < size <= _WIDEST]
+        return [width for width in dict.fromkeys([*widths, *usual]) if width != _UNUSUAL][:_TRIES]
+
+    def _known_width(self, kind: Kind) -> int | None:
+        """Return the width of vectors of a kind; None if nothing in the target shows it."""
         flag = {"key": "kdim", "value": "vdim", "other": "kdim"}.get(kind, "embed_dim")
         named = (_first_int(source, *ALIASES[f]) for f in (flag, "embed_dim") for source in self._sources())
         linears = [m for m in self.target.module.modules() if isinstance(m, nn.Linear)]
         taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # in_features of lazy layers is 0
-        return next(filter(None, (*named, *taken)), _UNUSUAL)
+        return next(filter(None, (*named, *taken)), None)
 
     def _vocabulary(self) -> int:
         """Return the size of the vocabulary."""
@@ -184,7 +211,19 @@ def guessed_plans(
         evidence = probed.evidence[name]
         kind = chosen[name].kind if evidence.kind == "width" else evidence.kind
         chosen[name] = sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
-    return chosen
+    return chosen if probed.error is None else _with_width_that_runs(sizes, chosen, probed.error, run)
+
+
+def _with_width_that_runs(
+    sizes: Sizes, plans: dict[str, Plan], error: Exception, run: Callable[[Mapping[str, Plan], bool], Probed]
+) -> dict[str, Plan]:
+    """Return the plans with a width with which the forward runs, in place of a drawn width; else the same plans."""
+    drawn = [name for name, plan in plans.items() if sizes.has_drawn_width(plan)]
+    for width in sizes.possible_widths(error) if drawn else ():
+        wider = {name: replace(plans[name], axes=(*plans[name].axes[:-1], width)) for name in drawn}
+        if run({**plans, **wider}, True).error is None:
+            return {**plans, **wider}
+    return plans
 
 
 # -- the models of Hugging Face transformers, from their configurations ------------------------------------------------

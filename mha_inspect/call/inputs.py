@@ -97,7 +97,14 @@ def make_call(target: Target, asked: Asked) -> Call:
         for name in drawn
         if not plans[name].is_given
     }
-    return replace(forward.call(values), drawn=tuple(drawn), guessed=guessed, said=(*notes, *of_masks))
+    unknown = next((plan.axes[-1] for plan in plans.values() if sizes.has_drawn_width(plan)), 0)
+    return replace(
+        forward.call(values),
+        drawn=tuple(drawn),
+        guessed=guessed,
+        drawn_width=unknown if isinstance(unknown, int) else 0,
+        said=(*notes, *of_masks),
+    )
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:

@@ -223,6 +223,37 @@ class Scaled(Attention):
         return self.attended(x * freqs_cis, lambda s: s)
 
 
+class NoWeights(nn.Module):
+    """The code fits its default width 12; no weight shows it."""
+
+    def __init__(self, num_hidden: int = 12, num_heads: int = 3) -> None:
+        super().__init__()
+        self.num_heads, self.size = num_heads, num_hidden // num_heads
+
+    def forward(self, q, k):
+        q, k = (x.view(*x.shape[:-1], self.num_heads, self.size).transpose(1, 2) for x in (q, k))
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class OfSetting(NoWeights):
+    """No view names the width: the error is about heads of 37 / 3 features."""
+
+    def forward(self, q, k):
+        q, k = (x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in (q, k))
+        return (q @ k.mT).softmax(-1) @ k
+
+
+class OfNoWidth(NoWeights):
+    """No width is right."""
+
+    def __init__(self) -> None:
+        super().__init__(num_hidden=12, num_heads=3)
+
+    def forward(self, q, k):
+        q = q.view(*q.shape[:-1], self.num_heads, self.size).transpose(1, 2)
+        return q @ k[..., :5]
+
+
 def scaled(width: int = 12, num_heads: int = 3):
     torch.manual_seed(width)
     return Scaled(), (torch.randn(2, 5, 12), torch.ones(5, 12))

@@ -68,6 +68,28 @@ def test_a_forward_is_run_once_to_know_its_inputs_and_once_to_be_seen(capsys: py
     assert kind.calls == 3
 
 
+# -- a width that no weight shows --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["NoWeights", "OfSetting"])
+def test_a_width_that_was_drawn_is_replaced_by_one_with_which_the_forward_runs(name: str) -> None:
+    target, call = made(name)
+    assert [tuple(tensor.shape) for tensor in call.kwargs.values()] == [(2, 5, 12)] * 2
+    target.module(**call.kwargs)
+    _, call = made(name, {"num_hidden": "24"})
+    assert [tuple(tensor.shape) for tensor in call.kwargs.values()] == [(2, 5, 24)] * 2
+    _, call = made(name, shapes=("q=2x5x21", "k=2x5x21"))
+    assert [tuple(tensor.shape) for tensor in call.kwargs.values()] == [(2, 5, 21)] * 2
+
+
+def test_a_width_that_was_drawn_is_not_the_mistake_of_the_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["trace", f"{FILE}:OfNoWidth"]) == 1
+    output = capsys.readouterr().out
+    assert "The width 37 was drawn by mha-inspect: nothing in the module shows it." in output
+    assert "Give the width: --input-shape q=" in output
+    assert "Use a head count" not in output
+
+
 # -- what nobody can guess ---------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off
 from .padding import mask_facts, padding
 from .parameters import parameters
+from .repeated_keys import repeated_keys
 from .rotary import rotary
 from .same import reference, repeat, training
 from .scores import finite, lone_softmaxes, masking, scale, scale_words, softmax
@@ -55,13 +57,21 @@ def _masks_and_slopes(evidence: Evidence) -> Iterator[Finding]:
     yield from slopes_off(evidence)
 
 
+def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults in how query heads share key heads: keys that were repeated in their place, then a wrong order."""
+    found = list(repeated_keys(evidence))
+    yield from found
+    with suppress(NotPossibleError) if found else nullcontext():
+        yield from grouped(evidence)
+
+
 _CHECKS = {
     "inputs": Check(inputs),
     "heads": Check(heads),
     "softmax": Check(softmax),
     "masking": Check(_masks_and_slopes),
     "finite": Check(finite, follows=("softmax",)),
-    "grouped": Check(grouped),
+    "grouped": Check(_shared_heads),
     "rotary": Check(rotary),
     "batch": Check(batch, runs=True, follows=("heads", "softmax")),
     "mixing": Check(mixing, runs=True, follows=("heads", "softmax", "masking", "batch", "finite")),

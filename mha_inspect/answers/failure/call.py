@@ -14,7 +14,7 @@ import linecache
 import os
 import re
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import FrameType, TracebackType
@@ -63,6 +63,10 @@ class Site:
     """Whether user code raised with `raise` or `assert`."""
     missing: tuple[str, ...] = ()
     """Arguments of the user's function that are None, and that the failing expression uses as values."""
+    called: tuple[str, ...] = ()
+    """The arguments of the module that the user's line calls; empty if the error is in the line itself."""
+    given: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors that the line gives that module."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,7 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
     variables = frame.f_locals if by_user else {}
     # In a library, the error is about the first argument if that is None, and the error is about an argument there too.
     names_none = "NoneType" in message_of(error)
+    called, given = _called_module(entries, frame)
     ours = is_last or _missing(*bodies[-1], names_none)
     missing = _missing(frame, tb, names_none, only_first=not is_last) if ours else ()
     return Site(
@@ -140,7 +145,26 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
         by_user=is_last,
         raises=is_last and dis.opname[frame.f_code.co_code[max(tb.tb_lasti, 0)]] == "RAISE_VARARGS",
         missing=missing,
+        called=called,
+        given=given,
     )
+
+
+def _called_module(
+    entries: Sequence[tuple[FrameType, TracebackType]], frame: FrameType
+) -> tuple[tuple[str, ...], dict[str, torch.Tensor]]:
+    """Return the arguments of the module that a frame calls, and the tensors among them; empty if it calls none."""
+    place = next(place for place, entry in enumerate(entries) if entry[0] is frame)
+    call = next((inside for inside, _ in entries[place + 1 :] if inside.f_code is _MODULE_CALL), None)
+    if call is None:
+        return (), {}
+    try:
+        signature = inspect.signature(call.f_locals["self"].forward)
+        bound = signature.bind(*call.f_locals["args"], **call.f_locals["kwargs"])
+    except (TypeError, ValueError):  # the arguments do not fit, or the forward has no signature
+        return (), {}
+    tensors = {name: value for name, value in bound.arguments.items() if isinstance(value, torch.Tensor)}
+    return tuple(signature.parameters), tensors
 
 
 def _missing(frame: FrameType, tb: TracebackType, names_none: bool, *, only_first: bool = False) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from ...reports.trace import Cause
 from .edits import mismatches
 from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .head_counts import heads_clash
+from .padding_masks import as_padding
 from .positions import split_positions
 from .reached import ATTENTION, LAYERS, SDPA, behind_of
 from .tried import Edit, Fix, fix_that_runs, of_shape, resized, runs
@@ -47,6 +48,8 @@ CAUSES = (
 )
 """The name of each cause."""
 
+_OF_WIDTHS = ("heads_do_not_divide", "wrong_head_dim", "wrong_width", "heads_not_joined", "view_sizes", "table_size")
+"""Causes that a width of the inputs may have."""
 _UNPACKED = r"values to unpack \(expected (?:at least )?(\d+)"
 Shape = tuple[int, ...]
 
@@ -63,12 +66,20 @@ class Suspect:
     fixes: tuple[Fix, ...] = ()
 
 
-def find_cause(facts: Facts) -> Cause | None:
-    """Return the first cause that the facts show, with the fixes that run; None if there is none."""
+def find_cause(facts: Facts, drawn_width: int = 0) -> Cause | None:
+    """Return the first cause that the facts show, with the fixes that run; None if there is none.
+
+    A width that was drawn because nothing in the module shows it is not the user's mistake: the fix is to give it.
+    """
     judges = (_arguments, _positions, _tables, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
     suspect = next(chain.from_iterable(judge(facts) for judge in (*judges, _edits)), None)
     if suspect is None:
         return None
+    drawn = [named.name for named in facts.reached.graph.recording.inputs if named.tensor.shape[-1:] == (drawn_width,)]
+    if drawn and suspect.name in _OF_WIDTHS and any(o.shape[-1:] == (drawn_width,) for o in facts.operands):
+        what = f"The width {drawn_width} was drawn by mha-inspect: nothing in the module shows it."
+        way = f"Give the width: --input-shape {drawn[0]}=2x10x512 with its own sizes."
+        return Cause(suspect.name, f"{suspect.explanation} {what}", way)
     return Cause(suspect.name, suspect.explanation, fix_that_runs(facts.call, suspect.fixes))
 
 
@@ -156,6 +167,8 @@ def _kinds(facts: Facts) -> Iterator[Suspect]:
     mask, rule = facts.given("attn_mask"), ""
     if facts.base in LAYERS:
         masks = [o for o in (facts.given("key_padding_mask"), mask) if o is not None and _is_whole(o)]
+        # A mask of keys in the place of a mask of queries and keys: its dtype is the smaller mistake.
+        masks = [o for o in masks if o is not mask or not _is_mask_of_keys(facts, o)]
         if masks:
             mask = masks[0]
             rule = "The layer expects a boolean mask (True masks a key out) or a floating one (added to the scores)."
@@ -513,6 +526,15 @@ def _sequences(facts: Facts) -> Iterator[Suspect]:
         yield Suspect("lengths_differ", what, (Fix(_SAME_SEQUENCE, [(value, of_shape(shape))]),))
 
 
+def _is_mask_of_keys(facts: Facts, mask: Operand) -> bool:
+    """Return whether a mask is `batch key`, and could not be `query key`."""
+    query, key = facts.given("query"), facts.given("key")
+    if facts.attention is None or query is None or key is None:
+        return False
+    (batch, length), (_, key_length) = _lengths(facts, query), _lengths(facts, key)
+    return mask.shape == (batch, key_length) != (length, key_length)
+
+
 def _swapped(facts: Facts) -> list[tuple[Operand, Edit]]:
     """Return the edits that swap batch and sequence of what a layer is given."""
     given = [o for o in facts.operands if o.role in ("query", "key", "value", "src", "tgt") and len(o.shape) == 3]
@@ -661,11 +683,7 @@ def _laid_mask(facts: Facts) -> tuple[Operand | None, Shape, dict[Shape, tuple[s
         split = f"; the layer expects {wanted}.", Fix(f"{mask.name}{expand}.flatten(0, 1)", flat)
         of_heads = [(mask, lambda tensor: tensor.repeat_interleave(heads, dim=0))]
         repeated = Fix(f"{mask.name}.repeat_interleave({heads}, dim=0)", of_heads)
-        moved = {"attn_mask": None, "key_padding_mask": mask.given.value}
-        of_keys = (
-            f", batch key; expected attn_mask {wanted}.",
-            Fix(f"pass it as key_padding_mask={mask.name}", settings=moved),
-        )
+        of_keys = f", batch key; expected attn_mask {wanted}.", as_padding(facts, mask)
         return (
             mask,
             scores,

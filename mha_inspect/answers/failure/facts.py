@@ -86,6 +86,15 @@ class Operand(FailedOperand):
 
 
 @dataclass(frozen=True, eq=False)
+class Passed:
+    """A tensor that the user's line gives a module."""
+
+    name: str
+    """Its source code: `attention_mask`."""
+    value: Tensor
+
+
+@dataclass(frozen=True, eq=False)
 class Facts:
     """A failing call and its operands. It references tensors, so it must not outlive the error."""
 
@@ -100,6 +109,10 @@ class Facts:
     """Arguments of the user's function that are None where the failing expression uses them."""
     unpacks_shape: bool = False
     """Whether the failing line reads a shape."""
+    called: tuple[str, ...] = ()
+    """The arguments of the module that the user's line calls: `tgt_mask`, `tgt_key_padding_mask`."""
+    passed: Mapping[str, Passed] = field(default_factory=dict)
+    """The tensors that the line gives that module, by argument."""
     cut: Mapping[int, int] = field(default_factory=dict)
     """Rows of the weights of the module on this rank to those on all ranks, where they are cut."""
 
@@ -203,7 +216,23 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
     pieces = ((local(weight).shape, piece.whole) for weight in weights if (piece := piece_of(weight)) is not None)
     cut = {mine[0]: whole[0] for mine, whole in pieces if mine[:1] != whole[:1]}
     unpacks_shape = re.search(r"\.(shape|size\()", site.line) is not None
-    return Facts(error, message, call or Call(), tuple(operands), reached, variables, site.missing, unpacks_shape, cut)
+    passed = {}
+    for argument, value in site.given.items():
+        tensor = recorder.identify(value)
+        passed[argument] = Passed(written(recording, tensor, names, path) or argument, value)
+    return Facts(
+        error=error,
+        message=message,
+        call=call or Call(),
+        operands=tuple(operands),
+        reached=reached,
+        variables=variables,
+        missing=site.missing,
+        unpacks_shape=unpacks_shape,
+        called=site.called,
+        passed=passed,
+        cut=cut,
+    )
 
 
 def first_clash(left: tuple[int, ...], right: tuple[int, ...]) -> int | None:

@@ -9,8 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from torch import Tensor
+
 from ... import text
-from .facts import HEADS, Facts, Operand, first_clash
+from ...measure.repeats import row_of_each
+from ...naming.pattern import dims_of
+from .facts import HEADS, SEQUENCES, Facts, Operand, first_clash
 from .reached import PRODUCTS, SDPA
 from .tried import Fix
 
@@ -56,6 +60,9 @@ def _not_repeated(facts: Facts, left: Operand, right: Operand, places: tuple[int
     names = right.dims[other]
     shared = [o for o in facts.factors if names in o.dims and o.shape[o.dims.index(names)] == kv_heads]
     shared = [o for o in shared if len(o.shape) == len(right.shape)] or [right]
+    sequence_repeated = _sequence_repeated(facts, left, right, each, other)
+    if sequence_repeated is not None:
+        return sequence_repeated
     repeated = [(o, lambda tensor: tensor.repeat_interleave(each, dim=other)) for o in shared]
     way = f"use {right.variable}.repeat_interleave({each}, dim={other}) on keys and values before the product"
     fixes = [Fix(way, repeated)]
@@ -66,6 +73,51 @@ def _not_repeated(facts: Facts, left: Operand, right: Operand, places: tuple[int
     else:
         what = f"{left.name} has {heads} heads and {right.name} has {kv_heads}"
     return HeadsClash("heads_not_repeated", f"{what}, each shared by {each} query heads.", tuple(fixes))
+
+
+def _sequence_repeated(facts: Facts, left: Operand, right: Operand, times: int, heads: int) -> HeadsClash | None:
+    """Return the clash of heads whose tokens were repeated in their place, `batch kv_heads (key 4) head_dim`.
+
+    None if the tokens of keys or values are not there as often as each head is missing.
+    """
+    place = right.place(*SEQUENCES)
+    rows = None if place is None else row_of_each(right.given.value, place, times)
+    if place is None or rows is None:
+        return None
+    kind = "values" if right.part == "value" else "keys"
+    counts = f"{left.name} has {left.shape[heads]} heads and {right.name} has {right.shape[heads]}"
+    what = (
+        f"{counts}, with {right.shape[place]} {kind}: each of {rows.shape[place]} {kind} is there {times} times. "
+        f"The sequence was repeated {times} times instead of the heads."
+    )
+
+    def edit(tensor: Tensor) -> Tensor:
+        """Return each token once, and each head as often as there are query heads for it."""
+        sequence = place if row_of_each(tensor, place, times) is not None else tensor.dim() - 2
+        once = row_of_each(tensor, sequence, times)
+        return (tensor if once is None else once).repeat_interleave(times, dim=heads)
+
+    way = _right_repeat(facts, right, heads, place)
+    shared = [
+        o for o in facts.factors if o.part != "query" and o.shape[heads : heads + 1] == right.shape[heads : heads + 1]
+    ]
+    return HeadsClash("heads_not_repeated", what, (Fix(way, [(o, edit) for o in shared or [right]]),))
+
+
+def _right_repeat(facts: Facts, right: Operand, heads: int, sequence: int) -> str:
+    """Return how to repeat heads where the sequence was repeated: transpose first, or name another dimension."""
+    steps = [op for _, op in facts.reached.steps_back(right.given.tensor) if op is not None and op.inputs]
+    repeat = next((op for op in steps if op.output.numel > op.inputs[0].numel), None)
+    where = f" at {repeat.source}" if repeat is not None and repeat.source else ""
+    dims = dims_of(facts.reached.of(repeat.inputs[0])) if repeat is not None else []
+    of_heads, of_sequence = (
+        next((at for at, dim in enumerate(dims) if not set(dim).isdisjoint(names)), None)
+        for names in (HEADS, SEQUENCES)
+    )
+    is_sequence_first = of_heads is not None and of_sequence is not None and of_sequence < of_heads
+    if is_sequence_first and heads < sequence:
+        return f"use .transpose(1, 2) on keys and values before the repeat{where}, so that dimension 1 is the heads"
+    return f"repeat the heads, not the sequence, of keys and values{where}"
 
 
 def _repeated_otherwise(left: Operand, right: Operand, once: int, other: int) -> HeadsClash:

@@ -41,7 +41,8 @@ def forward_error(subject: Subject, failed: Run, show: Show, before: State) -> E
             return error
         alone = not needs_ranks(subject.module, failed.recording)
         watched = _watched(subject, error, before) if alone else None
-        failure, completed = watched or describe_failure(error, failed.recording, recorder)
+        width = subject.drawn_width
+        failure, completed = watched or describe_failure(error, failed.recording, recorder, drawn_width=width)
         ops = failed.recording.ops  # under a function mode torch skips its fast path, so the first recording is kept
         failure = replace(failure, op=_operation(error), last_ops=_last_of(ops), num_ops=len(ops))
     finally:
@@ -70,7 +71,9 @@ def _watched(subject: Subject, error: Exception, before: State) -> tuple[Failure
         return None
     assert attempt.error is not None
     try:
-        return describe_failure(attempt.error, attempt.recording, attempt.recorder, watch=watch)
+        return describe_failure(
+            attempt.error, attempt.recording, attempt.recorder, watch=watch, drawn_width=subject.drawn_width
+        )
     finally:
         del attempt, error  # they reference tensors, and the error's traceback leads to this frame
 
@@ -82,8 +85,11 @@ def describe_failure(
     *,
     watch: CallWatch | None = None,
     in_block: bool = False,
+    drawn_width: int = 0,
 ) -> tuple[Failure, int]:
     """Return the failure of a recorded run, and the number of attentions completed before it.
+
+    `drawn_width` is the width of inputs that was drawn because nothing in the module shows it.
 
     Without a `watch` on the run, the call is found from the frames of the traceback.
     """
@@ -104,7 +110,7 @@ def describe_failure(
             line=site.line,
             operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
             clash="" if call is None else clash(facts),
-            cause=find_cause(facts),
+            cause=find_cause(facts, drawn_width),
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),
             num_ops=len(recording.ops),

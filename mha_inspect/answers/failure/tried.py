@@ -21,7 +21,21 @@ Edit = Callable[[Tensor], Tensor]
 
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ipow__")
 _VERBS = (
-    *("build", "convert", "create", "cut", "divide", "give", "make", "multiply", "pass", "remove", "replace", "run"),
+    *(
+        "build",
+        "convert",
+        "create",
+        "cut",
+        "divide",
+        "give",
+        "make",
+        "multiply",
+        "pass",
+        "remove",
+        "repeat",
+        "replace",
+        "run",
+    ),
     *("split", "swap", "take", "use"),
 )
 """The first words of fixes that are no code. Names in code keep their case."""

@@ -133,3 +133,51 @@ def test_other_clashes_are_not_of_heads() -> None:
 
     cause = found_cause(Projected(6, 6, other_batch))
     assert cause is None or "heads" not in cause.name
+
+
+# -- the sequence is repeated in the place of the heads ---------------------------------------------------------------
+
+
+def repeat_kv(x: Tensor, times: int) -> Tensor:
+    """Return heads repeated, of `batch heads sequence head_dim`."""
+    batch, kv_heads, length, head_dim = x.shape
+    return x[:, :, None].expand(batch, kv_heads, times, length, head_dim).reshape(batch, -1, length, head_dim)
+
+
+def repeated_before_transpose(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, repeat_kv(k, 3), repeat_kv(v, 3))))
+
+
+def repeated_by_matmul(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, repeat_kv(k, 3), repeat_kv(v, 3)))
+    return (q @ k.mT).softmax(-1) @ v
+
+
+def repeated_along_2(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return (q @ k.repeat(1, 1, 3, 1).mT).softmax(-1) @ v.repeat(1, 1, 3, 1)
+
+
+def repeated_in_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return by_einsum(q, k.repeat_interleave(3, dim=1), v.repeat_interleave(3, dim=1))
+
+
+@pytest.mark.parametrize(
+    ("weigh", "way"),
+    [
+        (repeated_before_transpose, "Use .transpose(1, 2) on keys and values before the repeat"),
+        (repeated_by_matmul, "Use .transpose(1, 2) on keys and values before the repeat"),
+        (repeated_along_2, "Repeat the heads, not the sequence, of keys and values"),
+        (repeated_in_einsum, "Repeat the heads, not the sequence, of keys and values"),
+    ],
+)
+def test_the_sequence_is_repeated_in_the_place_of_the_heads(weigh: Callable[..., Tensor], way: str) -> None:
+    """6 query heads share 2 key heads; 5 tokens become 15, and the heads stay 2."""
+    with pytest.raises(ForwardError) as caught:
+        trace_module(Projected(6, 2, weigh), torch.randn(2, 5, WIDTH))
+    failure = caught.value.trace.failure
+    assert failure is not None
+    assert failure.cause is not None
+    assert "each of 5 keys is there 3 times" in failure.cause.explanation
+    assert "The sequence was repeated 3 times instead of the heads." in failure.cause.explanation
+    assert failure.cause.fix.startswith(way)

@@ -286,3 +286,53 @@ def test_the_name_of_a_product_is_not_that_of_its_alias():
     failure = trace_of(Body(lambda x: torch.mm(x[0], x[1])), floats(2, 7, 24)).failure
     assert failure is not None
     assert failure.call == "torch.mm"
+
+
+ROWS = [[1] * 5, [1, 1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("mask", "fix"),
+    [
+        (torch.tensor(ROWS).float(), "(m == 0): 1 keeps a key in m, and True masks a key out in NAME."),
+        (torch.tensor(ROWS), "(m == 0): 1 keeps a key in m, and True masks a key out in NAME."),
+        (torch.tensor(ROWS).bool(), "~m: True keeps a key in m, and True masks a key out in NAME."),
+        (torch.tensor(ROWS[1:] * 2), "(m == 0): 1 keeps a key in m, and True masks a key out in NAME."),
+        (torch.tensor(ROWS) == 0, "m."),
+        (1 - torch.tensor(ROWS), "m.bool()."),
+        (torch.tensor([[0, 0, 1, 1, 1]] * 2), "(m == 0) if 1 keeps a key in m, or NAME=m.bool() if 1 masks it out."),
+    ],
+)
+@pytest.mark.parametrize(
+    ("part", "argument", "name"),
+    [
+        ("decoder", "tgt_mask", "tgt_key_padding_mask"),
+        ("decoder", "memory_mask", "memory_key_padding_mask"),
+        ("encoder", "mask", "src_key_padding_mask"),
+        ("attention", "attn_mask", "key_padding_mask"),
+    ],
+)
+def test_a_mask_of_keys_is_passed_with_the_name_and_the_meaning_that_the_called_module_has(
+    part: str, argument: str, name: str, mask: Tensor, fix: str
+) -> None:
+    """In each padding mask of torch, True masks a key out; the attention_mask of a tokenizer has 1 for tokens."""
+    parts = {
+        "decoder": lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(8, 2, 8, batch_first=True), 1),
+        "encoder": lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8, batch_first=True), 1),
+        "attention": lambda: nn.MultiheadAttention(8, 2, batch_first=True),
+    }
+    if argument in ("mask", "tgt_mask") and not (mask.is_floating_point() or mask.dtype == torch.bool):
+        return  # these raise on integers before an attention is called
+    given = {"decoder": 2, "encoder": 1, "attention": 3}[part]
+
+    def body(x: Tensor, m: Tensor, layer: nn.Module) -> Any:
+        return layer(*[x] * given, **{argument: m})
+
+    def mended(x: Tensor, m: Tensor, layer: nn.Module) -> Any:
+        return layer(*[x] * given, **{name: eval(code, {"m": m})})
+
+    cause = cause_of(Body(body, layer=parts[part]()), floats(2, 5, 8), mask)
+    assert cause.name == "mask_rank"
+    assert cause.fix == f"Pass {'it as ' if fix in ('m.', 'm.bool().') else ''}{name}={fix.replace('NAME', name)}"
+    code = cause.fix.partition("=")[2].split(" if ")[0].split(": ")[0].rstrip(".")
+    Body(mended, layer=parts[part]())(floats(2, 5, 8), mask)
