@@ -111,11 +111,77 @@ def test_the_calls_of_one_decode_keep_the_state_of_the_module() -> None:
     )
 
 
+class Slots(_Layer):
+    """A cache of fixed size, a ring if `most` is smaller than the tokens; `shift` moves the slots that are read."""
+
+    def __init__(self, most: int, *, shift: int = 0, right: bool = False) -> None:
+        super().__init__(right=right)
+        self.most, self.shift = most, shift
+
+    def forward(self, x: Tensor, cache: Any = None) -> tuple[Tensor, Any]:
+        q, k, v = self.heads(x)
+        count = x.shape[1]
+        empty = x.new_zeros(len(x), 5, self.most, 4)
+        keys, values, start = (empty, empty, 0) if cache is None else cache
+        keys, values, end = keys.clone(), values.clone(), start + count
+        place = torch.full((self.most,), -1)
+        for token in range(max(end - self.most, 0), start):
+            place[token % self.most] = token
+        for at in range(count):
+            slot = (start + at) % self.most
+            keys[:, :, slot], values[:, :, slot], place[slot] = k[:, :, at], v[:, :, at], start + at
+        read = slice(self.shift, min(end, self.most) + self.shift)
+        rows = torch.arange(start, end)[:, None]
+        columns = place[read] if self.right else torch.arange(place[read].shape[0])
+        mask = columns <= rows
+        if self.right:
+            mask = mask & (columns > rows - self.most)
+        return self.out(attended(q, keys[:, :, read], values[:, :, read], mask)), (keys, values, end)
+
+
+SLOTS = {
+    (6, 0): (
+        "Keys 0–5 are tokens 6–11: a ring of 6 slots has overwritten tokens 0–5, and the mask counts slots as tokens.",
+        "Query 0 gives weight to key 0, which is token 6.",
+    ),
+    (5, 0): (
+        "Keys 0–4 are tokens 10–11, 7–9: a ring of 5 slots has overwritten tokens 0–6, and the mask counts slots as "
+        "tokens.",
+        "Query 0 gives weight to key 0, which is token 10.",
+    ),
+    (32, 1): (
+        "Key j is token j + 1: token 0 is in no key, and key 11 is an empty slot of zeros.",
+        "Query 0 gives weight to key 0, which is token 1.",
+    ),
+    (12, 2): (
+        "Key j is token j + 2: tokens 0–1 are in no key.",
+        "Query 0 gives weight to key 0, which is token 2.",
+    ),
+}
+
+
+@pytest.mark.parametrize("intent", [Intent(causal=True, cache="cache"), Intent()])
+@pytest.mark.parametrize("sizes", SLOTS)
+def test_keys_that_are_other_tokens_are_said(sizes: tuple[int, int], intent: Intent) -> None:
+    report = report_of(Slots(sizes[0], shift=sizes[1]), intent)
+    assert [(finding.check, finding.sentence, finding.evidence) for finding in report.findings] == [
+        ("cache", *SLOTS[sizes])
+    ]
+    assert [fact.sentence for fact in report.facts if fact.name == "who sees whom"] == [
+        "causal, if key rows were tokens in order"
+    ]
+
+
 @pytest.mark.parametrize("intent", [Intent(causal=True, cache="cache"), Intent()])
 @pytest.mark.parametrize(
     "module",
-    [LateOwnKey(right=True), Memo(right=True)],
-    ids=["appended", "memo"],
+    [LateOwnKey(right=True), Memo(right=True), Slots(16), Slots(12, right=True), Slots(32, right=True)],
+    ids=["appended", "memo", "slots", "ring as long as the call", "slots by token"],
 )
 def test_a_right_cache_is_not_accused(module: nn.Module, intent: Intent) -> None:
     assert report_of(module, intent).findings == ()
+
+
+def test_a_ring_whose_mask_is_by_token_shows_no_later_token() -> None:
+    findings = report_of(Slots(6, right=True), Intent()).findings
+    assert [finding.sentence for finding in findings if "overwritten" in finding.sentence] == []

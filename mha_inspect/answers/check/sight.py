@@ -113,7 +113,7 @@ class SeenKeys:
         possible = int(self.distance[~is_padding].max()) + 1 if not bool(is_padding.all()) else 0
         self.width = far if far < min(self.keys, possible) and self.keys > 2 else None
         """The largest number of positions that a query sees, including its own; None if it is all of them."""
-        in_width = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
+        in_width = (self.distance >= 0) & (self.distance < (self.width or max(self.queries, self.keys) + 1))
         # Queries of padding may see anything: they count as if they saw what the others do.
         expected = self.known.expand_as(self.any_row) if self.sees_future else in_width & self.known
         self.any_row = torch.where(is_padding[:, None], expected, self.any_row)
