@@ -15,19 +15,28 @@ import torch
 from torch import Tensor
 
 from ..graph.attention import Attention
+from ..graph.rerun import between
 from ..naming.axes import AxisNames
-from ..naming.canonical import content_of
+from ..naming.canonical import canonical, content_of, sizes_in
 from ..naming.inner_steps import InnerStepsReader
+from ..naming.pattern import dims_of
 from ..naming.visibility import sees
+from ..record.arguments import tensors_in
+from ..record.ops import TensorRef
 from ..reports.trace import Position
 from ..running.subject import Run
 from ..text import plural, shortened, small, spans
+from .check.replay import LostError, again
 
 _ROUNDING = 1600.0
 """Calls of other sizes round differently: numbers within this many epsilons of the largest are equal."""
 _TOP_LEFT_FIX = "Align the mask bottom right: triu(diagonal=1 + past), past = keys - queries."
 _POSITIONS_FIX = "Count positions from the number of all tokens so far."
 _APPEND_FIX = "Join the new keys and values to the cached ones, in order: torch.cat((past, new), dim=2)."
+_ANGLES_FIX = "Compute the angles of the positions of each call, or keep them by position."
+_FAR = 60
+"""Operations after which a walk gives up: a rotation needs fewer."""
+_OWN_FIX = "Join the new keys and values to the cached ones before the scores: torch.cat((past, new), dim=2)."
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,19 @@ def reason_of(continued: Continued) -> Reason | None:
             return reason
     each = "The attention of this call equals" if len(pairs) == 1 else "Every attention of this call equals"
     return Reason(f"{each} that of one call: an operation after it makes the difference.")
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The one call, as operations are replayed in it."""
+
+    run: Run
+    leaves: Mapping[int, Tensor]
+
+    def content(self, tensor: TensorRef) -> Tensor | None:
+        """Return the value of a recorded tensor; None if it was not kept."""
+        value: Tensor | None = self.run.recording.values.get(tensor.id, self.leaves.get(tensor.id))
+        return None if value is None else value.detach()
 
 
 @dataclass(frozen=True)
@@ -258,6 +280,8 @@ class _Beside:
                 f"{plural(start, 'earlier token')} are missing.",
                 _APPEND_FIX,
             )
+        if new and not past and self._reads_old_tokens_alone:
+            return self._without_own(new), _OWN_FIX
         if new:
             return f"The value of the new position {new[0]} differs from that of one call.", ""
         if bool((self._tokens >= 0).all()):
@@ -267,6 +291,37 @@ class _Beside:
                 "",
             )
         return f"The cached values of positions {_ranges(missing)} differ from those of one call.", ""
+
+    @property
+    def _reads_old_tokens_alone(self) -> bool:
+        """Whether the keys and the values of this call are rows of earlier tokens: a new one is in no row."""
+        keys = self._pair("k_heads", 2)
+        if keys is None or not len(self._tokens):
+            return False
+        of_keys = _matches(*keys, self._tokens)
+        are_old = self._tokens.ge(0) & self._tokens.lt(self.continued.start)
+        return bool(are_old.all()) and torch.equal(of_keys, self._tokens)
+
+    def _without_own(self, new: list[int]) -> str:
+        """Return that new tokens have no key in this call, and whether their keys are in the cache that it returns."""
+        keys = plural(len(self._tokens), "key")
+        own = f"the key of position {new[0]} itself is"
+        if len(new) > 1:
+            own = f"the keys of positions {_ranges(new)} themselves are"
+        where = "missing"
+        if any(self._has_values_of(tensor, new) for _, tensor in tensors_in(self.continued.call.returned)):
+            where = "only in the cache that the call returns"
+        return f"Position {new[0]} attends to {keys}, of positions {_places(self._tokens)}; {own} {where}."
+
+    def _has_values_of(self, returned: Tensor, new: list[int]) -> bool:
+        """Return whether a returned tensor, `batch kv_heads row feature`, has the values of these tokens as rows."""
+        if self._values is None:
+            return False
+        whole = self._values[0]
+        if returned.dim() != 4 or returned.shape[:2] != whole.shape[:2] or returned.shape[3] != whole.shape[3]:
+            return False
+        rows = _matches(whole, returned.to(whole), torch.full((returned.shape[2],), -1))
+        return set(new) <= set(rows.tolist())
 
     def _keys(self) -> tuple[str, str] | None:
         """Return whether the scores differ where both runs attend, and which of queries and keys make them differ."""
@@ -284,7 +339,60 @@ class _Beside:
         equal = [_near(keys[0][:, :, t], keys[1][:, :, r]) for t, r in zip(tokens, self._filled, strict=True)]
         unlike = [int(token) for token, same, is_read in zip(tokens, equal, read, strict=True) if is_read and not same]
         cached = [token for token in unlike if token < self.continued.start]
-        return self._of_positions(cached) or self._of_operands(unlike, cached, queries, keys)
+        of_positions = self._of_positions(cached) or self._of_angles(cached, queries[1])
+        return of_positions or self._of_operands(unlike, cached, queries, keys)
+
+    def _of_angles(self, cached: list[int], queries: Tensor) -> tuple[str, str] | None:
+        """Return whether the queries are rotated by the angles of other positions, e.g. by those of an earlier call.
+
+        `queries` are those of the call, `batch heads query head_dim`. The projected query of the first token is put at
+        every position of the one call: the position where it gets the numbers of the call is the one of the angle.
+        """
+        start, stage = self.continued.start, self.whole.stages.get("q_proj")
+        if cached or stage is None:
+            return None
+        dims, run = dims_of(self.whole_names.of_stage("q_proj")), self.continued.whole
+        recorded = _Whole(run, self.continued.whole_leaves)
+        projected = recorded.content(stage)
+        if ["query"] not in dims or projected is None:
+            return None
+        place, target = dims.index(["query"]), self.whole.stages["q_heads"]
+        if projected.shape[place] < self.continued.stop:
+            return None
+        try:
+            value = again(recorded, stage, projected.narrow(place, start, 1).expand_as(projected), target)
+        except LostError:
+            return None
+        sizes = sizes_in(self.whole, self.whole_names, "q_heads")
+        names = self.whole_names
+        everywhere = canonical(value, "q_heads", names.of_stage("q_heads"), sizes, names.head_order)
+        if everywhere is None or everywhere.shape[:2] != queries.shape[:2]:
+            return None
+        fits = [at for at in range(everywhere.shape[2]) if _near(everywhere[:, :, at], queries[:, :, 0])]
+        if len(fits) != 1 or fits[0] == start:
+            return None
+        rotated = f"Position {start} is rotated by the angle of position {fits[0]}"
+        if self._keeps_angles:
+            return f"{rotated}, which the module keeps from an earlier call.", _ANGLES_FIX
+        return f"{rotated}{_restarts(fits[0])}.", _POSITIONS_FIX
+
+    @property
+    def _keeps_angles(self) -> bool:
+        """Whether the rotation of the queries reads a tensor of an earlier call: no operation of this one made it."""
+        if "q_proj" not in self.call.stages:
+            return False
+        recording, leaves = self.continued.call.recording, self.continued.call_leaves
+        projected = self.call.stages["q_proj"]
+        steps = between(recording, {projected.id}, self.call.stages["q_heads"])
+        path = {projected.id, *(tensor.id for op in steps for tensor in op.outputs)}
+        queue = [tensor for op in steps for tensor in op.inputs if tensor.id not in path]
+        for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop
+            made = recording.producer(tensor)
+            if made is not None:
+                queue += made.inputs
+            elif tensor.id not in leaves and tensor.numel > 1:
+                return True
+        return False
 
     def _of_positions(self, cached: list[int]) -> tuple[str, str] | None:
         """Return whether new tokens are rotated by other positions than their own; `cached` keys differ."""

@@ -308,9 +308,8 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
         if not early:
             continue
         evidence.require_passed("heads")
-        with suppress(NotPossibleError):  # without a cache
-            if list(slots(evidence)):
-                evidence.failed.add("cache")
+        if _has_faulty_slots(evidence):
+            evidence.failed.add("cache")
         evidence.require_passed("cache")
         if any(attention.divided for attention, _ in evidence.run.attentions):
             return _by_the_sum(evidence, place, early, changed)
@@ -325,6 +324,13 @@ def _by_outputs(evidence: Evidence) -> Finding | None:
             return _from_the_future(change)
         return _beside_weights(change) if _are_in_order(evidence) else _beside_weights_or_in_other_order(change)
     return None
+
+
+def _has_faulty_slots(evidence: Evidence) -> bool:
+    """Return whether slots of a cache are wrong: the check `cache` reports them, and other findings follow from it."""
+    with suppress(NotPossibleError):  # without a cache
+        return bool(list(slots(evidence)))
+    return False
 
 
 def _from_the_future(change: str) -> Finding:
@@ -453,7 +459,8 @@ def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
 def _in_other_order(evidence: Evidence) -> Iterator[Finding]:
     """Yield attention that would be causal if its queries and keys were in one order."""
     finding = _other_order(evidence)
-    yield from [replace(finding, sure=False)] if finding else []
+    if finding is not None and not _has_faulty_slots(evidence):
+        yield replace(finding, sure=False)
 
 
 def _beside_attention(evidence: Evidence) -> Iterator[Finding]:

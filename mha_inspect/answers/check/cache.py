@@ -42,7 +42,10 @@ class _Cache(NamedTuple):
 
 @dataclass(frozen=True)
 class _Loop:
-    """Calls that continue from a cache, and what they are given of a mask of all tokens."""
+    """Calls that continue from a cache, and what they are given of a mask of all tokens.
+
+    The module keeps its state from call to call, as in a real loop: it may keep angles or masks of earlier calls.
+    """
 
     evidence: Evidence
     memory: _Cache
@@ -102,7 +105,7 @@ class _Loop:
         for start, stop in pairwise(places):
             changes = self._changes((start, stop), self._ways_to_advance()[0], past)
             try:
-                past = self._past(self.evidence.returned(changes, go_on=self.memory.in_module and start > 0))
+                past = self._past(self.evidence.returned(changes, go_on=start > 0))
             except RaisedError:
                 return start, stop, changes
         raise NotPossibleError("no call raises")
@@ -117,7 +120,7 @@ class _Loop:
         numbers = range(place[1] - 1, max(count, 2) - 1, -1)
         for keys in sorted(numbers, key=lambda number: number not in cached):
             with suppress(RaisedError):
-                self.evidence.returned({**changes, self.mask: whole[..., -keys:]})
+                self.evidence.returned({**changes, self.mask: whole[..., -keys:]}, go_on=place[0] > 0)
                 return keys
         return None
 
@@ -125,7 +128,7 @@ class _Loop:
         outputs, past = [], None
         for start, stop in pairwise(places):
             changes = self._changes((start, stop), positions, past)
-            returned = self.evidence.returned(changes, go_on=self.memory.in_module and start > 0)
+            returned = self.evidence.returned(changes, go_on=start > 0)
             outputs.append(self.evidence.output_of(returned))
             past = self._past(returned)
         return torch.cat(outputs, dim=self.evidence.source.positions or 0)
@@ -134,11 +137,10 @@ class _Loop:
         evidence, past = self.evidence, None
         for start, stop in pairwise(places):
             changes = self._changes((start, stop), positions, past)
-            go_on = self.memory.in_module and start > 0
             if position < stop:
-                run, subject = evidence.recorded(changes, go_on=go_on)
+                run, subject = evidence.recorded(changes, go_on=start > 0)
                 return Continued(evidence.run, run, start, stop, evidence.leaves, subject.leaves(run.recording))
-            past = self._past(evidence.returned(changes, go_on=go_on))
+            past = self._past(evidence.returned(changes, go_on=start > 0))
         raise NotPossibleError("no call has this position")
 
     def _changes(self, place: tuple[int, int], positions: str | None, past: Any) -> dict[str, Any]:

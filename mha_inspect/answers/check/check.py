@@ -35,6 +35,7 @@ from .repeated_keys import repeated_keys
 from .rotary import rotary
 from .same import reference, repeat, training
 from .scores import finite, lone_softmaxes, masking, scale, scale_words, softmax
+from .slots import has_lost_tokens
 from .tokens import grouped, heads
 
 
@@ -281,7 +282,11 @@ def _facts(evidence: Evidence) -> Iterator[Fact]:
     facts += [(Fact("attended over", _over(each, names)), each.module) for each, names in pairs]
     facts += [(Fact("mask", _adds_nothing(evidence, each)), each.module) for each, _ in pairs]
     if "heads" not in evidence.failed:  # otherwise a position of a head is not a token
-        facts += [(Fact("who sees whom", sight.words(), sight.picture), sight.module) for sight in evidence.sights]
+        by_row = ""
+        if "cache" in evidence.failed and has_lost_tokens(evidence):
+            by_row = ", if key rows were tokens in order"
+        for sight in evidence.sights:
+            facts.append((Fact("who sees whom", sight.words() + by_row, sight.picture), sight.module))
     modules: dict[Fact, list[str]] = {}
     for fact, module in facts:
         modules.setdefault(fact, []).append(module)

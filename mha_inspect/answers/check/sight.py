@@ -113,7 +113,7 @@ class SeenKeys:
         possible = int(self.distance[~is_padding].max()) + 1 if not bool(is_padding.all()) else 0
         self.width = far if far < min(self.keys, possible) and self.keys > 2 else None
         """The largest number of positions that a query sees, including its own; None if it is all of them."""
-        in_width = (self.distance >= 0) & (self.distance < (self.width or self.keys + 1))
+        in_width = (self.distance >= 0) & (self.distance < (self.width or max(self.queries, self.keys) + 1))
         # Queries of padding may see anything: they count as if they saw what the others do.
         expected = self.known.expand_as(self.any_row) if self.sees_future else in_width & self.known
         self.any_row = torch.where(is_padding[:, None], expected, self.any_row)
@@ -199,7 +199,22 @@ class SeenKeys:
             return f"every query sees {' to '.join(map(str, numbers))} of {self.keys} keys"
         if self.almost_causal == "reversed":
             return "causal, reversed: each query sees itself and later tokens"
-        return f"causal, {self.almost_causal}" if self.almost_causal else "a custom pattern"
+        if self.almost_causal:
+            return f"causal, {self.almost_causal}"
+        return self._band_words() or "a custom pattern"
+
+    def _band_words(self) -> str:
+        """Return which distances every query sees, or which are masked out for every query; empty if they differ."""
+        seen = torch.isin(self.distance, self.distance[self.any_row])
+        sees_itself = bool((self.distance == 0).any()) and bool(seen[self.distance == 0].all())
+        if not self.knows_own or not sees_itself or not torch.equal(self.any_row, seen & self.known):
+            return ""
+        masked = sorted({*self.distance[~seen].tolist()})
+        before, after = ([place for place in masked if place > 0], [-place for place in reversed(masked) if place < 0])
+        sides = _near_words(before, int(self.distance.max())), _near_words(after, -int(self.distance.min()))
+        if all(sides):
+            return f"each query sees itself, {sides[0]} before and {sides[1]} after"
+        return _gap_words(before, after)
 
     def masks_out(self, keys: Tensor) -> bool:
         """Return whether no query of a batch item sees any of these keys, `batch key`."""
@@ -286,6 +301,27 @@ class SeenKeys:
         distance = int(self.distance[query, key])
         place = f"{distance} before it" if distance > 0 else f"{-distance} after it" if distance else "its own"
         return f"Query {query} gives {what} to key {key}, {place}"
+
+
+def _near_words(masked: list[int], farthest: int) -> str:
+    """Return how many positions are seen on one side, if only the farthest are masked out; else empty."""
+    near = farthest - len(masked)
+    if masked != [*range(near + 1, farthest + 1)]:
+        return ""
+    return str(near) if masked else "all"
+
+
+def _gap_words(before: list[int], after: list[int]) -> str:
+    """Return which distances are masked out, if they are neighbours on each side; else empty."""
+    for masked in (before, after):
+        if masked and masked != [*range(masked[0], masked[-1] + 1)]:
+            return ""
+    words = [f"{text.spans(masked)} {side}" for masked, side in ((before, "before"), (after, "after")) if masked]
+    if len(words) == 2:
+        return f"the keys {words[0]} and {words[1]} a query are masked out"
+    if len(before) + len(after) == 1:
+        return f"the key {words[0]} a query is masked out"
+    return f"the keys {words[0]} a query are masked out, and none {'after' if before else 'before'}"
 
 
 def _in_every_item(pads: Tensor, queries: int) -> Tensor:

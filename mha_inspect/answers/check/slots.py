@@ -1,8 +1,10 @@
-"""Check the slots of a cache: each token's value is beside its key, and empty slots get no weight."""
+"""Check the slots of a cache: a token is in its slot, its value is beside its key, and empty slots get no weight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 
@@ -15,10 +17,13 @@ from ...naming.axes import AxisNames
 from ...naming.canonical import content_of
 from ...record.ops import Op
 from ...reports.check import Finding
-from ...text import plural
+from ...text import plural, shortened, spans
 from .evidence import Evidence
 from .replay import Factor, LostError, NotHereError, factors_of
 from .tokens import of_each_kind
+
+_MOST_TOKENS = 64
+"""The largest number of tokens to follow into their slots."""
 
 
 @partial(of_each_kind, "no cache was found")
@@ -30,12 +35,139 @@ def slots(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterato
         raise NotHereError
     ends = [key.token(number) for number in sorted({0, prod(key.tokens) - 1})]
     own = [{row for _, row in key.changed(token)} for token in ends]
-    if any(len(rows) != 1 for rows in own):
+    if any(len(rows) > 1 for rows in own):
         raise LostError  # neighbours are mixed on purpose, or a token is in several windows
+    if not all(own):
+        missing = _missing(evidence, attention, names, key, writes) if writes else None
+        if missing is None:
+            raise LostError  # keys of some tokens are left out on purpose
+        yield missing
+        return
     found = _apart(evidence, attention, names, key, dict(zip(ends, (min(rows) for rows in own), strict=True)))
     if found is None and writes:
         found = _empty(evidence, attention, names, writes[-1], max(map(max, own)))
     yield from [found] if found else []
+
+
+def tokens_of_keys(evidence: Evidence, key: Factor) -> dict[int, int]:
+    """Return the token of batch item 0 that is in each key row; rows without a token are missing.
+
+    Each token is changed in turn, from its projection on. Raises `LostError` if a row has several tokens, or a token is
+    in several rows.
+    """
+    source = evidence.source
+    place = min(source.positions or 0, len(key.tokens) - 1)
+    if key.tokens[place] != source.length or source.length > _MOST_TOKENS:
+        raise LostError
+    tokens = dict[int, int]()
+    for token in range(source.length):
+        index = [0] * len(key.tokens)
+        index[place] = token
+        rows = {row for _, row in key.changed(tuple(index))}
+        if len(rows) > 1 or rows & tokens.keys():
+            raise LostError
+        tokens.update(dict.fromkeys(rows, token))
+    return tokens
+
+
+def has_lost_tokens(evidence: Evidence) -> bool:
+    """Return whether tokens of this call are in no key row of an attention, so that a row is not its token."""
+    for attention, names, _ in evidence.kinds:
+        with suppress(LostError):
+            tokens = tokens_of_keys(evidence, Factor(evidence, attention, names, "key"))
+            if len(tokens) < evidence.source.length:
+                return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """The tokens of a call in the key rows of an attention, where some tokens are in no row."""
+
+    tokens: Mapping[int, int]
+    """The token in each key row that has one."""
+    count: int
+    """The number of tokens of the call."""
+    rows: int
+    """The number of key rows."""
+    blank: frozenset[int]
+    """The rows that are zeros."""
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether later tokens overwrote the missing ones: each row has the last of its tokens, modulo the rows."""
+        last = range(self.count - self.rows, self.count)
+        return self.rows < self.count and all(self.tokens.get(token % self.rows) == token for token in last)
+
+    @property
+    def _shift(self) -> int | None:
+        """How many tokens each row is behind its token; None if it is not the same for all rows."""
+        shifts = {token - row for row, token in self.tokens.items()}
+        return shifts.pop() if len(shifts) == 1 else None
+
+    def fault(self, query: int, row: int) -> str:
+        """Return what is in a row, if the query should not see it: a later token or zeros; else empty."""
+        if row in self.blank:
+            return "an empty slot"
+        token = self.tokens.get(row)
+        return f"token {token}" if token is not None and token > query else ""
+
+    def sentence(self) -> str:
+        """Return which tokens are in the key rows, and what became of the others."""
+        rows = sorted(self.tokens)
+        each = f"Keys {shortened(spans(rows), 40)} are tokens {_in_turn([self.tokens[row] for row in rows])}"
+        missing = [token for token in range(self.count) if token not in self.tokens.values()]
+        lost = f"{'tokens' if len(missing) > 1 else 'token'} {shortened(spans(missing), 40)}"
+        if self.is_ring:
+            return f"{each}: a ring of {self.rows} slots has overwritten {lost}, and the mask counts slots as tokens."
+        shift = self._shift
+        if shift is not None:
+            each = f"Key j is token j {'+' if shift > 0 else '-'} {abs(shift)}"
+        lost = f"{lost} {'are' if len(missing) > 1 else 'is'} in no key"
+        if not self.blank:
+            return f"{each}: {lost}."
+        empty = shortened(spans(self.blank), 40)
+        is_empty = f"keys {empty} are empty slots" if len(self.blank) > 1 else f"key {empty} is an empty slot"
+        return f"{each}: {lost}, and {is_empty} of zeros."
+
+    def fix(self) -> str:
+        """Return what to change."""
+        if self.is_ring:
+            return f"Attend to the keys of the call itself, or call it with at most {self.rows} tokens at a time."
+        return "Read the same slots that were written."
+
+
+def _in_turn(numbers: Sequence[int]) -> str:
+    """Return `8, 9, 5–7` for 8, 9, 5, 6, 7."""
+    runs = list[list[int]]()
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return shortened(", ".join(map(spans, runs)), 40)
+
+
+def _missing(
+    evidence: Evidence, attention: Attention, names: AxisNames, key: Factor, writes: Sequence[Op]
+) -> Finding | None:
+    """Return a fault if keys of this call's tokens are in no slot, and a mask that counts slots shows others instead.
+
+    These are keys of later tokens, or slots of zeros.
+    """
+    sight = next((sight for sight in evidence.sights if sight.attention is attention), None)
+    tokens, count = tokens_of_keys(evidence, key), evidence.source.length
+    heads = content_of(evidence.run, attention, names, "k_heads")
+    if sight is None or sight.queries != count or heads is None or heads.shape[2] != sight.keys:
+        return None
+    blank = frozenset(_blank(heads).all(0).nonzero().flatten().tolist()) - tokens.keys()
+    slots = _Slots(tokens, count, sight.keys, blank)
+    for query, row in sight.any_row.nonzero().tolist() if tokens else ():
+        what = slots.fault(query, row)
+        if what:
+            proof = f"Query {query} gives weight to key {row}, which is {what}."
+            return Finding("cache", slots.sentence(), proof, source=writes[-1].source, fix=slots.fix())
+    return None
 
 
 def _apart(
