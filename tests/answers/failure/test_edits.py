@@ -206,3 +206,50 @@ def test_a_table_of_positions_that_is_not_cut_has_two_readings() -> None:
 
 def test_a_table_with_too_few_positions_has_no_room() -> None:
     assert cause_of(Positions(lambda x, pe: x + pe, 1, 10, 32), X).name == "no_room"
+
+
+# -- the numbers of an assert -----------------------------------------------------------------------------------------
+
+
+class Asserts(nn.Module):
+    """An assert of each form; no code in it may run a second time."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.heads, self.reads = form, 4, 0
+
+    @property
+    def counted(self) -> int:
+        self.reads += 1
+        return 5
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        if self.form == "size":
+            assert mask.size(0) == batch
+            assert mask.size(1) == length
+        if self.form == "shape":
+            assert mask.shape == (batch, length), "the mask must be batch key"
+        if self.form == "arithmetic":
+            assert width % 3 == 0
+        if self.form == "and":
+            assert mask.dim() == 2 and len(mask) == self.heads  # noqa: PT018
+        if self.form == "code":
+            assert self.counted == length
+        return x
+
+
+@pytest.mark.parametrize(
+    ("form", "clash"),
+    [
+        ("size", "mask.size(1) is 11 and length is 12 (dimension 1 of x)."),
+        ("shape", "mask.shape is [3, 11] and (batch, length) is [3, 12]."),
+        ("arithmetic", "width % 3 is 2 and 0 is expected."),
+        ("and", "len(mask) is 3 (dimension 0 of x) and self.heads is 4."),
+        ("code", ""),
+    ],
+)
+def test_an_assert_shows_the_numbers_that_it_compares(form: str, clash: str) -> None:
+    module = Asserts(form)
+    assert failure_of(module, X, torch.ones(3, 11)).clash == clash
+    assert module.reads == (1 if form == "code" else 0)  # a run starts from the same attributes
