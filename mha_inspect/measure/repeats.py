@@ -14,9 +14,10 @@ def row_of_each(tensor: Tensor, place: int, times: int) -> Tensor | None:
     size = tensor.shape[place]
     if times < 2 or size % times or size == times or tensor.is_meta:
         return None
-    neighbours = tensor.unflatten(place, (size // times, times))
-    whole = tensor.unflatten(place, (times, size // times))
     place %= tensor.dim()
+    before, after = tensor.shape[:place], tensor.shape[place + 1 :]
+    neighbours = tensor.reshape(*before, size // times, times, *after)
+    whole = tensor.reshape(*before, times, size // times, *after)
     for parts, copies in ((neighbours, place + 1), (whole, place)):
         first = parts.narrow(copies, 0, 1)
         if not bool((parts == first).all()):

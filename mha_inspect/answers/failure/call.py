@@ -29,6 +29,7 @@ from ...record.ops import Recording, TensorRef
 from ...record.recorder import Recorder
 from ...record.site import place_of
 from ...text import message_of
+from .compared import compared_numbers
 
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _MODULE_CALL = nn.Module._call_impl.__code__
@@ -63,6 +64,8 @@ class Site:
     """Whether user code raised with `raise` or `assert`."""
     missing: tuple[str, ...] = ()
     """Arguments of the user's function that are None, and that the failing expression uses as values."""
+    compared: str = ""
+    """Both sides of the comparison of an assert, with their numbers."""
     called: tuple[str, ...] = ()
     """The arguments of the module that the user's line calls; empty if the error is in the line itself."""
     given: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -145,6 +148,7 @@ def site_of(error: BaseException, *, in_block: bool = False) -> Site | None:
         by_user=is_last,
         raises=is_last and dis.opname[frame.f_code.co_code[max(tb.tb_lasti, 0)]] == "RAISE_VARARGS",
         missing=missing,
+        compared=compared_numbers(frame, tb.tb_lineno) if is_last and isinstance(error, AssertionError) else "",
         called=called,
         given=given,
     )

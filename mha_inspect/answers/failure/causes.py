@@ -26,7 +26,9 @@ from ...reports.trace import Cause
 from .edits import mismatches
 from .facts import BROADCASTS, CONVOLUTIONS, HEADS, SEQUENCES, VIEWS, Facts, Operand, first_clash
 from .head_counts import heads_clash
+from .norms import norm_of_whole
 from .padding_masks import as_padding
+from .position_tables import transposed_table
 from .positions import split_positions
 from .reached import ATTENTION, LAYERS, SDPA, behind_of
 from .tried import Edit, Fix, fix_that_runs, of_shape, resized, runs
@@ -44,7 +46,7 @@ CAUSES = (
         "heads_do_not_divide",
         "wrong_head_dim",
     ),
-    *("lacks_an_axis", "table_size", "view_sizes", "unequal_parts", "output_rows"),
+    *("norm_of_whole", "table_transposed", "lacks_an_axis", "table_size", "view_sizes", "unequal_parts", "output_rows"),
 )
 """The name of each cause."""
 
@@ -71,7 +73,8 @@ def find_cause(facts: Facts, drawn_width: int = 0) -> Cause | None:
 
     A width that was drawn because nothing in the module shows it is not the user's mistake: the fix is to give it.
     """
-    judges = (_arguments, _positions, _tables, _kinds, _widths, _sequences, _masks, _products, _views, _einops)
+    inputs = (_arguments, _positions, _layouts, _tables, _kinds, _widths, _sequences)
+    judges = (*inputs, _masks, _products, _views, _einops)
     suspect = next(chain.from_iterable(judge(facts) for judge in (*judges, _edits)), None)
     if suspect is None:
         return None
@@ -95,6 +98,16 @@ def _positions(facts: Facts) -> Iterator[Suspect]:
     view = split_positions(facts)
     if view is not None:
         yield Suspect("wrong_head_dim", view.explanation, view.fixes)
+
+
+def _layouts(facts: Facts) -> Iterator[Suspect]:
+    """Judge a norm of all heads together that gets heads, and a table with the batch where positions are."""
+    norm = norm_of_whole(facts)
+    if norm is not None:
+        yield Suspect("norm_of_whole", norm.explanation, norm.fixes)
+    table = transposed_table(facts)
+    if table is not None:
+        yield Suspect("table_transposed", table.explanation, table.fixes)
 
 
 def _arguments(facts: Facts) -> Iterator[Suspect]:

@@ -109,6 +109,8 @@ class Facts:
     """Arguments of the user's function that are None where the failing expression uses them."""
     unpacks_shape: bool = False
     """Whether the failing line reads a shape."""
+    line: str = ""
+    """The line of user code that failed."""
     called: tuple[str, ...] = ()
     """The arguments of the module that the user's line calls: `tgt_mask`, `tgt_key_padding_mask`."""
     passed: Mapping[str, Passed] = field(default_factory=dict)
@@ -229,6 +231,7 @@ def facts_of(error: str, message: str, run: Run, site: Site, recorder: Recorder,
         variables=variables,
         missing=site.missing,
         unpacks_shape=unpacks_shape,
+        line=site.line if site.by_user else "",
         called=site.called,
         passed=passed,
         cut=cut,

@@ -109,7 +109,7 @@ def describe_failure(
             source=site.source,
             line=site.line,
             operands=tuple(FailedOperand(o.name, o.role, o.shape, o.dtype, o.device, o.axes) for o in facts.operands),
-            clash="" if call is None else clash(facts),
+            clash=site.compared if call is None else clash(facts),
             cause=find_cause(facts, drawn_width),
             completed=tuple(_completed(facts)),
             last_ops=_last_of(recording.ops),

@@ -21,22 +21,8 @@ Edit = Callable[[Tensor], Tensor]
 
 _IN_PLACE = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ipow__")
 _VERBS = (
-    *(
-        "build",
-        "convert",
-        "create",
-        "cut",
-        "divide",
-        "give",
-        "make",
-        "multiply",
-        "pass",
-        "remove",
-        "repeat",
-        "replace",
-        "run",
-    ),
-    *("split", "swap", "take", "use"),
+    *("apply", "build", "convert", "create", "cut", "divide", "give", "make", "multiply", "pass", "remove", "repeat"),
+    *("replace", "run", "split", "swap", "take", "use"),
 )
 """The first words of fixes that are no code. Names in code keep their case."""
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -130,3 +131,125 @@ UNKNOWN = {
 def test_what_no_edit_mends_has_no_fix(name: str) -> None:
     failure = failure_of(Run(UNKNOWN[name], q=nn.Linear(32, 32)), X)
     assert failure.cause is None or not failure.cause.fix
+
+
+# -- a norm of all heads, and a table with positions in the place of the batch -----------------------------------------
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.pow(2).mean(-1, keepdim=True).add(1e-6).rsqrt() * self.weight
+
+
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, OwnNorm])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_norm_of_the_whole_projection_gets_heads(norm: Callable[[int], nn.Module], is_transposed: bool) -> None:
+    def code(x: Tensor, m: None, q: nn.Module, q_norm: nn.Module) -> Tensor:
+        split = q(x).unflatten(-1, (4, 8))
+        return q_norm(split.transpose(1, 2) if is_transposed else split)
+
+    def mended(x: Tensor, m: None, q: nn.Module, q_norm: nn.Module) -> Tensor:
+        return q_norm(q(x)).unflatten(-1, (4, 8))
+
+    parts = {"q": nn.Linear(32, 32), "q_norm": norm(32)}
+    cause = cause_of(Run(code, **parts), X)
+    assert cause.name == "norm_of_whole"
+    assert "q_norm.weight has 32 features = 4 heads · 8, for the whole projection" in cause.explanation
+    assert re.match(r"Apply [\w.]*q_norm before the heads are split, or create it for 8 features if", cause.fix)
+    assert Run(mended, **parts)(X).shape == (3, 12, 4, 8)
+    parts["q_norm"] = norm(8)
+    assert Run(code, **parts)(X).numel() == 3 * 12 * 32
+
+
+@pytest.mark.parametrize("width", [12, 48])
+def test_a_norm_of_another_width_is_not_of_all_heads(width: int) -> None:
+    def code(x: Tensor, m: None, q: nn.Module, q_norm: nn.Module) -> Tensor:
+        return q_norm(q(x).unflatten(-1, (4, 8)))
+
+    cause = failure_of(Run(code, q=nn.Linear(32, 32), q_norm=nn.RMSNorm(width)), X).cause
+    assert cause is None or cause.name != "norm_of_whole"
+
+
+class Positions(nn.Module):
+    def __init__(self, code: Callable[[Tensor, Tensor], Tensor], *shape: int) -> None:
+        super().__init__()
+        self.code = code
+        self.register_buffer("pe", torch.randn(*shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.code(x, self.pe)
+
+
+@pytest.mark.parametrize("batch", [3, 60])
+def test_a_table_of_positions_is_cut_along_its_dimension_of_size_1(batch: int) -> None:
+    x = torch.randn(batch, 12, 32)
+    cause = cause_of(Positions(lambda x, pe: x + pe[:, : x.shape[1]], 50, 1, 32), x)
+    assert cause.name == "table_transposed"
+    assert "the 50 positions meet dimension 0 of x" in cause.explanation
+    assert cause.fix == "pe[:12].transpose(0, 1), which gives [1, 12, 32]."
+    assert Positions(lambda x, pe: x + pe[:12].transpose(0, 1), 50, 1, 32)(x).shape == x.shape
+
+
+def test_a_table_of_positions_that_is_not_cut_has_two_readings() -> None:
+    cause = cause_of(Positions(lambda x, pe: x + pe, 50, 1, 32), X)
+    assert cause.name == "table_transposed"
+    assert "pe[:12].transpose(0, 1) if x is `batch sequence embed`" in cause.fix
+    assert "pe[:3] if it is `sequence batch embed`" in cause.fix
+    cause = cause_of(Positions(lambda x, pe: pe + x, 1, 50, 32), X)
+    assert "pe[:, :3].transpose(0, 1) if x is `sequence batch embed`" in cause.fix
+    assert "pe[:, :12] if it is `batch sequence embed`" in cause.fix
+
+
+def test_a_table_with_too_few_positions_has_no_room() -> None:
+    assert cause_of(Positions(lambda x, pe: x + pe, 1, 10, 32), X).name == "no_room"
+
+
+# -- the numbers of an assert -----------------------------------------------------------------------------------------
+
+
+class Asserts(nn.Module):
+    """An assert of each form; no code in it may run a second time."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.heads, self.reads = form, 4, 0
+
+    @property
+    def counted(self) -> int:
+        self.reads += 1
+        return 5
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        if self.form == "size":
+            assert mask.size(0) == batch
+            assert mask.size(1) == length
+        if self.form == "shape":
+            assert mask.shape == (batch, length), "the mask must be batch key"
+        if self.form == "arithmetic":
+            assert width % 3 == 0
+        if self.form == "and":
+            assert mask.dim() == 2 and len(mask) == self.heads  # noqa: PT018
+        if self.form == "code":
+            assert self.counted == length
+        return x
+
+
+@pytest.mark.parametrize(
+    ("form", "clash"),
+    [
+        ("size", "mask.size(1) is 11 and length is 12 (dimension 1 of x)."),
+        ("shape", "mask.shape is [3, 11] and (batch, length) is [3, 12]."),
+        ("arithmetic", "width % 3 is 2 and 0 is expected."),
+        ("and", "len(mask) is 3 (dimension 0 of x) and self.heads is 4."),
+        ("code", ""),
+    ],
+)
+def test_an_assert_shows_the_numbers_that_it_compares(form: str, clash: str) -> None:
+    module = Asserts(form)
+    assert failure_of(module, X, torch.ones(3, 11)).clash == clash
+    assert module.reads == (1 if form == "code" else 0)  # a run starts from the same attributes
