@@ -29,6 +29,7 @@ from .cache import cache
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off
+from .one_position import one_position
 from .padding import mask_facts, padding
 from .parameters import parameters
 from .repeated_keys import repeated_keys
@@ -66,6 +67,12 @@ def _shared_heads(evidence: Evidence) -> Iterator[Finding]:
         yield from grouped(evidence)
 
 
+def _mixing_and_order(evidence: Evidence) -> Iterator[Finding]:
+    """Yield faults in what tokens do to each other, and a row of a table that all tokens share."""
+    yield from one_position(evidence)
+    yield from mixing(evidence)
+
+
 _CHECKS = {
     "inputs": Check(inputs),
     "heads": Check(heads),
@@ -75,7 +82,7 @@ _CHECKS = {
     "grouped": Check(_shared_heads),
     "rotary": Check(rotary),
     "batch": Check(batch, runs=True, follows=("heads", "softmax")),
-    "mixing": Check(mixing, runs=True, follows=("heads", "softmax", "masking", "batch", "finite")),
+    "mixing": Check(_mixing_and_order, runs=True, follows=("heads", "softmax", "masking", "batch", "finite")),
     "parameters": Check(parameters, on_meta="every projection is used once"),
     "repeat": Check(repeat, runs=True, follows=("finite",)),
     "training": Check(training, runs=True, follows=("finite",)),

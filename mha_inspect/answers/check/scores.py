@@ -252,7 +252,7 @@ def _is_zero_one(value: Tensor | None) -> bool:
 
 
 def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
-    """Yield softmaxes of the result of another softmax; these form no attention."""
+    """Yield faults of softmaxes that form no attention: of another softmax, or of scores multiplied by a mask."""
     graph, recording = evidence.run.graph, evidence.run.recording
     turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
     known, lines = {turn.softmax.index for turn in turns}, set[str]()
@@ -268,6 +268,24 @@ def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
                 module=op.module,
                 fix="Remove one of them.",
             )
+        multiplied = _multiplied_by_argument(evidence, op)
+        if multiplied is not None and multiplied.source not in lines:
+            lines.add(multiplied.source)
+            fault = _weak_mask(multiplied, list(map(evidence.content, multiplied.inputs)), evidence.content(op.output))
+            if fault is not None:
+                sentence, proof, fix = fault
+                yield Finding("masking", sentence, proof, source=multiplied.source, module=op.module, fix=fix)
+
+
+def _multiplied_by_argument(evidence: Evidence, softmax: Op) -> Op | None:
+    """Return the multiplication just before a softmax if one factor is an argument without tokens; else None."""
+    graph, recording = evidence.run.graph, evidence.run.recording
+    op = recording.producer(graph.before_moves(softmax.inputs[0]))
+    if op is None or op.base_name.rstrip("_") != "mul":
+        return None
+    tokens = {name for source in evidence.sources for name in source.names}
+    given = {named.tensor.id for named in recording.inputs if named.name not in tokens}
+    return op if any(graph.before_moves(factor).id in given for factor in op.inputs) else None
 
 
 def _passes(op: Op) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from mha_inspect.answers.check.check import check
 from mha_inspect.answers.check.intent import Intent
 from mha_inspect.answers.trace import traced
+from mha_inspect.errors import InputError
 from mha_inspect.layers.spec import Show
 from mha_inspect.reports.check import CheckReport
 from mha_inspect.running.subject import Subject
@@ -122,3 +125,30 @@ def test_zeros_and_ones_that_are_added_are_found_in_any_size(width: int, heads: 
 def test_a_mask_of_zeros_and_ones_has_no_slopes() -> None:
     report = check(with_float_padding(32, 4, [[0.0, 1.0]]))
     assert "slopes by head" not in {fact.name for fact in report.facts}
+
+
+class Pooled(nn.Module):
+    """Pooling by a softmax over one score for each token; without a product of queries and keys."""
+
+    def __init__(self, *, filled: bool) -> None:
+        super().__init__()
+        self.filled, self.score = filled, nn.Linear(WIDTH, 1)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        scores = self.score(x).squeeze(-1)
+        scores = scores.masked_fill(mask == 0, float("-inf")) if self.filled else scores * mask
+        return torch.einsum("bn,bnd->bd", scores.softmax(-1), x)
+
+
+@pytest.mark.parametrize(("filled", "padded"), [(False, True), (True, True), (False, False)])
+def test_scores_of_a_pooling_that_are_multiplied_by_the_mask_are_found(filled: bool, padded: bool) -> None:
+    torch.manual_seed(0)
+    mask = torch.ones(3, LENGTH)
+    mask[0, 4:] = not padded
+    subject = Subject(Pooled(filled=filled).eval(), (torch.randn(3, LENGTH, WIDTH), mask), {})
+    findings = []
+    with suppress(InputError):  # no attention, and nothing wrong
+        findings = [each.sentence for each in check(subject).findings]
+    assert [each.startswith("The scores are multiplied by the mask") for each in findings] == [True] * (
+        padded and not filled
+    )
