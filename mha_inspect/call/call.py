@@ -87,6 +87,8 @@ class Forward:
     device: torch.device
     dtype: torch.dtype
     batch_first: bool = True
+    is_layout_known: bool = True
+    """Whether the module or the user says that the batch comes first, or that it does not."""
 
     @classmethod
     def of(cls, module: nn.Module, name: str = "") -> Forward:
@@ -153,7 +155,7 @@ class Forward:
             elif name in kwargs and parameter.kind is Parameter.VAR_POSITIONAL:
                 value = kwargs.pop(name)
                 args += [value] if isinstance(value, Tensor) else value or ()
-        return Call(tuple(args), kwargs, text, batch_first=self.batch_first)
+        return Call(tuple(args), kwargs, text, batch_first=self.batch_first, is_layout_known=self.is_layout_known)
 
 
 @dataclass(frozen=True)
