@@ -64,12 +64,14 @@ def share(left: ComparableRun, right: ComparableRun) -> Shared:
     if left.subject.layer and right.subject.layer:
         return _drawn(left, right, getattr(torch, target.dtype))
     transposed = _read_transposed(source, target)
+    exchanged = _exchanged(weights_by_name(source), weights_by_name(target))
     shared = _ByName.NOT_SHARED if transposed else _share_by_name(source, target)
     if shared is _ByName.EQUAL:
         return SharedWeights(True, "Both sides have the same parameters: names, shapes and numbers agree.", ()), _SAME
     if shared is _ByName.COPIED:
         way = "from left to right" if source is left else "from right to left"
-        return SharedWeights(True, f"Copied by name {way}: names and shapes agree.", ()), _SAME
+        said = _before_the_copy(exchanged, *(("left", "right") if source is left else ("right", "left")))
+        return SharedWeights(True, f"Copied by name {way}: names and shapes agree.{said}", ()), _SAME
     direction = _direction(target, source) if source.subject.layer else _direction(source, target)
     if isinstance(direction, str):
         if not any(weights_by_name(side) for side in (left, right)):
@@ -196,6 +198,34 @@ def _same_numbers(left: Tensor, right: Tensor) -> bool:
 
 def _numbers(side: ComparableRun) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights_by_name(side).items()}
+
+
+def _exchanged(numbers: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the weights that have the numbers of one of another name on the other side: `{"q.weight": "k.weight"}`.
+
+    A seed gives them so where the layers are made in another order.
+    """
+    found: dict[str, str] = {}
+    for name, tensor in others.items():
+        if name not in numbers or tensor.dim() < 2 or same_bits(tensor, numbers[name].to(tensor)):
+            continue
+        for other, candidate in numbers.items():
+            if other != name and candidate.shape == tensor.shape and same_bits(tensor, candidate.to(tensor)):
+                found[name] = other
+                break
+    return found
+
+
+def _before_the_copy(exchanged: Mapping[str, str], source: str, target: str) -> str:
+    """Return which weights were those of other names before the copy: they were drawn in another order."""
+    if not exchanged:
+        return ""
+    name, other = next(iter(exchanged.items()))
+    more = f", and {plural(len(exchanged) - 1, 'other')} alike" if len(exchanged) > 1 else ""
+    return (
+        f" The {target} had drawn {name} as the {source} drew {other}{more}. "
+        "Layers that are made in another order draw other numbers from one seed."
+    )
 
 
 def write_by_name(side: ComparableRun, numbers: Mapping[str, Tensor]) -> None:

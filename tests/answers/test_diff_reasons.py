@@ -312,3 +312,29 @@ def test_outputs_that_differ_at_padding_alone() -> None:
     (reason,) = report.reasons
     assert reason.kind == "padding"
     assert "only at the 4 tokens of 24 where attention_mask is 0" in reason.sentence
+
+
+class Drawn(Shared):
+    """Its layers are made in an order of its own."""
+
+    order = "qkv"
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+        for name in self.order:
+            setattr(self, name, nn.Linear(WIDTH, WIDTH))
+        self.o = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, D)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def test_weights_that_were_drawn_in_another_order_are_told() -> None:
+    sides = []
+    for order in ("qkv", "kqv"):
+        torch.manual_seed(0)
+        sides.append(type("Drawn", (Drawn,), {"order": order})())
+    report = compared(*sides)
+    assert report.outcome == "same"
+    assert "The right had drawn k.weight as the left drew q.weight" in report.weights.sentence
