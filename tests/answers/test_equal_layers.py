@@ -421,3 +421,22 @@ def test_a_recording_of_equal_layers(monkeypatch: pytest.MonkeyPatch) -> None:
         traces.append(repr(recorded.trace.attentions))
         every_layer(monkeypatch)
     assert traces[0] == traces[1]
+
+
+class Pieces(nn.Module):
+    """Equal operations on pieces that were made before them, of which three are query, key and value."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pieces = [piece.clone() for piece in x.chunk(6, -1)]
+        for piece in pieces:
+            piece.sin()
+        query, key, value = pieces[5], pieces[2], pieces[0]
+        return (query @ key.mT / 8**0.5).softmax(-1) @ value
+
+
+def test_equal_operations_on_tensors_from_before_are_no_layers() -> None:
+    x = torch.randn(2, 5, 48)
+    (attention,) = mha_inspect.trace(Pieces().eval(), x, keep=True).attentions
+    stages = {stage.name: stage.tensor for stage in attention.stages}
+    for name, place in (("q_heads", 5), ("k_heads", 2), ("v_heads", 0)):
+        assert torch.equal(stages[name], x.chunk(6, -1)[place])
