@@ -87,7 +87,10 @@ def _failed(failure: Failure) -> str:
     """Return where a forward raised, why, and the fix, e.g. `failed at attention.py:38: … Fix: k.mT`."""
     at = f"failed at {failure.source}" if failure.source else "failed"
     if failure.cause is None:
-        return f"{at}: {failure.clash or failure.message.partition(chr(10))[0] or failure.error}"
+        own = failure.message.partition(chr(10))[0]
+        if failure.error == "AssertionError" and own and failure.clash:
+            return f"{at}: {own.rstrip('.')}: {failure.clash}"  # the words of the author come first
+        return f"{at}: {failure.clash or own or failure.error}"
     fix = f" Fix: {failure.cause.fix}" if failure.cause.fix else ""
     return f"{at}: {failure.cause.explanation}{fix}"
 

@@ -253,3 +253,14 @@ def test_an_assert_shows_the_numbers_that_it_compares(form: str, clash: str) -> 
     module = Asserts(form)
     assert failure_of(module, X, torch.ones(3, 11)).clash == clash
     assert module.reads == (1 if form == "code" else 0)  # a run starts from the same attributes
+
+
+def test_the_words_of_an_assert_stay_before_its_numbers() -> None:
+    def code(x: Tensor, m: None, q: nn.Module) -> Tensor:
+        made = q(x)
+        assert made.shape[-1] % 7 == 0, "width must be a multiple of 7"
+        return made
+
+    with pytest.raises(ForwardError) as caught:
+        trace(Run(code, q=nn.Linear(32, 32)).eval(), X)
+    assert "width must be a multiple of 7: made.shape[-1] % 7 is 4 and 0 is expected" in caught.value.trace.verdict
