@@ -87,8 +87,6 @@ class Forward:
     device: torch.device
     dtype: torch.dtype
     batch_first: bool = True
-    is_layout_known: bool = True
-    """Whether the module or the user says that the batch comes first, or that it does not."""
 
     @classmethod
     def of(cls, module: nn.Module, name: str = "") -> Forward:
@@ -155,7 +153,7 @@ class Forward:
             elif name in kwargs and parameter.kind is Parameter.VAR_POSITIONAL:
                 value = kwargs.pop(name)
                 args += [value] if isinstance(value, Tensor) else value or ()
-        return Call(tuple(args), kwargs, text, batch_first=self.batch_first, is_layout_known=self.is_layout_known)
+        return Call(tuple(args), kwargs, text, batch_first=self.batch_first)
 
 
 @dataclass(frozen=True)

@@ -373,18 +373,6 @@ def said_batch_first(module: nn.Module) -> bool | None:
     return next((said for part in parts if isinstance(said := getattr(part, "batch_first", None), bool)), None)
 
 
-def is_layout_said(module: nn.Module, arguments: Collection[str]) -> bool:
-    """Return whether a module shows which axis of these arguments is the batch; else it may be either.
-
-    A forward that does not say may give its input to a layer of torch that takes the sequence first, on purpose or not.
-    """
-    if is_hugging_face(module) or said_batch_first(module) is not None:
-        return True
-    if batch_axis_in_words(module, arguments) is not None:
-        return True
-    return all(getattr(part, "batch_first", None) is not False for part in module.modules())
-
-
 def batch_first_of(module: nn.Module, arguments: Collection[str]) -> tuple[bool, str]:
     """Return whether the batch comes first in these arguments, and why: the end of a sentence, empty if it is plain.
 

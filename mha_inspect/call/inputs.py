@@ -24,16 +24,7 @@ from ..layers.spec import InputSpec
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import (
-    Sizes,
-    batch_first_of,
-    beside,
-    configured_plans,
-    guessed_plans,
-    is_hugging_face,
-    is_layout_said,
-    needed,
-)
+from .guess import Sizes, batch_first_of, beside, configured_plans, guessed_plans, is_hugging_face, needed
 from .masks import mask_arguments, masks_of, try_masks
 from .part import call_with
 from .probe import Probed, probe
@@ -95,8 +86,7 @@ def make_call(target: Target, asked: Asked) -> Call:
     elif names:
         plans |= guessed_plans(sizes, names, {*given, *plans}, partial(run, plans))
     first, why = _layout(forward, plans, given, asked)
-    is_known = "batch_first" in asked.flags.given or is_layout_said(forward.module, names)
-    forward, notes = replace(forward, batch_first=first, is_layout_known=is_known), (*notes, *why)
+    forward, notes = replace(forward, batch_first=first), (*notes, *why)
     values = _drawn(forward, plans, given, asked)
     masks, of_masks = _masks(forward, target, asked, values, notes)
     values = {**_switches(forward, asked.flags), **values, **masks}

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 from mha_inspect import check
-from mha_inspect.__main__ import run
 from mha_inspect.reports.check import Finding
 
 VOCABULARY, WIDTH = 30, 32
@@ -108,25 +105,3 @@ def test_a_mask_that_adds_nothing_is_told(regions: int) -> None:
     facts = {fact.name: fact.sentence for fact in report.facts}
     assert ("mask" in facts) == (regions == 1)
     assert regions > 1 or facts["mask"] == "adds 0 to every score in this call: it masks out nothing"
-
-
-def test_a_layout_that_nobody_said_is_no_problem(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The input was drawn as `batch seq embed`, and the only layer takes the sequence first: either may be right."""
-    source = tmp_path / "model.py"
-    source.write_text(
-        "from torch import nn\n"
-        "class Model(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        layer = nn.TransformerEncoderLayer(32, 4, 64)\n"
-        "        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)\n"
-        "        self.head = nn.Linear(32, 1)\n"
-        "    def forward(self, src):\n"
-        "        return self.head(self.encoder(src))\n"
-    )
-    assert run(["check", f"{source}:Model"]) == 0
-    assert "Attention may run over the batch" in capsys.readouterr().out
-    assert run(["check", f"{source}:Model", "--batch-first"]) == 1
-    assert "Attention runs over the batch" in capsys.readouterr().out
-    assert run(["check", f"{source}:Model", "--seq-first"]) == 0
-    assert "over the batch" not in capsys.readouterr().out
