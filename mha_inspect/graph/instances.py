@@ -396,8 +396,7 @@ class _Cut:
             self._forwards.update(zip(op.forwards, kept.forwards, strict=True))
             self._modules.update(zip(_with_parents(op.module), _with_parents(kept.module), strict=True))
             for tensor, stays in zip(op.inputs + op.outputs, kept.inputs + kept.outputs, strict=True):
-                made = whole.producers.get(tensor.id, stack.start)
-                if made < stack.start and tensor.id != stays.id:
+                if whole.producers.get(tensor.id, stack.start) < stack.start and tensor.id != stays.id:
                     raise UnlikeError  # each layer reads another result of what is before the stack
                 if self._renamed.setdefault(tensor.id, stays).id != stays.id:
                     raise UnlikeError
