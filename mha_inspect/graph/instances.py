@@ -613,7 +613,7 @@ class Translation:
     def of(self, value: T) -> T:
         """Return plain data with its operations, its tensors, and the paths in fields `module` translated."""
         translated: Any = self._of(value)
-        return translated  # type: ignore[no-any-return]
+        return translated  # type: ignore[no-any-return]  # of the type of what is translated
 
     def _of(self, value: Any) -> Any:
         if isinstance(value, Op):

@@ -219,7 +219,7 @@ def _run_again(graph: Graph, op: Op, content: Callable[[int], Tensor]) -> dict[i
         return content(tensor.id)
 
     if op.kind != "write":
-        results = _results(op, of)
+        results = results_of(op, of)
         return {output.id: result for output, result in zip(op.outputs, results, strict=False)}
     written, before = op.inputs[0], of(op.inputs[0])
     if op.output.storage != written.storage:
@@ -228,7 +228,7 @@ def _run_again(graph: Graph, op: Op, content: Callable[[int], Tensor]) -> dict[i
     alone = all(tensor.shape == written.shape and tensor.stride == written.stride for tensor in views)
     if alone and all(tensor.offset == written.offset for tensor in views):
         changed = before.clone()
-        _results(op, lambda tensor: changed if tensor.id == written.id else of(tensor))
+        results_of(op, lambda tensor: changed if tensor.id == written.id else of(tensor))
         return {tensor.id: changed for tensor in views}
     if (before.storage_offset(), before.stride()) != (written.offset, written.stride):
         raise ValueError("the memory has another layout")
@@ -238,11 +238,11 @@ def _run_again(graph: Graph, op: Op, content: Callable[[int], Tensor]) -> dict[i
     def at(tensor: TensorRef) -> Tensor:
         return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
-    _results(op, lambda tensor: at(tensor) if tensor.id == written.id else of(tensor))
+    results_of(op, lambda tensor: at(tensor) if tensor.id == written.id else of(tensor))
     return {tensor.id: at(tensor) for tensor in views}
 
 
-def _results(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
+def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     """Run an operation in double precision and return its outputs. Raise `ValueError` if their shapes differ."""
     if op.is_collective:
         raise ValueError("the other ranks would have to run it too")

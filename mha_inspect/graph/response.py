@@ -25,7 +25,7 @@ from torch import Tensor
 from ..record.ops import Op, TensorRef
 from .axis import wide
 from .dataflow import Graph
-from .replay import NotReplayedError, Region, Replay, drawn, region
+from .replay import NotReplayedError, Region, Replay, drawn, region, results_of
 from .rerun import Constants
 
 _CLOSE = 1e-7
@@ -588,7 +588,6 @@ def _moves_elements(op: Op) -> bool:
 
 def _moved(op: Op, places: dict[int, Tensor], answers: dict[int, Tensor]) -> dict[int, Tensor]:
     """Return the places after an operation that only moves elements; empty if it cannot be run on them."""
-    from .replay import _results
 
     def content(tensor: TensorRef) -> Tensor:
         if tensor.id in places:
@@ -598,7 +597,7 @@ def _moved(op: Op, places: dict[int, Tensor], answers: dict[int, Tensor]) -> dic
         return torch.zeros(tensor.shape, dtype=torch.float64)
 
     try:
-        results = _results(op, content)
+        results = results_of(op, content)
     except Exception:  # an operation may raise anything when it is called directly
         return {}
     finite = [result.nan_to_num(0.0, 0.0, 0.0).clamp(min=0) for result in results if result.is_floating_point()]

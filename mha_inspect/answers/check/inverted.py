@@ -43,7 +43,8 @@ def inverted_padding(evidence: Evidence) -> Iterator[Finding]:
         layer = evidence.subject.module.get_submodule(sight.module) if sight.module else evidence.subject.module
         fix = "Invert the mask where it is passed."
         if isinstance(layer, nn.MultiheadAttention):
-            fix = f"Invert the mask where it is passed, e.g. tokens == {padding.number}: torch hides what is True."
+            padded = f"{evidence.source.names[0]} == {padding.number}"
+            fix = f"Invert the mask where it is passed, e.g. {padded}: torch hides what is True."
         yield sight.finding(
             "masking",
             f"The padding mask is inverted: the visible keys are exactly the tokens with id {padding.number}, the "

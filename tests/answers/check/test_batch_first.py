@@ -105,3 +105,15 @@ def test_a_mask_that_adds_nothing_is_told(regions: int) -> None:
     facts = {fact.name: fact.sentence for fact in report.facts}
     assert ("mask" in facts) == (regions == 1)
     assert regions > 1 or facts["mask"] == "adds 0 to every score in this call: it masks out nothing"
+
+
+class OfIds(Padded):
+    """The same with another name of the argument."""
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return super().forward(input_ids)
+
+
+def test_the_way_out_has_the_name_of_the_argument() -> None:
+    (finding,) = findings(OfIds(), padded_tokens(), "masking")
+    assert "input_ids == 0" in finding.fix
