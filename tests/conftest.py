@@ -31,7 +31,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-readme", action="store_true", help="write the transcripts of README.md and the checks' pages anew"
     )
-    parser.addoption("--update-sentences", action="store_true", help="list anew what a user can read")
     parser.addoption("--fuzz-cases", type=int, help="cases of each test in tests/fuzz, drawn at random")
 
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent.parent / "mha_inspect"
-LIST = Path(__file__).with_name("sentences.txt")
-"""Every sentence that a user can meet, by file."""
 
 _PROSE = re.compile(r"[a-z]{2,}[,:;.]? +[a-z(]|[a-z]+ \{\}|\{\} [a-z]")
 """Two words beside each other, or a word beside a value: names, patterns and flags have none."""

@@ -115,17 +115,17 @@ BELOW = {
     "running": ("naming", "graph", "record", "layers", "reports", "errors", "text"),
     "measure": ("running", "naming", "record", "layers", "reports", "text"),
     "files": ("record", "layers", "reports", "errors", "text"),
-    "build": ("files", "running", "naming", "record", "layers", "reports", "errors", "text"),
-    "call": ("build", "files", "running", "naming", "record", "layers", "reports", "errors", "text"),
+    "making": ("files", "running", "naming", "record", "layers", "reports", "errors", "text"),
+    "call": ("making", "files", "running", "naming", "record", "layers", "reports", "errors", "text"),
     "answers": (
-        *("call", "build", "files", "measure", "running", "naming", "graph", "record", "layers"),
+        *("call", "making", "files", "measure", "running", "naming", "graph", "record", "layers"),
         *("reports", "errors", "text", "explained"),
     ),
     "render": ("reports", "errors", "text"),
     "pictures": ("render", "naming", "reports", "errors", "text"),
     "notebook": ("pictures", "render", "running", "naming", "reports", "errors", "text", "explained"),
     "cli": (
-        *("answers", "pictures", "render", "call", "build", "files", "running", "naming", "layers"),
+        *("answers", "pictures", "render", "call", "making", "files", "running", "naming", "layers"),
         *("reports", "errors", "text"),
     ),
 }

@@ -1,4 +1,4 @@
-"""The words of the program: every sentence that a user can meet is listed, short, and free of words of our own."""
+"""The words of the program: every sentence that a user can meet is short, and free of words of our own."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from mha_inspect.cli.app import COMMANDS
 
 from .schemas import load_schema
-from .sentences import LIST, comments, docstrings, files, name_of, sentences, shown
+from .sentences import PACKAGE, comments, docstrings, files, name_of, sentences, shown
 
-README = LIST.parent.parent / "README.md"
+README = PACKAGE.parent / "README.md"
 
 LONGEST = 25
 """Words of a sentence that is read once."""
@@ -37,13 +37,6 @@ def ours(text: str) -> Iterator[str]:
 def is_hard(sentence: str) -> bool:
     """Whether a sentence is too long, or begins with a word that stands for a noun; a question may begin so."""
     return len(sentence.split()) > LONGEST or bool(re.match(r"(What|One that|Those)\b(?!.*\?$)", sentence))
-
-
-def test_every_sentence_that_a_user_can_meet_is_listed(request: pytest.FixtureRequest) -> None:
-    listed = "".join(f"{name_of(path)}: {text}\n" for path in files() for text in shown(path))
-    if request.config.getoption("--update-sentences"):
-        LIST.write_text(listed, encoding="utf-8")
-    assert listed == LIST.read_text(encoding="utf-8"), "read the new sentences aloud, then --update-sentences"
 
 
 def test_what_a_user_reads_is_in_the_words_of_the_field() -> None:

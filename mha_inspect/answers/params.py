@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..build.target import Target
 from ..call.call import explaining
 from ..call.inputs import Asked, make_call
 from ..errors import InputError
 from ..layers.catalog import evaluate, find_layer
 from ..layers.spec import AttentionSpec, InputSpec, Show, spec_of
+from ..making.target import Target
 from ..measure.content import stats_of, values_of
 from ..naming.parameter_words import ParameterRole, layer_class, roles_of
 from ..naming.score_formulas import unlike_dot

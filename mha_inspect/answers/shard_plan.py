@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from ..build.importing import load_object
 from ..errors import InputError
+from ..making.importing import load_object
 from ..naming.parameters import parts_of
 from ..naming.projection import Part, coordinates
 from ..reports.trace import AttentionReport

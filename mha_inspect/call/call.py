@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..build.arguments import signature_of
-from ..build.importing import in_one_line
-from ..build.vocabulary import Kind, kind_of, plain
 from ..errors import ExitCode, MhaInspectError, SpecError, is_out_of_memory
 from ..layers.spec import InputSpec
+from ..making.arguments import signature_of
+from ..making.importing import in_one_line
+from ..making.vocabulary import Kind, kind_of, plain
 from ..record.arguments import described, tensors_in
 from ..record.ranks import needs_ranks
 from ..running.subject import Subject

@@ -13,11 +13,11 @@ from typing import Any, get_origin, is_typeddict
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..build.arguments import InputShape
-from ..build.target import Target
-from ..build.vocabulary import ALIASES, Kind, plain
 from ..errors import InputError, SpecError
 from ..layers.spec import InputSpec
+from ..making.arguments import InputShape
+from ..making.target import Target
+from ..making.vocabulary import ALIASES, Kind, plain
 from ..text import message_of
 from .call import Axis, Forward, Plan
 from .probe import Probed

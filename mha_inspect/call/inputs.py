@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..build.arguments import InputShape
-from ..build.target import Target
-from ..build.vocabulary import Flags, Kind, dashed, flag_of
 from ..errors import InputError, SpecError
 from ..files.tensors import read_tensors
 from ..layers.spec import InputSpec
+from ..making.arguments import InputShape
+from ..making.target import Target
+from ..making.vocabulary import Flags, Kind, dashed, flag_of
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan

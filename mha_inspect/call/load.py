@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..build.target import Target, resolve
-from ..build.vocabulary import Flags, flag_of
 from ..errors import InputError, SpecError
 from ..layers.catalog import find_layer
 from ..layers.spec import AttentionSpec, DerivedInt, InputSpec, RunSpec, plain_fields
+from ..making.target import Target, resolve
+from ..making.vocabulary import Flags, flag_of
 from ..record.arguments import copy_module
 from ..running.subject import Subject
 from ..text import a_kind, did_you_mean

@@ -18,11 +18,11 @@ import torch
 from einops import rearrange, repeat
 from torch import Tensor, nn
 
-from ..build.target import Target
-from ..build.vocabulary import kind_of, plain
 from ..errors import InputError, NoMaskError, SpecError
 from ..files.tensors import read_tensor
 from ..layers.spec import InputSpec
+from ..making.target import Target
+from ..making.vocabulary import kind_of, plain
 from ..naming.canonical import content_of
 from ..running.subject import Subject
 from ..text import printable

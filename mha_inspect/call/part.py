@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..build.arguments import signature_of
-from ..build.target import Target
-from ..build.vocabulary import Kind
 from ..errors import InputError, SpecError
+from ..making.arguments import signature_of
+from ..making.target import Target
+from ..making.vocabulary import Kind
 from ..record.arguments import described, parts_of, tensors_in, with_copies
 from ..text import did_you_mean, first_few, shown
 from .call import Call, Forward

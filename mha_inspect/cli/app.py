@@ -15,9 +15,9 @@ from typer.main import get_command
 from typer.models import OptionInfo
 
 from .. import __version__
-from ..build.vocabulary import SET_BY_NAME, dashed
 from ..errors import ExitCode, SpecError
 from ..layers.catalog import LAYERS, LETTERS, find_layer
+from ..making.vocabulary import SET_BY_NAME, dashed
 from ..render import screen
 from ..text import did_you_mean, shown
 from .help import COMMANDS, PROGRAM, SHORT, TOPICS, first_page, manual

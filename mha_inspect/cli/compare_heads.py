@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..build.vocabulary import flag_of
 from ..errors import ExitCode, SpecError
 from ..layers.spec import divisors, require_steps
+from ..making.vocabulary import flag_of
 from ..text import listed, plural, shown
 from . import subject
 from .app import command
@@ -17,8 +17,8 @@ from .output import Drawn, give, prepare, require_drawable
 
 if TYPE_CHECKING:
     from ..answers.comparable_run import ComparableRun
-    from ..build.target import Target
     from ..call.call import Call
+    from ..making.target import Target
     from ..pictures.stages import Attended
     from ..render.export import Destination
     from ..running.subject import Subject

@@ -13,8 +13,8 @@ from typing import Any
 import typer
 from typer._click.exceptions import BadOptionUsage, BadParameter, ClickException, NoSuchOption
 
-from ..build.vocabulary import dashed, flag_of
 from ..errors import DoesNotFitError, ExitCode, InputError, MhaInspectError, is_out_of_memory
+from ..making.vocabulary import dashed, flag_of
 from ..text import MESSAGE, did_you_mean, listed, message_of, printable, shortened, shown
 from .help import SHORT
 from .output import unwritable

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import typer
 
-from ..build.vocabulary import SET_BY_NAME, dashed
 from ..errors import DeviceError, SpecError
 from ..layers.catalog import LAYERS
+from ..making.vocabulary import SET_BY_NAME, dashed
 from ..render import screen
 from ..text import did_you_mean, shown
 
 if TYPE_CHECKING:
-    from ..build.in_file import ChosenTarget
+    from ..making.in_file import ChosenTarget
     from ..reports.common import LayerArgument
 
 N = TypeVar("N", int, float)

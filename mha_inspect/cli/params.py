@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..build.vocabulary import dashed
 from ..errors import ExitCode, MhaInspectError, SpecError
 from ..files.checkpoint import is_checkpoint
 from ..layers.catalog import LAYERS
+from ..making.vocabulary import dashed
 from ..text import shown
 from . import subject
 from .app import command

@@ -170,7 +170,7 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
     A side that is not named is --layer. Otherwise the right side is the left one with other settings, or per-head for
     a layer (torch if per-head is on the left).
     """
-    from ..build.arguments import parse_settings
+    from ..making.arguments import parse_settings
 
     has_target, both_named = left.is_target or right.is_target, bool(left.text and right.text)
     if not has_target:
@@ -223,10 +223,10 @@ def _built(
 ) -> tuple[Side, Call]:
     """Build a side, and return it with its forward's arguments: those of the side `beside` it, if there is one."""
     from ..answers.diff import Side, sizes_of
-    from ..build.arguments import parse_settings
     from ..call.call import explaining
     from ..call.load import load_layer, subject_of
     from ..call.part import call_with, part_of, with_arguments_of, with_the_same
+    from ..making.arguments import parse_settings
 
     finish: Callable[[Call], Subject]
     if asked.is_target:

@@ -9,11 +9,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from ..build.vocabulary import Flags, flag_of
 from ..errors import ForwardError, MhaInspectError, SpecError, is_out_of_memory
 from ..files.memory import limited_to_what_is_free
 from ..layers.catalog import LAYERS
 from ..layers.spec import AttentionSpec, InputSpec, RunSpec, Show
+from ..making.vocabulary import Flags, flag_of
 from ..render.screen import Tick, progress
 from ..text import did_you_mean, first_few, shown
 from .messages import does_not_fit, say
@@ -23,8 +23,8 @@ from .process import resume_collection
 from .ranks import place, with_group
 
 if TYPE_CHECKING:
-    from ..build.target import Target
     from ..call.call import Call, TargetFailedError
+    from ..making.target import Target
     from ..reports.trace import Trace
     from ..running.subject import Subject
 
@@ -92,7 +92,7 @@ def with_heads(options: Options, count: int) -> Options:
 
 def require_open_head_count(options: Options, heads: Sequence[int], way: str) -> None:
     """Raise `SpecError` if --set fixes the head count, or one of `heads` is below 1. `way` is the way out."""
-    from ..build.arguments import parse_settings
+    from ..making.arguments import parse_settings
 
     settings = parse_settings(options.settings or [])
     fixed = next((name for name in settings if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
@@ -142,9 +142,9 @@ def check_target(
 
     With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
     """
-    from ..build.arguments import parse_settings, parse_shapes
-    from ..build.importing import is_file_alone, split_target
     from ..files.checkpoint import is_checkpoint
+    from ..making.arguments import parse_settings, parse_shapes
+    from ..making.importing import is_file_alone, split_target
 
     if not is_target(text):
         if is_checkpoint(text):
@@ -230,7 +230,7 @@ def _building(options: Options, words: str) -> Iterator[Tick]:
     with progress(words, quiet=options.quiet) as tick:
         import torch
 
-        from ..build.importing import stdout_for_the_answer
+        from ..making.importing import stdout_for_the_answer
 
         with _fitting(options), stdout_for_the_answer(), torch.set_grad_enabled(options.grad):
             yield tick
@@ -275,11 +275,11 @@ def load_target(
 
     `sizes` replace options that the user did not set. Options in `elsewhere` apply to the other side.
     """
-    from ..build.arguments import parse_settings
-    from ..build.importing import is_file_alone
-    from ..build.in_file import choose_in_file
-    from ..build.target import TargetSpec
-    from ..build.target import load_target as build
+    from ..making.arguments import parse_settings
+    from ..making.importing import is_file_alone
+    from ..making.in_file import choose_in_file
+    from ..making.target import TargetSpec
+    from ..making.target import load_target as build
 
     asked_flags = flags(options)
     unsaid = {flag: value for flag, value in (sizes or {}).items() if flag not in options.given}
@@ -321,9 +321,9 @@ def _attends(target: Target, options: Options) -> bool | None:
 
 def call_of(target: Target, options: Options, like: Call | None = None, *, may_fail: bool = False) -> Call:
     """Make the arguments of a target's forward from the options, as `call.load.call_target` does."""
-    from ..build.arguments import parse_shapes
     from ..call.inputs import Asked
     from ..call.load import call_target
+    from ..making.arguments import parse_shapes
 
     shapes = parse_shapes(options.input_shape or [])
     asked = Asked(inputs(options), flags(options), shapes, options.seed)

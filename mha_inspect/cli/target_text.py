@@ -24,7 +24,7 @@ def completed(text: str) -> str:
         return f"{text}.py"
     if not text.isidentifier():
         return text
-    from ..build.importing import names_in_file
+    from ..making.importing import names_in_file
 
     files = [path for path in sorted(Path().glob("*.py"))[:_MOST_FILES] if text in names_in_file(path)]
     if len(files) > 1:

@@ -11,9 +11,9 @@ from torch import nn
 
 import mha_inspect
 from mha_inspect.answers.decode import cache_bytes_of, decoded
-from mha_inspect.build.target import TargetSpec, load_target
 from mha_inspect.errors import ForwardError, InputError
 from mha_inspect.layers.spec import Show
+from mha_inspect.making.target import TargetSpec, load_target
 from mha_inspect.running.subject import Subject
 
 from ..hf_sizes import settings_of

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from mha_inspect.__main__ import run
-from mha_inspect.build.arguments import parse_shapes
-from mha_inspect.build.target import TargetSpec, load_target
-from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import TargetFailedError, explaining
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.call.load import subject_of
 from mha_inspect.call.part import with_the_same
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
+from mha_inspect.making.arguments import parse_shapes
+from mha_inspect.making.target import TargetSpec, load_target
+from mha_inspect.making.vocabulary import Flags
 
 FILE = str(Path(__file__).parent / "masked.py")
 

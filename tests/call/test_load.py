@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mha_inspect.build.target import Target
 from mha_inspect.call.inputs import Asked
 from mha_inspect.call.load import call_target, load_layer, subject_of
 from mha_inspect.layers.spec import AttentionSpec, InputSpec, RunSpec
+from mha_inspect.making.target import Target
 from mha_inspect.running.subject import Subject
 
 from ..built import trace

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.build.target import Target, TargetSpec, load_target
-from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.errors import NoMaskError, SpecError
 from mha_inspect.layers.spec import InputSpec
+from mha_inspect.making.target import Target, TargetSpec, load_target
+from mha_inspect.making.vocabulary import Flags
 
 FILE = str(Path(__file__).parent / "masked.py")
 CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.build.arguments import InputShape, parse_shapes
-from mha_inspect.build.target import Target, TargetSpec, load_target
-from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.errors import InputError, SpecError
 from mha_inspect.layers.spec import InputSpec
+from mha_inspect.making.arguments import InputShape, parse_shapes
+from mha_inspect.making.target import Target, TargetSpec, load_target
+from mha_inspect.making.vocabulary import Flags
 
 STYLES = str(Path(__file__).parent / "styles.py")
 SIZES = {"embed_dim": 14, "num_heads": 2, "dropout": 0.0, "bias": True, "batch_first": True, "seq_len": 5}

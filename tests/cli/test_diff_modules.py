@@ -114,9 +114,9 @@ def test_what_goes_in_is_what_the_model_gives_it(invoke, mine):
 
 
 def test_the_arguments_are_those_of_the_first_call(mine):
-    from mha_inspect.build.target import Target
     from mha_inspect.call.call import Call
     from mha_inspect.call.part import part_of
+    from mha_inspect.making.target import Target
 
     namespace: dict = {}
     exec(CODE, namespace)

@@ -7,9 +7,9 @@ import json
 import jsonschema
 import pytest
 
-from mha_inspect.build.vocabulary import SET_BY_NAME
 from mha_inspect.layers.catalog import LAYERS, LETTERS, evaluate
 from mha_inspect.layers.spec import AttentionSpec
+from mha_inspect.making.vocabulary import SET_BY_NAME
 
 from ..schemas import load_schema
 

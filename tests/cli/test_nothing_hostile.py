@@ -138,8 +138,8 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path):
 def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
     from torch import nn
 
-    from mha_inspect.build import arguments
     from mha_inspect.errors import DoesNotFitError
+    from mha_inspect.making import arguments
 
     monkeypatch.setattr(arguments, "_MOST_PARAMETERS", 10)
     with pytest.raises(DoesNotFitError, match="more than 10 parameter tensors"), arguments.of_bounded_number("x"):
@@ -149,8 +149,8 @@ def test_a_constructor_without_an_end_is_stopped(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"a":' * 50_000, "1" * 9000, "\x00", ""])
 def test_a_configuration_that_is_none(tmp_path, content):
-    from mha_inspect.build.hugging_face import read_config
     from mha_inspect.errors import InputError
+    from mha_inspect.making.hugging_face import read_config
 
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(InputError):

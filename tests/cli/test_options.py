@@ -10,13 +10,13 @@ from typing import get_type_hints
 import pytest
 from typer.main import get_command
 
-from mha_inspect.build.vocabulary import SET_BY_NAME
 from mha_inspect.cli import check, compare_heads, diff, options, params, subject, trace
 from mha_inspect.cli.app import COMMANDS
 from mha_inspect.cli.messages import GONE
 from mha_inspect.cli.options import Options
 from mha_inspect.errors import SpecError
 from mha_inspect.layers.spec import DTYPES, AttentionSpec, InputSpec, RunSpec, Show
+from mha_inspect.making.vocabulary import SET_BY_NAME
 
 APPS = {
     "trace": trace.trace,

@@ -76,7 +76,7 @@ def test_no_torch_and_no_rich(environment, line, env):
 TYPER_ALONE = "import sys, typer; print('imported:', *sorted(sys.modules), file=sys.stderr)"
 HELP_IMPORTS = {
     *("gc", "dataclasses", "unicodedata"),
-    *("__main__", "build", "build.vocabulary", "errors", "files", "files.memory", "layers", "layers.catalog", "text"),
+    *("__main__", "making", "making.vocabulary", "errors", "files", "files.memory", "layers", "layers.catalog", "text"),
     *(
         "cli",
         "cli.app",

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from mha_inspect.build.importing import stdout_for_the_answer
-from mha_inspect.build.target import Target, TargetSpec, available, load_target, resolve
-from mha_inspect.build.vocabulary import Flags
 from mha_inspect.errors import DeviceError, InputError, MhaInspectError, SpecError
+from mha_inspect.making.importing import stdout_for_the_answer
+from mha_inspect.making.target import Target, TargetSpec, available, load_target, resolve
+from mha_inspect.making.vocabulary import Flags
 
 STYLES = str(Path(__file__).parents[1] / "call" / "styles.py")
 SIZES = {"embed_dim": 14, "num_heads": 2, "dropout": 0.0, "bias": True, "seq_len": 5}

@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from mha_inspect.build.arguments import convert, parse_settings
-from mha_inspect.build.vocabulary import ALIASES, Flags, flag_of, plain
 from mha_inspect.errors import SpecError
+from mha_inspect.making.arguments import convert, parse_settings
+from mha_inspect.making.vocabulary import ALIASES, Flags, flag_of, plain
 
 EMPTY = Parameter.empty
 

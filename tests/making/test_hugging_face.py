@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from mha_inspect.build import hugging_face
-from mha_inspect.build.hugging_face import NetworkNeededError
-from mha_inspect.build.target import Target, TargetSpec, load_target
-from mha_inspect.build.vocabulary import Flags
 from mha_inspect.call.call import Call
 from mha_inspect.call.inputs import Asked, make_call
 from mha_inspect.errors import ExitCode, InputError, SpecError, UnsafeFileError
 from mha_inspect.files import memory
 from mha_inspect.layers.spec import InputSpec
+from mha_inspect.making import hugging_face
+from mha_inspect.making.hugging_face import NetworkNeededError
+from mha_inspect.making.target import Target, TargetSpec, load_target
+from mha_inspect.making.vocabulary import Flags
 
 from ..built import trace_module
 from ..hf_sizes import settings_of
