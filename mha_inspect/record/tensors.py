@@ -251,7 +251,7 @@ class Tensors:
         constants = {}
         for look, weak, version in self._outside:
             tensor = weak()
-            if tensor is None or nn.parameter.is_lazy(tensor):
+            if tensor is None or nn.parameter.is_lazy(tensor) or _is_freed(tensor):
                 continue
             if tensor._version == version and tensor.numel() <= _LARGEST:
                 number = self.read(look).id
@@ -300,6 +300,17 @@ def unshared(stages: Stages) -> Stages:
         for number, tensor in tensors.items()
     }
     return tuple({stage: unshared_tensors[id(tensor)] for stage, tensor in by_name.items()} for by_name in stages)
+
+
+def _is_freed(tensor: Tensor) -> bool:
+    """Return whether the memory of a tensor was given back while the tensor still exists: to read it would crash.
+
+    FSDP does so with gathered parameters: `tensor.untyped_storage().resize_(0)`.
+    """
+    try:
+        return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    except _NO_STORAGE:
+        return False
 
 
 def _references(tensor: Tensor) -> float:
