@@ -23,10 +23,11 @@ from ...record.ops import Op
 from ...reports.check import Finding
 from ...text import listed, plural
 from .arguments import Source, batch_axis_of
+from .causal_masks import against_causal, against_window
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .item_masks import masks_of_other_items
 from .replay import SIDES, Factor, LostError, factors_of
-from .sight import SeenKeys
+from .seen_keys import SeenKeys
 from .slots import slots
 
 
@@ -283,7 +284,7 @@ def causal(evidence: Evidence) -> Iterator[Finding]:
         return
     if any(sight.queries < sight.keys for sight in evidence.sights):
         evidence.require_passed("heads")  # a token of the projections shows which key is a query's own
-    judged = (sight.against_causal(evidence.intent.window) for sight in evidence.sights)
+    judged = (against_causal(sight, evidence.intent.window) for sight in evidence.sights)
     if evidence.intent.causal is None:
         findings = chain(
             _not_as_called(evidence), _almost_causal(evidence), _in_other_order(evidence), _beside_attention(evidence)
@@ -435,7 +436,7 @@ def _not_as_called(evidence: Evidence) -> Iterator[Finding]:
         is_named = re.search("^causal|(?<!Non)(?<!Not)Causal", called) is not None
         is_named = is_named and type(part) not in causal  # else it is causal where it is meant to be
         reasons = [*([called] if is_named else []), *arguments, *flags]
-        finding = sight.against_causal(evidence.intent.window or sight.width) if reasons else None
+        finding = against_causal(sight, evidence.intent.window or sight.width) if reasons else None
         later = evidence.reach.items() if finding is not None and evidence.follows else ()
         if finding is None or (later and not any(bool((changed[0, :place] > 0).any()) for place, changed in later)):
             continue  # e.g. keys that are no tokens, made of earlier tokens
@@ -449,7 +450,7 @@ def _almost_causal(evidence: Evidence) -> Iterator[Finding]:
         given = (value for name, value in tensors_in(evidence.values) if name in sight.lengths)
         given = (value for value in given if value.dim() and len(value) == len(sight.seen))
         is_over = sight.over == "heads" or (sight.over and not any(bool((value != value[:1]).any()) for value in given))
-        finding = sight.against_causal(sight.width) if sight.almost_causal or is_over else None
+        finding = against_causal(sight, sight.width) if sight.almost_causal or is_over else None
         if finding is not None and not sight.over and not (sight.is_top_left and sight.queries > 1):
             window = f"like a causal window of {sight.width}" if sight.width and sight.width > 1 else "causal"
             finding = replace(finding, sentence=f"The mask looks {window}, {sight.almost_causal}.", sure=False)
@@ -479,7 +480,7 @@ def window(evidence: Evidence) -> Iterator[Finding]:
         raise UndeclaredError("--window N")
     if not sights:
         raise NotPossibleError("the scores do not show who sees whom")
-    findings = [sight.against_window(width, evidence.intent.causal) for sight in sights]
+    findings = [against_window(sight, width, evidence.intent.causal) for sight in sights]
     local = [finding for sight, finding in zip(sights, findings, strict=True) if sight.width is not None]
     if None not in findings or len(local) == len(findings) or any(local):  # some layers may attend to everything
         yield from list(filter(None, findings))[:1]

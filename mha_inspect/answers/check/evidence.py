@@ -27,7 +27,8 @@ from .alike import Kind, kinds_of
 from .arguments import Arguments, Source, masks_by_item, sources_of
 from .intent import Intent
 from .replay import first_key
-from .sight import SeenKeys, sights_of
+from .seen_keys import SeenKeys
+from .sight import sights_of
 
 OF_OUTPUTS = ("heads", "softmax", "masking", "finite", "batch", "repeat", "causal")
 """Checks whose faults also make outputs differ that should be equal."""

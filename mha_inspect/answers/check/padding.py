@@ -17,7 +17,7 @@ from ...text import shortened, spans
 from .arguments import Source
 from .evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
 from .scores import masks_everything, softmax, weak_masks
-from .sight import SeenKeys
+from .seen_keys import SeenKeys
 
 _MOST = 2
 """The largest number of mask arguments to examine."""

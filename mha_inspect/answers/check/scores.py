@@ -30,7 +30,7 @@ from ..run_report import in_heads
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .inverted import inverted_padding
 from .replay import NotHereError, content_of
-from .sight import SeenKeys
+from .seen_keys import SeenKeys
 from .tokens import of_each_kind
 
 _WEAK = 1.0

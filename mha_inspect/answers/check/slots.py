@@ -162,7 +162,7 @@ def _missing(
         return None
     blank = frozenset(_blank(heads).all(0).nonzero().flatten().tolist()) - tokens.keys()
     slots = _Slots(tokens, count, sight.keys, blank)
-    for query, row in sight.any_row.nonzero().tolist() if tokens else ():
+    for query, row in sight.pairs.nonzero().tolist() if tokens else ():
         what = slots.fault(query, row)
         if what:
             proof = f"Query {query} gives weight to key {row}, which is {what}."

@@ -1,0 +1,347 @@
+"""The keys that each query of one attention sees, and the words for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ... import text
+from ...graph.attention import Attention
+from ...reports.check import Finding
+
+_SIDE = 12
+"""The largest number of rows and columns of a picture."""
+
+
+@dataclass(frozen=True, eq=False)
+class SeenKeys:
+    """The keys that each query of one attention sees, as its weights and scores in one run show them."""
+
+    attention: Attention
+    layout: str
+    """The axes of the scores, as the code lays them out, e.g. `(batch heads) query key`."""
+    by_head: Tensor
+    """`batch heads query key`: True if the head sees the key; one head stands for all where nothing is masked."""
+    zeros: Tensor
+    """`batch heads query key`: True where a head gives no weight to a key."""
+    heavy: Tensor
+    """`query key`: True if any head of the first batch item has a weight that changes a sum by more than rounding."""
+    shares: Tensor
+    """`heads`: whether a query gives weight to several keys."""
+    faint: float
+    """The largest weight that a mask of finite numbers leaves to a key, too small to change a sum; else 0."""
+    first: int
+    """The key at the position of the first query: cached keys come before it, empty slots of a cache after."""
+    knows_own: bool
+    """Whether the key of each query's own token is known."""
+    distance: Tensor
+    """`query key`: query position minus key position, negative for future keys."""
+    real_pairs: Tensor
+    """`query key`: True if the query sees the key in any batch item where the query is no padding."""
+    is_padding: Tensor
+    """`query`: True where the token is padding in every batch item."""
+    origins: frozenset[str]
+    """Names of the inputs that the keys depend on."""
+    over: str
+    """`heads` or `batch items` if a triangular mask is laid over these instead of the queries; else empty."""
+    lengths: frozenset[str]
+    """Names of the inputs that such a mask depends on: they may say the lengths of the batch items."""
+
+    # -- the attention ------------------------------------------------------------------------------------------------
+
+    @property
+    def masked(self) -> bool:
+        """Whether the scores are masked."""
+        return bool(self.attention.masks)
+
+    @property
+    def module(self) -> str:
+        """The module of the attention."""
+        return self.attention.module
+
+    @property
+    def line(self) -> str:
+        """The line of the last mask; of the softmax without one."""
+        masks = self.attention.masks
+        return masks[-1].source if masks else self.attention.softmax.source
+
+    @property
+    def shared(self) -> bool:
+        """Whether queries and keys are one projection: a query then excludes its own key on purpose (Reformer)."""
+        stages = self.attention.stages
+        return "q_proj" in stages and stages["q_proj"] == stages.get("k_proj")
+
+    def finding(self, check: str, sentence: str, evidence: str, fix: str = "") -> Finding:
+        """Return a finding at the mask of this attention."""
+        return Finding(check, sentence, evidence, source=self.line, module=self.module, fix=fix)
+
+    # -- heads --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """`batch query key`: True if any head sees the key."""
+        return self.by_head.any(1)
+
+    @property
+    def has_blind_query(self) -> bool:
+        """Whether a query has every key masked out in a head."""
+        return self.masked and not bool(self.by_head.any(-1).all())
+
+    @cached_property
+    def _is_blind(self) -> Tensor:
+        """`heads`: True where no query of any batch item sees a key."""
+        return ~self.by_head.any(-1).any(-1).any(0)
+
+    @property
+    def blind_heads(self) -> tuple[int, ...]:
+        """The heads that see no key, if others see any."""
+        if bool(self._is_blind.all()):
+            return ()
+        return tuple(self._is_blind.nonzero().flatten().tolist())
+
+    @property
+    def heads_differ(self) -> bool:
+        """Whether the heads that see any key have different masks."""
+        if not self.masked:
+            return False
+        masks = self.by_head.any(0)[~self._is_blind]
+        return not bool((masks == masks[:1]).all())
+
+    # -- positions ----------------------------------------------------------------------------------------------------
+
+    @property
+    def queries(self) -> int:
+        """Number of queries."""
+        return int(self.seen.shape[1])
+
+    @property
+    def keys(self) -> int:
+        """Number of keys."""
+        return int(self.seen.shape[2])
+
+    @property
+    def open(self) -> bool:
+        """Whether every query sees every key."""
+        return bool(self.seen.all())
+
+    @cached_property
+    def visible(self) -> Tensor:
+        """`1 key`: True if any query sees the key; a key masked out for every query is padding."""
+        return self.real_pairs.any(0)[None]
+
+    @property
+    def queries_agree(self) -> bool:
+        """Whether all queries see the same keys."""
+        return torch.equal(self.real_pairs, self.visible.expand_as(self.real_pairs))
+
+    @property
+    def alone(self) -> bool:
+        """Whether no query sees another position."""
+        return self.queries == self.keys and not bool((self.real_pairs & (self.distance != 0)).any())
+
+    @cached_property
+    def sees_future(self) -> bool:
+        """Whether a query sees a later position."""
+        return bool((self.real_pairs & (self.distance < 0)).any())
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether queries see themselves and their past, and no future position."""
+        return self.queries > 1 and not self.open and not self.alone and not self.sees_future
+
+    @cached_property
+    def width(self) -> int | None:
+        """The largest number of positions that a query sees, including its own; None if it is all of them."""
+        past = self.distance[self.real_pairs & (self.distance >= 0)]
+        if not past.numel() or self.keys < 3 or bool(self.is_padding.all()):
+            return None
+        farthest = int(past.max()) + 1
+        possible = int(self.distance[~self.is_padding].max()) + 1
+        return farthest if farthest < min(self.keys, possible) else None
+
+    @cached_property
+    def pairs(self) -> Tensor:
+        """`query key`: True if the query sees the key in any batch item.
+
+        Queries of padding may see anything: they count as if they saw what the others do.
+        """
+        expected = self.visible.expand_as(self.real_pairs) if self.sees_future else self._in_width & self.visible
+        return torch.where(self.is_padding[:, None], expected, self.real_pairs)
+
+    @property
+    def _in_width(self) -> Tensor:
+        """`query key`: True where a key is the query's own or before it, and not beyond the width."""
+        width = self.width or max(self.queries, self.keys) + 1
+        return (self.distance >= 0) & (self.distance < width)
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether every query sees as many positions, its own the last."""
+        return torch.equal(self.pairs, self._in_width & self.visible)
+
+    @property
+    def hides_itself(self) -> Tensor:
+        """`query key`: True at the key of a query's own token if the query does not see it, and it is no padding."""
+        if not self.knows_own or self.shared:
+            return torch.zeros_like(self.pairs)
+        own = ~self.pairs & (self.distance == 0)
+        return own & self.visible if self.queries > 1 else own
+
+    def masks_out(self, keys: Tensor) -> bool:
+        """Return whether no query of a batch item sees any of these keys, `batch key`."""
+        return not bool((self.seen & keys[:, None]).any())
+
+    # -- masks that are almost causal ---------------------------------------------------------------------------------
+
+    @property
+    def is_top_left(self) -> bool:
+        """Whether a causal mask is aligned with the first keys of a cache: queries see the oldest, not their own."""
+        if not self.knows_own or self.first <= 0:
+            return False
+        seen = (self.distance >= self.first) & self.visible
+        return bool(seen.any()) and torch.equal(self.pairs, seen)
+
+    @property
+    def almost_causal(self) -> str:
+        """How the mask differs from a causal one, or from that of a causal window, e.g. `inverted`; else empty."""
+        if self.is_top_left:
+            return "aligned top left"
+        if self.queries == 1:
+            hides = bool(self.pairs.any()) and bool(self.hides_itself.any())
+            return "one diagonal early" if hides else ""
+        if int(self.visible.sum()) < 3 or self.queries_agree or self.alone:
+            return ""
+        for name, mask in self._masks_like_causal().items():
+            if self._is_like(mask & self.visible):
+                return name
+        return ""
+
+    def _masks_like_causal(self) -> dict[str, Tensor]:
+        """Return mistakes of a causal mask by name, each `query key`: True where a query sees a key."""
+        distance, width = self.distance, self.width or self.keys + 1
+        ahead = 1 - int(distance[self.pairs].min())
+        hidden = distance[self.visible & ~self.pairs]
+        masks = {
+            "one diagonal early": (distance > 0) & (distance < width),
+            "reversed": (distance < 1) & (distance > -ahead),
+        }
+        if width != 2:  # distances of -1 to 1 are a window to both sides
+            masks = {"one diagonal late": (distance > -2) & (distance < width), **masks}
+        near = int(hidden.max()) if hidden.numel() else 0
+        if near > 0:  # at 0 a query sees all but itself, which is no mistake
+            masks["inverted"] = (distance < 0) | (distance > near)
+        return masks
+
+    def _is_like(self, seen: Tensor) -> bool:
+        """Return whether most queries see a key by this mask, and they see the same keys."""
+        rows = seen.any(1)  # scores that are masked throughout show nothing
+        return 2 * int(rows.sum()) > self.queries and torch.equal(self.pairs[rows], seen[rows])
+
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    @property
+    def picture(self) -> tuple[str, ...]:
+        """One row per query, one column per key: `■` if the query sees the key."""
+        more = "…" if self.keys > _SIDE else ""
+        rows = []
+        for row in self.pairs[:_SIDE].tolist():
+            rows.append("".join("■" if seen else "·" for seen in row[:_SIDE]) + more)
+        return tuple(rows)
+
+    def words(self) -> str:
+        """Return a name for who sees whom, and say if it is not so in every head."""
+        words = self._words_of_any_head()
+        if self.heads_differ:
+            words = f"{words}, in at least one head: the masks of the heads differ"
+        blind = self.blind_heads
+        if not blind:
+            return words
+        numbers = text.listed([str(head) for head in blind])
+        if len(blind) == 1:
+            return f"head {numbers} sees no key; in the other heads, {words}"
+        return f"heads {numbers} see no key; in the other heads, {words}"
+
+    def _words_of_any_head(self) -> str:
+        """Return a name for who sees whom in any head."""
+        if self.open:
+            return "every query sees every key"
+        if self.alone:
+            return "each query sees only itself"
+        if self.is_causal:
+            return self._causal_words()
+        mirrored = int(self.distance[self.pairs].abs().max())
+        if torch.equal(self.pairs, self.distance.abs() <= mirrored) and mirrored + 1 < self.keys:
+            return f"each query sees {mirrored} positions to each side"
+        if self.queries_agree:
+            counts = self.seen.any(1).sum(-1)  # of each batch item
+            numbers = sorted({int(counts.min()), int(counts.max())})
+            return f"every query sees {' to '.join(map(str, numbers))} of {self.keys} keys"
+        mistake = self.almost_causal
+        if mistake == "reversed":
+            return "causal, reversed: each query sees itself and later tokens"
+        if mistake:
+            return f"causal, {mistake}"
+        return self._band_words() or "a custom pattern"
+
+    def _causal_words(self) -> str:
+        """Return the width of a causal mask, and what is not regular in it."""
+        name = "causal" if self.width is None else f"causal, a window of {self.width}"
+        if self.is_regular:
+            masked = int((~self.visible).sum())
+            if not masked:
+                return name
+            return f"{name}; {text.plural(masked, 'key')} {'is' if masked == 1 else 'are'} masked out for every query"
+        own = self.distance == 0
+        sees_itself = bool((self.pairs | ~self.visible)[own].all())
+        if sees_itself or self.queries != self.keys:
+            return f"{name}, with gaps"
+        return f"{name}, but a query does not see itself"
+
+    def _band_words(self) -> str:
+        """Return which distances every query sees, or which are masked out for every query; empty if they differ."""
+        seen = torch.isin(self.distance, self.distance[self.pairs])
+        own = self.distance == 0
+        sees_itself = bool(own.any()) and bool(seen[own].all())
+        if not self.knows_own or not sees_itself or not torch.equal(self.pairs, seen & self.visible):
+            return ""
+        masked = sorted({*self.distance[~seen].tolist()})
+        before = [place for place in masked if place > 0]
+        after = [-place for place in reversed(masked) if place < 0]
+        near_before = _near_words(before, int(self.distance.max()))
+        near_after = _near_words(after, -int(self.distance.min()))
+        if near_before and near_after:
+            return f"each query sees itself, {near_before} before and {near_after} after"
+        return _gap_words(before, after)
+
+
+def _near_words(masked: list[int], farthest: int) -> str:
+    """Return how many positions are seen on one side, if only the farthest are masked out; else empty.
+
+    >>> _near_words([3, 4, 5], farthest=5)
+    '2'
+    """
+    if not masked:
+        return "all"
+    near = farthest - len(masked)
+    return str(near) if masked == [*range(near + 1, farthest + 1)] else ""
+
+
+def _gap_words(before: list[int], after: list[int]) -> str:
+    """Return which distances are masked out, if they are neighbours on each side; else empty.
+
+    >>> _gap_words([2, 3], [])
+    'the keys 2–3 before a query are masked out, and none after'
+    """
+    for masked in (before, after):
+        if masked and masked != [*range(masked[0], masked[-1] + 1)]:
+            return ""
+    if before and after:
+        return f"the keys {text.spans(before)} before and {text.spans(after)} after a query are masked out"
+    side, other = ("before", "after") if before else ("after", "before")
+    masked = before or after
+    if len(masked) == 1:
+        return f"the key {masked[0]} {side} a query is masked out"
+    return f"the keys {text.spans(masked)} {side} a query are masked out, and none {other}"
