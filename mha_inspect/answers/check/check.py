@@ -27,6 +27,7 @@ from .arguments import Arguments, require_apart
 from .behaviour import batch, causal, inputs, mixing, window
 from .cache import cache
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
+from .grouped_heads import grouped
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off
 from .one_position import one_position
@@ -37,7 +38,7 @@ from .rotary import rotary
 from .same import reference, repeat, training
 from .scores import finite, lone_softmaxes, masking, scale, scale_words, softmax
 from .slots import has_lost_tokens
-from .tokens import grouped, heads
+from .split_heads import heads
 
 
 class Check(NamedTuple):

@@ -19,8 +19,8 @@ from ...naming.canonical import content_of
 from ...naming.visibility import sees_by_head
 from ...reports.check import Fact, Finding
 from ...text import small
+from .each_kind import of_each_kind
 from .evidence import Evidence
-from .tokens import of_each_kind
 
 _FEWEST_PAIRS = 3
 """The smallest number of pairs whose ratios show a ladder."""

@@ -22,10 +22,10 @@ from ...record.ops import Op
 from ...reports.check import Finding, SkippedCheck
 from ...text import first_few, listed, shortened, spans
 from .adapters import factors_elsewhere
+from .each_kind import of_each_kind
 from .evidence import Evidence, NotPossibleError, RaisedError
 from .replay import SIDES
 from .scores import masks_everything
-from .tokens import of_each_kind
 
 _EXACT = (torch.float32, torch.float64, torch.bfloat16)
 """Dtypes in which small gradients do not underflow to zero."""

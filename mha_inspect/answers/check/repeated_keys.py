@@ -12,9 +12,9 @@ from ...measure.repeats import row_of_each
 from ...naming.axes import AxisNames
 from ...naming.pattern import dims_of
 from ...reports.check import Finding
+from .each_kind import of_each_kind
 from .evidence import Evidence
 from .replay import content_of
-from .tokens import of_each_kind
 
 
 @partial(of_each_kind, "")

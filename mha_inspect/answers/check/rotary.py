@@ -15,10 +15,10 @@ from ...graph.rerun import between
 from ...naming.axes import AxisNames
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
+from .each_kind import of_each_kind
 from .evidence import Evidence
 from .ladders import frequencies_off
 from .replay import SIDES, Factor, LostError, NotHereError, again, content_of, first_key
-from .tokens import of_each_kind
 
 _NEAR = 1e-3
 """Relative differences below this count as equal."""

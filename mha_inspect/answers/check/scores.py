@@ -27,11 +27,11 @@ from ...record.arguments import tensors_in
 from ...record.ops import Op, TensorRef
 from ...reports.check import Finding
 from ..run_report import in_heads
+from .each_kind import of_each_kind
 from .evidence import Evidence, NotPossibleError, UndeclaredError
 from .inverted import inverted_padding
 from .replay import NotHereError, content_of
 from .seen_keys import SeenKeys
-from .tokens import of_each_kind
 
 _WEAK = 1.0
 """A mask that fills in a constant of at most this size has no effect."""

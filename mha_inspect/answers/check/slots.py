@@ -18,9 +18,9 @@ from ...naming.canonical import content_of
 from ...record.ops import Op
 from ...reports.check import Finding
 from ...text import plural, shortened, spans
+from .each_kind import of_each_kind
 from .evidence import Evidence
 from .replay import Factor, LostError, NotHereError, factors_of
-from .tokens import of_each_kind
 
 _MOST_TOKENS = 64
 """The largest number of tokens to follow into their slots."""

@@ -1,0 +1,112 @@
+"""Check that the context of a query is merged into the row of its own token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from math import prod
+
+import torch
+
+from ...graph.attention import Attention
+from ...naming.axes import AxisNames
+from ...naming.pattern import dims_of
+from ...record.ops import TensorRef
+from ...reports.check import Finding
+from .evidence import Evidence
+from .replay import Factor, LostError, Row, changed_by, content_of
+
+
+def merged(evidence: Evidence, attention: Attention, names: AxisNames) -> Iterator[Finding]:
+    """Yield a fault if a row of concat mixes tokens, or belongs to another token.
+
+    Raises `LostError` if that cannot be determined.
+    """
+    factor = Factor(evidence, attention, names, "query")
+    concat = attention.stages.get("concat")
+    if concat is None or attention.branches:
+        raise LostError
+    places = _places_of_concat(attention, names, factor, concat)
+    total = prod(factor.tokens)
+    tokens = max(total, prod(places))
+    if prod(attention.score_product.op.output.shape) < tokens * names.num_heads * names.lengths[1]:
+        raise LostError  # a row of the scores belongs to several tokens on purpose, e.g. to a column of a table
+    is_comparable = factor.tokens == places and len(set(places)) == len(places)
+    for number in sorted({0, 1, total // 2, total - 1} & set(range(total))):
+        token = factor.token(number)
+        rows = factor.changed(token)
+        if len(rows) > names.num_heads:
+            raise LostError  # a token is in several rows of a head on purpose, e.g. in overlapping windows
+        spread = _tokens_of_concat(evidence, attention, names, concat, rows)
+        if len(spread) > 1:
+            yield _mixes_queries(evidence, concat, token, spread)
+            return
+        if is_comparable and spread and spread[0] != [*token]:
+            yield _is_another_token(evidence, concat, token, spread[0])
+            return
+
+
+def _places_of_concat(attention: Attention, names: AxisNames, factor: Factor, concat: TensorRef) -> tuple[int, ...]:
+    """Return the sizes of concat without its features, e.g. `batch query`.
+
+    Raises `LostError` where heads are not merged yet, or features come before positions, as in a convolution.
+    """
+    dims, shape = dims_of(names.of_stage("concat")), list(concat.shape)
+    place = attention.feature_place("output", len(shape)) % len(shape)
+    features = dims.pop(place) if place < len(dims) else []
+    del shape[place]
+    places = tuple(shape)
+    # With as many tokens as heads, heads that are merged without a transpose are rows, each of all tokens.
+    are_rows_of_tokens = "query" in features and factor.tokens == places
+    if ["heads"] in dims and not are_rows_of_tokens:
+        raise LostError
+    for dim in dims:
+        if any("head_dim" in word for word in dim):
+            raise LostError
+    return places
+
+
+def _tokens_of_concat(
+    evidence: Evidence, attention: Attention, names: AxisNames, concat: TensorRef, rows: Iterable[Row]
+) -> list[list[int]]:
+    """Return the tokens of concat that change when these rows of the scores change, in order."""
+    scores, context = attention.score_product.op.output, attention.value_product.op.output
+    key_axis = -2 if attention.key_first else -1
+    sizes = list(scores.shape)
+    del sizes[key_axis]
+    marks = torch.zeros(prod(sizes[:-1]), sizes[-1], dtype=torch.bool, device=content_of(evidence, scores).device)
+    for row in rows:
+        marks[row] = True
+    changed = changed_by(evidence, scores, marks.view(sizes).unsqueeze(key_axis), context)
+    feature_axis = -2 if attention.value_first else -1
+    changed = changed.any(feature_axis, keepdim=True)
+    if int(changed.sum()) > names.num_heads:
+        raise LostError  # a query is in several rows of the context on purpose, e.g. in overlapping chunks
+    place = attention.feature_place("output", len(concat.shape))
+    tokens: list[list[int]] = changed_by(evidence, context, changed, concat).any(place).nonzero().tolist()
+    return tokens
+
+
+def _mixes_queries(evidence: Evidence, concat: TensorRef, token: tuple[int, ...], spread: list[list[int]]) -> Finding:
+    shown = ", ".join(str(place) for place in spread[:4])
+    more = ", …" if len(spread) > 4 else ""
+    return _finding(
+        evidence,
+        concat,
+        "The heads are merged in a wrong order, e.g. without transpose: the context of one query is spread "
+        f"over {len(spread)} tokens of concat, and each of them mixes several queries.",
+        f"Changing the context of query {list(token)} in all heads changes concat at {shown}{more}.",
+    )
+
+
+def _is_another_token(evidence: Evidence, concat: TensorRef, token: tuple[int, ...], place: list[int]) -> Finding:
+    return _finding(
+        evidence,
+        concat,
+        "The context of a query ends up at another token.",
+        f"Changing the context of query {list(token)} changes concat at {place}.",
+    )
+
+
+def _finding(evidence: Evidence, concat: TensorRef, sentence: str, proof: str) -> Finding:
+    fix = "Merge the heads in the order in which they were split, e.g. transpose(1, 2) before flatten(2)."
+    return Finding("heads", sentence, proof, source=evidence.line_of(concat), fix=fix)
