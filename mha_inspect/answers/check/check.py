@@ -27,16 +27,18 @@ from .arguments import Arguments, require_apart
 from .behaviour import batch, causal, inputs, mixing, window
 from .cache import cache
 from .evidence import OF_OUTPUTS, Evidence, NotPossibleError, RaisedError, Runner, evidence_of
+from .finite import finite
 from .grouped_heads import grouped
 from .intent import CHECKS, Intent, chosen_checks
 from .ladders import ladder_facts, slopes_off
+from .masking import masking
 from .one_position import one_position
 from .padding import mask_facts, padding
 from .parameters import parameters
 from .repeated_keys import repeated_keys
 from .rotary import rotary
 from .same import reference, repeat, training
-from .scores import finite, lone_softmaxes, masking, scale, scale_words, softmax
+from .scores import lone_softmaxes, scale, scale_words, softmax
 from .slots import has_lost_tokens
 from .split_heads import heads
 

@@ -16,7 +16,8 @@ from ...reports.check import Fact, Finding, SkippedCheck
 from ...text import shortened, spans
 from .arguments import Source
 from .evidence import OF_OUTPUTS, OTHER_SIZES, Evidence, NotPossibleError, UndeclaredError
-from .scores import masks_everything, softmax, weak_masks
+from .masking import masks_everything, weak_masks
+from .scores import softmax
 from .seen_keys import SeenKeys
 
 _MOST = 2

@@ -15,9 +15,9 @@ from .adapters import factors_elsewhere
 from .each_kind import of_each_kind
 from .evidence import Evidence, NotPossibleError
 from .gradients import without_gradient
+from .masking import masks_everything
 from .readers import Readers, weight_of
 from .replay import SIDES
-from .scores import masks_everything
 
 
 def parameters(evidence: Evidence) -> Iterator[Finding | SkippedCheck]:

@@ -1,43 +1,27 @@
-"""Faults between scores and weights: the scale, masks, the softmax, and numbers that are not finite.
-
-A softmax may run over the wrong axis or be applied twice, and a masked key may keep weight.
-"""
+"""Faults between scores and weights: the scale, and a softmax over the wrong axis, or applied twice."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 
-import torch
 from torch import Tensor
 
 from ...graph.attention import Attention
 from ...graph.rerun import between
 from ...graph.rules import reduced_places
 from ...naming.axes import AxisNames
-from ...naming.pattern import STAGES, dims_of
+from ...naming.pattern import dims_of
 from ...naming.stage_facts import StageFacts
-from ...naming.visibility import visibility
-from ...record.arguments import tensors_in
-from ...record.ops import Op, TensorRef
+from ...record.ops import Op
 from ...reports.check import Finding
-from ..run_report import in_heads
 from .each_kind import of_each_kind
 from .evidence import Evidence, NotPossibleError, UndeclaredError
-from .inverted import inverted_padding
+from .masking import is_zero_one, weak_mask
 from .replay import NotHereError, content_of
-from .seen_keys import SeenKeys
-
-_WEAK = 1.0
-"""A mask that fills in a constant of at most this size has no effect."""
-_STRONG = 1e3
-"""A mask that adds a constant of at least this size decides which keys have all of the weight."""
-_SMALLER_SCORES = "Scale the queries before the product, or compute the scores in float32."
 
 
 def scale(evidence: Evidence) -> Iterator[Finding]:
@@ -134,41 +118,64 @@ def _softmax(evidence: Evidence, attention: Attention, names: AxisNames) -> Iter
     if attention.divided is not None and attention.average_of_ones is not None:
         yield _other_sum(attention.divided, *attention.average_of_ones)
         return
-    others = attention.weighing or attention.sinks or attention.divided or attention.mixed_weights
-    if others or StageFacts(evidence.run.graph, attention, {}).drops():
+    if not _is_plain(evidence, attention):
         raise NotHereError
     final = _averaging(evidence, attention)
     sums = final.sums_over_keys()
     if not sums.numel() or final.keys < 2 or _are_one(sums):
         return
+    yield _unlike_one(evidence, attention, names, final, sums)
+
+
+def _is_plain(evidence: Evidence, attention: Attention) -> bool:
+    """Return whether the weights are a softmax of the scores that meets the values, without sinks or dropout."""
+    if attention.weighing or attention.sinks or attention.divided or attention.mixed_weights:
+        return False
+    return not StageFacts(evidence.run.graph, attention, {}).drops()
+
+
+def _unlike_one(evidence: Evidence, attention: Attention, names: AxisNames, final: _Averaging, sums: Tensor) -> Finding:
+    """Return why the weights of a query do not sum to one."""
     lowest, highest = float(sums.min()), float(sums.max())
-    through = [
-        op
-        for op in attention.weights_path
-        if (op.does("scales", "masks", "fills") and op.kind not in ("view", "copy")) or _is_triangle(op)
-    ]
-    later = through or [op for op in attention.weights_path if op.kind == "compute" and op.base_name != "_to_copy"]
     proof = f"The weights of a query sum to between {lowest:.3g} and {highest:.3g}; expected 1."
-    sure, at, fix = True, attention.softmax, "Apply softmax over the keys: dim=-1 of scores with axes query key."
+    over_keys = "Apply softmax over the keys: dim=-1 of scores with axes query key."
+    softmax = attention.softmax
     if final.sum_to_one_over_queries() and (attention.over_queries or not attention.weights_changed):
         sentence = "The softmax runs over the queries instead of the keys: the weights of a query do not sum to one."
         proof += " Over the queries, they sum to 1."
-    elif through and highest < 1.02 and _is_masked(evidence, attention, through):
-        sentence = (
+        return Finding("softmax", sentence, proof, source=softmax.source, fix=over_keys)
+    masking = [op for op in attention.weights_path if _may_mask(op)]
+    if masking and highest < 1.02 and _is_masked(evidence, attention, masking):
+        return Finding(
+            "softmax",
             "The mask is applied after the softmax: masked keys take a share of the weight, and the rest does not sum "
-            "to one."
+            "to one.",
+            proof,
+            source=masking[-1].source,
+            fix="Mask the scores with -inf before the softmax.",
         )
-        at, fix = through[-1], "Mask the scores with -inf before the softmax."
-    elif biased := _biased(evidence, attention):
+    bias = _biased(evidence, attention)
+    if bias is not None:
         sentence = "A bias is added after the softmax: the weights of a query do not sum to one."
-        at, fix = biased, "Add the bias to the scores before the softmax."
-    elif not later and not attention.weights_changed and evidence.content(attention.softmax.output) is not None:
+        return Finding(
+            "softmax", sentence, proof, source=bias.source, fix="Add the bias to the scores before the softmax."
+        )
+    changing = masking or [op for op in attention.weights_path if op.kind == "compute" and op.base_name != "_to_copy"]
+    is_changed = bool(changing) or attention.weights_changed
+    if not is_changed and evidence.content(softmax.output) is not None:
         axis = _axis_of_softmax(attention, names)
         sentence = f"The softmax runs over {axis} instead of the keys: the weights of a query do not sum to one."
-    else:
-        sentence = "The weights are changed after the softmax and do not sum to one. This may be intended."
-        sure, at, fix = False, (later or [attention.softmax])[-1], ""
-    yield Finding("softmax", sentence, proof, sure, at.source, fix=fix)
+        return Finding("softmax", sentence, proof, source=softmax.source, fix=over_keys)
+    sentence = "The weights are changed after the softmax and do not sum to one. This may be intended."
+    last = changing[-1] if changing else softmax
+    return Finding("softmax", sentence, proof, sure=False, source=last.source)
+
+
+def _may_mask(op: Op) -> bool:
+    """Return whether a step after the softmax multiplies or fills the weights, or takes a triangle of them."""
+    if _is_triangle(op):
+        return True
+    return op.does("scales", "masks", "fills") and op.kind not in ("view", "copy")
 
 
 @dataclass(frozen=True)
@@ -222,8 +229,12 @@ def _axis_of_softmax(attention: Attention, names: AxisNames) -> str:
 def _biased(evidence: Evidence, attention: Attention) -> Op | None:
     """Return the operation that adds to the weights a term independent of the inputs (e.g. a position bias)."""
     graph = evidence.run.graph
-    adding = (op for op in attention.weights_path if op.base_name.rstrip("_") in ("add", "sub") and len(op.inputs) > 1)
-    return next((op for op in adding if not all(map(graph.comes_from_inputs, op.inputs))), None)
+    for op in attention.weights_path:
+        if op.base_name.rstrip("_") not in ("add", "sub") or len(op.inputs) < 2:
+            continue
+        if not all(graph.comes_from_inputs(tensor) for tensor in op.inputs):
+            return op
+    return None
 
 
 def _sums(weights: Tensor, over: tuple[int, ...]) -> Tensor:
@@ -239,42 +250,59 @@ def _are_one(sums: Tensor) -> bool:
 def _is_masked(evidence: Evidence, attention: Attention, through: list[Op]) -> bool:
     """Return whether an operation multiplies by zeros and ones, or fills in zeros, independently of the weights."""
     recording, weights = evidence.run.recording, attention.softmax.output.id
-    masks = [tensor for op in through for tensor in op.inputs if _is_zero_one(evidence.content(tensor))]
-    return any(map(_is_triangle, through)) or any(not between(recording, {weights}, mask) for mask in masks)
+    for op in through:
+        if _is_triangle(op):
+            return True
+        for tensor in op.inputs:
+            if is_zero_one(evidence.content(tensor)) and not between(recording, {weights}, tensor):
+                return True
+    return False
 
 
 def _is_triangle(op: Op) -> bool:
     return op.base_name.rstrip("_") in ("tril", "triu")
 
 
-def _is_zero_one(value: Tensor | None) -> bool:
-    return value is not None and value.numel() > 1 and bool(((value == 0) | (value == 1)).all())
-
-
 def lone_softmaxes(evidence: Evidence) -> Iterator[Finding]:
     """Yield faults of softmaxes that form no attention: of another softmax, or of scores multiplied by a mask."""
     graph, recording = evidence.run.graph, evidence.run.recording
-    turns = [turn for attention, _ in evidence.run.attentions for turn in (attention, *attention.branches)]
-    known, lines = {turn.softmax.index for turn in turns}, set[str]()
-    for op in (op for op in recording.ops if op.does("softmax") and op.index not in known):
+    of_attentions = _softmaxes_of_attentions(evidence)
+    lines = set[str]()
+    for op in recording.ops:
+        if not op.does("softmax") or op.index in of_attentions:
+            continue
         first = recording.producer(graph.before(op.inputs[0], _passes))
         if first is not None and first.does("softmax") and op.source not in lines:
             lines.add(op.source)
-            yield Finding(
-                "softmax",
-                "The softmax is applied twice: the weights are almost equal, whatever the scores are.",
-                f"The input of the softmax at {op.source} comes from the softmax at {first.source}.",
-                source=op.source,
-                module=op.module,
-                fix="Remove one of them.",
-            )
+            yield _applied_twice(op, first)
         multiplied = _multiplied_by_argument(evidence, op)
-        if multiplied is not None and multiplied.source not in lines:
-            lines.add(multiplied.source)
-            fault = _weak_mask(multiplied, list(map(evidence.content, multiplied.inputs)), evidence.content(op.output))
-            if fault is not None:
-                sentence, proof, fix = fault
-                yield Finding("masking", sentence, proof, source=multiplied.source, module=op.module, fix=fix)
+        if multiplied is None or multiplied.source in lines:
+            continue
+        lines.add(multiplied.source)
+        factors = [evidence.content(tensor) for tensor in multiplied.inputs]
+        fault = weak_mask(multiplied, factors, evidence.content(op.output))
+        if fault is not None:
+            yield replace(fault.finding(multiplied), module=op.module)
+
+
+def _softmaxes_of_attentions(evidence: Evidence) -> set[int]:
+    """Return the indices of the softmaxes of attentions and of their branches."""
+    indices = set()
+    for attention, _ in evidence.run.attentions:
+        for turn in (attention, *attention.branches):
+            indices.add(turn.softmax.index)
+    return indices
+
+
+def _applied_twice(op: Op, first: Op) -> Finding:
+    return Finding(
+        "softmax",
+        "The softmax is applied twice: the weights are almost equal, whatever the scores are.",
+        f"The input of the softmax at {op.source} comes from the softmax at {first.source}.",
+        source=op.source,
+        module=op.module,
+        fix="Remove one of them.",
+    )
 
 
 def _multiplied_by_argument(evidence: Evidence, softmax: Op) -> Op | None:
@@ -290,259 +318,3 @@ def _multiplied_by_argument(evidence: Evidence, softmax: Op) -> Op | None:
 
 def _passes(op: Op) -> bool:
     return bool(op.inputs) and (op.pointwise or op.kind != "compute")
-
-
-def masking(evidence: Evidence) -> Iterator[Finding]:
-    """Yield masks that leave weight on masked keys: scores multiplied by a mask, or filled with a small number."""
-    sights = next(_masked_throughout(evidence), None)
-    if sights is None:
-        yield from inverted_padding(evidence)
-        yield from weak_masks(evidence)
-        yield from _finite_masks(evidence)
-        return
-    pairs = sum(sight.seen.numel() for sight in sights)
-    yield sights[0].finding(
-        "masking",
-        "The mask masks out every key for every query: the weights ignore the scores, or are NaN.",
-        f"With the given mask, all {pairs} pairs of a query and a key are masked out.",
-        "Invert the mask where it is applied, or pass the inverted mask.",
-    )
-
-
-def _finite_masks(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first mask of a finite number that leaves masked keys a weight, although one too small for a sum."""
-    for sight in evidence.sights:
-        # Smaller ones are no longer normal numbers, e.g. with -100 in float32, the mask of Swin.
-        if sight.faint > 1e-37:
-            finding = sight.finding(
-                "masking",
-                f"The mask is a finite number, and leaves masked keys a weight of up to {sight.faint:.2g}.",
-                "It is too small to change a sum in this dtype; larger scores or other dtypes may show it.",
-                "Use masked_fill(mask, float('-inf')).",
-            )
-            yield replace(finding, sure=False)
-            return
-
-
-def masks_everything(evidence: Evidence) -> bool:
-    """Return whether a mask masks out every key for every query of an attention."""
-    return any(True for _ in _masked_throughout(evidence))
-
-
-def _masked_throughout(evidence: Evidence) -> Iterator[list[SeenKeys]]:
-    """Yield the sights of each attention whose mask masks out every key for every query.
-
-    A loop that computes one query at a time has a sight for each: all of them are one attention.
-    """
-    groups: dict[object, list[SeenKeys]] = defaultdict(list)
-    for place, sight in enumerate(evidence.sights):
-        stages, projections = sight.attention.stages, ("query", "q_proj", "key", "k_proj")
-        given = tuple(stages[name].storage for name in projections if name in stages)
-        groups[given or place].append(sight)
-    for sights in groups.values():
-        if all(sight.masked and not bool(sight.seen.any()) for sight in sights):
-            yield sights
-
-
-@partial(of_each_kind, "")
-def weak_masks(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
-    """Yield masks that leave weight on masked keys."""
-    weights, padded = _final_weights(evidence, attention), evidence.padded
-    if weights is not None and weights.dim() == 4 and padded is not None and weights.shape[::2] == padded.shape:
-        weights = weights.masked_fill(padded[:, None, :, None].to(weights.device), 0.0)  # padding may see anything
-    contents = [[evidence.content(tensor) for tensor in op.inputs] for op in attention.masks]
-    faults = [(op, _weak_mask(op, values, weights)) for op, values in zip(attention.masks, contents, strict=True)]
-    if not any(fault for _, fault in faults):  # a mask that is too weak is masked out by no step after it
-        faults = [(op, _undone(evidence, attention, op)) for op in attention.masks]
-    for op, fault in faults:
-        if fault:
-            sentence, proof, fix = fault
-            yield Finding("masking", sentence, proof, source=op.source, fix=fix)
-
-
-def _final_weights(evidence: Evidence, attention: Attention) -> Tensor | None:
-    """Return the weights that meet the values, if they are laid out as those of the softmax; else those."""
-    product = attention.value_product
-    final = evidence.content(product.right if attention.value_first else product.left)
-    weights = evidence.content(attention.softmax.output)
-    if final is None or weights is None or final.numel() != weights.numel():
-        return weights
-    return final.reshape(weights.shape) if final.shape[-2:] == weights.shape[-2:] else weights
-
-
-def _undone(evidence: Evidence, attention: Attention, op: Op) -> tuple[str, str, str] | None:
-    """Return sentence, evidence and fix if a later step, e.g. a tanh that caps the scores, undoes a mask; else None.
-
-    What the mask did is read from the scores after it, whether it fills in a number or adds one.
-    """
-    filled, scores = (evidence.content(tensor) for tensor in (op.output, attention.softmax.inputs[0]))
-    if filled is None or scores is None or filled.shape != scores.shape or not filled.is_floating_point():
-        return None
-    masked = filled <= -_STRONG
-    # A query with every key masked out has no weights of a meaning, e.g. zeros against NaN.
-    undone = masked & (scores > -_STRONG) & ~masked.all(-1, keepdim=True)
-    if not undone.any() or not _weighs(_final_weights(evidence, attention), undone):
-        return None
-    return (
-        "A step between the mask and the softmax undoes the mask: a masked key gets weight.",
-        f"The mask makes a score {float(filled[undone].max()):.3g}, and the softmax gets "
-        f"{float(scores[undone].max()):.3g} there.",
-        "Apply the mask last, just before the softmax.",
-    )
-
-
-def _weak_mask(op: Op, values: list[Tensor | None], weights: Tensor | None) -> tuple[str, str, str] | None:
-    """Return sentence, evidence and fix if a mask leaves weight on masked keys; else None."""
-    name = op.base_name.rstrip("_")
-    if op.does("fills_where"):
-        number = _filled(op, values)
-        masked = next((v for v in values if v is not None and v.dtype == torch.bool), None)
-        masked = ~masked if masked is not None and name == "where" and op.inputs[-1].numel == 1 else masked
-        if masked is not None and weights is not None:
-            masked = _with_other_keys(masked, weights)
-        if number is not None and number >= _STRONG and _weighs(weights, masked):
-            return _opposite(f"fills in {number:.3g}")
-        if number is None or abs(number) > _WEAK or not _weighs(weights, masked):
-            return None
-        return (
-            f"The mask fills in {number:.3g}, which has no effect: a masked key gets weight like any other.",
-            f"exp({number:.3g}) is {torch.tensor(number).exp():.3g}. A mask needs -inf or -1e9.",
-            "Use masked_fill(mask, float('-inf')).",
-        )
-    if name == "mul":
-        mask = next((v for v in values if v is not None and _is_zero_one(v)), None)
-        if mask is None or bool((mask == 1).all()) or not _weighs(weights, mask == 0):
-            return None
-        return (
-            "The scores are multiplied by the mask: a masked key has score 0 instead of -inf, so it gets weight.",
-            f"{int((mask == 0).sum())} of {mask.numel()} factors are 0 before the softmax.",
-            "Use masked_fill(mask == 0, float('-inf')).",
-        )
-    for value in values if name in ("add", "sub") else ():
-        known = torch.unique(value.float()).tolist() if value is not None and value.numel() > 1 else []
-        number = sum(known) if len(known) == 2 and 0.0 in known else 0.0
-        bonus = -number if name == "sub" else number
-        if value is not None and _STRONG <= bonus < math.inf and _weighs(weights, value != 0):
-            return _opposite(f"adds {bonus:.3g}")
-        if 0 < abs(number) < 1e-3 or number == 1:
-            return _of_zeros_and_ones(name) if number == 1 else _without_effect(number)
-    return None
-
-
-def _of_zeros_and_ones(name: str) -> tuple[str, str, str]:
-    does, effect = ("subtracted", "lose") if name == "sub" else ("added", "gain")
-    return (
-        f"The mask is {does} as zeros and ones: it masks out no key, and keys with 1 {effect} weight.",
-        f"A score that is {'lower' if name == 'sub' else 'higher'} by 1 changes a weight by a factor of at most e.",
-        "",
-    )
-
-
-def _without_effect(number: float) -> tuple[str, str, str]:
-    sentence = f"The mask adds {number:.3g}, which has no effect on the weights."
-    return sentence, "The mask is added before the softmax.", ""
-
-
-def _with_other_keys(masked: Tensor, weights: Tensor) -> Tensor:
-    """Return a mask without the queries of which it masks every key, e.g. padding: their weights have no meaning."""
-    try:
-        whole = masked.expand(weights.shape)
-    except RuntimeError:  # laid out otherwise
-        return masked
-    return whole & ~whole.all(-1, keepdim=True)
-
-
-def _opposite(what: str) -> tuple[str, str, str]:
-    return (
-        f"The mask {what}: the masked keys get all of the weight.",
-        "The sign is that of a bonus. A mask needs -inf or -1e9.",
-        "Use masked_fill(mask, float('-inf')).",
-    )
-
-
-def _weighs(weights: Tensor | None, masked: Tensor | None) -> bool:
-    if masked is None or weights is None:
-        return True
-    with suppress(RuntimeError):  # shapes do not match
-        return not bool((weights * masked).amax() <= 1e-6)  # NaN is no weight of zero
-    return True
-
-
-def _filled(op: Op, values: list[Tensor | None]) -> float | None:
-    """Return the constant that a mask fills in; None if it is not a constant."""
-    single = [v for v in values if v is not None and v.numel() == 1 and v.dtype != torch.bool]
-    numbers = [float(a) for a in op.args[1:] if isinstance(a, (int, float)) and not isinstance(a, bool)]
-    return float(single[-1]) if single else numbers[-1] if numbers else None
-
-
-def finite(evidence: Evidence) -> Iterator[Finding]:
-    """Yield the first stage with NaN or infinity, scores that would overflow in float16, or such an output."""
-    for name, tensor in tensors_in(evidence.values):
-        if tensor.is_floating_point() and "mask" not in name and bool(tensor.isnan().any()):
-            raise NotPossibleError(f"the argument {name} contains NaN")
-    for attention, names in evidence.run.attentions:
-        for stage, stage_tensor in attention.stages.items():
-            finding = _unfinite(evidence, attention, names, stage, stage_tensor)
-            if finding is not None:
-                yield finding
-                return
-    yield from _too_large_for_half(evidence)
-    if unfinite := int((~evidence.output.isfinite()).sum()):
-        proof = f"{unfinite} of {evidence.output.numel()} numbers are NaN or infinite."
-        yield Finding("finite", "The output is not finite, although every stage of the attention is.", proof)
-
-
-def _unfinite(
-    evidence: Evidence, attention: Attention, names: AxisNames, stage: str, tensor: TensorRef
-) -> Finding | None:
-    value = evidence.content(tensor)
-    if value is None or not value.is_floating_point() or bool(value.sum().isfinite()):
-        return None
-    nan = int(value.isnan().sum())
-    infinite = 0 if stage == "masked_scores" else int(value.isinf().sum())
-    if not nan and not infinite:
-        return None
-    masked = stage in STAGES[STAGES.index("scores") + 1 :]
-    known = visibility(evidence.run.graph, attention, names) if nan and masked else None
-    if known is not None and known.blind:
-        row, query = known.blind[0]
-        at_start = not any(at for _, at in known.blind)
-        if evidence.intent.causal and at_start and any(sight.almost_causal for sight in evidence.sights):
-            raise NotPossibleError("cannot be judged until causal passes", "until causal passes")
-        sentence = f"A query with every key masked out gives NaN, first in {stage}."
-        more = f" (and {len(known.blind) - 1} more)" if len(known.blind) > 1 else ""
-        where = in_heads(known.blind_heads)
-        proof = f"Query {query} of item {row}{more} has every key masked out{where}; "
-        proof += f"{nan} of {tensor.numel} numbers are NaN."
-        fix = "Leave each query a key, or give its scores a finite number before the softmax."
-    elif infinite and tensor.dtype in ("float16", "bfloat16") and stage == "scores":
-        sentence = f"The {stage} overflow in {tensor.dtype}: {infinite} of {tensor.numel} are infinite."
-        proof, fix = f"The largest number of this dtype is {torch.finfo(value.dtype).max:.3g}.", _SMALLER_SCORES
-    else:
-        sentence = (
-            f"{stage} is the first stage that is not finite: {nan} of {tensor.numel} are NaN, {infinite} infinite."
-        )
-        proof, fix = "Every argument is finite.", ""
-    context = evidence.content(attention.stages["context"])
-    replaced = stage == "weights" and context is not None and bool(context.isfinite().all())
-    proof += " The weights are replaced before the context." if replaced else ""
-    return Finding("finite", sentence, proof, not replaced, evidence.line_of(tensor), attention.module, fix)
-
-
-@partial(of_each_kind, "")
-def _too_large_for_half(evidence: Evidence, attention: Attention, _: AxisNames) -> Iterator[Finding]:
-    """Yield products of queries and keys that are too large for float16."""
-    op, largest = attention.score_product.op, torch.finfo(torch.float16).max
-    value = evidence.content(op.output)
-    if value is None or value.dtype not in (torch.float32, torch.float64) or not value.numel():
-        return
-    size = float(value.abs().max())
-    if largest < size < math.inf:
-        yield Finding(
-            "finite",
-            f"In float16 the scores would overflow: the largest product of a query and a key is {size:.3g}.",
-            f"The largest number of float16 is {largest:.3g}; in {op.output.dtype} the product is finite.",
-            sure=False,
-            source=op.source,
-            fix=_SMALLER_SCORES,
-        )
