@@ -78,8 +78,15 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
     resolve(spec.device, spec.dtype or "float32")
     seed_everything(spec.seed)
     if text.startswith("hf:"):
-        module, passed, notes, chosen = build_model(text, settings, spec.flags, spec.device, spec.seed)
-        target = Target(module, text, passed, notes, vars(module.config), chosen)
+        model = build_model(text, settings, spec.flags, spec.device, spec.seed)
+        target = Target(
+            module=model.module,
+            made_from=text,
+            passed=model.passed,
+            notes=model.notes,
+            arguments=vars(model.module.config),
+            forward_settings=model.forward_settings,
+        )
     else:
         target = _load_python(text, settings, spec)
     target.module.train(spec.training)
