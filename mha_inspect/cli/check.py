@@ -38,19 +38,19 @@ def check(
     mask: str | None = option(
         INTENT, "The argument of the padding mask, and the meaning of 1 or True in it.", metavar="NAME=keep|ignore"
     ),
-    padding_side: str | None = option(INTENT, "Side of the padding.", known=("left", "right"), show_default="right"),
+    padding_side: str | None = option(INTENT, "Side of the padding.", words=("left", "right"), show_default="right"),
     cache: str | None = option(
         INTENT, "The argument of the cache, which forward returns second; or of positions.", metavar="NAME"
     ),
     batch_axis: int | None = size(INTENT, "Batch dimension of the inputs: 0 or 1.", unset="as the code says, or 0"),
-    scale: str | None = option(INTENT, "The expected scale of the scores.", known=("sqrt_head_dim",)),
+    scale: str | None = option(INTENT, "The expected scale of the scores.", words=("sqrt_head_dim",)),
     reference: str | None = option(INTENT, "A trusted TARGET to compare with; same arguments.", metavar="TARGET"),
     only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
     list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list"),
     explain: str | None = option(
-        PANEL, "Explain a check with an example that fails, and exit.", known=tuple(CHECKS), metavar="NAME"
+        PANEL, "Explain a check with an example that fails, and exit.", words=tuple(CHECKS), metavar="NAME"
     ),
 ) -> ExitCode:
     """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.

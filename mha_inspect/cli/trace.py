@@ -46,7 +46,7 @@ def trace(
     fail_if: str | None = option(
         PANEL,
         "Exit with code 1 if the run shows a problem, or a problem or a suspicion.",
-        known=("problem", "suspicion"),
+        words=("problem", "suspicion"),
         show_default="0 with findings",
     ),
     decode: int | None = size(
@@ -65,7 +65,7 @@ def trace(
     picture: str | None = option(
         PICTURE,
         "Draw this stage, with a heat map per head: weights, scores or any other.",
-        known=STAGES,
+        words=STAGES,
         metavar="STAGE",
     ),
     head: str = option(PICTURE, "The heads to draw, e.g. 0,3-5.", "", metavar="N,N-N", show_default="all"),
