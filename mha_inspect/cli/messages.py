@@ -123,7 +123,7 @@ def _misused(option: Any, name: str, ctx: Any) -> str:
         return f"{name} needs a value: write {name} {option.make_metavar(ctx)}. For details: {ctx.command_path} --help"
     opposite = option.opts if name in option.secondary_opts else option.secondary_opts
     if not opposite:
-        return f"{name} takes no value: write {name} alone"
+        return f"{name} takes no value: write {name} alone."
     return f"{name} takes no value: write {name} alone, or {opposite[0]}."
 
 
