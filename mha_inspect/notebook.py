@@ -26,17 +26,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-Kept = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
-"""The tensors of an attention's stages in their own layouts, and in canonical axes."""
+@dataclass(frozen=True)
+class Kept:
+    """The tensors of an attention's stages, by the name of the stage."""
+
+    stages: Mapping[str, Tensor] = field(default_factory=dict)
+    """In their own layouts."""
+    contents: Mapping[str, Tensor] = field(default_factory=dict)
+    """In canonical axes."""
 
 
 def keep_tensors(run: Run) -> list[Kept]:
     """Return the tensors of each attention, and remove them from the run."""
     keep_stages(run)
-    values, kept = run.recording.values, list[Kept]()
+    values = run.recording.values
+    kept: list[Kept] = []
     for attention, names in run.attentions:
         stages = {stage: values[tensor.id] for stage, tensor in attention.stages.items()}
-        kept.append((stages, contents_of(run, attention, names)))
+        kept.append(Kept(stages, contents_of(run, attention, names)))
     values.clear()
     return kept
 
@@ -138,7 +145,10 @@ class LiveAttention(AttentionReport):
 
     def __repr__(self) -> str:
         head = f"attention {self.module}".rstrip() + f": num_heads {self.num_heads}"
-        return "\n".join([head, *(f"  {stage!r}" for stage in self.stages)])
+        lines = [head]
+        for stage in self.stages:
+            lines.append(f"  {stage!r}")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, repr=False)
@@ -151,16 +161,19 @@ class LiveTrace(Trace):
     @classmethod
     def of(cls, trace: Trace, kept: Sequence[Kept] = ()) -> LiveTrace:
         """Return a trace with the kept tensors of each of its attentions."""
-        attentions, attended = [], []
+        attentions: list[LiveAttention] = []
+        drawings: list[Attended] = []
         for place, (attention, name) in enumerate(zip(trace.attentions, attention_names(trace), strict=True)):
-            tensors, contents = kept[place] if kept else ({}, {})
-            drawn = Attended(name, attention.num_heads, attention.num_kv_heads, partial(dict, contents))
-            stages = Stages(
-                LiveStage(**vars(stage), _tensor=tensors.get(stage.name), _attended=drawn) for stage in attention.stages
-            )
-            attentions.append(LiveAttention(**(vars(attention) | {"stages": stages})))
-            attended.append(drawn)
-        return cls(**(vars(trace) | {"attentions": tuple(attentions)}), _attended=tuple(attended))
+            tensors = kept[place] if kept else Kept()
+            drawn = Attended(name, attention.num_heads, attention.num_kv_heads, partial(dict, tensors.contents))
+            stages: list[LiveStage] = []
+            for stage in attention.stages:
+                stages.append(LiveStage(**vars(stage), _tensor=tensors.stages.get(stage.name), _attended=drawn))
+            of_attention = {**vars(attention), "stages": Stages(stages)}
+            attentions.append(LiveAttention(**of_attention))
+            drawings.append(drawn)
+        of_trace = {**vars(trace), "attentions": tuple(attentions)}
+        return cls(**of_trace, _attended=tuple(drawings))
 
     def _repr_html_(self) -> str:
         viewed = for_viewer(self._attended)
@@ -168,7 +181,9 @@ class LiveTrace(Trace):
 
     def _text(self, format: str) -> str:
         text = super()._text(format)
-        viewed = for_viewer(self._attended) if format == "html" else None
+        if format != "html":
+            return text
+        viewed = for_viewer(self._attended)
         return with_viewer(text, viewed) if viewed else text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -34,9 +35,11 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
     __tracebackhide__ = True  # pytest shows the line of the test instead
     patterns = {name: value for name, value in kwargs.items() if name in STAGES and isinstance(value, str)}
     if not patterns:
-        near = next(filter(None, (did_you_mean(name, STAGES) for name in kwargs)), "")
+        hints = [did_you_mean(name, STAGES) for name in kwargs]
+        near = next((hint for hint in hints if hint), "")
         raise ValueError(f"no stage was given. Give a pattern for one of {', '.join(STAGES)}.{near}")
-    report = trace(module, *args, **{name: value for name, value in kwargs.items() if name not in patterns})
+    arguments = {name: value for name, value in kwargs.items() if name not in patterns}
+    report = trace(module, *args, **arguments)
     if not report.attentions:
         raise AssertionError(f"{type(module).__name__} has no softmax attention")
     for attention in report.attentions:
@@ -48,20 +51,45 @@ def assert_stage_shapes(module: nn.Module, *args: Any, **kwargs: Any) -> None:
 def _fault(attention: LiveAttention, patterns: dict[str, str]) -> str:
     """Return the first mismatch in one line; empty if all patterns match."""
     shapes = {stage.name: stage.shape for stage in attention.stages}
-    sizes: dict[str, tuple[int, str]] = {}
+    sizes: dict[str, _Size] = {}
     for stage, pattern in patterns.items():
-        words = pattern.split()
         if stage not in shapes:
             return f"the attention has no {stage}. It has {', '.join(shapes)}"
+        words = pattern.split()
         shape = list(shapes[stage])
         if len(words) != len(shape):
             return f"{stage}: expected {len(words)} dimensions ({pattern}), got {len(shape)}: {shape}"
         for word, size in zip(words, shape, strict=True):
-            known = int(word) if word.isdigit() else sizes.setdefault(word, (size, stage))[0]
-            if word != "_" and size != known:
-                expected = word if word.isdigit() else f"{word} = {known} as in {sizes[word][1]}"
-                return f"{stage}: expected {expected} ({pattern}), got {size}: {shape}"
+            expected = _expected(word, sizes.setdefault(word, _Size(size, stage)))
+            if expected is not None and expected.size != size:
+                return f"{stage}: expected {expected.in_words} ({pattern}), got {size}: {shape}"
     return ""
+
+
+@dataclass(frozen=True)
+class _Size:
+    """The size that a name in a pattern had first."""
+
+    size: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class _Expected:
+    """The size that a word of a pattern asks for."""
+
+    size: int
+    in_words: str
+    """`4`, or `b = 4 as in scores`."""
+
+
+def _expected(word: str, first: _Size) -> _Expected | None:
+    """Return the size that a word asks for: its number, or the size that it had first; None for `_`, any size."""
+    if word == "_":
+        return None
+    if word.isdigit():
+        return _Expected(int(word), word)
+    return _Expected(first.size, f"{word} = {first.size} as in {first.stage}")
 
 
 def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwargs: Any) -> None:
@@ -83,16 +111,18 @@ def assert_same_attention(left: nn.Module, right: nn.Module, *args: Any, **kwarg
     __tracebackhide__ = True
     require_module(left, "testing.assert_same_attention")
     require_module(right, "testing.assert_same_attention")
-    ours, theirs = Side("left", Subject(left, args, kwargs)), Side("right", Subject(right, args, kwargs))
-    if len(ours.attentions) != len(theirs.attentions) or not ours.attentions:
-        counts = (plural(len(side.attentions), "attention") for side in (ours, theirs))
-        raise AssertionError("{} on the left, {} on the right".format(*counts))
-    report = diff(ours, theirs, same_weights=False)
-    first = next((row for row in report.stages if row.verdict == "differs"), None)
-    if first is not None:
-        number = first.attention or 1
-        attention = f"attention {number} {ours.attentions[number - 1][0].module}".rstrip()
-        raise AssertionError(f"{attention} differs, starting at {first.name}\n{report!r}")
+    left_side = Side("left", Subject(left, args, kwargs))
+    right_side = Side("right", Subject(right, args, kwargs))
+    if len(left_side.attentions) != len(right_side.attentions) or not left_side.attentions:
+        left_count = plural(len(left_side.attentions), "attention")
+        right_count = plural(len(right_side.attentions), "attention")
+        raise AssertionError(f"{left_count} on the left, {right_count} on the right")
+    report = diff(left_side, right_side, same_weights=False)
+    for row in report.stages:
+        if row.verdict == "differs":
+            number = row.attention or 1
+            attention = f"attention {number} {left_side.attentions[number - 1][0].module}".rstrip()
+            raise AssertionError(f"{attention} differs, starting at {row.name}\n{report!r}")
 
 
 def assert_attention_is_right(module: nn.Module, *args: Any, intent: Intent | None = None, **kwargs: Any) -> None:

@@ -6,7 +6,6 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from itertools import groupby
 from math import floor, isfinite, isnan, log10, sqrt
 
 TYPED = 60
@@ -38,7 +37,11 @@ def printable(text: object, longest: int | None = None) -> str:
 def _escape(character: str) -> str:
     """Return an escape that is visible and harmless in a terminal: `\\x1b`, `\\u202e`, `\\U000e0001`."""
     code = ord(character)
-    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    if code < 0x100:
+        return f"\\x{code:02x}"
+    if code < 0x10000:
+        return f"\\u{code:04x}"
+    return f"\\U{code:08x}"
 
 
 def shown(text: object, longest: int = TYPED) -> str:
@@ -60,7 +63,9 @@ def cells(text: str) -> int:
 
 
 def _cells_of(character: str) -> int:
-    return 0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
 
 
 def fitting(text: str, room: int) -> int:
@@ -73,28 +78,61 @@ def fitting(text: str, room: int) -> int:
     return len(text)
 
 
-def did_you_mean(typed: str, known: Iterable[str]) -> str:
-    """Return ` Did you mean X?` for the nearest known word; empty if no word is near.
+def did_you_mean(typed: str, words: Iterable[str]) -> str:
+    """Return ` Did you mean X?` for the nearest of these words; empty if no word is near.
 
     Near words differ by a typing error or by missing or additional words: `heads` for `num_heads`, `--embed` for
     `--embed-dim`, `--batch-size` for `--batch`.
     """
-    by_folded = {_folded(word): word for word in known}
-    folded = _folded(typed[:MESSAGE])
-    begun = sorted((word for word in by_folded if word.startswith(f"{folded}_")), key=len)[:1]
-    begun = begun or sorted((word for word in by_folded if folded.startswith(f"{word}_")), key=len)[-1:]
-    near = begun or get_close_matches(folded, by_folded, n=1, cutoff=0.7)
-    if not near and len(folded) > 2:
-        near = [word for word in by_folded if _is_part(folded, word)][:1]
-    return f" Did you mean {shown(by_folded[near[0]], MESSAGE)}?" if near else ""
+    by_folded = {_folded(word): word for word in words}
+    near = _nearest(_folded(typed[:MESSAGE]), list(by_folded))
+    if near is None:
+        return ""
+    return f" Did you mean {shown(by_folded[near], MESSAGE)}?"
+
+
+def _nearest(typed: str, words: Sequence[str]) -> str | None:
+    """Return the word that a text most likely stands for; None if no word is near."""
+    longer = [word for word in words if word.startswith(f"{typed}_")]
+    if longer:
+        return min(longer, key=len)
+    shorter = [word for word in words if typed.startswith(f"{word}_")]
+    if shorter:
+        # The last of the longest, as the order of words is from the usual to the special.
+        return sorted(shorter, key=len)[-1]
+    similar = get_close_matches(typed, words, n=1, cutoff=0.7)
+    if similar:
+        return similar[0]
+    if len(typed) > 2:
+        for word in words:
+            if _is_part(typed, word):
+                return word
+    return None
 
 
 def _is_part(typed: str, word: str) -> bool:
     """Return whether a text is some words of a name in order, or its abbreviation: `num_layer`, `fp16`."""
-    digits = [re.sub(r"\D", "", text) for text in (typed, word)]
-    short = typed[0] == word[:1] and len(typed) < len(word) and digits[0] == digits[1] != ""
-    words = iter(re.split(r"[_.]", word))
-    return short or all(any(whole.startswith(part) for whole in words) for part in re.split(r"[_.]", typed))
+    return _is_abbreviation(typed, word) or _has_in_order(re.split(r"[_.]", word), re.split(r"[_.]", typed))
+
+
+def _is_abbreviation(typed: str, word: str) -> bool:
+    """Return whether a text is shorter, begins alike and has the same digits, e.g. `fp16` for `float16`."""
+    digits = re.sub(r"\D", "", typed)
+    if not digits or digits != re.sub(r"\D", "", word):
+        return False
+    return typed[0] == word[:1] and len(typed) < len(word)
+
+
+def _has_in_order(words: Sequence[str], begun: Sequence[str]) -> bool:
+    """Return whether each of these beginnings is that of a word after the word of the one before."""
+    place = 0
+    for part in begun:
+        while place < len(words) and not words[place].startswith(part):
+            place += 1
+        if place == len(words):
+            return False
+        place += 1
+    return True
 
 
 def _folded(word: str) -> str:
@@ -114,12 +152,17 @@ def plural(number: int, noun: str) -> str:
 
 def listed(words: Sequence[str]) -> str:
     """Return `a, b and c`; empty for no words."""
-    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 def first_few(words: Sequence[str], most: int) -> str:
     """Return `a, b and 5 more`; all words if there are at most `most`."""
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+    first = ", ".join(words[:most])
+    if len(words) <= most:
+        return first
+    return f"{first} and {len(words) - most} more"
 
 
 def shape(sizes: tuple[int, ...]) -> str:
@@ -134,7 +177,8 @@ def _scaled(number: float, step: int, units: tuple[str, ...]) -> str:
     while round(number / step**power, 1) >= step and power + 1 < len(units):
         power += 1
     scaled = number / step**power
-    return f"{scaled:,.{1 if power and scaled < 99.95 else 0}f} {units[power]}"
+    decimals = 1 if power and scaled < 99.95 else 0
+    return f"{scaled:,.{decimals}f} {units[power]}"
 
 
 def byte_size(nbytes: int) -> str:
@@ -148,9 +192,12 @@ def flops(number: int) -> str:
 
 
 def _special(number: float) -> str | None:
-    if isfinite(number):
-        return "0" if number == 0 else None
-    return "NaN" if isnan(number) else "inf" if number > 0 else "-inf"
+    """Return the word for zero, NaN or an infinity; None for any other number."""
+    if isnan(number):
+        return "NaN"
+    if not isfinite(number):
+        return "inf" if number > 0 else "-inf"
+    return "0" if number == 0 else None
 
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -158,17 +205,29 @@ _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 def small(number: float) -> str:
     """Return a difference: `1.2e-07`, `0.314`."""
-    return _special(number) or (f"{number:.1e}" if abs(number) < 1e-3 else f"{number:.3g}")
+    special = _special(number)
+    if special is not None:
+        return special
+    return f"{number:.1e}" if abs(number) < 1e-3 else f"{number:.3g}"
 
 
 def statistic(number: float) -> str:
     """Return a mean, std, min or max with four decimals, or in powers of ten if very large or small."""
-    return _special(number) or (f"{number:.4f}" if 1e-3 <= abs(number) < 1e5 else f"{number:.3e}")
+    special = _special(number)
+    if special is not None:
+        return special
+    return f"{number:.4f}" if 1e-3 <= abs(number) < 1e5 else f"{number:.3e}"
 
 
 def times(number: float) -> str:
     """Return a ratio in two digits: `1.3`, `1,300`."""
-    return _special(number) or (f"{float(f'{number:.2g}'):,.0f}" if number >= 10 else f"{number:.1f}")
+    special = _special(number)
+    if special is not None:
+        return special
+    if number < 10:
+        return f"{number:.1f}"
+    rounded = float(f"{number:.2g}")
+    return f"{rounded:,.0f}"
 
 
 def multiple(number: float | None) -> str:
@@ -190,12 +249,15 @@ def magnitude(number: float) -> str:
     if number < 10:
         return f"{number:.1f}"
     exponent = floor(log10(number))
-    return "10" if exponent == 1 else f"10{str(exponent).translate(_SUPERSCRIPTS)}"
+    if exponent == 1:
+        return "10"
+    return f"10{str(exponent).translate(_SUPERSCRIPTS)}"
 
 
 def percent(share: float) -> str:
     """Return `74.9 %` for 0.749; a share below 0.05 % has one significant digit: `0.02 %`."""
-    return f"{100 * share:.1f} %" if share == 0 or abs(share) >= 5e-4 else f"{100 * share:.1g} %"
+    is_tiny = 0 < abs(share) < 5e-4
+    return f"{100 * share:.1g} %" if is_tiny else f"{100 * share:.1f} %"
 
 
 def scale(factor: float, head_dim: int) -> str:
@@ -208,20 +270,30 @@ def scale(factor: float, head_dim: int) -> str:
     # The factor may be a product of two rounded square roots, as in torch's math path.
     if abs(times - 1) < 1e-6:
         return f"{factor:.6g} = 1/√{head_dim}"
-    return f"{factor:.6g} = {times:.3g} × 1/√{head_dim}" if isfinite(times) and times > 0 else f"{factor:.6g}"
+    if not isfinite(times) or times <= 0:
+        return f"{factor:.6g}"
+    return f"{factor:.6g} = {times:.3g} × 1/√{head_dim}"
 
 
 def span(bounds: tuple[int, int]) -> str:
     """Return `0–255` for Python's bounds (0, 256), with both ends included; `none` for an empty range."""
     start, stop = bounds
-    return f"{start}–{stop - 1}" if stop - start > 1 else str(start) if stop > start else "none"
+    if stop <= start:
+        return "none"
+    if stop == start + 1:
+        return str(start)
+    return f"{start}–{stop - 1}"
 
 
 def spans(indices: Iterable[int]) -> str:
     """Return `0–3, 7` for 0, 1, 2, 3, 7."""
-    neighbours = groupby(enumerate(sorted(set(indices))), lambda place: place[1] - place[0])
-    runs = ([index for _, index in run] for _, run in neighbours)
-    return ", ".join(span((run[0], run[-1] + 1)) for run in runs)
+    runs: list[tuple[int, int]] = []
+    for index in sorted(set(indices)):
+        if runs and runs[-1][1] == index:
+            runs[-1] = (runs[-1][0], index + 1)
+        else:
+            runs.append((index, index + 1))
+    return ", ".join(map(span, runs))
 
 
 def message_of(error: BaseException) -> str:

@@ -58,19 +58,31 @@ class Call:
         """The arguments of the call and why, as sentences; without the first if there are none."""
         if not self.described:
             return self.said
-        every = len(self.drawn) == len(list(tensors_in((self.args, self.kwargs))))
-        drawn = f", {'' if every else ' and '.join(self.drawn) + ' '}{self.origin}" if self.drawn else ""
-        return (f"Called with {self.described}{drawn}.", *self.said)
+        return (f"Called with {self.described}{self._origin_of_drawn()}.", *self.said)
+
+    def _origin_of_drawn(self) -> str:
+        """Return where the drawn tensors come from: `, key and value drawn from the seed`; empty if none are drawn."""
+        if not self.drawn:
+            return ""
+        if len(self.drawn) == len(list(tensors_in((self.args, self.kwargs)))):
+            return f", {self.origin}"
+        return f", {' and '.join(self.drawn)} {self.origin}"
 
     @property
     def hint(self) -> str:
         """How to replace guessed inputs; empty if none were guessed."""
-        # Sizes are left open: those of the guess are the ones that failed.
-        dtypes = {name: shape.partition(":")[2] for name, shape in self.guessed.items()}
-        ways = [f"--input-shape {name}=SIZES:{dtype}" for name, dtype in dtypes.items()]
-        hint = f"If it takes something else, use {' '.join(ways)}, or --set." if ways else ""
+        ways: list[str] = []
+        for name, shape in self.guessed.items():
+            # Sizes are left open: those of the guess are the ones that failed.
+            dtype = shape.partition(":")[2]
+            ways.append(f"--input-shape {name}=SIZES:{dtype}")
+        if not ways:
+            return ""
+        hint = f"If it takes something else, use {' '.join(ways)}, or --set."
         masks = [name for name, value in self.kwargs.items() if value is None and "mask" in name]
-        return f"{hint} No mask was given: --causal or --padding makes {masks[0]}." if hint and masks else hint
+        if not masks:
+            return hint
+        return f"{hint} No mask was given: --causal or --padding makes {masks[0]}."
 
 
 @dataclass(frozen=True)
@@ -91,16 +103,19 @@ class Forward:
     @classmethod
     def of(cls, module: nn.Module, name: str = "") -> Forward:
         """Return the forward of a module, which has this name in messages."""
-        every = signature_of(module.forward)
-        parameters = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-        weights = [*module.parameters()]
+        signature = signature_of(module.forward)
+        parameters = {n: p for n, p in signature.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
+        if not parameters:
+            parameters = {n: p for n, p in signature.items() if p.kind is p.VAR_POSITIONAL}
+        weights = list(module.parameters())
+        dtypes = [weight.dtype for weight in weights if weight.is_floating_point()]
         return cls(
-            module,
-            f"{name or type(module).__name__}.forward",
-            parameters or {n: p for n, p in every.items() if p.kind is p.VAR_POSITIONAL},
-            any(p.kind is Parameter.VAR_KEYWORD for p in every.values()),
-            weights[0].device if weights else torch.device("cpu"),
-            next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32),
+            module=module,
+            label=f"{name or type(module).__name__}.forward",
+            parameters=parameters,
+            open_ended=any(p.kind is Parameter.VAR_KEYWORD for p in signature.values()),
+            device=weights[0].device if weights else torch.device("cpu"),
+            dtype=dtypes[0] if dtypes else torch.float32,
         )
 
     @property
@@ -117,7 +132,9 @@ class Forward:
         """Return the kind of an argument by its name."""
         if name in self.parameters:
             return kind_of(self.parameters[name])
-        return kind_of(Parameter(name, Parameter.KEYWORD_ONLY)) if name.isidentifier() else "unknown"
+        if not name.isidentifier():
+            return "unknown"
+        return kind_of(Parameter(name, Parameter.KEYWORD_ONLY))
 
     def is_needed(self, name: str) -> bool:
         """Return whether an argument is required."""
@@ -146,11 +163,14 @@ class Forward:
         for name in self.parameters:
             if name in values or self.is_needed(name):
                 kwargs[name] = values.get(name)
-        text, args = described(kwargs), list[Any]()
+        text = described(kwargs)
+        args: list[Any] = []
         for name, parameter in self.parameters.items():
-            if name in kwargs and parameter.kind is Parameter.POSITIONAL_ONLY:
+            if name not in kwargs:
+                continue
+            if parameter.kind is Parameter.POSITIONAL_ONLY:
                 args.append(kwargs.pop(name))
-            elif name in kwargs and parameter.kind is Parameter.VAR_POSITIONAL:
+            elif parameter.kind is Parameter.VAR_POSITIONAL:
                 value = kwargs.pop(name)
                 args += [value] if isinstance(value, Tensor) else value or ()
         return Call(tuple(args), kwargs, text, batch_first=self.batch_first)
@@ -182,32 +202,45 @@ class Plan:
 
     def draw(self, forward: Forward, inputs: InputSpec, generator: torch.Generator) -> Tensor:
         """Return the tensor for inputs, in the forward's dtype if the plan has none. On meta it has no content."""
-        shape, dtype = self.shape(inputs), getattr(torch, self.dtype) if self.dtype else forward.dtype
+        shape = self.shape(inputs)
+        dtype = getattr(torch, self.dtype) if self.dtype else forward.dtype
         if forward.device.type == "meta":
             tensor = torch.empty(shape, dtype=dtype, device="meta")
         else:
             tensor = self._drawn(shape, dtype, generator).to(device=forward.device, dtype=dtype)
         # Always drawn batch first: the content of a batch item does not depend on the layout.
         is_sequence = self.axes[:2] in (("batch", "query"), ("batch", "key"))
-        return tensor.transpose(0, 1).contiguous() if is_sequence and not forward.batch_first else tensor
+        if forward.batch_first or not is_sequence:
+            return tensor
+        return tensor.transpose(0, 1).contiguous()
 
     def _drawn(self, shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
         if dtype == torch.bool:
             # Both values in every row: never fully masked, whichever value means masked.
-            return (torch.arange(shape[-1]) % 2 == 0).expand(shape).clone()
+            row = torch.arange(shape[-1]) % 2 == 0
+            return row.expand(shape).clone()
         if dtype.is_floating_point:
             return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
         ids = torch.randint(0, max(self.below, 1), shape, generator=generator)
-        free = next((n for n in range(self.below) if n not in self.avoid), None)
-        if free is not None and self.avoid:
-            ids[torch.isin(ids, torch.tensor(self.avoid))] = free
+        usual = self._usual_token()
+        if usual is not None and self.avoid:
+            ids[torch.isin(ids, torch.tensor(self.avoid))] = usual
         return ids
+
+    def _usual_token(self) -> int | None:
+        """Return the first token that is not special; None if all of them are."""
+        for token in range(self.below):
+            if token not in self.avoid:
+                return token
+        return None
 
     @property
     def code(self) -> str:
         """The tensor as Python code."""
         shape = self.shape(InputSpec(batch=2))
-        return f"torch.randint({self.below}, {shape})" if self.kind == "ids" else f"torch.randn{shape}"
+        if self.kind == "ids":
+            return f"torch.randint({self.below}, {shape})"
+        return f"torch.randn{shape}"
 
 
 class TargetFailedError(MhaInspectError):
@@ -241,12 +274,22 @@ def explaining(subject: Subject, how: str = "") -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        of_forward = any(frame.f_code is nn.Module._call_impl.__code__ for frame, _ in walk_tb(error.__traceback__))
-        if not subject.label or isinstance(error, MhaInspectError) or is_out_of_memory(error) or not of_forward:
+        if not _is_of_users_forward(error, subject):
             raise
         called = subject.described or "a call without tensors"
         said = f"{subject.label}{how} failed on {called}: {in_one_line(error)}."
         raise TargetFailedError(said, way_out(subject), subject) from error
+
+
+def _is_of_users_forward(error: Exception, subject: Subject) -> bool:
+    """Return whether the forward of a user's module raised an error, and not what runs it."""
+    if isinstance(error, MhaInspectError) or is_out_of_memory(error):
+        return False
+    # Modules that a caller of the library made have no label.
+    if not subject.label:
+        return False
+    call_of_module = nn.Module._call_impl.__code__
+    return any(frame.f_code is call_of_module for frame, _ in walk_tb(error.__traceback__))
 
 
 def way_out(subject: Subject) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from inspect import Parameter
 from math import prod
@@ -32,6 +32,8 @@ _CHANNELS = ("channels", "in_channels", "in_chans", "num_channels")
 _IMAGE_SIZES = ("image_size", "img_size", "input_resolution", "resolution")
 _ENCODED = ("src", "source", "inputids", "xids", "srcids")
 """Names of the encoder's input, in a forward with a decoder."""
+_WIDTH_FLAGS: dict[Kind, str] = {"key": "kdim", "value": "vdim", "other": "kdim"}
+"""Kind of a vector to the flag with its width, where that is not embed_dim."""
 
 
 @dataclass(frozen=True)
@@ -47,32 +49,44 @@ class Sizes:
 
         `size` is the width of the last axis, for ids the number of tokens, for an image the channels.
         """
-        usual = self.forward.kind(name)
-        kind = kind or usual
+        kind = kind or self.forward.kind(name)
         if kind == "image":
             channels = size or _first_int(self.target.arguments, *_CHANNELS) or 3
-            return Plan(kind, ("batch", channels, *(("query",) if is_1d else self._image_size())))
-        is_encoded = self.forward.encodes_and_decodes and plain(name) in _ENCODED
-        length: Axis = "key" if is_encoded or usual in ("key", "value", "other") else "query"
+            pixels: tuple[Axis, ...] = ("query",) if is_1d else self._image_size()
+            return Plan(kind, ("batch", channels, *pixels))
+        length = self._length_axis(name)
         places: tuple[Axis, ...] = (length,) if self.unbatched else ("batch", length)
         if kind == "ids":
             return Plan(kind, places, "int64", size or self._vocabulary())
         return Plan(kind, (*places, size or self._width(kind)))
 
+    def _length_axis(self, name: str) -> Axis:
+        """Return the axis with the length of an argument: `key` for a second sequence and the input of an encoder."""
+        if self.forward.encodes_and_decodes and plain(name) in _ENCODED:
+            return "key"
+        if self.forward.kind(name) in ("key", "value", "other"):
+            return "key"
+        return "query"
+
     def given(self, name: str, shape: InputShape) -> Plan:
         """Return the plan of an argument whose shape the user gave."""
-        dtype = shape.dtype or ("int64" if self.forward.kind(name) == "ids" else "")
+        kind = self.forward.kind(name)
+        dtype = shape.dtype
+        if dtype is None:
+            dtype = "int64" if kind == "ids" else ""
         if dtype.startswith("int"):
             return Plan("ids", shape.shape, dtype, self._vocabulary())
-        return Plan(self.forward.kind(name) if shape.dtype is None else "unknown", shape.shape, dtype)
+        # A dtype of the user's own shows that the name says too little.
+        return Plan(kind if shape.dtype is None else "unknown", shape.shape, dtype)
 
     def lazy_note(self) -> tuple[str, ...]:
         """Return a sentence on the width of lazy layers; empty without lazy layers.
 
         Raises `InputError` if the width is unknown.
         """
-        lazy = next((m for m in self.target.module.modules() if any(map(is_lazy, m.parameters(recurse=False)))), None)
-        if lazy is None or any(self.forward.kind(name) in ("ids", "image") for name in self.forward.parameters):
+        lazy = _lazy_layer(self.target.module)
+        kinds = {self.forward.kind(name) for name in self.forward.parameters}
+        if lazy is None or "ids" in kinds or "image" in kinds:
             return ()
         width = self._known_width("hidden")
         if width is None:
@@ -96,45 +110,98 @@ class Sizes:
 
         Settings with a name of a width come first.
         """
-        lists = re.findall(r"\[([-\d, ]+)\]", message_of(error))
-        shapes = [tuple(int(number) for number in re.findall(r"-?\d+", each)) for each in lists]
-        widths = [prod(shape[-count:]) for count in (2, 1, 3) for shape in shapes if min(shape[-count:], default=0) > 0]
-        settings = [item for source in self._sources() for item in source.items() if type(item[1]) is int]
-        named = sorted(settings, key=lambda item: _WIDTH_NAME.search(item[0]) is None)
-        usual = [size for _, size in named if 1 < size <= _WIDEST]
-        return [width for width in dict.fromkeys([*widths, *usual]) if width != _UNUSUAL][:_TRIES]
+        settings: list[tuple[str, int]] = []
+        for source in self._sources():
+            settings += [(name, value) for name, value in source.items() if type(value) is int]
+        settings.sort(key=lambda setting: _WIDTH_NAME.search(setting[0]) is None)
+        usual = [size for _, size in settings if 1 < size <= _WIDEST]
+        widths = dict.fromkeys([*_widths_in(message_of(error)), *usual])
+        widths.pop(_UNUSUAL, None)
+        return list(widths)[:_TRIES]
 
     def _known_width(self, kind: Kind) -> int | None:
         """Return the width of vectors of a kind; None if nothing in the target shows it."""
-        flag = {"key": "kdim", "value": "vdim", "other": "kdim"}.get(kind, "embed_dim")
-        named = (_first_int(source, *ALIASES[f]) for f in (flag, "embed_dim") for source in self._sources())
-        linears = [m for m in self.target.module.modules() if isinstance(m, nn.Linear)]
-        taken = [m.in_features for m in linears] + [m.out_features for m in linears]  # in_features of lazy layers is 0
-        return next(filter(None, (*named, *taken)), None)
+        for flag in (_WIDTH_FLAGS.get(kind, "embed_dim"), "embed_dim"):
+            for source in self._sources():
+                width = _first_int(source, *ALIASES[flag])
+                if width is not None:
+                    return width
+        linears = [part for part in self.target.module.modules() if isinstance(part, nn.Linear)]
+        # The in_features of lazy layers are 0.
+        for size in [linear.in_features for linear in linears] + [linear.out_features for linear in linears]:
+            if size:
+                return size
+        return None
 
     def _vocabulary(self) -> int:
         """Return the size of the vocabulary."""
-        named = (_first_int(source, *_VOCABULARY) for source in self._sources())
-        tables = (m.num_embeddings for m in self.target.module.modules() if isinstance(m, nn.Embedding))
-        return next(filter(None, (*named, *tables)), 2)
+        for source in self._sources():
+            size = _first_int(source, *_VOCABULARY)
+            if size is not None:
+                return size
+        for part in self.target.module.modules():
+            if isinstance(part, nn.Embedding) and part.num_embeddings:
+                return part.num_embeddings
+        return 2
 
     def _image_size(self) -> tuple[int, int]:
-        sources = (self.target.arguments, *map(vars, self.target.module.modules()))
-        size = next((source[name] for source in sources for name in _IMAGE_SIZES if source.get(name)), 32)
-        return (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
+        """Return the height and width of an image."""
+        for source in (self.target.arguments, *map(vars, self.target.module.modules())):
+            for name in _IMAGE_SIZES:
+                if source.get(name):
+                    return _height_and_width(source[name])
+        return 32, 32
 
     def _sources(self) -> tuple[Mapping[str, Any], ...]:
         """Return the sources of sizes by name: arguments of the constructor, attributes, a configuration."""
         module = self.target.module
         config = getattr(module, "config", None)
-        settings = config if isinstance(config, dict) else vars(config) if hasattr(config, "__dict__") else {}
+        settings: Mapping[str, Any] = {}
+        if isinstance(config, dict):
+            settings = config
+        elif hasattr(config, "__dict__"):
+            settings = vars(config)
         return self.target.arguments, vars(module), settings
+
+
+def _lazy_layer(module: nn.Module) -> nn.Module | None:
+    """Return the first layer whose parameters have no shape yet; None if there is none."""
+    for part in module.modules():
+        if any(map(is_lazy, part.parameters(recurse=False))):
+            return part
+    return None
+
+
+def _widths_in(message: str) -> list[int]:
+    """Return the widths that shapes in a message may mean: the products of the last two sizes, of one, and of three.
+
+    E.g. 32, 8, 320 for a view as `[2, 10, 4, 8]`.
+    """
+    shapes: list[list[int]] = []
+    for sizes in re.findall(r"\[([-\d, ]+)\]", message):
+        shapes.append([int(number) for number in re.findall(r"-?\d+", sizes)])
+    widths: list[int] = []
+    for count in (2, 1, 3):
+        for shape in shapes:
+            if min(shape[-count:], default=0) > 0:
+                widths.append(prod(shape[-count:]))
+    return widths
+
+
+def _height_and_width(size: Any) -> tuple[int, int]:
+    """Return the height and width of an image that is square, or whose first and last sizes are given."""
+    if isinstance(size, int):
+        return size, size
+    return int(size[0]), int(size[-1])
 
 
 def _first_int(source: Mapping[str, Any], *names: str) -> int | None:
     """Return the size in the source with the first of these names, in any spelling; None if there is none."""
-    known = {plain(name): value for name, value in source.items() if type(value) is int and value > 0}
-    return next((known[plain(name)] for name in names if plain(name) in known), None)
+    sizes = {plain(name): value for name, value in source.items() if type(value) is int and value > 0}
+    for name in names:
+        if plain(name) in sizes:
+            return sizes[plain(name)]
+    return None
 
 
 # -- which arguments, and of what kind --------------------------------------------------------------------------------
@@ -146,83 +213,179 @@ def needed(forward: Forward, target: Target, inputs: InputSpec, given: Collectio
     Raises `InputError` if one cannot be guessed, `SpecError` if --key-len does not apply.
     """
     required = [name for name in forward.parameters if forward.is_needed(name) and name not in given]
+    _require_tensors(forward, target, required)
+    names = [name for name in required if forward.kind(name) != "mask"]
+    if not names and not given:
+        names = _first_tensor(forward, target)
+    if inputs.key_len is not None and not forward.encodes_and_decodes:
+        for name in _with_keys(forward):
+            if name not in names and name not in given:
+                names.append(name)
+    return names
+
+
+def _require_tensors(forward: Forward, target: Target, required: Sequence[str]) -> None:
+    """Raise `InputError` if a required argument is no tensor, but a setting or a container of tensors."""
     for name in required:
         if forward.kind(name) == "setting":
             raise InputError(f"{forward.label} needs {name}, which is not a tensor. Give --set {name}=VALUE.")
         if _is_container(forward.parameters[name].annotation):
             raise InputError(_container_message(forward, target, name))
-    names = [name for name in required if forward.kind(name) != "mask"]
-    if not names and not given:
-        main = str(getattr(forward.module, "main_input_name", ""))
-        names = [main] if main in forward.parameters else forward.tensors[:1]
-        if forward.open_ended and not forward.parameters:
-            raise InputError(_container_message(forward, target, "**kwargs"))
-    if inputs.key_len is not None and not forward.encodes_and_decodes:
-        second = [name for name in forward.parameters if forward.kind(name) in ("key", "value", "other")]
-        if not second:
-            listed = ", ".join(forward.parameters)
-            raise SpecError(f"--key-len does not apply: {forward.label} takes one sequence ({listed}). Drop it.")
-        source = [name for name in second if forward.kind(name) == "other"][:1] or second
-        names += [name for name in source if name not in names and name not in given]
-    return names
 
 
-def guessed_plans(
-    sizes: Sizes, names: Sequence[str], given: Collection[str], run: Callable[[Mapping[str, Plan], bool], Probed]
-) -> dict[str, Plan]:
+def _first_tensor(forward: Forward, target: Target) -> list[str]:
+    """Return the main input of a forward without required arguments, in a list; an empty list if it has none."""
+    if forward.open_ended and not forward.parameters:
+        raise InputError(_container_message(forward, target, "**kwargs"))
+    main = str(getattr(forward.module, "main_input_name", ""))
+    if main in forward.parameters:
+        return [main]
+    return forward.tensors[:1]
+
+
+def _with_keys(forward: Forward) -> list[str]:
+    """Return the arguments that --key-len makes longer: a context, or else key and value.
+
+    Raises `SpecError` if there are none.
+    """
+    by_kind = {name: forward.kind(name) for name in forward.parameters}
+    contexts = [name for name, kind in by_kind.items() if kind == "other"]
+    if contexts:
+        return contexts[:1]
+    keys_and_values = [name for name, kind in by_kind.items() if kind in ("key", "value")]
+    if not keys_and_values:
+        listed = ", ".join(forward.parameters)
+        raise SpecError(f"--key-len does not apply: {forward.label} takes one sequence ({listed}). Drop it.")
+    return keys_and_values
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """A run with plans for all arguments, or for those that may not be left out."""
+
+    plans: Mapping[str, Plan]
+    probed: Probed
+
+    @property
+    def num_shown(self) -> int:
+        """How many arguments the run showed, before it raised."""
+        return len(self.probed.evidence)
+
+    def is_better_than(self, attempt: _Attempt) -> bool:
+        """Return whether this run got further: to its end, or else past the use of more arguments."""
+        if attempt.probed.error is None:
+            return False
+        return self.probed.error is None or self.num_shown > attempt.num_shown
+
+    def is_enough(self, names: Sequence[str]) -> bool:
+        """Return whether another run would show nothing more of these arguments."""
+        return self.probed.error is None or self.num_shown >= len(names)
+
+
+Run = Callable[[Mapping[str, Plan], bool], Probed]
+"""Runs the forward with plans, to the end if its second argument is true."""
+
+
+def guessed_plans(sizes: Sizes, names: Sequence[str], given: Collection[str], run: Run) -> dict[str, Plan]:
     """Return plans for arguments, by how the forward uses them in one run, or in more if it raises.
 
-    Other arguments are `given`. `run` runs the forward with plans, to the end if its second argument is true.
+    Other arguments are `given`.
 
     Raises `InputError` if an argument cannot be guessed.
     """
-    forward = sizes.forward
-    plans = {name: sizes.plan(name) for name in names}
-    loose = [name for name, plan in plans.items() if plan.kind in ("hidden", "unknown", "query")]
-    # An argument of an unknown name after others is either optional, or the user has to give it.
-    later = [name for name in names if name != next(iter(forward.parameters), name) and (len(names) > 1 or given)]
-    extra = [name for name in later if forward.kind(name) in ("unknown", "lengths")]
-    best: tuple[int, dict[str, Plan], Probed] | None = None
-    kinds: tuple[Kind | None, ...] = (None, "ids", "image") if loose else (None,)
-    for kind, omitted in ((kind, omitted) for kind in kinds for omitted in ([extra, []] if extra else [[]])):
-        attempt = {n: sizes.plan(n, kind if n in loose else None) for n in names if n not in omitted}
-        probed = run(attempt, bool(extra))
-        if probed.holder is not None:
-            raise InputError(_container_message(forward, sizes.target, probed.holder))
-        known = len(probed.evidence) if probed.error is not None else len(names) + 1
-        best = (known, attempt, probed) if best is None or known > best[0] else best
-        if known >= len(names):
+    optional = _perhaps_optional(sizes.forward, names, given)
+    attempt = _best_attempt(sizes, names, optional, run)
+    unknown = _not_shown(sizes.forward, names, optional, attempt)
+    if unknown:
+        raise InputError(_unknown_message(sizes, names, unknown))
+    plans = dict(attempt.plans)
+    for name, evidence in attempt.probed.evidence.items():
+        if name in plans:
+            kind = plans[name].kind if evidence.kind == "width" else evidence.kind
+            plans[name] = sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
+    if attempt.probed.error is None:
+        return plans
+    return _with_width_that_runs(sizes, plans, attempt.probed.error, run)
+
+
+def _perhaps_optional(forward: Forward, names: Sequence[str], given: Collection[str]) -> list[str]:
+    """Return the arguments of an unknown name after others: each is either optional, or the user has to give it."""
+    if len(names) == 1 and not given:
+        return []
+    first = next(iter(forward.parameters), None)
+    later = [name for name in names if name != first] if first is not None else []
+    return [name for name in later if forward.kind(name) in ("unknown", "lengths")]
+
+
+def _best_attempt(sizes: Sizes, names: Sequence[str], optional: Sequence[str], run: Run) -> _Attempt:
+    """Return the run that got furthest: as named, without optional arguments, or with ids or images for vectors.
+
+    Raises `InputError` if an argument is a container.
+    """
+    best: _Attempt | None = None
+    for plans in _plans_to_try(sizes, names, optional):
+        attempt = _Attempt(plans, run(plans, bool(optional)))
+        if attempt.probed.holder is not None:
+            raise InputError(_container_message(sizes.forward, sizes.target, attempt.probed.holder))
+        if best is None or attempt.is_better_than(best):
+            best = attempt
+        if attempt.is_enough(names):
             break
     assert best is not None
-    _, chosen, probed = best
+    return best
+
+
+def _plans_to_try(sizes: Sizes, names: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Plan]]:
+    """Yield plans in the order of trying them: vectors first, then ids and images; without optional arguments first."""
+    usual = {name: sizes.plan(name) for name in names}
+    loose = [name for name, plan in usual.items() if plan.kind in ("hidden", "unknown", "query")]
+    kinds: tuple[Kind | None, ...] = (None, "ids", "image") if loose else (None,)
+    for kind in kinds:
+        plans = dict(usual)
+        for name in loose:
+            plans[name] = sizes.plan(name, kind)
+        if optional:
+            yield {name: plan for name, plan in plans.items() if name not in optional}
+        yield plans
+
+
+def _not_shown(forward: Forward, names: Sequence[str], optional: Sequence[str], attempt: _Attempt) -> list[str]:
+    """Return the arguments of which a run did not show what they are."""
+    raised = attempt.probed.error is not None
     # Optional arguments of a model follow from its configuration.
-    is_guesswork = is_hugging_face(forward.module) and probed.error is not None
-    firm = {name for name, evidence in probed.evidence.items() if evidence.firm}
-    open_names = [n for n in (names if is_guesswork else extra) if n in chosen or probed.error is not None]
-    unknown = [name for name in open_names if name not in firm]
-    if unknown:
-        lines = function_of(sizes.target, {n: None if n in unknown else plans[n] for n in names})
-        raise InputError(
-            f"{forward.label} needs {unknown[0]}, which cannot be guessed. Give --input-shape "
-            f"{unknown[0]}=2x10x512:float32 with its own sizes, --input FILE with {unknown[0]} in it, or a function "
-            f"that returns it with the module:\n{lines}"
-        )
-    for name in chosen.keys() & probed.evidence.keys():
-        evidence = probed.evidence[name]
-        kind = chosen[name].kind if evidence.kind == "width" else evidence.kind
-        chosen[name] = sizes.plan(name, kind, evidence.size, is_1d=evidence.is_1d)
-    return chosen if probed.error is None else _with_width_that_runs(sizes, chosen, probed.error, run)
+    doubtful = names if raised and is_hugging_face(forward.module) else optional
+    unknown: list[str] = []
+    for name in doubtful:
+        evidence = attempt.probed.evidence.get(name)
+        is_firm = evidence is not None and evidence.firm
+        if not is_firm and (raised or name in attempt.plans):
+            unknown.append(name)
+    return unknown
 
 
-def _with_width_that_runs(
-    sizes: Sizes, plans: dict[str, Plan], error: Exception, run: Callable[[Mapping[str, Plan], bool], Probed]
-) -> dict[str, Plan]:
+def _unknown_message(sizes: Sizes, names: Sequence[str], unknown: Sequence[str]) -> str:
+    """Return the message for arguments of which nothing shows what they are."""
+    plans: dict[str, Plan | None] = {}
+    for name in names:
+        plans[name] = None if name in unknown else sizes.plan(name)
+    return (
+        f"{sizes.forward.label} needs {unknown[0]}, which cannot be guessed. Give --input-shape "
+        f"{unknown[0]}=2x10x512:float32 with its own sizes, --input FILE with {unknown[0]} in it, or a function "
+        f"that returns it with the module:\n{function_of(sizes.target, plans)}"
+    )
+
+
+def _with_width_that_runs(sizes: Sizes, plans: dict[str, Plan], error: Exception, run: Run) -> dict[str, Plan]:
     """Return the plans with a width with which the forward runs, in place of a drawn width; else the same plans."""
     drawn = [name for name, plan in plans.items() if sizes.has_drawn_width(plan)]
-    for width in sizes.possible_widths(error) if drawn else ():
-        wider = {name: replace(plans[name], axes=(*plans[name].axes[:-1], width)) for name in drawn}
-        if run({**plans, **wider}, True).error is None:
-            return {**plans, **wider}
+    if not drawn:
+        return plans
+    for width in sizes.possible_widths(error):
+        wider = dict(plans)
+        for name in drawn:
+            wider[name] = replace(plans[name], axes=(*plans[name].axes[:-1], width))
+        if run(wider, True).error is None:
+            return wider
     return plans
 
 
@@ -252,64 +415,117 @@ def configured_plans(module: Any, names: list[str], free: Collection[str], seq_l
     if any(name.startswith("logit_scale") for name, _ in module.named_parameters(recurse=False)):
         wanted += [name for name in _COMPARED_WITH if name in free][:1]
     decodes = "decoder_input_ids" in wanted
-    plans = {name: _plan(module.config, name, seq_len, decodes=decodes) for name in dict.fromkeys(wanted)}
-    return {name: plan for name, plan in plans.items() if plan is not None}
+    plans: dict[str, Plan] = {}
+    for name in dict.fromkeys(wanted):
+        plan = _configured_plan(module.config, name, seq_len, decodes=decodes)
+        if plan is not None:
+            plans[name] = plan
+    return plans
 
 
 def beside(names: Collection[str], free: Collection[str]) -> list[str]:
     """Return the images that a model of text and images may need with its text, or the text with its images."""
-    return [_BESIDE[name] for name in names if _BESIDE.get(name) in {*free} - {*names}]
+    partners = [_BESIDE[name] for name in names if name in _BESIDE]
+    return [name for name in partners if name in free and name not in names]
 
 
-def _plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None:
-    if name in ("input_ids", "decoder_input_ids"):
-        words = config.get_text_config(decoder=name == "decoder_input_ids")
-        words = words if hasattr(words, "vocab_size") else getattr(config, "text_config", words)
-        known = getattr(words, "vocab_size", None)
-        length: Axis = "key" if decodes and name == "input_ids" else "query"
-        return Plan("ids", ("batch", length), "int64", known, _special(words)) if isinstance(known, int) else None
+def _configured_plan(config: Any, name: str, seq_len: int, *, decodes: bool) -> Plan | None:
+    """Return the plan of an argument by its name in transformers; None if the configuration does not describe it."""
+    if name == "input_ids":
+        return _ids(config.get_text_config(decoder=False), config, "key" if decodes else "query")
+    if name == "decoder_input_ids":
+        return _ids(config.get_text_config(decoder=True), config, "query")
     if name in ("pixel_values", "pixel_values_videos"):
-        vision = getattr(config, "vision_config", getattr(config, "image_config", config))
-        inner = getattr(vision, "backbone_config", None)
-        return _image(inner if hasattr(inner, "image_size") and not hasattr(vision, "image_size") else vision)
+        return _image(_vision_config(config))
     if name == "encoder_hidden_states":
         width = _first(config, "encoder_hidden_size", "hidden_size")
         return None if width is None else Plan("other", ("batch", "key", width))
+    if name == "input_values":
+        return _waveform(config, seq_len)
+    if name == "input_features":
+        return _spectrogram(config)
+    return None
+
+
+def _ids(text_config: Any, config: Any, length: Axis) -> Plan | None:
+    """Return the plan of tokens, `batch query` or `batch key`; None if the size of the vocabulary is unknown."""
+    words = text_config if hasattr(text_config, "vocab_size") else getattr(config, "text_config", text_config)
+    size = getattr(words, "vocab_size", None)
+    if not isinstance(size, int):
+        return None
+    return Plan("ids", ("batch", length), "int64", below=size, avoid=_special(words))
+
+
+def _waveform(config: Any, seq_len: int) -> Plan | None:
+    """Return the plan of the samples of a sound; None where a model takes a spectrogram under that name."""
+    ratios = getattr(config, "upsampling_ratios", None)
+    if ratios:  # the waveform of a codec, one row per channel
+        return Plan("other", ("batch", getattr(config, "audio_channels", 1), prod(ratios) * seq_len))
+    if _first(config, "num_mel_bins") is not None:
+        return None
+    # A waveform of as many frames as there are positions.
+    return Plan("other", ("batch", 400 + 320 * (seq_len - 1)))
+
+
+def _spectrogram(config: Any) -> Plan | None:
+    """Return the plan of the spectrogram of whisper, `batch bins frames`; None if its sizes are unknown."""
     bins = _first(config, "num_mel_bins")
     longest = getattr(getattr(config, "audio_config", config), "max_source_positions", None)
-    ratios = getattr(config, "upsampling_ratios", None)
-    if name == "input_values" and ratios:  # the waveform of a codec, one row per channel
-        return Plan("other", ("batch", getattr(config, "audio_channels", 1), prod(ratios) * seq_len))
-    if name == "input_values" and bins is None:  # a waveform of as many frames as there are positions
-        return Plan("other", ("batch", 400 + 320 * (seq_len - 1)))
-    if name == "input_features" and bins is not None and longest is not None:  # the spectrogram of whisper
-        return Plan("other", ("batch", bins, 2 * longest))
-    return None
+    if bins is None or longest is None:
+        return None
+    return Plan("other", ("batch", bins, 2 * longest))
 
 
 def _first(config: Any, *names: str) -> Any:
     """Return the value of the first of these names in a configuration or its parts; None if there is none."""
-    inner = [getattr(config, part) for part in getattr(config, "sub_configs", {}) if getattr(config, part, None)]
-    values = (getattr(part, name, None) for part in (config, *inner) for name in names)
-    return next((value for value in values if value is not None), None)
+    configs = [config]
+    for part in getattr(config, "sub_configs", {}):
+        if getattr(config, part, None):
+            configs.append(getattr(config, part))
+    for source in configs:
+        for name in names:
+            value = getattr(source, name, None)
+            if value is not None:
+                return value
+    return None
+
+
+def _vision_config(config: Any) -> Any:
+    """Return the part of a configuration with the size of an image."""
+    vision = getattr(config, "vision_config", getattr(config, "image_config", config))
+    backbone = getattr(vision, "backbone_config", None)
+    if hasattr(backbone, "image_size") and not hasattr(vision, "image_size"):
+        return backbone
+    return vision
 
 
 def _image(config: Any) -> Plan:
+    """Return the plan of an image, `batch channels height width`, or of a video, with its frames after the batch."""
     size = getattr(config, "image_size", None) or getattr(config, "crop_size", None) or 224
     if isinstance(size, Mapping):
         size = (size["height"], size["width"])
-    height, width = (size, size) if isinstance(size, int) else (int(size[0]), int(size[-1]))
-    frames = [config.num_frames] if hasattr(config, "num_frames") else [8] * hasattr(config, "tubelet_size")
-    names = ("num_channels", "in_channels", "in_chans")
-    channels = next((int(getattr(config, name)) for name in names if hasattr(config, name)), 3)
-    return Plan("image", ("batch", *frames, channels, height, width))
+    height, width = _height_and_width(size)
+    channels = 3
+    for name in ("num_channels", "in_channels", "in_chans"):
+        if hasattr(config, name):
+            channels = int(getattr(config, name))
+            break
+    if hasattr(config, "num_frames"):
+        return Plan("image", ("batch", config.num_frames, channels, height, width))
+    if hasattr(config, "tubelet_size"):
+        return Plan("image", ("batch", 8, channels, height, width))
+    return Plan("image", ("batch", channels, height, width))
 
 
 def _special(config: Any) -> tuple[int, ...]:
     """Return special tokens: a model may mask padding, and count positions without it."""
-    values = [getattr(config, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")]
-    numbers = [number for value in values for number in (value if isinstance(value, (list, tuple)) else [value])]
-    return tuple(dict.fromkeys(number for number in numbers if isinstance(number, int) and number >= 0))
+    tokens: dict[int, None] = {}
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, name, None)
+        for token in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(token, int) and token >= 0:
+                tokens[token] = None
+    return tuple(tokens)
 
 
 # -- arguments that cannot be guessed ----------------------------------------------------------------------------------
@@ -333,12 +549,19 @@ def _container_message(forward: Forward, target: Target, name: str) -> str:
 
 def function_of(target: Target, arguments: Mapping[str, Plan | None]) -> str:
     """Return the three lines of a function that returns a module and its arguments, as far as they are known."""
-    passed = ", ".join(f"{name}={value!r}" for name, value in target.passed.items())
-    function = target.made_from.rpartition(":")[2]
-    is_plain = function.isidentifier() and all(name.isidentifier() for name in target.passed)
     values = ", ".join(f"{name}={'...' if plan is None else plan.code}" for name, plan in arguments.items())
-    module = f"{function}({passed})" if is_plain and not target.made_from.startswith("hf:") else "..."
-    return f"def attention():\n    module = {module}\n    return module, (), dict({values})"
+    return f"def attention():\n    module = {_constructor_call(target)}\n    return module, (), dict({values})"
+
+
+def _constructor_call(target: Target) -> str:
+    """Return Python code that makes a module: `Attention(dim=64)`, or `...` where no code is that short."""
+    function = target.made_from.rpartition(":")[2]
+    if target.made_from.startswith("hf:"):
+        return "..."
+    if not function.isidentifier() or not all(name.isidentifier() for name in target.passed):
+        return "..."
+    passed = ", ".join(f"{name}={value!r}" for name, value in target.passed.items())
+    return f"{function}({passed})"
 
 
 # -- which axis is the batch -------------------------------------------------------------------------------------------
@@ -370,22 +593,41 @@ def batch_axis_in_words(module: nn.Module, arguments: Collection[str]) -> tuple[
 def said_batch_first(module: nn.Module) -> bool | None:
     """Return the `batch_first` of a module, or of a part of one of torch's; None if it has none."""
     parts = module.modules() if type(module).__module__.startswith("torch.nn.") else [module]
-    return next((said for part in parts if isinstance(said := getattr(part, "batch_first", None), bool)), None)
+    for part in parts:
+        batch_first = getattr(part, "batch_first", None)
+        if isinstance(batch_first, bool):
+            return batch_first
+    return None
 
 
-def batch_first_of(module: nn.Module, arguments: Collection[str]) -> tuple[bool, str]:
-    """Return whether the batch comes first in these arguments, and why: the end of a sentence, empty if it is plain.
+@dataclass(frozen=True)
+class Layout:
+    """Whether the batch comes first in the arguments of a forward."""
 
-    The module shows it by `batch_first`, or its forward by `B, T, C = x.shape`. Otherwise the batch is first.
+    batch_first: bool
+    why: str = ""
+    """The end of a sentence; empty if it is plain."""
+
+
+def layout_of(module: nn.Module, arguments: Collection[str]) -> Layout:
+    """Return the layout of these arguments. The batch is first, unless the module shows another layout.
+
+    It shows that by `batch_first`, or its forward by `T, B, C = x.shape`.
     """
     if is_hugging_face(module):
-        return True, ""
-    if (said := said_batch_first(module)) is not None:
-        return said, ""
-    words = batch_axis_in_words(module, arguments)
-    if words is not None:
-        return words[0] == 0, "" if words[0] == 0 else f"{words[1]}. Use --batch-first for the other layout."
-    inside = (type(part).__name__ for part in module.modules() if getattr(part, "batch_first", None) is False)
-    if (kind := next(inside, None)) is None:
-        return True, ""
-    return True, f"the forward does not say, but its {kind} takes the sequence first. Use --seq-first for that layout."
+        return Layout(batch_first=True)
+    batch_first = said_batch_first(module)
+    if batch_first is not None:
+        return Layout(batch_first)
+    unpacked = batch_axis_in_words(module, arguments)
+    if unpacked is not None:
+        axis, words = unpacked
+        if axis == 0:
+            return Layout(batch_first=True)
+        return Layout(batch_first=False, why=f"{words}. Use --batch-first for the other layout.")
+    for part in module.modules():
+        if getattr(part, "batch_first", None) is False:
+            kind = type(part).__name__
+            why = f"the forward does not say, but its {kind} takes the sequence first. Use --seq-first for that layout."
+            return Layout(batch_first=True, why=why)
+    return Layout(batch_first=True)

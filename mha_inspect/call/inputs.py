@@ -6,9 +6,8 @@ The name of an argument gives its kind (`vocabulary`); the module, or else one r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from ..making.vocabulary import Flags, Kind, dashed, flag_of
 from ..running.subject import Subject
 from ..text import printable, shown
 from .call import Call, Forward, Plan
-from .guess import Sizes, batch_first_of, beside, configured_plans, guessed_plans, is_hugging_face, needed
+from .guess import Layout, Sizes, beside, configured_plans, guessed_plans, is_hugging_face, layout_of, needed
 from .masks import mask_arguments, masks_of, try_masks
 from .part import call_with
 from .probe import Probed, probe
@@ -35,6 +34,13 @@ _ORDER: dict[Kind, int] = {"key": 1, "value": 2, "mask": 3}
 """The order of drawing: a kind that may share the tensor of another kind comes after it."""
 _OF_INPUTS = ("batch", "seq_len", "key_len", "unbatched", "input", "input_shape", "attn_mask", "padding")
 """Flags that set the inputs."""
+_ROLES: dict[Kind, Kind] = {"query": "query", "hidden": "query", "key": "key", "other": "key", "value": "value"}
+"""Kind of an argument to the name that a file may use for it."""
+_SWITCHES = {
+    "need_weights": ("need_weights", "output_attentions"),
+    "average_weights": ("average_attn_weights",),
+}
+"""Flag to the arguments that it switches: the first of them that a forward has."""
 
 
 @dataclass(frozen=True)
@@ -54,107 +60,205 @@ def make_call(target: Target, asked: Asked) -> Call:
     """
     if target.call is not None:
         return _returned_call(target, asked)
-    forward, inputs = Forward.of(target.module, target.name), asked.inputs
-    sizes = Sizes(target, forward, inputs.unbatched)
-    has_named_sizes = target.layer is not None or type(target.module) is nn.MultiheadAttention
+    forward = Forward.of(target.module, target.name)
+    sizes = Sizes(target, forward, asked.inputs.unbatched)
     shapes = forward.named(asked.shapes, "--input-shape")
-    file = {} if inputs.input is None else _of_file(sizes, inputs.input, checked=has_named_sizes)
-    given = {**target.forward_settings, **file}
-    twice = next((name for name in shapes if name in given), None)
-    if twice is not None:
-        raise SpecError(f"--input-shape and --input (or --set) both give {twice}. Drop one of the two.")
-    plans = {name: sizes.given(name, shape) for name, shape in shapes.items()}
-    notes = () if shapes or inputs.input else sizes.lazy_note()
-    names = needed(forward, target, inputs, {*given, *plans})
-
-    def run(known: Mapping[str, Plan], guesses: Mapping[str, Plan], whole: bool) -> Probed:
-        values = _drawn(forward, {**known, **guesses}, given, asked)
-        return probe(forward.call(values).of(target.module), {name: values[name] for name in guesses}, whole=whole)
-
-    if is_hugging_face(target.module):
-        free = set(forward.parameters) - {*given, *plans}
-        both = beside([*names, *plans, *given], free)
-        plans, more = (
-            {**configured_plans(target.module, wanted, free, inputs.seq_len), **plans}
-            for wanted in (names, [*names, *both])
-        )
-        if len(more) > len(plans) and run(plans, {}, True).error is not None and run(more, {}, True).error is None:
-            plans = more
-        names = [name for name in names if name not in plans]
-    if has_named_sizes:
-        plans |= {name: sizes.plan(name) for name in names}
-    elif names:
-        plans |= guessed_plans(sizes, names, {*given, *plans}, partial(run, plans))
-    first, why = _layout(forward, plans, given, asked)
-    forward, notes = replace(forward, batch_first=first), (*notes, *why)
-    values = _drawn(forward, plans, given, asked)
-    masks, of_masks = _masks(forward, target, asked, values, notes)
-    values = {**_switches(forward, asked.flags), **values, **masks}
-    order = [*forward.parameters]
-    drawn = sorted(plans, key=lambda name: order.index(name) if name in order else -1)
-    guessed = {
-        name: f"{'x'.join(map(str, values[name].shape))}:{str(values[name].dtype).removeprefix('torch.')}"
-        for name in drawn
-        if not plans[name].is_given
-    }
-    unknown = next((plan.axes[-1] for plan in plans.values() if sizes.has_drawn_width(plan)), 0)
+    given = _given_values(sizes, asked)
+    for name in shapes:
+        if name in given:
+            raise SpecError(f"--input-shape and --input (or --set) both give {name}. Drop one of the two.")
+    notes = () if shapes or asked.inputs.input else sizes.lazy_note()
+    plans = _plans(sizes, _Drawing(forward, given, asked), shapes)
+    sequences = _sequences(plans, given)
+    layout = _layout(forward, sequences, asked)
+    notes += _note_on_layout(layout, sequences, plans, asked)
+    forward = replace(forward, batch_first=layout.batch_first)
+    values = _Drawing(forward, given, asked).values(plans)
+    masks, notes_on_masks = _masks(forward, target, asked, values, notes)
+    switches = _switches(forward, asked.flags)
+    call = forward.call({**switches, **values, **masks})
+    drawn = [name for name in forward.parameters if name in plans]
+    nameless = [name for name in plans if name not in forward.parameters]
     return replace(
-        forward.call(values),
-        drawn=tuple(drawn),
-        guessed=guessed,
-        drawn_width=unknown if isinstance(unknown, int) else 0,
-        said=(*notes, *of_masks),
+        call,
+        drawn=(*nameless, *drawn),
+        guessed={name: _written(values[name]) for name in (*nameless, *drawn) if not plans[name].is_given},
+        drawn_width=_drawn_width(sizes, plans),
+        said=(*notes, *notes_on_masks),
     )
+
+
+def _given_values(sizes: Sizes, asked: Asked) -> dict[str, Any]:
+    """Return the arguments that --set and a file give, by name."""
+    target, file = sizes.target, asked.inputs.input
+    if file is None:
+        return dict(target.forward_settings)
+    return {**target.forward_settings, **_of_file(sizes, file, checked=_has_named_sizes(target))}
+
+
+def _has_named_sizes(target: Target) -> bool:
+    """Return whether the sizes of a module's arguments follow from its settings, without a run."""
+    return target.layer is not None or type(target.module) is nn.MultiheadAttention
+
+
+def _written(tensor: Tensor) -> str:
+    """Return the shape and dtype of a tensor as --input-shape takes them: `2x10x512:float32`."""
+    shape = "x".join(map(str, tensor.shape))
+    return f"{shape}:{str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _drawn_width(sizes: Sizes, plans: Mapping[str, Plan]) -> int:
+    """Return the width of the first plan whose width nothing shows; 0 if there is none."""
+    for plan in plans.values():
+        if sizes.has_drawn_width(plan):
+            width = plan.axes[-1]
+            assert isinstance(width, int)
+            return width
+    return 0
 
 
 def _returned_call(target: Target, asked: Asked) -> Call:
     """Return a call with the arguments returned with the module. Raises `SpecError` if the user asks for others."""
     assert target.call is not None
     unused = asked.flags.typed - {flag_of(name) for name in target.arguments}
-    typed = next((flag for flag in _OF_INPUTS if flag in unused), None)
-    if typed is not None:
-        raise SpecError(
-            f"{shown(target.made_from)} returns its own inputs, so {dashed(typed)} does not apply. Drop it."
-        )
+    for flag in _OF_INPUTS:
+        if flag in unused:
+            raise SpecError(
+                f"{shown(target.made_from)} returns its own inputs, so {dashed(flag)} does not apply. Drop it."
+            )
     args, kwargs = target.call
     call = call_with(target.module, args, {**kwargs, **target.forward_settings}, "returned with the module")
-    said = f"--causal made no mask, because {shown(target.made_from)} returns its own inputs."
-    return replace(call, said=(said,) if "causal" in unused else ())
+    if "causal" not in unused:
+        return call
+    note = f"--causal made no mask, because {shown(target.made_from)} returns its own inputs."
+    return replace(call, said=(note,))
 
 
-def _drawn(forward: Forward, plans: Mapping[str, Plan], given: Mapping[str, Any], asked: Asked) -> dict[str, Any]:
-    """Return the arguments by name. Query, key and value share one tensor if their shapes are equal and not given.
+# -- the tensors to draw ----------------------------------------------------------------------------------------------
 
-    Every call returns the same values.
+
+@dataclass(frozen=True)
+class _Drawing:
+    """The arguments of a forward that were given, and how the others are drawn."""
+
+    forward: Forward
+    given: Mapping[str, Any]
+    """Tensors of a file and settings, by name."""
+    asked: Asked
+
+    def values(self, plans: Mapping[str, Plan]) -> dict[str, Any]:
+        """Return all arguments by name. Every call returns the same values.
+
+        Query, key and value share one tensor if their shapes are equal and not given.
+        """
+        values = dict(self.given)
+        generator = torch.Generator("cpu").manual_seed((self.asked.seed + _STREAM) % 2**64)
+        for name in sorted(plans, key=lambda name: _ORDER.get(plans[name].kind, 0)):
+            shared = self._shared_with(plans[name], values)
+            if shared is None:
+                values[name] = plans[name].draw(self.forward, self.asked.inputs, generator)
+            else:
+                values[name] = shared
+        return values
+
+    def _shared_with(self, plan: Plan, values: Mapping[str, Any]) -> Tensor | None:
+        """Return the tensor of the query or key that a key or value shares; None if it needs its own."""
+        if plan.kind not in ("key", "value") or plan.is_given:
+            return None
+        has_keys = any(self.forward.kind(name) == "key" for name in self.forward.parameters)
+        source = "key" if plan.kind == "value" and has_keys else "query"
+        # There may be more keys than queries.
+        if source == "query" and self.asked.inputs.key_len is not None:
+            return None
+        shape = plan.shape(self.asked.inputs)
+        for name, value in values.items():
+            if self.forward.kind(name) != source or not isinstance(value, Tensor):
+                continue
+            if value.dim() == len(shape) and value.shape[-1] == shape[-1]:
+                return value
+        return None
+
+    def probed(self, plans: Mapping[str, Plan], watched: Collection[str], *, whole: bool) -> Probed:
+        """Run the forward with these plans, and return the use of the watched arguments."""
+        values = self.values(plans)
+        subject = self.forward.call(values).of(self.forward.module)
+        return probe(subject, {name: values[name] for name in watched}, whole=whole)
+
+    def runs(self, plans: Mapping[str, Plan]) -> bool:
+        """Return whether the forward runs to its end with these plans."""
+        return self.probed(plans, (), whole=True).error is None
+
+
+def _plans(sizes: Sizes, drawing: _Drawing, shapes: Mapping[str, InputShape]) -> dict[str, Plan]:
+    """Return the plans of the tensors to draw: with a given shape, a configured one, and then a guessed one.
+
+    Raises as `make_call`.
     """
-    inputs, values = asked.inputs, dict(given)
-    generator = torch.Generator("cpu").manual_seed((asked.seed + _STREAM) % 2**64)
-    kinds = [forward.kind(name) for name in forward.parameters]
-    for name, plan in sorted(plans.items(), key=lambda item: _ORDER.get(item[1].kind, 0)):
-        like: Kind = "key" if plan.kind == "value" and "key" in kinds else "query"
-        is_apart = plan.is_given or (inputs.key_len is not None and like == "query")
-        alike = [] if plan.kind not in ("key", "value") or is_apart else values.items()
-        shape = plan.shape(inputs)
-        tensors = (t for n, t in alike if forward.kind(n) == like and isinstance(t, Tensor))
-        fitting = next((t for t in tensors if t.dim() == len(shape) and t.shape[-1] == shape[-1]), None)
-        values[name] = plan.draw(forward, inputs, generator) if fitting is None else fitting
-    return values
+    target, forward, inputs = sizes.target, drawing.forward, drawing.asked.inputs
+    plans = {name: sizes.given(name, shape) for name, shape in shapes.items()}
+    names = needed(forward, target, inputs, {*drawing.given, *plans})
+    if is_hugging_face(target.module):
+        plans = _with_configured(drawing, plans, names)
+        names = [name for name in names if name not in plans]
+    if _has_named_sizes(target):
+        return {**plans, **{name: sizes.plan(name) for name in names}}
+    if not names:
+        return plans
+
+    def run(guesses: Mapping[str, Plan], whole: bool) -> Probed:
+        return drawing.probed({**plans, **guesses}, guesses, whole=whole)
+
+    return {**plans, **guessed_plans(sizes, names, {*drawing.given, *plans}, run)}
 
 
-def _layout(
-    forward: Forward, plans: Mapping[str, Plan], given: Mapping[str, Any], asked: Asked
-) -> tuple[bool, tuple[str, ...]]:
-    """Return whether the batch is the first axis, and a sentence on that if it is not plain."""
+def _with_configured(drawing: _Drawing, plans: dict[str, Plan], names: list[str]) -> dict[str, Plan]:
+    """Return the plans and those that the configuration of a model describes, with text or images that it lacks."""
+    module, seq_len = drawing.forward.module, drawing.asked.inputs.seq_len
+    free = set(drawing.forward.parameters) - {*drawing.given, *plans}
+    fewer = {**configured_plans(module, names, free, seq_len), **plans}
+    partners = beside([*names, *plans, *drawing.given], free)
+    # The plans with partners are those of a model that takes text and images together.
+    more = {**configured_plans(module, [*names, *partners], free, seq_len), **plans}
+    if len(more) > len(fewer) and not drawing.runs(fewer) and drawing.runs(more):
+        return more
+    return fewer
+
+
+# -- the layout -------------------------------------------------------------------------------------------------------
+
+
+def _sequences(plans: Mapping[str, Plan], given: Mapping[str, Any]) -> list[str]:
+    """Return the names of the arguments whose batch may come first or second."""
+    names: list[str] = []
+    for name, plan in plans.items():
+        if len(plan.axes) > 1 and plan.kind not in ("image", "mask"):
+            names.append(name)
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.dim() > 1:
+            names.append(name)
+    return names
+
+
+def _layout(forward: Forward, names: Sequence[str], asked: Asked) -> Layout:
+    """Return the layout that the user chose, or else the one that the module shows for these arguments."""
     if "batch_first" in asked.flags.given:
-        return bool(asked.flags.values.get("batch_first", True)), ()
-    names = [name for name, plan in plans.items() if len(plan.axes) > 1 and plan.kind not in ("image", "mask")]
-    names += [name for name, value in given.items() if isinstance(value, Tensor) and value.dim() > 1]
-    first, why = batch_first_of(forward.module, names)
-    if not why or not names or asked.inputs.unbatched:
-        return first, ()
-    embed = "" if all(plans[name].kind == "ids" for name in names if name in plans) else " embed"
-    axes = f"batch seq{embed}" if first else f"seq batch{embed}"
-    return first, (f"{', '.join(names)} {'is' if len(names) == 1 else 'are'} `{axes}`: {why}",)
+        return Layout(bool(asked.flags.values.get("batch_first", True)))
+    return layout_of(forward.module, names)
+
+
+def _note_on_layout(layout: Layout, names: Sequence[str], plans: Mapping[str, Plan], asked: Asked) -> tuple[str, ...]:
+    """Return a sentence on the layout: `x is `seq batch embed`: ...`; empty if it is plain."""
+    if not layout.why or not names or asked.inputs.unbatched:
+        return ()
+    drawn = [plans[name] for name in names if name in plans]
+    axes = "batch seq" if layout.batch_first else "seq batch"
+    if not all(plan.kind == "ids" for plan in drawn):
+        axes += " embed"
+    verb = "is" if len(names) == 1 else "are"
+    return (f"{', '.join(names)} {verb} `{axes}`: {layout.why}",)
+
+
+# -- masks ------------------------------------------------------------------------------------------------------------
 
 
 def _masks(
@@ -163,9 +267,8 @@ def _masks(
     """Return masks by name, and sentences on how they were found. Raises as `make_call`."""
     inputs = asked.inputs
     if target.layer is None:
-        # A module whose constructor took --causal masks by itself.
-        is_built = any(bool(getattr(target.module, name, False)) for name in ("causal", "is_causal", "masked"))
-        inputs = replace(inputs, causal=inputs.causal and "causal" in asked.flags.typed and not is_built)
+        is_asked = inputs.causal and "causal" in asked.flags.typed
+        inputs = replace(inputs, causal=is_asked and not _is_built_causal(target.module))
     free = [name for name in mask_arguments(forward.parameters) if values.get(name) is None]
     masks, flags = masks_of(forward, target, inputs, values, free)
     if not flags:
@@ -176,10 +279,15 @@ def _masks(
         return replace(call.of(target.module), seed=asked.seed, grad=False)
 
     try:
-        made, said = try_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
+        tried, notes_on_tried = try_masks(forward, inputs, flags, [name for name in free if name not in masks], run)
     except SpecError as error:  # another layout may be the solution
         raise type(error)(" ".join((str(error), *notes))) from None
-    return {**masks, **made}, said
+    return {**masks, **tried}, notes_on_tried
+
+
+def _is_built_causal(module: nn.Module) -> bool:
+    """Return whether the constructor of a module took --causal, so that it masks by itself."""
+    return any(bool(getattr(module, name, False)) for name in ("causal", "is_causal", "masked"))
 
 
 # -- from the options --------------------------------------------------------------------------------------------------
@@ -193,24 +301,32 @@ def _of_file(sizes: Sizes, path: Path, *, checked: bool) -> dict[str, Any]:
     forward, content = sizes.forward, read_tensors(path)
     tensors = {"": content} if isinstance(content, Tensor) else content
     if len(tensors) == 1 and next(iter(tensors)) not in forward.parameters:
+        # A single tensor is the first argument's, whatever its name.
         tensors = {"": next(iter(tensors.values()))}
-    kinds = {"query": ("query", "hidden"), "key": ("key", "other"), "value": ("value",)}
-    roles = {role: name for name in forward.parameters for role in kinds if forward.kind(name) in kinds[role]}
-    renamed = {n if n in forward.parameters else roles.get(n, n): tensor for n, tensor in tensors.items()}
+    by_role: dict[str, str] = {}
+    for name in forward.parameters:
+        role = _ROLES.get(forward.kind(name))
+        if role is not None:
+            by_role[role] = name
+    renamed: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        argument = name if name in forward.parameters else by_role.get(name, name)
+        renamed[argument] = tensor
     named = forward.named(renamed, shown(str(path)))
-    for name, tensor in named.items() if checked else ():
-        _require_fit(printable(path), name, tensor, sizes)
+    if checked:
+        for name, tensor in named.items():
+            _require_fit(printable(path), name, tensor, sizes)
     return {name: _moved(forward, tensor).contiguous() for name, tensor in named.items()}
 
 
 def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
     """Raise `InputError` if the rank, width or dtype of a tensor does not fit a layer."""
     *places, width = sizes.plan(name).axes
-    role = next((n for n in ("key", "value") if sizes.forward.kind(name) == n), "query")
-    flag = {"key": "kdim", "value": "vdim"}.get(role, "embed-dim")
+    flag = {"key": "kdim", "value": "vdim"}.get(sizes.forward.kind(name), "embed-dim")
     option = "--embed-dim " if flag == "embed-dim" else f"--set {flag}="
-    ordered = places if batch_first_of(sizes.forward.module, ())[0] else reversed(places)
-    axes = f"`{' '.join(map(str, ordered))} {flag.removesuffix('-dim')}`"
+    if not layout_of(sizes.forward.module, ()).batch_first:
+        places.reverse()
+    axes = f"`{' '.join(map(str, places))} {flag.removesuffix('-dim')}`"
     said = f"{file}: {name} has shape {list(tensor.shape)}"
     if tensor.dim() != len(places) + 1:
         ways = {2: "Try --unbatched.", 3: "Drop --unbatched."}
@@ -227,17 +343,20 @@ def _require_fit(file: str, name: str, tensor: Tensor, sizes: Sizes) -> None:
 
 
 def _moved(forward: Forward, tensor: Tensor) -> Tensor:
-    return tensor.to(device=forward.device, dtype=forward.dtype if tensor.is_floating_point() else None)
+    """Return a tensor on the device of the parameters, and in their dtype unless it has whole numbers."""
+    dtype = forward.dtype if tensor.is_floating_point() else None
+    return tensor.to(device=forward.device, dtype=dtype)
 
 
 def _switches(forward: Forward, flags: Flags) -> dict[str, bool]:
     """Return the switches for returned weights by name. Raises `SpecError` if one does not apply."""
-    of_flags = {"need_weights": ["need_weights", "output_attentions"], "average_weights": ["average_attn_weights"]}
-    switches = {}
-    for flag, names in of_flags.items():
-        name = next((name for name in names if name in forward.parameters), None)
-        if flag in flags.given and name is not None:
-            switches[name] = bool(flags.values[flag])
-        elif flag in flags.given & flags.typed:
+    switches: dict[str, bool] = {}
+    for flag, names in _SWITCHES.items():
+        if flag not in flags.given:
+            continue
+        arguments = [name for name in names if name in forward.parameters]
+        if arguments:
+            switches[arguments[0]] = bool(flags.values[flag])
+        elif flag in flags.typed:
             raise SpecError(f"{forward.label} has no argument {names[0]}, so {dashed(flag)} does not apply. Drop it.")
     return switches

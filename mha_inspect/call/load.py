@@ -40,7 +40,8 @@ def call_target(target: Target, asked: Asked, *, may_fail: bool = False, like: C
     call = like or make_call(target, asked)
     if any(map(is_lazy, module.parameters())):
         try:
-            with torch.no_grad(), explaining(subject := subject_of(target, call, asked.seed)):
+            subject = subject_of(target, call, asked.seed)
+            with torch.no_grad(), explaining(subject):
                 subject.plain()
         except TargetFailedError:
             if not may_fail:
@@ -82,8 +83,13 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
     subject = layer_called(kind.build(spec, run.device), spec, inputs, run, layer)
     if 1 not in (spec.num_heads, spec.head_dim):
         return subject
-    # The same layer with as many heads (three instead of one), and with inputs without a size of 1.
-    heads, head_dim = 3 if spec.num_heads == 1 else spec.num_heads, 10
+    return replace(subject, without_ones=lambda _: _without_ones(spec, inputs, run, layer))
+
+
+def _without_ones(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:
+    """Return the same layer with as many heads (three instead of one), and with inputs without a size of 1."""
+    heads = 3 if spec.num_heads == 1 else spec.num_heads
+    head_dim = 10
     given_head_dim = head_dim * (heads if spec.head_dim == spec.embed_dim else 2)
     small = replace(
         spec,
@@ -102,7 +108,7 @@ def load_layer(spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str 
         causal=inputs.causal or inputs.attn_mask is not None,
         padding=(2,) if inputs.padding else (),
     )
-    return replace(subject, without_ones=lambda _: load_layer(small, few, run, layer))
+    return load_layer(small, few, run, layer)
 
 
 def layer_called(module: nn.Module, spec: AttentionSpec, inputs: InputSpec, run: RunSpec, layer: str) -> Subject:
@@ -132,23 +138,37 @@ def layers_by_name(layer: str, heads: Sequence[int], settings: Mapping[str, Any]
     """
     if not heads:
         raise SpecError("no head counts were given. Give two or more, e.g. compare_heads((1, 2, 4)).")
-    kind, counts = find_layer(layer), dict.fromkeys(heads)
-    known = [f.name for cls in (AttentionSpec, InputSpec, RunSpec) for f in fields(cls) if f.name != "num_heads"]
-    for name in settings:
-        if name not in known:
-            raise SpecError(f"{name} is not a setting of a layer: {', '.join(known)}.{did_you_mean(name, known)}")
-    of_spec, of_inputs, of_run = (
-        {name: value for name, value in settings.items() if name in spec.__dataclass_fields__}
-        for spec in (AttentionSpec, InputSpec, RunSpec)
-    )
-    inputs, run = InputSpec(**of_inputs), RunSpec(**of_run)
+    kind = find_layer(layer)
+    _require_settings(settings)
+    of_layer = _settings_of(AttentionSpec, settings)
+    inputs = InputSpec(**_settings_of(InputSpec, settings))
+    run = RunSpec(**_settings_of(RunSpec, settings))
     if run.device == "meta":
         raise SpecError(
             "device meta has shapes and no numbers, and compare-heads compares numbers. Use --device cpu, or "
             "see the shapes side by side with `mha-inspect params --num-heads 1,2,4 --device meta`."
         )
-    specs = [kind.spec(num_heads=count, **of_spec) for count in counts]
+    specs = [kind.spec(num_heads=count, **of_layer) for count in dict.fromkeys(heads)]
     return [(spec.num_heads, load_layer(spec, inputs, run, layer)) for spec in specs]
+
+
+def _settings_of(
+    spec: type[AttentionSpec] | type[InputSpec] | type[RunSpec], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the settings that are fields of a spec."""
+    names = {field.name for field in fields(spec)}
+    return {name: value for name, value in settings.items() if name in names}
+
+
+def _require_settings(names: Iterable[str]) -> None:
+    """Raise `SpecError` if a name is not a field of a spec, or is num_heads, which is compared."""
+    settings: list[str] = []
+    for spec in (AttentionSpec, InputSpec, RunSpec):
+        settings += [field.name for field in fields(spec) if field.name != "num_heads"]
+    for name in names:
+        if name not in settings:
+            hint = did_you_mean(name, settings)
+            raise SpecError(f"{name} is not a setting of a layer: {', '.join(settings)}.{hint}")
 
 
 def modules_with_heads(
@@ -181,12 +201,14 @@ def _argument_for_heads(make: Callable[..., nn.Module], name: str) -> str | None
     except ValueError:  # a function written in C may have none
         return None
     by_name = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
-    named = next((n for n, p in parameters.items() if flag_of(n) == "num_heads" and p.kind in by_name), None)
     by_place = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [p for p in parameters.values() if p.default is Parameter.empty and p.kind in by_place]
-    if named is None and len(needed) != 1:
+    for argument, parameter in parameters.items():
+        if flag_of(argument) == "num_heads" and parameter.kind in by_name:
+            return argument
+    required = [p for p in parameters.values() if p.default is Parameter.empty and p.kind in by_place]
+    if len(required) != 1:
         raise SpecError(
             f"{name} takes no number of heads (its arguments: {', '.join(parameters) or 'none'}). "
             "Name one num_heads, or give a function of the number, e.g. lambda heads: MyAttention(64, heads)."
         )
-    return named
+    return None

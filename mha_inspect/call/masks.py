@@ -45,7 +45,8 @@ def causal_mask(query: int, key: int, device: torch.device | str = "cpu") -> Ten
     """Return `query key`, True where a key comes after the query: both sequences start together, as in torch."""
     if torch.device(device).type == "meta":
         return torch.empty(query, key, dtype=torch.bool, device=device)
-    return torch.ones(query, key, dtype=torch.bool, device="cpu").triu_(diagonal=1).to(device)
+    every_key = torch.ones(query, key, dtype=torch.bool, device="cpu")
+    return every_key.triu_(diagonal=1).to(device)
 
 
 def padding_mask(inputs: InputSpec, batch: int, keys: int, device: torch.device) -> Tensor | None:
@@ -69,7 +70,9 @@ def _both(mask: Tensor | None, masked: Tensor) -> Tensor:
     """Return a mask that also masks out these keys."""
     if mask is None:
         return masked
-    return mask | masked if mask.dtype == torch.bool else mask.masked_fill(masked, float("-inf"))
+    if mask.dtype == torch.bool:
+        return mask | masked
+    return mask.masked_fill(masked, float("-inf"))
 
 
 def read_attn_mask(path: Path, batch: int, heads: int, query: int, key: int) -> Tensor:
@@ -77,28 +80,38 @@ def read_attn_mask(path: Path, batch: int, heads: int, query: int, key: int) -> 
 
     Raises `InputError` if its shape does not fit, or it has numbers instead of booleans.
     """
-    file, mask = printable(path), read_tensor(path)
+    mask = read_tensor(path)
     shape = tuple(mask.shape)
     if shape not in ((query, key), (batch * heads, query, key)):
         raise InputError(
-            f"{file} has shape {list(shape)}. For batch {batch} and {heads} heads, expected `query key` "
+            f"{printable(path)} has shape {list(shape)}. For batch {batch} and {heads} heads, expected `query key` "
             f"[{query}, {key}] or `(batch heads) query key` [{batch * heads}, {query}, {key}]. "
             "For padding, use --padding."
         )
-    kind, boolean = str(mask.dtype).removeprefix("torch."), mask.dtype == torch.bool
-    like_one = not boolean and not mask.is_complex() and bool(((mask == 0) | (mask == 1)).all())
-    # Floating-point zeros alone are fine: as an additive mask they mask out nothing.
-    if like_one and (not mask.is_floating_point() or bool(mask.any())):
+    if mask.dtype == torch.bool:
+        return mask
+    dtype = str(mask.dtype).removeprefix("torch.")
+    if _is_of_zeros_and_ones(mask):
         raise InputError(
-            f"{file} has the {kind} numbers 0 and 1, expected booleans. In torch True masks out a key: "
+            f"{printable(path)} has the {dtype} numbers 0 and 1, expected booleans. In torch True masks out a key: "
             "save mask.bool() if 1 masks out, or ~mask.bool() if 1 keeps."
         )
-    if not boolean and not mask.is_floating_point():
+    if not mask.is_floating_point():
         raise InputError(
-            f"{file} has dtype {kind}, expected booleans (True: masked out) or floating-point numbers to add to "
-            "the scores. Save mask.bool() or mask.float()."
+            f"{printable(path)} has dtype {dtype}, expected booleans (True: masked out) or floating-point numbers to "
+            "add to the scores. Save mask.bool() or mask.float()."
         )
     return mask
+
+
+def _is_of_zeros_and_ones(mask: Tensor) -> bool:
+    """Return whether the numbers of a mask stand for booleans, so that nobody knows which of them masks out."""
+    if mask.is_complex():
+        return False
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        return False
+    # Floating-point zeros alone are fine: as an additive mask they mask out nothing.
+    return not mask.is_floating_point() or bool(mask.any())
 
 
 # -- in the form that a forward takes ----------------------------------------------------------------------------------
@@ -110,6 +123,33 @@ def _no_mask(forward: Forward, flag: str) -> NoMaskError:
     return NoMaskError(f"{forward.label} takes no mask: {arguments}. Drop {flag}.")
 
 
+@dataclass(frozen=True)
+class _MaskArguments:
+    """The arguments of a forward that may take a mask, by what they mean."""
+
+    of_scores: str | None
+    of_keys: tuple[str, ...]
+    switches: tuple[str, ...]
+    """Booleans that turn a causal mask on."""
+    likely: tuple[str, ...]
+    """Arguments that look like masks, whatever they mean."""
+    attention_mask: str | None
+    """In a Hugging Face model it takes `batch key`, 1 for a token and 0 for padding."""
+
+    @classmethod
+    def of(cls, forward: Forward) -> _MaskArguments:
+        """Return the arguments of a forward, read by their names without underscores."""
+        names = {plain(name): name for name in forward.parameters}
+        of_scores = [names[word] for word in _OF_SCORES if word in names]
+        return cls(
+            of_scores=of_scores[0] if of_scores else None,
+            of_keys=tuple(names[word] for word in _OF_KEYS if word in names),
+            switches=tuple(name for word, name in names.items() if word in _CAUSAL),
+            likely=tuple(mask_arguments(forward.parameters)),
+            attention_mask=names.get("attentionmask"),
+        )
+
+
 def masks_of(
     forward: Forward, target: Target, inputs: InputSpec, values: Mapping[str, Any], free: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -119,82 +159,168 @@ def masks_of(
 
     Raises `SpecError` if the forward takes no such mask, `InputError` if a file does not fit.
     """
-    names = {plain(name): name for name in forward.parameters}
-    of_scores = next((names[word] for word in _OF_SCORES if word in names), None)
-    switches = [name for word, name in names.items() if word in _CAUSAL]
+    arguments = _MaskArguments.of(forward)
     style = None if target.layer is None else target.layer.masks
     is_known = style is not None or type(forward.module).__module__.startswith("torch.nn.")
-    is_taken = not is_known and bool(free or switches or mask_arguments(forward.parameters))
-    of_keys = [names[word] for word in _OF_KEYS if word in names]
-    asked = {
-        "--attn-mask": (inputs.attn_mask is not None, of_scores),
-        "--causal": (inputs.causal, of_scores or is_taken),
-        "--padding": (bool(inputs.padding), of_keys or style or is_taken),
-    }
-    flags = [flag for flag, (is_asked, _) in asked.items() if is_asked]
+    flags = _asked_flags(inputs)
+    taken = _taken_by_known(arguments, style) if is_known else _taken_by_unknown(forward, arguments, free)
     for flag in flags:
-        # A module of the user may mask by itself: its weights show that.
-        may_be_built_in = flag == "--causal" and not is_known and forward.device.type != "meta"
-        if not asked[flag][1] and not may_be_built_in:
+        if flag not in taken:
             raise _no_mask(forward, flag)
-    tensors = {name: value for name in forward.parameters if isinstance(value := values.get(name), Tensor)}
+    tensors = {name: values[name] for name in forward.parameters if isinstance(values.get(name), Tensor)}
     if flags and tensors and is_known:
-        scores, padded = _known_masks(forward, target, inputs, tensors)
-        if style:
-            batch = None if inputs.unbatched else next(iter(tensors.values())).shape[0]
-            masks = {of_scores: merged_mask(scores, padded, style, forward.dtype, batch, target.made_from)}
-        else:
-            if padded is not None and scores is not None and scores.is_floating_point():  # torch deprecates mixed kinds
-                padded = torch.zeros_like(padded, dtype=scores.dtype).masked_fill_(padded, float("-inf"))
-            masks = {of_scores: scores, **dict.fromkeys(of_keys, padded)}
-        return {name: mask for name, mask in masks.items() if name is not None and mask is not None}, []
+        return _masks_of_known(forward, target, inputs, tensors, arguments), []
+    return _masks_by_name(forward, inputs, arguments, flags)
+
+
+def _asked_flags(inputs: InputSpec) -> list[str]:
+    """Return the flags of the masks that the user asked for."""
+    asked = {
+        "--attn-mask": inputs.attn_mask is not None,
+        "--causal": inputs.causal,
+        "--padding": bool(inputs.padding),
+    }
+    return [flag for flag, is_asked in asked.items() if is_asked]
+
+
+def _taken_by_known(arguments: _MaskArguments, style: MaskStyle | None) -> set[str]:
+    """Return the flags whose masks a module of torch or a layer of the catalog takes."""
+    taken = set[str]()
+    if arguments.of_scores:
+        taken |= {"--attn-mask", "--causal"}
+    if arguments.of_keys or style:
+        taken.add("--padding")
+    return taken
+
+
+def _taken_by_unknown(forward: Forward, arguments: _MaskArguments, free: Collection[str]) -> set[str]:
+    """Return the flags whose masks a module of the user may take: the form is found later, by its weights."""
+    taken = set[str]()
+    if arguments.of_scores:
+        taken |= {"--attn-mask", "--causal"}
+    if arguments.of_keys:
+        taken.add("--padding")
+    if free or arguments.switches or arguments.likely:
+        taken |= {"--causal", "--padding"}
+    if forward.device.type != "meta":
+        # A module of the user may mask by itself: its weights show that.
+        taken.add("--causal")
+    return taken
+
+
+def _masks_of_known(
+    forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor], arguments: _MaskArguments
+) -> dict[str, Any]:
+    """Return the masks of a module whose form of masks is known, without those that mask nothing."""
+    masks = _known_masks(forward, target, inputs, tensors)
+    style = None if target.layer is None else target.layer.masks
+    by_name: dict[str | None, Tensor | None]
+    if style:
+        batch = None if inputs.unbatched else next(iter(tensors.values())).shape[0]
+        merged = merged_mask(masks.scores, masks.keys, style, forward.dtype, batch, target.made_from)
+        by_name = {arguments.of_scores: merged}
+    else:
+        by_name = {arguments.of_scores: masks.scores}
+        by_name.update(dict.fromkeys(arguments.of_keys, masks.keys_like_scores()))
+    return {name: mask for name, mask in by_name.items() if name is not None and mask is not None}
+
+
+def _masks_by_name(
+    forward: Forward, inputs: InputSpec, arguments: _MaskArguments, flags: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the masks whose form the name of an argument says, and the flags that are left."""
     given: dict[str, Any] = {}
-    if inputs.attn_mask is not None and of_scores is not None:
+    left = list(flags)
+    if inputs.attn_mask is not None and arguments.of_scores is not None:
         mask = read_tensor(inputs.attn_mask).to(forward.device)
-        given[of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
-        flags.remove("--attn-mask")
-    if inputs.causal and switches:
-        given[switches[0]] = True
-        flags.remove("--causal")
+        given[arguments.of_scores] = mask.to(forward.dtype) if mask.is_floating_point() else mask
+        left.remove("--attn-mask")
+    if inputs.causal and arguments.switches:
+        given[arguments.switches[0]] = True
+        left.remove("--causal")
     # If the form of the causal mask is unknown too, both masks may belong in one argument.
-    if flags == ["--padding"] and is_hugging_face(forward.module) and "attentionmask" in names:
-        padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
-        assert padded is not None
-        return {**given, names["attentionmask"]: (~padded).long()}, []
-    return given, flags
+    attention_mask = arguments.attention_mask if left == ["--padding"] else None
+    if attention_mask is None or not is_hugging_face(forward.module):
+        return given, left
+    padded = padding_mask(inputs, inputs.batch, inputs.keys, forward.device)
+    assert padded is not None
+    return {**given, attention_mask: (~padded).long()}, []
 
 
 def mask_arguments(parameters: Mapping[str, Parameter]) -> list[str]:
     """Return the arguments that may take a mask: by their names, or else those that may be None."""
-    named = [n for n, p in parameters.items() if kind_of(p) == "mask" or "bias" in plain(n)]
-    return named or [n for n, p in parameters.items() if p.default is None and kind_of(p) == "unknown"]
+    named: list[str] = []
+    nullable: list[str] = []
+    for name, parameter in parameters.items():
+        kind = kind_of(parameter)
+        if kind == "mask" or "bias" in plain(name):
+            named.append(name)
+        elif kind == "unknown" and parameter.default is None:
+            nullable.append(name)
+    return named or nullable
 
 
-def _known_masks(
-    forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor]
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the mask of the scores and the mask of padded keys; None for a mask that was not requested.
+@dataclass(frozen=True)
+class _KnownMasks:
+    """The masks of a module that takes one of scores and one of keys; None for a mask that was not requested."""
 
-    In a decoder of torch the first is for self-attention, and the padding is in the output of the encoder.
-    """
+    scores: Tensor | None
+    """`query key` or `(batch heads) query key`."""
+    keys: Tensor | None
+    """`batch key`, or `key` without a batch. In a decoder of torch it is of the output of the encoder."""
+
+    def keys_like_scores(self) -> Tensor | None:
+        """Return the mask of keys as one to add, if that of scores is one to add: torch deprecates mixed kinds."""
+        if self.keys is None or self.scores is None or not self.scores.is_floating_point():
+            return self.keys
+        zeros = torch.zeros_like(self.keys, dtype=self.scores.dtype)
+        return zeros.masked_fill_(self.keys, float("-inf"))
+
+
+def _known_masks(forward: Forward, target: Target, inputs: InputSpec, tensors: Mapping[str, Tensor]) -> _KnownMasks:
+    """Return the masks for these tensors. In a decoder of torch the mask of scores is for self-attention."""
     query = tensors.get("tgt", next(iter(tensors.values())))
-    second = (t for name, t in tensors.items() if "tgt" not in tensors and forward.kind(name) in ("key", "other"))
-    key = next(second, query)
+    key = _key_of(forward, tensors, query)
     padded = tensors.get("src", tensors.get("memory", key))
-    # A mask per head has the number of heads of the first attention.
-    heads = (m.num_heads for m in forward.module.modules() if isinstance(m, nn.MultiheadAttention))
-    unbatched = query.dim() == 2
-    length = 0 if unbatched or not forward.batch_first else 1
-    batch = 1 if unbatched else query.shape[1 - length]
-    inputs = replace(inputs, unbatched=True, batch=1) if unbatched else inputs
-    lengths, scores = (query.shape[length], key.shape[length]), None
+    if query.dim() == 2:
+        length_axis, batch = 0, 1
+        inputs = replace(inputs, unbatched=True, batch=1)
+    elif forward.batch_first:
+        length_axis, batch = 1, query.shape[0]
+    else:
+        length_axis, batch = 0, query.shape[1]
+    query_length = query.shape[length_axis]
+    key_length = key.shape[length_axis]
+    scores = None
     if inputs.attn_mask is not None:
-        num_heads = next(heads, target.arguments.get("num_heads", 1))
-        scores = read_attn_mask(inputs.attn_mask, batch, num_heads, *lengths).to(forward.device)
-        scores = scores if scores.dtype == torch.bool else scores.to(forward.dtype)
-    if inputs.causal and lengths != (1, 1):  # a single token attends to itself
-        scores = _both(scores, causal_mask(*lengths, forward.device))
-    return scores, padding_mask(inputs, batch, padded.shape[length], forward.device)
+        num_heads = _num_heads(forward, target)
+        scores = read_attn_mask(inputs.attn_mask, batch, num_heads, query_length, key_length).to(forward.device)
+        if scores.dtype != torch.bool:
+            scores = scores.to(forward.dtype)
+    # A single token attends to itself, whatever is causal.
+    if inputs.causal and (query_length, key_length) != (1, 1):
+        scores = _both(scores, causal_mask(query_length, key_length, forward.device))
+    return _KnownMasks(scores, padding_mask(inputs, batch, padded.shape[length_axis], forward.device))
+
+
+def _key_of(forward: Forward, tensors: Mapping[str, Tensor], query: Tensor) -> Tensor:
+    """Return the tensor with the keys of the first attention: the query itself in self-attention."""
+    if "tgt" in tensors:
+        return query
+    for name, tensor in tensors.items():
+        if forward.kind(name) in ("key", "other"):
+            return tensor
+    return query
+
+
+def _num_heads(forward: Forward, target: Target) -> int:
+    """Return the heads of a mask with one part per head: as many as in the first attention of torch."""
+    num_heads: int = target.arguments.get("num_heads", 1)
+    for module in forward.module.modules():
+        if isinstance(module, nn.MultiheadAttention):
+            num_heads = module.num_heads
+            break
+    return num_heads
 
 
 def merged_mask(
@@ -213,16 +339,18 @@ def merged_mask(
         mask = _both(mask, rearrange(padding, "... key -> ... 1 1 key"))
     if mask is None or style == "boolean":
         return mask
-    boolean = mask.dtype == torch.bool
+    is_boolean = mask.dtype == torch.bool
     if style == "ones":
-        if not boolean and dtype == torch.float16:
+        if is_boolean:
+            return mask.to(dtype)
+        if dtype == torch.float16:
             raise InputError(
                 f"{layer} multiplies its mask by -1e9, and float16 has no numbers small enough for an additive one. "
                 "Give a boolean mask, or dtype float32."
             )
-        return mask.to(dtype) if boolean else (mask.to(dtype) / -1e9).clamp(max=1.0)
+        return (mask.to(dtype) / -1e9).clamp(max=1.0)
     blocked = torch.finfo(dtype).min if style == "lowest" else float("-inf")
-    if boolean:
+    if is_boolean:
         return torch.zeros_like(mask, dtype=dtype).masked_fill(mask, blocked)
     return mask.to(dtype).clamp(min=blocked)
 
@@ -260,12 +388,17 @@ class MaskForm:
             masked = masked[0]
         if "query" not in self.axes:
             masked = masked[..., 0, :]
-        given_axes = self.axes.replace(" 1", "").replace(" heads", "")
-        sizes = {"heads": heads} if "heads" in self.axes else {}
-        masked = repeat(masked, f"{given_axes} -> {self.axes}", **sizes)
-        if self.means == "adds":
-            return torch.zeros(masked.shape, dtype=self.dtype, device=masked.device).masked_fill(masked, -torch.inf)
-        return masked if self.means == "masks" else ~masked
+        axes = self.axes.replace(" 1", "").replace(" heads", "")
+        if "heads" in self.axes:
+            masked = repeat(masked, f"{axes} -> {self.axes}", heads=heads)
+        else:
+            masked = repeat(masked, f"{axes} -> {self.axes}")
+        if self.means == "masks":
+            return masked
+        if self.means == "keeps":
+            return ~masked
+        zeros = torch.zeros(masked.shape, dtype=self.dtype, device=masked.device)
+        return zeros.masked_fill(masked, -torch.inf)
 
 
 def try_masks(
@@ -286,24 +419,18 @@ def try_masks(
             f"{flags[0]} cannot make a mask for {forward.label} on meta, because only numbers show its form. "
             "Use --device cpu, or give the mask by name: --input FILE."
         )
-    plain, notes, asked = _weights(make({})), list[str](), list[str]()
-    for flag in flags:
-        masked = _masked(inputs, (flag,), forward.device)
-        if not masked.any():
-            notes.append(f"{flag} masks out no key here, so no mask was given.")
-        elif flag == "--causal" and _does(plain, [], masked):
-            notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
-        else:
-            asked.append(flag)
+    unmasked = _weights(make({}))
+    asked, notes = _flags_with_effect(inputs, flags, unmasked, forward.device)
     if not asked:
         return {}, notes
     if not free:
         raise _no_mask(forward, asked[0])
     masked = _masked(inputs, asked, forward.device)
-    heads = max((weights.shape[1] for weights in plain), default=1)
+    heads = max((weights.shape[1] for weights in unmasked), default=1)
     for form in _forms(forward, free, asked):
         mask = form.mask(masked, heads)
-        if _does(_weights(make({form.argument: mask})), plain, masked):
+        weights = _weights(make({form.argument: mask}))
+        if _masks_out_only(masked, weights, unmasked):
             return {form.argument: mask}, [*notes, form.words(asked)]
     raise SpecError(
         f"{' and '.join(asked)} cannot be applied to {forward.label}: no usual form of {', '.join(free)} masks out "
@@ -311,53 +438,96 @@ def try_masks(
     )
 
 
+def _flags_with_effect(
+    inputs: InputSpec, flags: Sequence[str], unmasked: Sequence[Tensor], device: torch.device
+) -> tuple[list[str], list[str]]:
+    """Return the flags that need a mask, and a sentence on each flag that needs none.
+
+    `unmasked` has the weights of a run without a mask.
+    """
+    needed: list[str] = []
+    notes: list[str] = []
+    for flag in flags:
+        masked = _masked(inputs, [flag], device)
+        if not masked.any():
+            notes.append(f"{flag} masks out no key here, so no mask was given.")
+        elif flag == "--causal" and _masks_out_only(masked, unmasked, []):
+            notes.append(f"The forward already does what {flag} asks for, so no mask was given.")
+        else:
+            needed.append(flag)
+    return needed, notes
+
+
 def _forms(forward: Forward, free: Sequence[str], flags: Sequence[str]) -> Iterator[MaskForm]:
     """Yield the forms to try: masks of keys alone do not depend on the query, as a causal mask does."""
-    axes = [form for form in _FORMS if "query" in form or "--causal" not in flags]
-    for argument, pattern, means in product(free, axes, _MEANS):
-        yield MaskForm(argument, pattern, means, forward.dtype if means == "adds" else torch.bool)
+    patterns = [axes for axes in _FORMS if "query" in axes or "--causal" not in flags]
+    for argument, axes, means in product(free, patterns, _MEANS):
+        dtype = forward.dtype if means == "adds" else torch.bool
+        yield MaskForm(argument, axes, means, dtype)
 
 
-def _masked(inputs: InputSpec, flags: Iterable[str], device: torch.device) -> Tensor:
+def _masked(inputs: InputSpec, flags: Collection[str], device: torch.device) -> Tensor:
     """Return `batch query key`, True for masked keys. Raises `InputError` if padding does not fit."""
     masked = torch.zeros(inputs.batch, inputs.seq_len, inputs.keys, dtype=torch.bool, device=device)
     if "--causal" in flags:
         masked |= causal_mask(inputs.seq_len, inputs.keys, device)
-    padded = padding_mask(inputs, inputs.batch, inputs.keys, device) if "--padding" in flags else None
-    return masked if padded is None else masked | rearrange(padded, "... key -> ... 1 key")
+    if "--padding" not in flags:
+        return masked
+    padded = padding_mask(inputs, inputs.batch, inputs.keys, device)
+    if padded is None:
+        return masked
+    return masked | rearrange(padded, "... key -> ... 1 key")
 
 
-def _does(after: Sequence[Tensor], before: Sequence[Tensor], masked: Tensor) -> bool:
-    """Return whether a mask set an attention's weights to zero for masked keys, and for no other keys.
+def _masks_out_only(masked: Tensor, after: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Return whether one attention's weights became zero for masked keys, and for no other keys.
 
+    `masked` is `batch query key`; `after` and `before` have the weights of each attention, `batch heads query key`.
     Weights that were zero before do not count.
     """
     for place, weights in enumerate(after):
-        if (weights.shape[0], *weights.shape[-2:]) != masked.shape:
+        batch, _, query, key = weights.shape
+        if (batch, query, key) != masked.shape:
             continue
-        masked_out = masked[:, None].expand_as(weights)
-        attended = torch.ones_like(masked_out)
+        by_head = masked[:, None].expand_as(weights)
+        attended = torch.ones_like(by_head)
         if len(before) == len(after) and before[place].shape == weights.shape:
             attended = before[place] > _MASKED
-        kept = ~masked_out & attended
-        masked_out = masked_out & attended & kept.any(-1, keepdim=True)
-        is_masked = bool(masked_out.any()) and bool((weights[masked_out] <= _MASKED).all())
-        if is_masked and bool((weights[kept] > _MASKED).double().mean() > 0.9):
+        if _are_zero_only_where(by_head & attended, weights, kept=~by_head & attended):
             return True
     return False
 
 
+def _are_zero_only_where(masked: Tensor, weights: Tensor, *, kept: Tensor) -> bool:
+    """Return whether weights are zero where they are masked, and nearly everywhere not zero where they are kept.
+
+    All are `batch heads query key`.
+    """
+    # A query all of whose keys are masked may have any weights.
+    masked = masked & kept.any(-1, keepdim=True)
+    if not masked.any():
+        return False
+    if not (weights[masked] <= _MASKED).all():
+        return False
+    return bool((weights[kept] > _MASKED).double().mean() > 0.9)
+
+
 def _weights(subject: Subject) -> list[Tensor]:
     """Return the weights of each attention in a run, `batch heads query key`; empty if it raises."""
-    contents = []
+    contents: list[Tensor] = []
     with suppress(Exception):  # a user's code may raise anything for a mask of a wrong form
         with subject.apart() as fresh:
             run = fresh.recorded(keep=True)
         for attention, names in run.attentions:
-            if (weights := attention.stages.get("weights")) is None:
+            weights = attention.stages.get("weights")
+            if weights is None:
                 continue
-            for op in attention.weights_path:  # a multiplied mask comes after the softmax
-                weights = op.output if op.output.shape == weights.shape else weights
+            for op in attention.weights_path:
+                # A multiplied mask comes after the softmax.
+                if op.output.shape == weights.shape:
+                    weights = op.output
             masked = replace(attention, stages={**attention.stages, "weights": weights})
-            contents.append(content_of(run, masked, names, "weights"))
-    return [content.detach() for content in contents if content is not None and content.dim() == 4]
+            content = content_of(run, masked, names, "weights")
+            if content is not None and content.dim() == 4:
+                contents.append(content.detach())
+    return contents

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import Parameter
 from typing import Any
 
@@ -41,48 +41,114 @@ class _CaughtError(BaseException):
 
 def named_arguments(module: nn.Module, call: Call) -> dict[str, Any]:
     """Return the arguments of a call by the names of the forward, `x` for one without a name."""
-    parameters = signature_of(module.forward)
-    nameless = [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY] or ["x"]
-    return {**dict(zip(nameless, call.args, strict=False)), **call.kwargs}
+    names = _of_kind(signature_of(module.forward), Parameter.POSITIONAL_ONLY) or ["x"]
+    by_place = dict(zip(names, call.args, strict=False))
+    return {**by_place, **call.kwargs}
 
 
-def tensors_of(module: nn.Module, call: Call) -> dict[str, tuple[Kind, Tensor]]:
-    """Return the tensors of a call by path, each with its kind by name: arguments, then tensors in arguments."""
+def _of_kind(parameters: Mapping[str, Parameter], kind: object) -> list[str]:
+    """Return the names of the parameters that are passed in one way: by position, by name or by both."""
+    return [name for name, parameter in parameters.items() if parameter.kind is kind]
+
+
+@dataclass(frozen=True)
+class NamedTensor:
+    """A tensor among the arguments of a call."""
+
+    path: str
+    """The name of the argument, with the place in it: `x`, `rotary.0`."""
+    kind: Kind
+    """Its kind by the last part of its path."""
+    tensor: Tensor
+
+    @property
+    def in_words(self) -> str:
+        """Its path and shape: `x [2, 10, 512]`."""
+        return f"{self.path} {list(self.tensor.shape)}"
+
+
+def tensors_of(module: nn.Module, call: Call) -> dict[str, NamedTensor]:
+    """Return the tensors of a call by path: arguments, then tensors in arguments."""
     forward = Forward.of(module)
-    tensors = sorted(tensors_in(named_arguments(module, call)), key=lambda pair: "." in pair[0])
-    return {path: (forward.kind(path.rpartition(".")[2]), tensor) for path, tensor in tensors}
+    arguments: dict[str, NamedTensor] = {}
+    inside: dict[str, NamedTensor] = {}
+    for path, tensor in tensors_in(named_arguments(module, call)):
+        kind = forward.kind(path.rpartition(".")[2])
+        group = inside if "." in path else arguments
+        group[path] = NamedTensor(path, kind, tensor)
+    return {**arguments, **inside}
 
 
 def call_with(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], origin: str) -> Call:
     """Return a call with these arguments, by the names of the forward as far as possible."""
     parameters = signature_of(module.forward)
-    names = [n for n, p in parameters.items() if p.kind is Parameter.POSITIONAL_OR_KEYWORD]
+    names = _of_kind(parameters, Parameter.POSITIONAL_OR_KEYWORD)
     # An argument after one without a name can only be positional.
-    by_place = len(args) > len(names) or any(p.kind is Parameter.POSITIONAL_ONLY for p in parameters.values())
-    named = {**({} if by_place else dict(zip(names, args, strict=False))), **kwargs}
-    first = next((b for m in module.modules() if isinstance(b := getattr(m, "batch_first", None), bool)), True)
-    call = Call(args if by_place else (), named, "", origin=origin, batch_first=first, is_layout_known=False)
+    is_by_place = len(args) > len(names) or bool(_of_kind(parameters, Parameter.POSITIONAL_ONLY))
+    call = Call(
+        args=args if is_by_place else (),
+        kwargs=dict(kwargs) if is_by_place else {**dict(zip(names, args, strict=False)), **kwargs},
+        described="",
+        origin=origin,
+        batch_first=_is_batch_first(module),
+        is_layout_known=False,
+    )
     values = {name: value for name, value in named_arguments(module, call).items() if value is not None}
-    drawn = tuple(path for path, (kind, _) in tensors_of(module, call).items() if kind not in ("mask", "setting"))
+    tensors = tensors_of(module, call).values()
+    drawn = tuple(tensor.path for tensor in tensors if tensor.kind not in ("mask", "setting"))
     return replace(call, described=described(values), drawn=drawn)
+
+
+def _is_batch_first(module: nn.Module) -> bool:
+    """Return the first `batch_first` among the parts of a module; True if there is none."""
+    for part in module.modules():
+        batch_first = getattr(part, "batch_first", None)
+        if isinstance(batch_first, bool):
+            return batch_first
+    return True
 
 
 # -- the same tensors into two forwards --------------------------------------------------------------------------------
 
 
-def _tensor_for(name: str, kind: Kind, given: dict[str, tuple[Kind, Tensor]], *, whole: bool = False) -> Tensor | None:
+def _tensor_for(name: str, kind: Kind, given: Mapping[str, NamedTensor], *, whole: bool = False) -> Tensor | None:
     """Return the tensor of another call for an argument of this name and kind; None if there is none.
 
     `whole` says that it must contain whole numbers.
     """
-    fitting = {n: pair for n, pair in given.items() if pair[1].is_floating_point() != whole}
+    fitting = {path: named for path, named in given.items() if named.tensor.is_floating_point() != whole}
     if name in fitting:
-        return fitting[name][1]
-    alike = (tensor for like in _STANDS_FOR.get(kind, ()) for other, tensor in fitting.values() if other == like)
-    return next(alike, None)
+        return fitting[name].tensor
+    for similar in _STANDS_FOR.get(kind, ()):
+        for named in fitting.values():
+            if named.kind == similar:
+                return named.tensor
+    return None
 
 
-def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.Module, *, rounded: bool = True) -> Call:
+@dataclass(frozen=True)
+class _Source:
+    """Another call of another module, whose tensors replace those of a call."""
+
+    module: nn.Module
+    call: Call
+    tensors: Mapping[str, NamedTensor]
+
+    def tensor_for(self, drawn: NamedTensor) -> Tensor | None:
+        """Return the tensor that replaces a drawn one; None if there is none."""
+        return _tensor_for(drawn.path, drawn.kind, self.tensors, whole=not drawn.tensor.is_floating_point())
+
+    def laid_out(self, tensor: Tensor, *, batch_first: bool) -> Tensor:
+        """Return a tensor of this call, `batch sequence embed` or `sequence batch embed`, or tokens without embed."""
+        axes = 3 if tensor.is_floating_point() else 2
+        if batch_first == self.call.batch_first or tensor.dim() != axes:
+            return tensor
+        return tensor.transpose(0, 1).contiguous()
+
+
+def with_the_same(
+    call: Call, module: nn.Module, source_call: Call, source_module: nn.Module, *, rounded: bool = True
+) -> Call:
     """Return the call with drawn tensors replaced by the tensors of another call, in the dtype of this one.
 
     They are laid out as this forward takes them; a tensor used several times stays one tensor. If they are not
@@ -90,34 +156,57 @@ def with_the_same(call: Call, module: nn.Module, other: Call, other_module: nn.M
 
     Raises `InputError` if the other call has no tensor for an argument, or one of another shape.
     """
-    given, tensors = tensors_of(other_module, other), tensors_of(module, call)
+    source = _Source(source_module, source_call, tensors_of(source_module, source_call))
+    tensors = tensors_of(module, call)
     instead: dict[str, Tensor] = {}
     moved: dict[int, Tensor] = {}
-    for name in call.drawn:
-        if "." in name:  # tensors inside an argument are not replaced
-            continue
-        kind, tensor = tensors[name]
-        match = _tensor_for(name, kind, given, whole=not tensor.is_floating_point())
-        if match is not None and id(match) not in moved:
-            is_transposed = call.batch_first != other.batch_first and match.dim() == 2 + match.is_floating_point()
-            laid_out = match.transpose(0, 1).contiguous() if is_transposed else match
-            dtype = tensor.dtype if rounded and tensor.is_floating_point() else None
-            moved[id(match)] = laid_out.to(device=tensor.device, dtype=dtype)
-        fits = match is not None and moved[id(match)].dim() == tensor.dim()
-        # The lengths of a model's tensors may differ.
-        sizes = slice(None) if kind == "image" else slice(-1, None) if tensor.is_floating_point() else slice(0)
-        if match is None or not fits or moved[id(match)].shape[sizes] != tensor.shape[sizes]:
-            has = ", ".join(f"{n} {list(t.shape)}" for n, (_, t) in given.items()) or "no tensor"
-            raise InputError(
-                f"{type(module).__name__}.forward takes {name} {list(tensor.shape)} and {type(other_module).__name__}"
-                f".forward takes {has}, and both get the same input. "
-                "Give both the same sizes: --left-set, --right-set, or --input-shape."
-            )
+    # Tensors inside an argument are not replaced.
+    for name in [path for path in call.drawn if "." not in path]:
+        drawn = tensors[name]
+        match = source.tensor_for(drawn)
+        if match is None:
+            raise InputError(_no_match(module, source, drawn))
+        if id(match) not in moved:
+            dtype = drawn.tensor.dtype if rounded and drawn.tensor.is_floating_point() else None
+            laid_out = source.laid_out(match, batch_first=call.batch_first)
+            moved[id(match)] = laid_out.to(device=drawn.tensor.device, dtype=dtype)
+        if not _fits(moved[id(match)], drawn):
+            raise InputError(_no_match(module, source, drawn))
         instead[name] = moved[id(match)]
-    arguments = named_arguments(module, call) | instead
+    return _with_tensors(call, module, instead, source)
+
+
+def _fits(tensor: Tensor, drawn: NamedTensor) -> bool:
+    """Return whether a tensor may replace a drawn one: the lengths of a model's tensors may differ."""
+    if tensor.dim() != drawn.tensor.dim():
+        return False
+    if drawn.kind == "image":
+        return tensor.shape == drawn.tensor.shape
+    if drawn.tensor.is_floating_point():
+        return tensor.shape[-1:] == drawn.tensor.shape[-1:]
+    return True
+
+
+def _no_match(module: nn.Module, source: _Source, drawn: NamedTensor) -> str:
+    """Return the message for an argument that no tensor of the other call fits."""
+    has = ", ".join(named.in_words for named in source.tensors.values()) or "no tensor"
+    return (
+        f"{type(module).__name__}.forward takes {drawn.in_words} and {type(source.module).__name__}"
+        f".forward takes {has}, and both get the same input. "
+        "Give both the same sizes: --left-set, --right-set, or --input-shape."
+    )
+
+
+def _with_tensors(call: Call, module: nn.Module, instead: Mapping[str, Tensor], source: _Source) -> Call:
+    """Return a call with other tensors for the arguments of these names."""
+    arguments = {**named_arguments(module, call), **instead}
     kwargs = {name: arguments.pop(name) for name in call.kwargs}
-    origin = call.origin if not instead or other.origin == call.origin else f"copied from {type(other_module).__name__}"
-    return replace(call, args=(*arguments.values(), *call.args[len(arguments) :]), kwargs=kwargs, origin=origin)
+    # The arguments that are left have a place; those after them have no name.
+    args = (*arguments.values(), *call.args[len(arguments) :])
+    origin = call.origin
+    if instead and source.call.origin != call.origin:
+        origin = f"copied from {type(source.module).__name__}"
+    return replace(call, args=args, kwargs=kwargs, origin=origin)
 
 
 def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -126,9 +215,11 @@ def layer_inputs(module: nn.Module, call: Call) -> tuple[Tensor, Tensor, Tensor]
     Raises `InputError` if the forward takes no sequence of vectors.
     """
     given = tensors_of(module, call)
-    query, key, value = (_tensor_for("", kind, given) for kind in ("query", "key", "value"))
+    query = _tensor_for("", "query", given)
+    key = _tensor_for("", "key", given)
+    value = _tensor_for("", "value", given)
     if query is None or key is None or value is None or query.dim() not in (2, 3):
-        takes = ", ".join(f"{name} {list(tensor.shape)}" for name, (_, tensor) in given.items()) or "no tensor"
+        takes = ", ".join(named.in_words for named in given.values()) or "no tensor"
         raise InputError(
             f"{type(module).__name__}.forward takes {takes}, but a layer takes a query, batch query embed. Both sides "
             "get the same input. Compare its attention: --left-module or --right-module PATH, as in trace."
@@ -146,11 +237,33 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
 
     Raises `SpecError` if there is no such module, `InputError` if it is not called.
     """
-    paths = {name: module for name, module in target.module.named_modules() if name}
-    if path not in paths:
-        listed = first_few(list(paths), 4) or "none"  # enough of a long list to show the form of paths
-        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed}.{did_you_mean(path, paths)}")
-    module = paths[path]
+    modules = {name: module for name, module in target.module.named_modules() if name}
+    if path not in modules:
+        listed = first_few(list(modules), 4) or "none"  # enough of a long list to show the form of paths
+        hint = did_you_mean(path, modules)
+        raise SpecError(f"{target.name} has no module {shown(path)}. Its modules: {listed}.{hint}")
+    module = modules[path]
+    args, kwargs = _caught_arguments(target, call, path, module)
+    part = Target(module, f"{target.made_from} {path}", target.passed, target.notes, target.arguments)
+    by_name = call_with(module, args, kwargs, f"given by {target.name}")
+    parameters = signature_of(module.forward)
+    needed: dict[str, Any] = {}
+    for name, value in by_name.kwargs.items():
+        is_optional = name in parameters and parameters[name].default is None
+        if not is_optional or _is_plain(value):
+            needed[name] = value
+    call = call_with(module, by_name.args, needed, by_name.origin)
+    drawn = tuple(name for name in call.drawn if "." not in name)
+    return part, replace(call, drawn=drawn)
+
+
+def _caught_arguments(
+    target: Target, call: Call, path: str, module: nn.Module
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return copies of the arguments of the first call of the module at `path` in a run of the whole target.
+
+    Raises `InputError` if the module is not called.
+    """
 
     def catch(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         raise _CaughtError(args, kwargs)
@@ -160,27 +273,22 @@ def part_of(target: Target, call: Call, path: str) -> tuple[Target, Call]:
     try:
         with torch.no_grad(), whole.replaying(whole.state()):
             whole.plain()
-        raise InputError(
-            f"{target.name} does not call its module {shown(path)} in this forward, so its inputs are unknown. "
-            "Name a module that is called."
-        )
     except _CaughtError as caught:
         args, kwargs = with_copies(caught.args)
+        return args, kwargs
     finally:
         handle.remove()
-    part = Target(module, f"{target.made_from} {path}", target.passed, target.notes, target.arguments)
-    parameters = signature_of(module.forward)
-    optional = {name for name, parameter in parameters.items() if parameter.default is None}
-    by_name = call_with(module, args, kwargs, f"given by {target.name}")
-    kwargs = {name: value for name, value in by_name.kwargs.items() if name not in optional or _is_plain(value)}
-    call = call_with(module, by_name.args, kwargs, by_name.origin)
-    return part, replace(call, drawn=tuple(path for path in call.drawn if "." not in path))
+    raise InputError(
+        f"{target.name} does not call its module {shown(path)} in this forward, so its inputs are unknown. "
+        "Name a module that is called."
+    )
 
 
 def _is_plain(value: Any) -> bool:
     """Return whether a value is data that a run does not change, unlike e.g. a cache of keys."""
-    parts = [part for _, part in parts_of(value)] if isinstance(value, (list, tuple, dict)) else []
-    return all(map(_is_plain, parts)) if parts else isinstance(value, (*_PLAIN, list, tuple, dict))
+    if not isinstance(value, (list, tuple, dict)):
+        return isinstance(value, _PLAIN)
+    return all(_is_plain(part) for _, part in parts_of(value))
 
 
 def with_arguments_of(target: Target, call: Call) -> Target:
@@ -189,5 +297,8 @@ def with_arguments_of(target: Target, call: Call) -> Target:
     A port of a module often has the argument names of the original: rotary positions, a mask.
     """
     parameters = signature_of(target.module.forward)
-    same = {n: v for n, v in call.kwargs.items() if n in parameters and v is not None}
-    return replace(target, forward_settings={**same, **target.forward_settings})
+    shared: dict[str, Any] = {}
+    for name, value in call.kwargs.items():
+        if name in parameters and value is not None:
+            shared[name] = value
+    return replace(target, forward_settings={**shared, **target.forward_settings})

@@ -66,13 +66,115 @@ def probe(subject: Subject, named: Mapping[str, Tensor], *, whole: bool) -> Prob
             raise
         error = raised
     holder = watch.holder
-    if isinstance(error, AttributeError) and isinstance(error.obj, Tensor) and not hasattr(Tensor, error.name or ""):
-        holder = next((name for name, tensor in named.items() if tensor is error.obj), None)
+    if isinstance(error, AttributeError):
+        holder = _read_as_object(error, named) or holder
     return Probed(watch.evidence, error, holder)
+
+
+def _read_as_object(error: AttributeError, named: Mapping[str, Tensor]) -> str | None:
+    """Return the argument whose missing attribute raised this error, e.g. `x.last_hidden_state`; None if it is none."""
+    if not isinstance(error.obj, Tensor) or hasattr(Tensor, error.name or ""):
+        return None
+    for name, tensor in named.items():
+        if tensor is error.obj:
+            return name
+    return None
 
 
 _SUMS = ("add", "sub", "mul", "div", "__add__", "__radd__", "__iadd__", "__mul__", "__rmul__", "__sub__", "__truediv__")
 _PRODUCTS = ("matmul", "__matmul__", "mm", "bmm")
+_NORMS = ("layer_norm", "rms_norm")
+_CONVOLUTIONS = ("conv1d", "conv2d", "conv3d")
+
+
+@dataclass(frozen=True)
+class _Followed:
+    """An argument, or a tensor made from arguments whose width is still one of its dimensions."""
+
+    tensor: Tensor
+    names: list[str]
+    """The arguments with this tensor."""
+    place: int
+    """The dimension of the width."""
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the width is the last dimension."""
+        return self.place == self.tensor.dim() - 1
+
+    def with_width(self, width: int) -> Tensor:
+        """Return zeros of this shape, but with another width."""
+        before, after = self.tensor.shape[: self.place], self.tensor.shape[self.place + 1 :]
+        return self.tensor.new_zeros((*before, width, *after))
+
+
+@dataclass(frozen=True)
+class _Use:
+    """A call of a function of torch with a followed tensor."""
+
+    func: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    followed: _Followed
+
+    def argument(self, name: str, place: int, default: Any) -> Any:
+        """Return an argument of the function, given by name or by position."""
+        by_place = self.args[place] if len(self.args) > place else default
+        return self.kwargs.get(name, by_place)
+
+    @property
+    def operand(self) -> Tensor | None:
+        """The first tensor besides the followed one, e.g. the weight of a matrix; None if there is none."""
+        for tensor in _tensors_among(self.args, self.kwargs):
+            if tensor is not self.followed.tensor:
+                return tensor
+        return None
+
+    def evidence(self) -> Evidence | None:
+        """Return what this use shows; None if it shows nothing."""
+        operand = self.operand
+        if self.func in _NORMS:
+            return self._of_norm()
+        if operand is None:
+            return None
+        if self.func == "embedding":
+            return Evidence("ids", operand.shape[0]) if operand.dim() == 2 else None
+        if self.func in _CONVOLUTIONS:
+            return self._of_convolution(operand)
+        if not self.followed.is_last:
+            return None
+        if self.func == "linear":
+            return Evidence("width", operand.shape[-1])
+        if self.func in _PRODUCTS:
+            return self._of_product(operand)
+        # An operand of size 1 is broadcast, and fits any width.
+        if self.func in _SUMS and operand.dim() > 0 and operand.shape[-1] != 1:
+            return Evidence("width", operand.shape[-1], firm=False)
+        return None
+
+    def _of_norm(self) -> Evidence | None:
+        shape = self.argument("normalized_shape", 1, None)
+        if not shape or not self.followed.is_last:
+            return None
+        return Evidence("width", shape[-1])
+
+    def _of_convolution(self, weight: Tensor) -> Evidence:
+        """Return the channels of `out in/groups kernel…`: of an image, or of a sequence turned to channels first."""
+        channels = weight.shape[1] * int(self.argument("groups", 6, 1))
+        is_1d = self.func == "conv1d"
+        is_sequence = is_1d and self.followed.tensor.dim() == 3 and self.followed.place == 1
+        return Evidence("width" if is_sequence else "image", channels, is_1d=is_1d)
+
+    def _of_product(self, operand: Tensor) -> Evidence | None:
+        """Return the width by a right operand, `width features` or one vector."""
+        if self.args[0] is not self.followed.tensor:
+            return None
+        return Evidence("width", operand.shape[-2] if operand.dim() > 1 else operand.shape[-1])
+
+
+def _tensors_among(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    """Return the arguments of a function that are tensors, without those in lists."""
+    return [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
 
 
 class _Watch(TorchFunctionMode):
@@ -83,84 +185,86 @@ class _Watch(TorchFunctionMode):
         self.evidence: dict[str, Evidence] = {}
         self.holder: str | None = None
         self._open, self._whole = set(named), whole
-        # Each argument, or tensor made from one: the tensor, its names, and the dimension of its width.
-        self._known: dict[int, tuple[Tensor, list[str], int]] = {}
+        # By the id of the tensor, which is kept, so that no later tensor gets its id.
+        self._followed: dict[int, _Followed] = {}
         for name, tensor in named.items():
-            self._known.setdefault(id(tensor), (tensor, [], tensor.dim() - 1))[1].append(name)
+            followed = self._followed.setdefault(id(tensor), _Followed(tensor, [], tensor.dim() - 1))
+            followed.names.append(name)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Record the evidence of one call, and make the call with tensors that fit."""
         kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-        known = next((value for value in tensors if id(value) in self._known), None)
-        if known is None:
+        followed = self._first_followed(args, kwargs)
+        if followed is None:
             return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
         if name in ("__getitem__", "__contains__") and isinstance(args[1], str):
-            self.holder = self._known[id(known)][1][-1]
+            self.holder = followed.names[-1]
             raise _EnoughError
         if name == "multi_head_attention_forward":
-            widths = [args[3]] * 3
-            if kwargs.get("use_separate_proj_weight", False):
-                widths[1:] = [kwargs["k_proj_weight"].shape[1], kwargs["v_proj_weight"].shape[1]]
-            fit = [self._record(tensor, Evidence("width", width)) for tensor, width in zip(args, widths, strict=False)]
-            return func(*fit, *args[3:], **kwargs)
-        evidence = self._evidence(name, args, kwargs, known)
+            return self._attend(func, args, kwargs)
+        evidence = self._evidence(_Use(name, args, kwargs, followed))
         if evidence is not None:
-            fitting = self._record(known, evidence)
-            args, kwargs = changed((args, kwargs), lambda part: fitting if part is known else part)
+            fitting = self._record(followed, evidence)
+            args, kwargs = changed((args, kwargs), lambda part: fitting if part is followed.tensor else part)
         result = func(*args, **kwargs)
-        self._follow(known, result)
+        self._follow(followed, result)
         return result
 
-    def _follow(self, source: Tensor, result: Any) -> None:
-        """Follow the results of a known tensor, if one of their dimensions is still the width."""
-        _, names, place = self._known[id(source)]
-        for tensor in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(tensor, Tensor):
-                places = [at for at, size in enumerate(tensor.shape) if size == source.shape[place]]
-                if len(places) == 1 or (places and places[-1] == tensor.dim() - 1):
-                    self._known.setdefault(id(tensor), (tensor, names, places[-1]))
-
-    def _evidence(self, func: str, args: tuple[Any, ...], kwargs: dict[str, Any], known: Tensor) -> Evidence | None:
-        """Return the evidence of a function on a known tensor; None if there is none."""
-        place = self._known[id(known)][2]
-        is_last = place == known.dim() - 1
-        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        other = next((value for value in tensors if value is not known), None)
-        if func in ("layer_norm", "rms_norm") and is_last:
-            shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else None)
-            return Evidence("width", shape[-1]) if shape else None
-        if other is None:
-            return None
-        if func == "embedding" and other.dim() == 2:
-            return Evidence("ids", other.shape[0])
-        if func in ("conv1d", "conv2d", "conv3d"):
-            channels = other.shape[1] * int(kwargs.get("groups", args[6] if len(args) > 6 else 1))
-            is_channels_first = func == "conv1d" and known.dim() == 3 and place == 1
-            return Evidence("width" if is_channels_first else "image", channels, is_1d=func == "conv1d")
-        if func == "linear" and is_last:
-            return Evidence("width", other.shape[-1])
-        if func in _PRODUCTS and is_last and args[0] is known:
-            return Evidence("width", other.shape[-2 if other.dim() > 1 else -1])
-        if func in _SUMS and is_last and other.dim() and other.shape[-1] != 1 and id(other) not in self._known:
-            return Evidence("width", other.shape[-1], firm=False)
+    def _first_followed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _Followed | None:
+        """Return the first of these arguments that is followed; None if there is none."""
+        for tensor in _tensors_among(args, kwargs):
+            if id(tensor) in self._followed:
+                return self._followed[id(tensor)]
         return None
 
-    def _record(self, known: Tensor, evidence: Evidence) -> Tensor:
+    def _attend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record the widths of query, key and value in a call of torch's attention, and make it with fitting ones."""
+        embed_dim = args[3]
+        widths = [embed_dim, embed_dim, embed_dim]
+        if kwargs.get("use_separate_proj_weight", False):
+            widths[1] = kwargs["k_proj_weight"].shape[1]
+            widths[2] = kwargs["v_proj_weight"].shape[1]
+        fitting: list[Tensor] = []
+        for tensor, width in zip(args[:3], widths, strict=True):
+            # A key that was made by the module itself is not followed, but has to fit as well.
+            followed = self._followed.get(id(tensor), _Followed(tensor, [], tensor.dim() - 1))
+            fitting.append(self._record(followed, Evidence("width", width)))
+        return func(*fitting, *args[3:], **kwargs)
+
+    def _evidence(self, use: _Use) -> Evidence | None:
+        """Return what a use shows, unless both operands are arguments, which shows nothing of either."""
+        if use.func in _SUMS and id(use.operand) in self._followed:
+            return None
+        return use.evidence()
+
+    def _follow(self, source: _Followed, result: Any) -> None:
+        """Follow the results of a followed tensor, if one of their dimensions is still the width."""
+        width = source.tensor.shape[source.place]
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if not isinstance(tensor, Tensor):
+                continue
+            places = [place for place, size in enumerate(tensor.shape) if size == width]
+            # Of several dimensions of this size, only the last one is likely to be the width.
+            if len(places) == 1 or (places and places[-1] == tensor.dim() - 1):
+                self._followed.setdefault(id(tensor), _Followed(tensor, source.names, places[-1]))
+
+    def _record(self, followed: _Followed, evidence: Evidence) -> Tensor:
         """Record the evidence on an argument. Return the tensor, or zeros of the kind and width that fit."""
-        _, names, place = self._known.get(id(known), (known, [], known.dim() - 1))
-        for name in names:
+        for name in followed.names:
             self.evidence.setdefault(name, evidence)
             self._open.discard(name)
         if not self._open and not self._whole:
             raise _EnoughError
+        tensor = followed.tensor
         if evidence.kind == "ids":
-            return torch.zeros(known.shape[: 2 if known.dim() > 2 else None], dtype=torch.long, device=known.device)
-        if evidence.kind == "image" or evidence.size == known.shape[place]:
-            return known
-        fitting = known.new_zeros((*known.shape[:place], evidence.size, *known.shape[place + 1 :]))
-        self._known[id(fitting)] = (fitting, names, place)
+            # Tokens are `batch sequence`, without the width of the vectors that were drawn.
+            shape = tensor.shape[:2] if tensor.dim() > 2 else tensor.shape
+            return torch.zeros(shape, dtype=torch.long, device=tensor.device)
+        if evidence.kind == "image" or evidence.size == tensor.shape[followed.place]:
+            return tensor
+        fitting = followed.with_width(evidence.size)
+        self._followed[id(fitting)] = _Followed(fitting, followed.names, followed.place)
         return fitting

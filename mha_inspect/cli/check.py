@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from .options import NUMBERS, RETURNED_WEIGHTS, TARGET, Options, option, size
 from .output import give, prepare, write
 
 if TYPE_CHECKING:
+    from ..render.screen import Tick
     from ..reports.check import CheckReport
     from ..running.subject import Subject
 
@@ -36,19 +38,19 @@ def check(
     mask: str | None = option(
         INTENT, "The argument of the padding mask, and the meaning of 1 or True in it.", metavar="NAME=keep|ignore"
     ),
-    padding_side: str | None = option(INTENT, "Side of the padding.", known=("left", "right"), show_default="right"),
+    padding_side: str | None = option(INTENT, "Side of the padding.", words=("left", "right"), show_default="right"),
     cache: str | None = option(
         INTENT, "The argument of the cache, which forward returns second; or of positions.", metavar="NAME"
     ),
     batch_axis: int | None = size(INTENT, "Batch dimension of the inputs: 0 or 1.", unset="as the code says, or 0"),
-    scale: str | None = option(INTENT, "The expected scale of the scores.", known=("sqrt_head_dim",)),
+    scale: str | None = option(INTENT, "The expected scale of the scores.", words=("sqrt_head_dim",)),
     reference: str | None = option(INTENT, "A trusted TARGET to compare with; same arguments.", metavar="TARGET"),
     only: list[str] | None = option(PANEL, "Run only this check; repeatable.", metavar="NAME"),
     skip: list[str] | None = option(PANEL, "Skip this check; repeatable.", metavar="NAME"),
     strict: bool = option(PANEL, "Exit with code 1 also if something may be wrong.", False),
     list_checks: bool = option(PANEL, "List the checks and exit.", False, "--list"),
     explain: str | None = option(
-        PANEL, "Explain a check with an example that fails, and exit.", known=tuple(CHECKS), metavar="NAME"
+        PANEL, "Explain a check with an example that fails, and exit.", words=tuple(CHECKS), metavar="NAME"
     ),
 ) -> ExitCode:
     """Check an attention module for mistakes: change one thing at a time, run it again, and see which outputs change.
@@ -57,14 +59,13 @@ def check(
     code is 1 if a check fails, and with --strict also if something may be wrong.
     """
     if list_checks:
-        width = max(map(len, CHECKS))
-        write("".join(f"{name:{width}}  {claim}\n" for name, claim in CHECKS.items()))
-        write(f"\n{PROGRAM} check --explain NAME explains a check with an example that fails.\n")
+        _write_list()
         return ExitCode.OK
     if explain is not None:
         write(screen.markdown(page_of_check(explain)))
         return ExitCode.OK
-    chosen_checks(only or (), skip or ())
+    wanted, unwanted = only or (), skip or ()
+    chosen_checks(wanted, unwanted)
     declared: dict[str, Any] = {
         "causal": True if options.causal else None,
         "window": window,
@@ -84,38 +85,63 @@ def check(
         subject.check_target(reference, options, "check", beside_layer=True)
     export = prepare(options)
     with subject.running(options, f"checking {target or options.layer}") as tick:
-        from ..answers.check.check import check as report_of
-        from ..call.call import TargetFailedError, explaining
-
         if reference is not None:
             declared["reference"] = subject.load_target(reference, options).module
-        asked: dict[str, Any] = {"only": only or (), "skip": skip or ()}
-
-        def checked() -> CheckReport:
-            subject = _load(target, options, declared.get("padding"), declared.get("padding_true"))
-            with explaining(subject):
-                return report_of(subject, Intent(**declared), tick=tick, **asked)
-
-        try:
-            report = checked()
-        except TargetFailedError as failed:
-            if "batch" in options.given or options.batch == 1:
-                raise
-            options.batch = 1  # e.g. a cache of one item
-            try:
-                report = checked()
-            except TargetFailedError:
-                raise failed from None
+        report = _checked(target, options, declared, tick, only=wanted, skip=unwanted)
     give(report, options, export)
-    if strict and report.findings:
-        return ExitCode.CONDITION
-    return ExitCode.OK if report.ok else ExitCode.CONDITION
+    return _exit_code(report, strict=strict)
+
+
+def _write_list() -> None:
+    """Print the checks, with the claim that each of them checks."""
+    width = max(map(len, CHECKS))
+    for name, claim in CHECKS.items():
+        write(f"{name:{width}}  {claim}\n")
+    write(f"\n{PROGRAM} check --explain NAME explains a check with an example that fails.\n")
+
+
+def _exit_code(report: CheckReport, *, strict: bool) -> ExitCode:
+    """Return whether a check failed, or with --strict whether anything was found."""
+    is_right = report.ok and not (strict and report.findings)
+    return ExitCode.OK if is_right else ExitCode.CONDITION
+
+
+def _checked(
+    target: str | None, options: Options, declared: dict[str, Any], tick: Tick, **chosen: Sequence[str]
+) -> CheckReport:
+    """Check a target with a batch of two items, or of one if the forward raises: a cache may be of one item."""
+    from ..call.call import TargetFailedError
+
+    try:
+        return _report(target, options, declared, tick, **chosen)
+    except TargetFailedError as failed:
+        if "batch" in options.given or options.batch == 1:
+            raise
+        options.batch = 1
+        try:
+            return _report(target, options, declared, tick, **chosen)
+        except TargetFailedError:
+            raise failed from None
+
+
+def _report(
+    target: str | None, options: Options, declared: dict[str, Any], tick: Tick, **chosen: Sequence[str]
+) -> CheckReport:
+    """Load a target and check it, with this batch."""
+    from ..answers.check.check import check as report_of
+    from ..call.call import explaining
+
+    loaded = _load(target, options, declared.get("padding"), declared.get("padding_true"))
+    with explaining(loaded):
+        return report_of(loaded, Intent(**declared), tick=tick, **chosen)
 
 
 def _batch_axis(target: str | None, options: Options) -> int | None:
     """Return the batch axis that --seq-first or --batch-first declares, or that a layer has; None if neither does."""
-    declared = "batch_first" in options.given if target is not None else not options.batch_first
-    return int(not options.batch_first) if declared and not options.unbatched else None
+    is_declared = "batch_first" in options.given if target is not None else not options.batch_first
+    if not is_declared or options.unbatched:
+        return None
+    return 0 if options.batch_first else 1
 
 
 def _meaning(mask: str | None) -> dict[str, str]:
@@ -128,7 +154,9 @@ def _meaning(mask: str | None) -> dict[str, str]:
             f"--mask {shown(mask)} is not NAME=keep or NAME=ignore. Say what 1 or True means, e.g. "
             "--mask attention_mask=keep."
         )
-    return {"padding": name, **({"padding_true": means} if means else {})}
+    if not means:
+        return {"padding": name}
+    return {"padding": name, "padding_true": means}
 
 
 def _load(target: str | None, options: Options, padding: str | None, means: str | None) -> Subject:
@@ -140,10 +168,13 @@ def _load(target: str | None, options: Options, padding: str | None, means: str 
             loaded = subject.load(target, options)
         except MhaInspectError:
             options.causal = False
-    loaded = subject.load(target, options) if loaded is None else loaded
+    if loaded is None:
+        loaded = subject.load(target, options)
     if padding is not None:
         loaded = _with_mask(loaded, padding, keep=means != "ignore")
-    return loaded if options.input is None else replace(loaded, batch_first=None)  # the user made the inputs
+    if options.input is not None:
+        return replace(loaded, batch_first=None)  # the user made the inputs
+    return loaded
 
 
 def _with_mask(subject: Subject, name: str, *, keep: bool) -> Subject:
@@ -155,8 +186,9 @@ def _with_mask(subject: Subject, name: str, *, keep: bool) -> Subject:
     arguments = Arguments(subject)
     if not arguments.is_missing(name):
         return subject
-    tokens = next((value for value in arguments.values.values() if isinstance(value, torch.Tensor)), None)
-    if tokens is None or tokens.dim() < 2:
+    tensors = [value for value in arguments.values.values() if isinstance(value, torch.Tensor)]
+    if not tensors or tensors[0].dim() < 2:
         return subject
-    args, kwargs = arguments.of_call({name: torch.full(tokens.shape[:2], keep, device=tokens.device)})
+    mask = torch.full(tensors[0].shape[:2], keep, device=tensors[0].device)
+    args, kwargs = arguments.of_call({name: mask})
     return replace(subject, args=args, kwargs=kwargs)

@@ -107,8 +107,8 @@ def _checked_counts(target: str | None, options: Options, heads: tuple[int, ...]
         subject.check_layer(options, compared)
         return compared
     subject.check_target(target, options, "compare-heads")
-    known = heads or "embed_dim" in options.given or len(subject.head_counts(options)) > 1
-    compared = chosen_counts(options, heads) if known else ()
+    decides = heads or "embed_dim" in options.given or len(subject.head_counts(options)) > 1
+    compared = chosen_counts(options, heads) if decides else ()
     subject.inputs(options)
     subject.require_open_head_count(options, compared or USUAL, "--heads gives the counts to compare.")
     return compared
@@ -152,10 +152,10 @@ def _counts_that_run(
     """
     runs: list[int] = []
     failing = 0
-    for count, each in subjects:
-        if each is failed:
+    for count, candidate in subjects:
+        if candidate is failed:
             failing = count
-        elif _runs(each):
+        elif _runs(candidate):
             runs.append(count)
     if len(runs) < 2:
         return ""

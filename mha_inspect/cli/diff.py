@@ -102,8 +102,8 @@ def _are_checkpoints(left: str, right: str) -> bool:
 
     files = [text for text in (left, right) if text and text not in LAYERS and is_checkpoint(text)]
     if len(files) == 1:
-        other = right if files[0] == left else left
-        what = f"{shown(other)} is not" if other else "the other side is missing"
+        module = right if files[0] == left else left
+        what = f"{shown(module)} is not" if module else "the other side is missing"
         raise SpecError(
             f"{shown(files[0])} is a checkpoint, and {what}: diff compares two checkpoints or two modules. For a "
             f"checkpoint and a module: `mha-inspect params {shown(files[0])} --like TARGET`."

@@ -107,32 +107,46 @@ def _usage(error: ClickException, ctx: Any) -> str:
         return _no_such_option(error.option_name, ctx)
     if isinstance(error, BadOptionUsage) and ctx is not None:
         name = shown(error.option_name)
-        option = next((option for option in ctx.command.params if name in (*option.opts, *option.secondary_opts)), None)
-        if option is None or not option.is_flag:
-            value = "VALUE" if option is None else option.make_metavar(ctx)
-            return f"{name} needs a value: write {name} {value}. For details: {ctx.command_path} --help"
-        others = option.opts if name in option.secondary_opts else option.secondary_opts
-        return f"{name} takes no value: write {name} alone" + (f", or {others[0]}." if others else ".")
+        options = [option for option in ctx.command.params if name in (*option.opts, *option.secondary_opts)]
+        if not options:
+            return f"{name} needs a value: write {name} VALUE. For details: {ctx.command_path} --help"
+        return _misused(options[0], name, ctx)
     if isinstance(error, BadParameter) and error.param is not None and ctx is not None:
-        option, name, message = error.param, error.param.opts[-1], shown(" ".join(error.message.split()), MESSAGE)
-        source = ctx.get_parameter_source(option.name)
-        if source is not None and source.name == "ENVIRONMENT":
-            name = f"{ctx.auto_envvar_prefix}_{option.name}".upper()
-        return f"{name} {message}"
+        message = shown(" ".join(error.message.split()), MESSAGE)
+        return f"{_source(error.param, ctx)} {message}"
     return shown(" ".join(error.format_message().split()), MESSAGE)
 
 
+def _misused(option: Any, name: str, ctx: Any) -> str:
+    """Return the message for an option without its value, or a switch with one."""
+    if not option.is_flag:
+        return f"{name} needs a value: write {name} {option.make_metavar(ctx)}. For details: {ctx.command_path} --help"
+    opposite = option.opts if name in option.secondary_opts else option.secondary_opts
+    if not opposite:
+        return f"{name} takes no value: write {name} alone."
+    return f"{name} takes no value: write {name} alone, or {opposite[0]}."
+
+
+def _source(option: Any, ctx: Any) -> str:
+    """Return where the value of an option comes from: `--seed`, or the variable `MHA_INSPECT_SEED`."""
+    source = ctx.get_parameter_source(option.name)
+    if source is not None and source.name == "ENVIRONMENT":
+        return f"{ctx.auto_envvar_prefix}_{option.name}".upper()
+    return str(option.opts[-1])
+
+
 def _no_such_option(asked: str, ctx: Any) -> str:
-    if len(asked) == 2:  # the parser keeps one letter of -num-heads
-        asked = next((word for word in sys.argv if re.match(rf"-\w*{re.escape(asked[1])}", word) and word[2:]), asked)
-    name, word, options = shown(asked), asked.strip("-").replace("-", "_"), _options(ctx.command)
+    asked = _as_typed(asked)
+    name = shown(asked)
     way = GONE.get(f"{ctx.info_name} {asked}", GONE.get(asked))
     if way is not None:
         return f"{ctx.info_name} has no option {name} any more: {way}"
-    flag = dashed(_ELSEWHERE.get(word) or flag_of(word) or "")
-    near = f" Did you mean {flag}?" if flag in options else did_you_mean(asked, options)
+    near = _near_option(asked, _options(ctx.command))
     group = ctx.find_root().command
-    homes = [f"`mha-inspect {c}`" for c in group.list_commands(ctx) if asked in _options(group.get_command(ctx, c))]
+    homes: list[str] = []
+    for command in group.list_commands(ctx):
+        if asked in _options(group.get_command(ctx, command)):
+            homes.append(f"`mha-inspect {command}`")
     if ctx.parent is not None and homes:
         return f"{ctx.info_name} has no option {name}: it belongs to {listed(homes)}.{near}"
     if ctx.parent is not None:
@@ -143,5 +157,28 @@ def _no_such_option(asked: str, ctx: Any) -> str:
     return f"there is no option {name} before the command.{near} All options: mha-inspect --help"
 
 
+def _as_typed(asked: str) -> str:
+    """Return an option as the user typed it: of `-num-heads` the parser keeps one letter."""
+    if len(asked) != 2:
+        return asked
+    for word in sys.argv:
+        if re.match(rf"-\w*{re.escape(asked[1])}", word) and word[2:]:
+            return word
+    return asked
+
+
+def _near_option(asked: str, options: list[str]) -> str:
+    """Return ` Did you mean X?` for the option of the same meaning, or else of a similar name; empty without one."""
+    word = asked.strip("-").replace("-", "_")
+    flag = dashed(_ELSEWHERE.get(word) or flag_of(word) or "")
+    if flag in options:
+        return f" Did you mean {flag}?"
+    return did_you_mean(asked, options)
+
+
 def _options(command: Any) -> list[str]:
-    return ["--help", *(name for option in command.params for name in (*option.opts, *option.secondary_opts))]
+    """Return every way to write an option of a command."""
+    options = ["--help"]
+    for option in command.params:
+        options += [*option.opts, *option.secondary_opts]
+    return options

@@ -59,21 +59,21 @@ _size_number = _reader(int, _WHOLE, LARGEST_SIZE)
 _real_number = _reader(float, "a number: write digits, e.g. 0.1.")
 
 
-def _word_of(known: Sequence[str]) -> Callable[[object], str]:
+def _word_of(words: Sequence[str]) -> Callable[[object], str]:
     """Return a parser of these words. It raises `typer.BadParameter` with the nearest one for any other text."""
 
     def word(typed: object) -> str:
-        if str(typed) in known:
+        if str(typed) in words:
             return str(typed)
         meant = _OF_TORCH.get(str(typed), str(typed))
-        raise typer.BadParameter(f"{shown(typed)} is not one of {', '.join(known)}.{did_you_mean(meant, known)}")
+        raise typer.BadParameter(f"{shown(typed)} is not one of {', '.join(words)}.{did_you_mean(meant, words)}")
 
     return word
 
 
-def completing(known: Sequence[str]) -> Callable[[str], list[str]]:
+def completing(words: Sequence[str]) -> Callable[[str], list[str]]:
     """Return a completer that offers these words."""
-    return lambda incomplete: [word for word in known if word.startswith(incomplete)]
+    return lambda incomplete: [word for word in words if word.startswith(incomplete)]
 
 
 def counts(name: str, typed: str) -> tuple[int, ...]:
@@ -93,15 +93,16 @@ def counts(name: str, typed: str) -> tuple[int, ...]:
 
 
 def option(
-    panel: str, help: str, default: Any = None, flags: str = "", *, known: Sequence[str] = (), **more: Any
+    panel: str, help: str, default: Any = None, flags: str = "", *, words: Sequence[str] = (), **more: Any
 ) -> Any:
     """Declare an option: `embed_dim: int = option(LAYER, ...)` is `--embed-dim`.
 
     `panel` is its group in the help; `flags` replaces the flag that follows from its name, e.g. `--train/--eval`;
-    `known` lists the words that it takes (empty: any).
+    `words` lists the words that it takes (empty: any).
     """
-    if known:
-        more = {"parser": _word_of(known), "metavar": "|".join(known), "autocompletion": completing(known)} | more
+    if words:
+        of_words = {"parser": _word_of(words), "metavar": "|".join(words), "autocompletion": completing(words)}
+        more = {**of_words, **more}
     return typer.Option(default, *flags.split(), help=help, rich_help_panel=panel, show_envvar=False, **more)
 
 
@@ -131,7 +132,7 @@ TARGET = typer.Argument(
 FAIL_IF = option(
     "Comparison",
     "Exit with code 1 on this verdict, for scripts.",
-    known=("differs", "same"),
+    words=("differs", "same"),
     show_default="never",
 )
 
@@ -139,7 +140,7 @@ FAIL_IF = option(
 class Options:
     """The values of the shared options. Their defaults repeat those of `layers.spec`, which is slower to import."""
 
-    layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", known=tuple(LAYERS), metavar="NAME")
+    layer: str = option(LAYER, f"Built-in layer: {', '.join(LAYERS)}.", "torch", words=tuple(LAYERS), metavar="NAME")
     embed_dim: int = size(LAYER, "Width of the query and of the output.", 512)
     num_heads: str = option(
         LAYER, "Number of heads; in params a list, in compare-heads the baseline.", "8", metavar="N"
@@ -185,7 +186,7 @@ class Options:
         "Shape of one argument of TARGET's forward, e.g. x=2x10x512:float32; repeatable.",
         metavar="NAME=SHAPE",
     )
-    dtype: str = option(INPUT, "Data type of parameters and inputs.", "float32", known=DTYPES)
+    dtype: str = option(INPUT, "Data type of parameters and inputs.", "float32", words=DTYPES)
     seed: int = option(INPUT, "Seed of parameters and inputs.", 0, parser=_whole_number, metavar="N")
 
     device: str = option(
@@ -211,7 +212,7 @@ class Options:
         "Also write the report to a .txt, .json or .html file; a .png takes the pictures of trace and compare-heads.",
         "-o --export",
     )
-    color: str = option(OUTPUT, "Whether tables are in colour.", "auto", known=COLORS, is_eager=True, callback=_paint)
+    color: str = option(OUTPUT, "Whether tables are in colour.", "auto", words=COLORS, is_eager=True, callback=_paint)
     quiet: bool = option(OUTPUT, "Print only errors on stderr.", False, "-q --quiet")
 
     def __init__(self, **values: Any) -> None:

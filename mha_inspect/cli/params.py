@@ -19,6 +19,7 @@ from .output import give, prepare
 
 if TYPE_CHECKING:
     from ..reports.params import ParamsReport
+    from ..running.subject import Subject
 
 PANEL = "Params"
 _OF_INPUTS = ("causal", "padding", "attn_mask", "input")
@@ -56,38 +57,55 @@ def params(
     Nothing is run, and only its headers are read: names and shapes show the purpose of each tensor. --like compares
     it with a module, which is run without memory; --stats and --values read the tensors.
     """
-    is_file = target is not None and is_checkpoint(target)
-    heads = () if is_file else subject.head_counts(options)
-    if is_file:
-        _check_checkpoint(str(target), options, like)
-    elif like is not None:
+    if target is not None and is_checkpoint(target):
+        return _params_of_file(target, options, like, per_head=per_head, ranks=ranks)
+    heads = subject.head_counts(options)
+    if like is not None:
         given = "none was given" if target is None else f"{shown(target)} is not one"
         way = "Give one, e.g. mha-inspect params model.safetensors --like hf:gpt2."
         raise SpecError(f"--like needs a checkpoint, and {given}. {way}")
-    elif target is not None:
+    if target is None:
+        _check_layer(options, heads)
+    else:
         subject.check_target(target, options, "params", many_heads=True)
         if len(heads) > 1:
             subject.require_open_head_count(options, heads, "--num-heads gives the counts.")
-    else:
-        options.take_settings("params")
-        subject.check_layer(options, heads)
-        for name in sorted(options.typed & {*_OF_INPUTS}):
-            raise SpecError(
-                f"{dashed(name)} sets the inputs, and the parameters of a layer do not depend on them. Drop it."
-            )
     require_ranks(ranks, per_head=per_head)
-    if ranks is not None and (is_file or len(heads) > 1):
-        raise SpecError(f"--ranks {ranks} needs one module to cut. Give a layer or a TARGET, and one --num-heads.")
-    asked: dict[str, Any] = {"show": subject.show(options), "per_head": per_head}
-    reads = options.stats or options.values
-    export = prepare(options, computes=not is_file or reads or like is not None)
-    if is_file:
-        asked |= {"show": asked["show"] if options.stats or options.values else None}
-        report = _of_checkpoint(str(target), options, like, asked)
-    else:
-        report = _of_module(target, options, heads, asked, ranks)
+    if ranks is not None and len(heads) > 1:
+        raise _nothing_to_cut(ranks)
+    export = prepare(options, computes=True)
+    asked = {"show": subject.show(options), "per_head": per_head}
+    report = _of_module(target, options, heads, asked, ranks)
     give(report, options, export)
     return ExitCode.OK
+
+
+def _params_of_file(text: str, options: Options, like: str | None, *, per_head: bool, ranks: int | None) -> ExitCode:
+    """Show the tensors of a checkpoint. Only --stats and --values read their numbers."""
+    _check_checkpoint(text, options, like)
+    require_ranks(ranks, per_head=per_head)
+    if ranks is not None:
+        raise _nothing_to_cut(ranks)
+    reads = options.stats or options.values
+    show = subject.show(options)
+    export = prepare(options, computes=reads or like is not None)
+    report = _of_checkpoint(text, options, like, {"show": show if reads else None, "per_head": per_head})
+    give(report, options, export)
+    return ExitCode.OK
+
+
+def _nothing_to_cut(ranks: int) -> SpecError:
+    return SpecError(f"--ranks {ranks} needs one module to cut. Give a layer or a TARGET, and one --num-heads.")
+
+
+def _check_layer(options: Options, heads: tuple[int, ...]) -> None:
+    """Check the options of a layer with each head count. Raises `SpecError` for one that only sets its inputs."""
+    options.take_settings("params")
+    subject.check_layer(options, heads)
+    for name in sorted(options.typed & {*_OF_INPUTS}):
+        raise SpecError(
+            f"{dashed(name)} sets the inputs, and the parameters of a layer do not depend on them. Drop it."
+        )
 
 
 def _check_checkpoint(text: str, options: Options, like: str | None) -> None:
@@ -120,36 +138,45 @@ def _of_module(
     text: str | None, options: Options, heads: tuple[int, ...], asked: dict[str, Any], ranks: int | None
 ) -> ParamsReport:
     """Report the parameters of a module and their purposes, from one call; or why a target cannot be called."""
-    many, why = len(heads) > 1, ""
+    many = len(heads) > 1
+    why: tuple[str, ...] = ()
     with subject.running(options, f"reading {text or options.layer}"):
         from torch.nn.parameter import is_lazy
 
         from ..answers.params import INPUTS, params
-        from ..answers.sharding import cut_parameters
         from ..call.load import load_layer, subject_of
         from ..running.subject import Subject
 
         if text is None:
-            specs, run = [subject.attention(options, count) for count in heads], subject.run(options)
-            subjects = [load_layer(spec, INPUTS, run, options.layer) for spec in specs]
-            with cut_parameters(subjects[0], ranks) as (cut, every):
-                return params(subjects[0], beside=subjects[1:], cut=cut, ranks=every, **asked)
-        each = [subject.with_heads(options, count) for count in heads] if many else [options]
-        targets = [subject.load_target(text, changed) for changed in each]
+            specs = [subject.attention(options, count) for count in heads]
+            run = subject.run(options)
+            return _cut([load_layer(spec, INPUTS, run, options.layer) for spec in specs], ranks, asked)
+        by_count = [subject.with_heads(options, count) for count in heads] if many else [options]
+        targets = [subject.load_target(text, changed) for changed in by_count]
         first = targets[0]
         if many:
             subject.require_head_count(first, "params")
         try:
-            calls = zip(targets, map(subject.call_of, targets, each), strict=True)
-            subjects = [subject_of(target, call, options.seed, options.grad) for target, call in calls]
-            with cut_parameters(subjects[0], ranks) as (cut, every):
-                report = params(subjects[0], beside=subjects[1:], cut=cut, ranks=every, **asked)
+            subjects: list[Subject] = []
+            for target, changed in zip(targets, by_count, strict=True):
+                call = subject.call_of(target, changed)
+                subjects.append(subject_of(target, call, options.seed, options.grad))
+            report = _cut(subjects, ranks, asked)
         except MhaInspectError as error:
-            is_asked = many or ranks is not None or options.input_shape or options.input
-            if is_asked or any(map(is_lazy, first.module.parameters())):
+            must_run = many or ranks is not None or options.input_shape or options.input
+            if must_run or any(map(is_lazy, first.module.parameters())):
                 raise
             unrun = Subject(first.module, (), {}, label=first.name, made_with=first.passed, seed=options.seed)
             report = params(unrun, called=False, **asked)
-            why = f"The purpose of the parameters is unknown, because the module cannot be run: {error}"
+            why = (f"The purpose of the parameters is unknown, because the module cannot be run: {error}",)
     subject.print_notes(first.notes, options)
-    return replace(report, notes=(*report.notes, *filter(None, [why])))
+    return replace(report, notes=(*report.notes, *why))
+
+
+def _cut(subjects: list[Subject], ranks: int | None, asked: dict[str, Any]) -> ParamsReport:
+    """Report the parameters of modules side by side, or with --ranks those of rank 0 of the first one."""
+    from ..answers.params import params
+    from ..answers.sharding import cut_parameters
+
+    with cut_parameters(subjects[0], ranks) as (cut, every):
+        return params(subjects[0], beside=subjects[1:], cut=cut, ranks=every, **asked)

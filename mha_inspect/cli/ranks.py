@@ -33,9 +33,12 @@ class Place(NamedTuple):
 
 def place() -> Place | None:
     """Return the place of this process among the ranks that torchrun started; None if it is alone."""
-    rank, world = (os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE"))
-    is_given = rank.isdecimal() and world.isdecimal() and {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return Place(int(rank), int(world)) if is_given and int(world) > 1 else None
+    rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
+    if not rank.isdecimal() or not world.isdecimal() or int(world) < 2:
+        return None
+    if "MASTER_ADDR" not in os.environ or "MASTER_PORT" not in os.environ:
+        return None
+    return Place(int(rank), int(world))
 
 
 def answers() -> bool:
@@ -58,7 +61,8 @@ def with_group(build: Callable[[], T]) -> T:
     try:
         return build() if place() is None else _with_group(build)
     except InputError as error:
-        if way := _way_out(_calls_of(error)):
+        way = _way_out(_calls_of(error))
+        if way:
             raise InputError(f"{error}. {way}") from error
         raise
 
@@ -97,9 +101,13 @@ def _way_out(calls: dict[str, dict[str, Any]]) -> str:
     if place() is None and calls.keys() & {"_env_rendezvous_handler", "_get_default_group"}:
         return "This is one process: start the command with torchrun --nproc-per-node 2 -m mha_inspect trace."
     device = calls.get("init_device_mesh", {}).get("device_type")
-    if device is not None and not getattr(getattr(sys.modules["torch"], device, None), "is_available", bool)():
-        return f"This machine has no {device}. Give init_device_mesh another device, e.g. cpu."
-    return ""
+    if device is None:
+        return ""
+    backend = getattr(sys.modules["torch"], device, None)
+    is_available = getattr(backend, "is_available", bool)
+    if is_available():
+        return ""
+    return f"This machine has no {device}. Give init_device_mesh another device, e.g. cpu."
 
 
 def of_all_ranks(trace: Trace, run: Run, subject: Subject) -> Trace:
@@ -116,4 +124,4 @@ def of_all_ranks(trace: Trace, run: Run, subject: Subject) -> Trace:
     distributed.gather_object(asdict(rank_of(here.rank, trace, run, subject.module)), of_each)
     if of_each is None:
         return trace
-    return replace(trace, ranks=with_copies([Rank(**each) for each in of_each]))
+    return replace(trace, ranks=with_copies([Rank(**fields) for fields in of_each]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..answers.diff import Side
     from ..call.call import Call
     from ..layers.spec import DtypeName
+    from ..making.target import Target
     from ..reports.diff import SideName
     from ..running.subject import Subject
 
@@ -73,33 +74,43 @@ class AskedSide:
 
     def options(self, options: Options) -> Options:
         """Return the options with the other settings of this side. Keys may have hyphens for underscores."""
-        side, names = copy(options), set[str]()
-        for text in [text for text in self.settings if text not in self.of_constructor]:
-            typed, equals, value = (part.strip() for part in text.partition("="))
+        side = copy(options)
+        names: set[str] = set()
+        for text in self.settings:
+            if text in self.of_constructor:
+                continue
             name = setting_of(text)
-            if not equals:
-                raise SpecError(
-                    f"{self.flag} {shown(text)} has no value: write KEY=VALUE, e.g. {self.flag} dtype=bfloat16."
-                )
-            if name not in SETTINGS:
-                raise SpecError(
-                    f"{self.flag} {shown(typed)} is not a setting. Settings: {', '.join(SETTINGS)}."
-                    f"{did_you_mean(typed, SETTINGS)}"
-                )
-            if name in names:
-                raise SpecError(f"{self.flag} gives {name} twice. Give it once.")
+            self._require_setting(text, names)
             names.add(name)
-            if name in _OF_BOTH:
-                raise SpecError(
-                    f"{self.flag} {name} affects both sides, which have the same weights and the same input. Use "
-                    f"--{name.replace('_', '-')} instead."
-                )
+            value = text.partition("=")[2].strip()
             try:
                 setattr(side, _option(name), read_setting(_option(name), value))
             except typer.BadParameter as error:
                 raise SpecError(f"{self.flag} {name}={shown(value)} is invalid: {error.message}") from None
-            side.given, side.typed = side.given | {_option(name)}, side.typed | {_option(name)}
+            side.given |= {_option(name)}
+            side.typed |= {_option(name)}
         return side
+
+    def _require_setting(self, text: str, earlier: Collection[str]) -> None:
+        """Raise `SpecError` for a text that is no setting of one side, or gives one that came earlier."""
+        typed, equals, _ = text.partition("=")
+        typed, name = typed.strip(), setting_of(text)
+        if not equals:
+            raise SpecError(
+                f"{self.flag} {shown(text)} has no value: write KEY=VALUE, e.g. {self.flag} dtype=bfloat16."
+            )
+        if name not in SETTINGS:
+            raise SpecError(
+                f"{self.flag} {shown(typed)} is not a setting. Settings: {', '.join(SETTINGS)}."
+                f"{did_you_mean(typed, SETTINGS)}"
+            )
+        if name in earlier:
+            raise SpecError(f"{self.flag} gives {name} twice. Give it once.")
+        if name in _OF_BOTH:
+            raise SpecError(
+                f"{self.flag} {name} affects both sides, which have the same weights and the same input. Use "
+                f"--{name.replace('_', '-')} instead."
+            )
 
 
 def setting_of(text: str) -> str:
@@ -126,42 +137,75 @@ class PlannedLayer:
     """Sentences about settings of both sides that this layer does not have."""
 
 
-def planned_layer(options: Options, asked: AskedSide, other: LayerKind) -> PlannedLayer:
-    """Return a layer with the settings of its side, and without settings that only the `other` layer has."""
-    kind, names = asked.kind, [setting_of(text) for text in asked.settings]
-    changed, usual, ignored = asked.options(options), Options(), []
+def planned_layer(options: Options, asked: AskedSide, beside: LayerKind) -> PlannedLayer:
+    """Return a layer with the settings of its side, and without settings that only the layer `beside` it has."""
+    kind = asked.kind
+    names = [setting_of(text) for text in asked.settings]
+    changed = asked.options(options)
     changed.layer = kind.name
-    for name in OPTIONAL:
-        value = getattr(changed, name)
-        if name in (*kind.takes, *names) or name not in other.takes or value == getattr(usual, name):
-            continue
-        setattr(changed, name, getattr(usual, name))
-        # A value that changes nothing needs no note.
-        if name not in SAME_SIZE or str(value) != str(getattr(changed, SAME_SIZE[name])):
-            typed = str(value).lower() if isinstance(value, bool) else value
-            ignored.append(f"{kind.name} has no setting {name}: {name} {typed} applies to the other side only.")
+    ignored = _drop_settings_of(beside, changed, kind, names)
     try:
         spec = subject.attention(changed, subject.single_head_count(changed, "diff"))
         inputs, run = subject.inputs(changed), subject.run(changed)
     except SpecError as error:
         raise SpecError(f"{asked.name} side: {error}" if names else str(error)) from None
     kind.check(spec, inputs, run)
-    values = {name: getattr(part, name) for part in (spec, inputs, run) for name in part.__dataclass_fields__}
-    return PlannedLayer(kind, spec, inputs, run, {name: values[name] for name in names}, tuple(ignored))
+    values: dict[str, Any] = {}
+    for part in (spec, inputs, run):
+        values.update({name: getattr(part, name) for name in part.__dataclass_fields__})
+    return PlannedLayer(
+        kind=kind,
+        spec=spec,
+        inputs=inputs,
+        run=run,
+        settings={name: values[name] for name in names},
+        ignored=tuple(ignored),
+    )
+
+
+def _drop_settings_of(beside: LayerKind, changed: Options, kind: LayerKind, names: Collection[str]) -> list[str]:
+    """Set back the settings that only the layer beside this kind has; return a sentence on each that has an effect.
+
+    `names` are set for this side, and stay.
+    """
+    usual = Options()
+    ignored: list[str] = []
+    for name in OPTIONAL:
+        value = getattr(changed, name)
+        is_of_this_side = name in kind.takes or name in names
+        if is_of_this_side or name not in beside.takes or value == getattr(usual, name):
+            continue
+        setattr(changed, name, getattr(usual, name))
+        # A value that changes nothing needs no note.
+        if name in SAME_SIZE and str(value) == str(getattr(changed, SAME_SIZE[name])):
+            continue
+        typed = str(value).lower() if isinstance(value, bool) else value
+        ignored.append(f"{kind.name} has no setting {name}: {name} {typed} applies to the other side only.")
+    return ignored
 
 
 def require_same_rows(left: PlannedLayer, right: PlannedLayer) -> None:
     """Raise `SpecError` if the sizes of their heads keep both sides from having the same weights."""
-    widths = [int(side.spec.head_dim) for side in (left, right)]
-    rows = [side.spec.num_heads * width for side, width in zip((left, right), widths, strict=True)]
-    whole, none = " ({}: each head has the whole embed_dim)", " ({} has no other head_dim)"
-    kinds = [(side.kind, whole if side.kind.whole_heads else none) for side in (left, right)]
-    why = [text.format(kind.name) if kind.whole_heads or "head_dim" not in kind.takes else "" for kind, text in kinds]
-    if rows[0] != rows[1] and left.spec.embed_dim == right.spec.embed_dim:
+    if left.spec.embed_dim != right.spec.embed_dim:
+        return
+    left_dim, right_dim = int(left.spec.head_dim), int(right.spec.head_dim)
+    left_rows = left.spec.num_heads * left_dim
+    right_rows = right.spec.num_heads * right_dim
+    if left_rows != right_rows:
         raise SpecError(
-            f"head_dim is {widths[0]} on the left{why[0]} and {widths[1]} on the right{why[1]}: W_q would have "
-            f"{rows[0]} rows and {rows[1]}. Both sides need the same weights. Try --set head_dim={min(widths)}."
+            f"head_dim is {left_dim} on the left{_why_head_dim(left.kind)} and {right_dim} on the right"
+            f"{_why_head_dim(right.kind)}: W_q would have {left_rows} rows and {right_rows}. "
+            f"Both sides need the same weights. Try --set head_dim={min(left_dim, right_dim)}."
         )
+
+
+def _why_head_dim(kind: LayerKind) -> str:
+    """Return why a layer has its head_dim, in brackets; empty for a layer that takes another."""
+    if kind.whole_heads:
+        return f" ({kind.name}: each head has the whole embed_dim)"
+    if "head_dim" not in kind.takes:
+        return f" ({kind.name} has no other head_dim)"
+    return ""
 
 
 def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[AskedSide, AskedSide]:
@@ -172,7 +216,8 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
     """
     from ..making.arguments import parse_settings
 
-    has_target, both_named = left.is_target or right.is_target, bool(left.text and right.text)
+    has_target = left.is_target or right.is_target
+    both_named = bool(left.text and right.text)
     if not has_target:
         options.take_settings("diff")
     if both_named and not has_target and options.layer not in ("torch", left.text, right.text):
@@ -180,13 +225,9 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
             f"layer {options.layer} is a third layer beside {left.text} and {right.text}, and diff compares two. "
             "Drop --layer."
         )
-    first, second = left.text or options.layer, right.text
-    if not second and "layer" in options.typed and options.layer != first:
-        second = options.layer
-    elif not second and (left.settings or right.settings or right.path):
-        second = first
-    usual = options.layer if has_target else next(name for name in reversed(USUAL) if name != first)
-    sides = replace(left, text=first), replace(right, text=second or usual)
+    first = left.text or options.layer
+    second = right.text or _unnamed_side(options, left, right)
+    sides = replace(left, text=first), replace(right, text=second)
     for side in sides:
         if side.is_target:
             subject.check_target(side.text, options, "diff", beside_layer=not both_named)
@@ -203,110 +244,232 @@ def checked_sides(options: Options, left: AskedSide, right: AskedSide) -> tuple[
     return sides
 
 
+def _unnamed_side(options: Options, left: AskedSide, right: AskedSide) -> str:
+    """Return the text of the right side where the user named none."""
+    first = left.text or options.layer
+    if "layer" in options.typed and options.layer != first:
+        return options.layer
+    if left.settings or right.settings or right.path:
+        return first
+    if left.is_target:
+        return options.layer
+    per_head_or_torch = [name for name in reversed(USUAL) if name != first]
+    return per_head_or_torch[0]
+
+
 def runs(options: Options, left: AskedSide, right: AskedSide) -> tuple[Side, Side]:
     """Build both sides, and run the targets. The side built second gets the inputs of the first.
 
     A module of a model is built first: it determines the other side's sizes and arguments. A layer is built last. Of
     two layers it is the one of lower precision: its input and weights are those of the other, rounded.
     """
-    first, second = (right, left) if left.path is None and right.path is not None else (left, right)
-    dtypes = [_FINEST.index(side.options(options).dtype) if not side.is_target else -1 for side in (first, second)]
-    if dtypes[1] < dtypes[0]:
+    first, second = left, right
+    if left.path is None and right.path is not None:
+        first, second = right, left
+    if _rank(second, options) < _rank(first, options):
         first, second = second, first
-    side, call = _built(options, first, second)
-    other, _ = _built(options, second, first, (side, call))
-    return (side, other) if first is left else (other, side)
+    first_built = _built(options, first, second)
+    second_built = _built(options, second, first, beside=first_built)
+    if first is left:
+        return first_built.side, second_built.side
+    return second_built.side, first_built.side
 
 
-def _built(
-    options: Options, asked: AskedSide, other: AskedSide, beside: tuple[Side, Call] | None = None
-) -> tuple[Side, Call]:
-    """Build a side, and return it with its forward's arguments: those of the side `beside` it, if there is one."""
-    from ..answers.diff import Side, sizes_of
+def _rank(side: AskedSide, options: Options) -> int:
+    """Return when a side is built: a target first, then layers from the highest precision to the lowest."""
+    return -1 if side.is_target else _FINEST.index(side.options(options).dtype)
+
+
+@dataclass(frozen=True)
+class _BuiltSide:
+    """A side of a diff, and the arguments of its forward."""
+
+    side: Side
+    call: Call
+
+
+@dataclass(frozen=True)
+class _TargetDraft:
+    """A target that will be one side, with arguments of its own."""
+
+    target: Target
+    call: Call
+    settings: dict[str, Any]
+    seed: int
+    grad: bool | None
+    must_run: bool = True
+    """Whether to run it at once, so that an error of the user's code is explained as one of this side."""
+
+    def subject(self, call: Call) -> Subject:
+        """Return the target with these arguments."""
+        from ..call.load import subject_of
+
+        return subject_of(self.target, call, self.seed, self.grad)
+
+    def finer_subject(self, call: Call, beside: _BuiltSide) -> Subject:
+        """Return the target with the arguments in the precision of the side `beside` it."""
+        return self.subject(call)
+
+
+@dataclass(frozen=True)
+class _LayerDraft:
+    """A layer of the catalog that will be one side, with inputs of its own."""
+
+    plan: PlannedLayer
+    layer: Subject
+    call: Call
+    is_beside_layer: bool
+    """Whether the other side is a layer too, so that both have the same weights."""
+    must_run: bool
+    """Whether to run it at once: a file may contain tensors that a layer rejects."""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of this side only."""
+        return self.plan.settings
+
+    def subject(self, call: Call) -> Subject:
+        """Return the layer with these arguments."""
+        return replace(self.layer, args=call.args, kwargs=call.kwargs)
+
+    def finer_subject(self, call: Call, beside: _BuiltSide) -> Subject:
+        """Return the layer with arguments, and beside another layer with weights, in the precision of that side."""
+        finer = self.subject(call)
+        if not self.is_beside_layer or beside.side.dtype == self.plan.spec.dtype:
+            return finer
+        spec = replace(self.plan.spec, dtype=cast("DtypeName", beside.side.dtype))
+        return replace(finer, module=self.plan.kind.build(spec, self.plan.run.device))
+
+
+def _built(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None = None) -> _BuiltSide:
+    """Build a side, with the forward's arguments of the side `beside` it, if there is one."""
+    from ..answers.diff import Side
     from ..call.call import explaining
-    from ..call.load import load_layer, subject_of
-    from ..call.part import call_with, part_of, with_arguments_of, with_the_same
-    from ..making.arguments import parse_settings
 
-    finish: Callable[[Call], Subject]
+    draft: _TargetDraft | _LayerDraft
     if asked.is_target:
-        set_options = asked.options(options)
-        taken = frozenset() if other.is_target else frozenset({"embed_dim", "num_heads", "bias"}) | other.kind.takes
-        # Beside a module of a model, a whole target gets the sizes and arguments of that module.
-        of_part = beside if other.path is not None and asked.path is None else None
-        sizes = {} if of_part is None else sizes_of(of_part[0])
-        target = subject.load_target(asked.text, set_options, asked.of_constructor, sizes, taken, asked.flag)
-        target = target if of_part is None else with_arguments_of(target, of_part[1])
-        try:
-            call = subject.call_of(target, set_options)
-        except NoMaskError as error:
-            if not options.causal:
-                raise
-            way = f"For the other side only: --{other.name}-set causal=true."
-            raise SpecError(f"{error} {way}") from None
-        target, call = (target, call) if asked.path is None else part_of(target, call, asked.path)
-        settings = dict[str, Any](parse_settings(asked.settings))
-        # A lambda, because both branches make one and mypy rejects two `def`s of one name.
-        finish = lambda call: subject_of(target, call, options.seed, set_options.grad)  # noqa: E731 - said above
+        draft = _drafted_target(options, asked, opposite, beside)
     else:
-        if beside is not None and other.is_target:
-            options = _sized_like(options, asked, *beside)
-        plan = planned_layer(options, asked, asked.kind if other.is_target else other.kind)
-        layer = replace(load_layer(plan.spec, plan.inputs, plan.run, plan.kind.name), notes=plan.ignored)
-        call = call_with(layer.module, layer.args, layer.kwargs, "" if beside is None else beside[1].origin)
-        settings, finish = plan.settings, lambda call: replace(layer, args=call.args, kwargs=call.kwargs)
-    finer = None
+        draft = _drafted_layer(options, asked, opposite, beside)
+    call, finer = draft.call, None
     if beside is not None:
-        module, shared = finish(call).module, (beside[1], beside[0].subject.module)
-        finer = finish(with_the_same(call, module, *shared, rounded=False))
-        call = with_the_same(call, module, *shared)
-        if not asked.is_target and not other.is_target and beside[0].dtype != plan.spec.dtype:
-            spec = replace(plan.spec, dtype=cast("DtypeName", beside[0].dtype))  # its weights have this dtype too
-            finer = replace(finer, module=plan.kind.build(spec, plan.run.device))
-    side = Side(asked.name, finish(call), settings, finer)
-    if asked.is_target or options.input is not None:  # a file may contain tensors that a layer rejects
+        call, finer = _with_inputs_of(beside, draft)
+    side = Side(asked.name, draft.subject(call), draft.settings, finer)
+    if draft.must_run:
         with explaining(side.subject):
             _ = side.run
-    return side, call
+    return _BuiltSide(side, call)
 
 
-def _sized_like(options: Options, asked: AskedSide, beside: Side, call: Call) -> Options:
-    """Return the options of a layer with the sizes of the target beside it, except for sizes that the user set."""
+def _with_inputs_of(beside: _BuiltSide, draft: _TargetDraft | _LayerDraft) -> tuple[Call, Subject]:
+    """Return the call of a side with the inputs of the other one, and the side in the precision of the other one."""
+    from ..call.part import with_the_same
+
+    module = draft.subject(draft.call).module
+    shared = beside.call, beside.side.subject.module
+    unrounded = with_the_same(draft.call, module, *shared, rounded=False)
+    finer = draft.finer_subject(unrounded, beside)
+    return with_the_same(draft.call, module, *shared), finer
+
+
+def _drafted_target(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None) -> _TargetDraft:
+    """Load a target, or a module of it, and make its arguments."""
     from ..answers.diff import sizes_of
+    from ..call.part import part_of, with_arguments_of
+    from ..making.arguments import parse_settings
+
+    set_options = asked.options(options)
+    # Beside a module of a model, a whole target gets the sizes and arguments of that module.
+    part = beside if opposite.path is not None and asked.path is None else None
+    sizes = {} if part is None else sizes_of(part.side)
+    elsewhere = _settings_taken_by(opposite)
+    target = subject.load_target(asked.text, set_options, asked.of_constructor, sizes, elsewhere, asked.flag)
+    if part is not None:
+        target = with_arguments_of(target, part.call)
+    try:
+        call = subject.call_of(target, set_options)
+    except NoMaskError as error:
+        if not options.causal:
+            raise
+        raise SpecError(f"{error} For the other side only: --{opposite.name}-set causal=true.") from None
+    if asked.path is not None:
+        target, call = part_of(target, call, asked.path)
+    return _TargetDraft(target, call, dict(parse_settings(asked.settings)), options.seed, set_options.grad)
+
+
+def _settings_taken_by(opposite: AskedSide) -> frozenset[str]:
+    """Return the settings of a constructor that the other side has, if it is a layer: this side may lack them."""
+    if opposite.is_target:
+        return frozenset()
+    return frozenset({"embed_dim", "num_heads", "bias"}) | opposite.kind.takes
+
+
+def _drafted_layer(options: Options, asked: AskedSide, opposite: AskedSide, beside: _BuiltSide | None) -> _LayerDraft:
+    """Build a layer of the catalog, and make its inputs."""
+    from ..call.load import load_layer
+    from ..call.part import call_with
+
+    if beside is not None and opposite.is_target:
+        options = _sized_like(options, asked.kind, beside)
+    plan = planned_layer(options, asked, asked.kind if opposite.is_target else opposite.kind)
+    layer = replace(load_layer(plan.spec, plan.inputs, plan.run, plan.kind.name), notes=plan.ignored)
+    origin = "" if beside is None else beside.call.origin
+    return _LayerDraft(
+        plan=plan,
+        layer=layer,
+        call=call_with(layer.module, layer.args, layer.kwargs, origin),
+        is_beside_layer=not opposite.is_target,
+        must_run=options.input is not None,
+    )
+
+
+def _sized_like(options: Options, kind: LayerKind, beside: _BuiltSide) -> Options:
+    """Return the options of a layer with the sizes of the target beside it, except for sizes that the user set."""
     from ..call.part import layer_inputs
 
-    query, key, value = layer_inputs(beside.subject.module, call)
-    is_sequence_first = query.dim() == 3 and not call.batch_first
-    batch, length = (1, 0) if is_sequence_first else (0, query.dim() - 2)
-    width, usual, kind = query.shape[-1], Options(), asked.kind
+    query, key, value = layer_inputs(beside.side.subject.module, beside.call)
+    width = query.shape[-1]
     # An environment variable is for all commands: another width in it is not a contradiction.
     if "embed_dim" in options.typed and options.embed_dim != width:
-        module = beside.subject.label
+        module = beside.side.subject.label
         raise SpecError(
             f"embed_dim {options.embed_dim} contradicts {module}, which takes {width} features: both sides get "
-            f"the same input. Drop --embed-dim, or give {module} another size: --{beside.name}-set NAME=VALUE."
+            f"the same input. Drop --embed-dim, or give {module} another size: --{beside.side.name}-set NAME=VALUE."
         )
+    sized = copy(options)
+    for name, size in _fitting(kind, beside.side, width).items():
+        is_of_this_layer = name not in OPTIONAL or name in kind.takes
+        if name not in options.given or not is_of_this_layer:
+            setattr(sized, name, size)
+    is_sequence_first = query.dim() == 3 and not beside.call.batch_first
+    is_unbatched = query.dim() == 2
+    length_axis = 0 if is_sequence_first or is_unbatched else 1
+    sized.unbatched = is_unbatched
+    sized.batch_first = True
+    sized.input = None
+    sized.batch = 1 if is_unbatched else query.shape[1 - length_axis]
+    sized.seq_len = query.shape[length_axis]
+    sized.key_len = None if key is query else key.shape[length_axis]
+    sized.embed_dim = width
+    sized.kdim = None if key.shape[-1] == width else key.shape[-1]
+    sized.vdim = None if value.shape[-1] == width else value.shape[-1]
+    return sized
+
+
+def _fitting(kind: LayerKind, beside: Side, width: int) -> dict[str, Any]:
+    """Return the settings of a layer that computes as the target beside it, with inputs of this width."""
+    from ..answers.diff import sizes_of
+
+    usual = Options()
     sizes = {"num_heads": int(usual.num_heads), "bias": True, **sizes_of(beside)}
     heads = sizes["num_heads"]
-    fitting = {"num_heads": str(heads), "bias": sizes["bias"], **{name: getattr(usual, name) for name in OPTIONAL}}
+    fitting: dict[str, Any] = {"num_heads": str(heads), "bias": sizes["bias"]}
+    for name in OPTIONAL:
+        fitting[name] = getattr(usual, name)
     if "num_kv_heads" in kind.takes and sizes.get("num_kv_heads", heads) != heads:
         fitting["num_kv_heads"] = sizes["num_kv_heads"]
     if "head_dim" in kind.takes and sizes.get("head_dim", 0) * heads not in (0, width):
         fitting["head_dim"] = sizes["head_dim"]
     if "dtype" not in beside.settings:  # set for that side only
         fitting["dtype"] = beside.dtype
-    user_set = {name for name in options.given if name not in OPTIONAL or name in kind.takes}
-    of_input = {
-        "unbatched": query.dim() == 2,
-        "batch_first": True,
-        "input": None,
-        "batch": 1 if query.dim() == 2 else query.shape[batch],
-        "seq_len": query.shape[length],
-        "key_len": None if key is query else key.shape[length],
-        "embed_dim": width,
-        "kdim": None if key.shape[-1] == width else key.shape[-1],
-        "vdim": None if value.shape[-1] == width else value.shape[-1],
-    }
-    sized = copy(options)
-    sized.__dict__.update({name: size for name, size in fitting.items() if name not in user_set} | of_input)
-    return sized
+    return fitting

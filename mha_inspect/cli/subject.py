@@ -94,10 +94,9 @@ def require_open_head_count(options: Options, heads: Sequence[int], way: str) ->
     """Raise `SpecError` if --set fixes the head count, or one of `heads` is below 1. `way` is the way out."""
     from ..making.arguments import parse_settings
 
-    settings = parse_settings(options.settings or [])
-    fixed = next((name for name in settings if flag_of(name.rpartition(".")[2]) == "num_heads"), None)
-    if fixed is not None:
-        raise SpecError(f"--set {fixed} fixes the number of heads. Drop it: {way}")
+    for name in parse_settings(options.settings or []):
+        if flag_of(name.rpartition(".")[2]) == "num_heads":
+            raise SpecError(f"--set {name} fixes the number of heads. Drop it: {way}")
     if min(heads) < 1:
         raise SpecError(f"heads {min(heads)} is not a number of heads: each must be 1 or more. Try --heads 1,2.")
 
@@ -142,36 +141,13 @@ def check_target(
 
     With `beside_layer` --layer names another side; with `many_heads` --num-heads may be a list.
     """
-    from ..files.checkpoint import is_checkpoint
     from ..making.arguments import parse_settings, parse_shapes
     from ..making.importing import is_file_alone, split_target
 
     if not is_target(text):
-        if is_checkpoint(text):
-            if not Path(text).exists():
-                raise SpecError(f"{shown(text)} was not found. Give the path of a file that is there.")
-            raise SpecError(
-                f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use `mha-inspect params "
-                f"{shown(text)}`."
-            )
-        if Path(text).is_file():
-            raise SpecError(
-                f"{shown(text)} is not a supported file. Give Python, e.g. path/to/file.py:Name, or a "
-                "checkpoint (.safetensors, .pt, .pth, .bin)."
-            )
-        where, dot, name = text.rpartition(".")
-        if dot and where and all(part.isidentifier() for part in (*where.split("."), name)):
-            if not name[0].isupper():
-                raise SpecError(f"{shown(text)} is missing the name of a class. Write {text}:Name.")
-            where = "torch.nn" if where == "nn" else where  # as everybody imports it
-            raise SpecError(f"{shown(text)} has a dot before the class; a target has a colon. Write {where}:{name}.")
-        way = how_to_give_sizes(command)
-        if text in LAYERS and not beside_layer:
-            way = f"for the layer of this name: mha-inspect {command} --layer {text}"
-        near = did_you_mean(text, LAYERS)
-        raise SpecError(
-            f"{shown(text)} is not a target: write {FORMS}, or the name of a layer.{near} {way[0].upper()}{way[1:]}."
-        )
+        _require_no_file(text)
+        _require_no_dotted_name(text)
+        raise SpecError(_no_target(text, command, beside_layer=beside_layer))
     if not text.startswith("hf:") and not is_file_alone(text):
         split_target(text)
     if "layer" in options.typed and not beside_layer:
@@ -181,6 +157,44 @@ def check_target(
     parse_shapes(options.input_shape or [])
     if not many_heads:
         flags(options)
+
+
+def _require_no_file(text: str) -> None:
+    """Raise `SpecError` if a text that should be a target is the path of a file that cannot be one."""
+    from ..files.checkpoint import is_checkpoint
+
+    if is_checkpoint(text):
+        if not Path(text).exists():
+            raise SpecError(f"{shown(text)} was not found. Give the path of a file that is there.")
+        raise SpecError(
+            f"{shown(text)} is a checkpoint: it has tensors, but no forward to run. Use `mha-inspect params "
+            f"{shown(text)}`."
+        )
+    if Path(text).is_file():
+        raise SpecError(
+            f"{shown(text)} is not a supported file. Give Python, e.g. path/to/file.py:Name, or a "
+            "checkpoint (.safetensors, .pt, .pth, .bin)."
+        )
+
+
+def _require_no_dotted_name(text: str) -> None:
+    """Raise `SpecError` if a text is a name as in Python, `package.Class`: a target has a colon."""
+    where, _, name = text.rpartition(".")
+    if not where or not all(part.isidentifier() for part in text.split(".")):
+        return
+    if not name[0].isupper():
+        raise SpecError(f"{shown(text)} is missing the name of a class. Write {text}:Name.")
+    where = "torch.nn" if where == "nn" else where  # as everybody imports it
+    raise SpecError(f"{shown(text)} has a dot before the class; a target has a colon. Write {where}:{name}.")
+
+
+def _no_target(text: str, command: str, *, beside_layer: bool) -> str:
+    """Return the message for a text that does not have the form of a target."""
+    way = how_to_give_sizes(command)
+    if text in LAYERS and not beside_layer:
+        way = f"for the layer of this name: mha-inspect {command} --layer {text}"
+    near = did_you_mean(text, LAYERS)
+    return f"{shown(text)} is not a target: write {FORMS}, or the name of a layer.{near} {way[0].upper()}{way[1:]}."
 
 
 @contextmanager

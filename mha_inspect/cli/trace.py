@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +20,8 @@ from .output import Drawn, give, prepare, require_drawable
 from .ranks import answers, of_all_ranks, place
 
 if TYPE_CHECKING:
+    from ..pictures.grid import Picture
+    from ..pictures.stages import Attended
     from ..render.export import Destination
     from ..reports.trace import Trace
     from ..running.subject import Run
@@ -43,7 +46,7 @@ def trace(
     fail_if: str | None = option(
         PANEL,
         "Exit with code 1 if the run shows a problem, or a problem or a suspicion.",
-        known=("problem", "suspicion"),
+        words=("problem", "suspicion"),
         show_default="0 with findings",
     ),
     decode: int | None = size(
@@ -62,7 +65,7 @@ def trace(
     picture: str | None = option(
         PICTURE,
         "Draw this stage, with a heat map per head: weights, scores or any other.",
-        known=STAGES,
+        words=STAGES,
         metavar="STAGE",
     ),
     head: str = option(PICTURE, "The heads to draw, e.g. 0,3-5.", "", metavar="N,N-N", show_default="all"),
@@ -85,13 +88,13 @@ def trace(
     is ready to paste, and the outputs of all ranks are compared with that of the whole module.
     """
     subject.check(target, options, "trace")
-    for flag, given in (("--cache", cache), ("--positions", positions)):
-        if given is not None and decode is None:
-            raise SpecError(f"{flag} {shown(given)} only affects --decode. Add --decode 1.")
+    for flag, argument in (("--cache", cache), ("--positions", positions)):
+        if argument is not None and decode is None:
+            raise SpecError(f"{flag} {shown(argument)} only affects --decode. Add --decode 1.")
     if plan is not None and ranks is None:
         raise SpecError(f"--plan {shown(plan)} needs the number of ranks. Add --ranks 2.")
     require_ranks(ranks, decode=decode is not None, picture=picture is not None)
-    loop = None if decode is None else (decode, cache, positions)
+    loop = None if decode is None else _Loop(decode, cache, positions)
     wanted = _wanted(options, picture, head, tokens)
     export = prepare(options, draws=wanted is not None)
     options.quiet = options.quiet or not answers()
@@ -110,16 +113,36 @@ def trace(
         return ExitCode.OK
     report = choose(report, attention)
     give(report, options, export, None if wanted is None else _draw(report, run, wanted, export))
+    return _exit_code(report, fail_if)
+
+
+def _exit_code(report: Trace, fail_if: str | None) -> ExitCode:
+    """Return whether a run differs from a loop of it, or shows what --fail-if names."""
     if not report.complete:
         return ExitCode.CONDITION
-    fails = report.findings if fail_if == "suspicion" else [f for f in report.findings if f.sure]
-    return ExitCode.CONDITION if fail_if and fails else ExitCode.OK
+    if fail_if is None:
+        return ExitCode.OK
+    is_problem = any(finding.sure for finding in report.findings)
+    is_suspicion = fail_if == "suspicion" and bool(report.findings)
+    return ExitCode.CONDITION if is_problem or is_suspicion else ExitCode.OK
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """A decode loop, as on the command line."""
+
+    steps: int
+    """Tokens that are given one by one."""
+    cache: str | None
+    """The argument of the cache; None to find it."""
+    positions: str | None
+    """A further argument of positions; None to find it by its name."""
 
 
 def _traced(
     target: str | None,
     options: Options,
-    loop: tuple[int, str | None, str | None] | None,
+    loop: _Loop | None,
     *,
     keep: bool = False,
     ranks: int | None = None,
@@ -131,27 +154,34 @@ def _traced(
         from ..answers.trace import traced
         from ..call.call import explaining, way_out
 
-        asked = subject.load(target, options)
+        loaded = subject.load(target, options)
         try:
-            with explaining(asked):
+            with explaining(loaded):
                 if loop is not None:
                     from ..answers.decode import decoded
 
-                    return decoded(asked, show, *loop)
+                    return decoded(loaded, show, loop.steps, loop.cache, loop.positions)
                 if ranks is not None:
                     from ..answers.shard_plan import plan_from
                     from ..answers.sharding import sharded
 
-                    return sharded(asked, show, ranks, None if plan is None else plan_from(str(plan)))
-                report, run = traced(asked, show, keep=keep or show.stats or show.values, judge=True)
-                return of_all_ranks(report, run, asked), run
+                    return sharded(loaded, show, ranks, None if plan is None else plan_from(str(plan)))
+                keep = keep or show.stats or show.values
+                report, run = traced(loaded, show, keep=keep, judge=True)
+                return of_all_ranks(report, run, loaded), run
         except ForwardError as failed:
-            explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
-            hint = "" if explained or loop or ranks is not None else way_out(asked)
-            here = place()
-            where = "" if here is None else f"These are the stages of {here}."
-            notes = (*failed.trace.notes, *asked.notes, *filter(None, [hint, where]))
-            return replace(failed.trace, notes=notes), None
+            is_explained = failed.trace.failure is not None and failed.trace.failure.cause is not None
+            is_one_call = loop is None and ranks is None
+            hint = way_out(loaded) if is_one_call and not is_explained else ""
+            return _with_notes(failed.trace, (*loaded.notes, hint)), None
+
+
+def _with_notes(trace: Trace, notes: Iterable[str]) -> Trace:
+    """Return the trace of a forward that raised, with these notes and the rank of this process; not empty ones."""
+    here = place()
+    where = "" if here is None else f"These are the stages of {here}."
+    further = [note for note in (*notes, where) if note]
+    return replace(trace, notes=(*trace.notes, *further))
 
 
 def choose(trace: Trace, asked: str | None) -> Trace:
@@ -163,19 +193,36 @@ def choose(trace: Trace, asked: str | None) -> Trace:
         return trace
     paths = [report.module for report in trace.attentions]
     if asked.isascii() and asked.isdigit():
-        number = int(asked) if len(asked) < 10 else 0
-        if not 1 <= number <= len(paths):
-            there = {0: "none was found", 1: "there is only 1"}.get(len(paths), f"there are 1 to {len(paths)}")
-            raise SpecError(f"attention {shown(asked)} does not exist: {there}. Without --attention, all are listed.")
-        return replace(trace, chosen=(number,))
+        return replace(trace, chosen=(_number_of(asked, len(paths)),))
     inside = tuple(n for n, path in enumerate(paths, 1) if path == asked or path.startswith(f"{asked}."))
     if not inside:
-        listed = ", ".join(shown(path) for path in paths[:4] if path) + (", …" if len(paths) > 4 else "")
-        where = f"Modules with attention: {listed or 'none'}."
-        if paths and not listed:
-            where = "The only attention is in the layer itself. Drop --attention."
+        where = _modules_with_attention(paths)
         raise SpecError(f"module {shown(asked)} has no attention. {where}{did_you_mean(asked, paths)}")
     return replace(trace, chosen=inside)
+
+
+def _number_of(asked: str, count: int) -> int:
+    """Return the number of one of `count` attentions. Raises `SpecError` if there is none of this number."""
+    number = int(asked) if len(asked) < 10 else 0
+    if 1 <= number <= count:
+        return number
+    if count == 0:
+        there = "none was found"
+    elif count == 1:
+        there = "there is only 1"
+    else:
+        there = f"there are 1 to {count}"
+    raise SpecError(f"attention {shown(asked)} does not exist: {there}. Without --attention, all are listed.")
+
+
+def _modules_with_attention(paths: list[str]) -> str:
+    """Return a sentence on the modules that have an attention: `Modules with attention: layers.0, layers.1, ….`."""
+    listed = ", ".join(shown(path) for path in paths[:4] if path)
+    if len(paths) > 4:
+        listed += ", …"
+    if paths and not listed:
+        return "The only attention is in the layer itself. Drop --attention."
+    return f"Modules with attention: {listed or 'none'}."
 
 
 @dataclass(frozen=True)
@@ -192,12 +239,13 @@ class Wanted:
 
 def _wanted(options: Options, stage: str | None, head: str, tokens: str | None) -> Wanted | None:
     """Return the pictures to draw; None without any. Raises `MhaInspectError` for an option that needs a picture."""
-    heads, labels = heads_of(head) if head else None, () if tokens is None else tokens_of(tokens)
+    heads = heads_of(head) if head else None
+    labels = () if tokens is None else tokens_of(tokens)
     if stage is None and options.ending not in (".png", ".html"):
-        for flag, given in (("--head", head), ("--tokens", tokens)):
-            if given:
+        for flag, text in (("--head", head), ("--tokens", tokens)):
+            if text:
                 raise SpecError(
-                    f"{flag} {shown(given)} only affects pictures, and none is drawn. Add --picture weights."
+                    f"{flag} {shown(text)} only affects pictures, and none is drawn. Add --picture weights."
                 )
         return None
     if options.device == "meta" and stage is None and options.ending == ".html":
@@ -211,7 +259,9 @@ def heads_of(typed: str) -> tuple[int, ...]:
     heads: list[int] = []
     for part in typed.split(","):
         match = re.fullmatch(r"\s*(\d{1,6})(?:-(\d{1,6}))?\s*", part)
-        first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        first, last = 1, 0
+        if match is not None:
+            first, last = int(match[1]), int(match[2] or match[1])
         if last < first:
             raise SpecError(f"head {shown(typed)} is not a list of heads: write numbers and ranges, e.g. --head 0,3-5.")
         heads += range(first, last + 1)
@@ -234,28 +284,17 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
 
     None if a page has nothing to show. Raises `SpecError` if there is no such stage or head to draw.
     """
-    from ..naming.canonical import drawn_of
-    from ..pictures.stages import Attended, for_viewer
-    from ..reports.trace import attention_names
+    from ..pictures.stages import for_viewer
 
-    attended = [
-        Attended(
-            name,
-            report.num_heads,
-            report.num_kv_heads,
-            partial(drawn_of, run, *attention),
-            num_windows=attention[1].num_windows,
-        )
-        for name, report, attention in zip(attention_names(trace), trace.attentions, run.attentions, strict=True)
-    ]
-    shown_first = trace.chosen or (1,)
+    attended = _attended(trace, run)
+    chosen = trace.chosen or (1,)
     viewed: dict[str, Any] | None = None
     if export is not None and export.format == "html":
         viewed = for_viewer(
             attended,
             more=[wanted.stage],
             labels=wanted.tokens,
-            attention=shown_first[0] - 1,
+            attention=chosen[0] - 1,
             stage=wanted.stage,
             head=wanted.heads[0] if wanted.heads else 0,
         )
@@ -265,11 +304,31 @@ def _draw(trace: Trace, run: Run, wanted: Wanted, export: Destination | None) ->
         raise SpecError(f"{wanted.stage} cannot be drawn: no attention was found.")
     if not wanted.printed and viewed is not None:
         return Drawn((), printed=False, viewed=viewed)
-    pictures = [
-        attended[number - 1].picture(wanted.stage, heads=wanted.heads, labels=wanted.tokens) for number in shown_first
-    ]
+    pictures: list[Picture] = []
+    for number in chosen:
+        pictures.append(attended[number - 1].picture(wanted.stage, heads=wanted.heads, labels=wanted.tokens))
     if trace.chosen is None and len(attended) > 1:
-        others = "attention 2" if len(attended) == 2 else f"attentions 2 to {len(attended)}"
-        note = f"To draw {others}: --attention N, or the path of a module."
+        rest = "attention 2" if len(attended) == 2 else f"attentions 2 to {len(attended)}"
+        note = f"To draw {rest}: --attention N, or the path of a module."
         pictures[0] = replace(pictures[0], notes=(*pictures[0].notes, note))
     return Drawn(tuple(pictures), wanted.printed, viewed)
+
+
+def _attended(trace: Trace, run: Run) -> list[Attended]:
+    """Return the attentions of a run as pictures need them, with tensors that are made when they are drawn."""
+    from ..naming.canonical import drawn_of
+    from ..pictures.stages import Attended
+    from ..reports.trace import attention_names
+
+    attended: list[Attended] = []
+    for name, report, attention in zip(attention_names(trace), trace.attentions, run.attentions, strict=True):
+        attended.append(
+            Attended(
+                name,
+                report.num_heads,
+                report.num_kv_heads,
+                partial(drawn_of, run, *attention),
+                num_windows=attention[1].num_windows,
+            )
+        )
+    return attended

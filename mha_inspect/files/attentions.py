@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ..layers.spec import divisors
@@ -102,8 +101,11 @@ class _Owner:
     @property
     def is_whole(self) -> bool:
         """Whether it has queries, keys and values."""
-        has_keys = {"W_k", "W_v"} <= {*self.parts} or "W_kv" in self.parts
-        return "W_qkv" in self.parts or ("W_q" in self.parts and has_keys)
+        if "W_qkv" in self.parts:
+            return True
+        if "W_q" not in self.parts:
+            return False
+        return "W_kv" in self.parts or ("W_k" in self.parts and "W_v" in self.parts)
 
     @property
     def is_in_out(self) -> bool:
@@ -122,11 +124,18 @@ class _Owner:
 
     def axis(self, part: str) -> int:
         """Return the dimension that has the features of all heads."""
-        return int(part[0] == "W" and (part == "W_o") != self.is_in_out)
+        if part[0] == "b":
+            return 0
+        # The output projection reads the features of the heads, and the others write them.
+        if part == "W_o":
+            return 0 if self.is_in_out else 1
+        return 1 if self.is_in_out else 0
 
     def width(self, part: str) -> int:
         """Return the features of all heads together; 0 for a missing part."""
-        return self.parts[part].shape[self.axis(part)] if part in self.parts else 0
+        if part not in self.parts:
+            return 0
+        return self.parts[part].shape[self.axis(part)]
 
 
 def find_attentions(
@@ -137,24 +146,43 @@ def find_attentions(
     The number of heads is `wanted` if it fits, otherwise the number in config.json if that fits.
     """
     owners: dict[str, _Owner] = {}
-    for name, match in ((name, _NAME.fullmatch(name)) for name in tensors):
-        if match is not None:
-            owner = owners.setdefault(match["owner"] or "", _Owner(match["owner"] or ""))
-            _add(owner, _Tensor(name, match["word"], tensors[name].shape), "W" if match["kind"] == "weight" else "b")
-    for path, owner in owners.items():
-        around, _, last = path.rpartition(".")
-        if last in ("self", "attention") and owner.is_whole and "W_o" not in owner.parts:  # as in BERT
-            output = owners.get(f"{around}.output", owner).parts
-            owner.parts |= {part: output[part] for part in ("W_o", "b_o") if part in output}
-    widths = [(owner, _widths(owner)) for owner in owners.values() if owner.is_whole]
-    return [_attention(owner, width, config, wanted) for owner, width in widths if min(width.values()) > 0]
+    for name, tensor in tensors.items():
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        path = match["owner"] or ""
+        owner = owners.setdefault(path, _Owner(path))
+        _add(owner, _Tensor(name, match["word"], tensor.shape), "W" if match["kind"] == "weight" else "b")
+    attentions: list[NamedAttention] = []
+    for owner in owners.values():
+        if not owner.is_whole:
+            continue
+        _take_output_beside(owner, owners)
+        widths = _widths(owner)
+        if min(widths.values()) > 0:
+            attentions.append(_attention(owner, widths, config, wanted))
+    return attentions
+
+
+def _take_output_beside(owner: _Owner, owners: Mapping[str, _Owner]) -> None:
+    """Take the output projection of an attention from the module beside it, as in BERT: `attention.output.dense`."""
+    around, _, last = owner.path.rpartition(".")
+    if last not in ("self", "attention") or "W_o" in owner.parts:
+        return
+    beside = owners.get(f"{around}.output")
+    if beside is None:
+        return
+    for part in ("W_o", "b_o"):
+        if part in beside.parts:
+            owner.parts[part] = beside.parts[part]
 
 
 def _add(owner: _Owner, tensor: _Tensor, kind: str) -> None:
     """Add a tensor to its owner, if its name is known."""
     word = tensor.word.casefold()
     if word in _OTHER_ROLES:
-        owner.other_roles[tensor.name] = _OTHER_ROLES[word].format(does="scales" if kind == "W" else "added to")
+        does = "scales" if kind == "W" else "added to"
+        owner.other_roles[tensor.name] = _OTHER_ROLES[word].format(does=does)
         if word in _NORMS and len(tensor.shape) == 1:
             owner.head_dim = tensor.shape[0]
         if word == _LATENT and kind == "W":
@@ -165,58 +193,103 @@ def _add(owner: _Owner, tensor: _Tensor, kind: str) -> None:
 
 def _widths(owner: _Owner) -> dict[str, int]:
     """Return the features of all heads together, for q, k, v and the input of W_o; 0 if unknown."""
-    query, out, packed = owner.width("W_q"), owner.width("W_o"), owner.width("W_kv")
-    key, value = owner.width("W_k"), owner.width("W_v")
+    query, key, value = owner.width("W_q"), owner.width("W_k"), owner.width("W_v")
+    out = owner.width("W_o")
+    packed = owner.width("W_kv")
     if "W_qkv" in owner.parts:
         query = out or owner.width("W_qkv") // 3
         packed = owner.width("W_qkv") - query
     if packed:
-        # Latent keys are wider than values by their position features.
-        value = out if owner.latent is not None else packed // 2 if packed % 2 == 0 else 0
+        value = _width_of_values(owner, packed, out)
         key = packed - value
     return {"q": query, "k": key, "v": value, "o": out or query}
 
 
+def _width_of_values(owner: _Owner, packed: int, out: int) -> int:
+    """Return the features of the values among those of keys and values together; 0 if unknown."""
+    # Latent keys are wider than values by their position features.
+    if owner.latent is not None:
+        return out
+    return packed // 2 if packed % 2 == 0 else 0
+
+
 def _attention(owner: _Owner, widths: dict[str, int], config: Mapping[str, Any], wanted: int | None) -> NamedAttention:
-    fits = fitting_counts(*widths.values(), owner.head_dim)
-    if owner.latent is not None and "W_kv" in owner.parts:
-        # A query is as wide as its key: the head's own part, and the position part that all heads share.
-        shared = owner.latent - owner.parts["W_kv"].shape[1]
-        count, rest = divmod(widths["q"] - widths["k"], shared) if shared > 0 else (0, 0)
-        fits = (count,) if count > 0 and not (rest or any(widths[letter] % count for letter in "qkv")) else ()
-    candidates = (wanted, *_of_config(config, owner, widths["q"]))
-    heads = next((n for n in candidates if n in fits), fits[0] if len(fits) == 1 else None)
+    """Return an attention with its number of heads, and the purpose of each of its tensors."""
+    fits = _fitting_heads(owner, widths)
+    heads = fits[0] if len(fits) == 1 else None
+    for count in (wanted, *_of_config(config, owner, widths["q"])):
+        if count in fits:
+            heads = count
+            break
     head_dim = None if heads is None else widths["q"] // heads
     kv_heads = heads if owner.latent is not None or head_dim is None else widths["k"] // head_dim
-    roles = {}
+    roles: dict[str, Role] = {}
     for part, tensor in owner.parts.items():
         if part == "b_o":
             roles[tensor.name] = Role("embed", "b_o: added once, not split by head", part=part)
         elif owner.width(part) == sum(widths[letter] for letter in part[2:]):
             by_group = False if len(part) == 3 else _is_by_group(tensor.word, config)
-            layout = _Layout(owner, part, widths, heads, kv_heads, by_group)
-            roles[tensor.name] = Role(
-                layout.pattern(), layout.text(), layout.slices(), owner.axis(part), part, layout.blocks()
-            )
-    roles |= {name: Role("", text) for name, text in owner.other_roles.items()}
-    stored = StoredAttention(owner.path, tuple(roles), heads, kv_heads, head_dim, fits if heads is None else ())
+            roles[tensor.name] = _Layout(owner, part, widths, heads, kv_heads, by_group).role()
+    for name, text in owner.other_roles.items():
+        roles[name] = Role("", text)
+    stored = StoredAttention(
+        module=owner.path,
+        parameters=tuple(roles),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        fits=fits if heads is None else (),
+    )
     return NamedAttention(stored, roles)
 
 
+def _fitting_heads(owner: _Owner, widths: Mapping[str, int]) -> tuple[int, ...]:
+    """Return the numbers of heads with which the tensors of an attention fit together."""
+    if owner.latent is None or "W_kv" not in owner.parts:
+        return fitting_counts(widths["q"], widths["k"], widths["v"], widths["o"], owner.head_dim)
+    # A query is as wide as its key: the head's own part, and the position part that all heads share.
+    shared = owner.latent - owner.parts["W_kv"].shape[1]
+    if shared <= 0:
+        return ()
+    count, rest = divmod(widths["q"] - widths["k"], shared)
+    if count <= 0 or rest:
+        return ()
+    is_whole = all(widths[letter] % count == 0 for letter in "qkv")
+    return (count,) if is_whole else ()
+
+
 def _of_config(config: Mapping[str, Any], owner: _Owner, width: int) -> list[int]:
-    """Return the numbers of heads in a config and its inner configs, for an attention of this width and name."""
-    configs = {key: inner for key, inner in config.items() if key.endswith("_config") and isinstance(inner, dict)}
+    """Return the numbers of heads in a config and its inner configs, for an attention of this width and name.
+
+    Those of a config with the name of the attention's path come first: `vision_config` for `vision.layers.0.attn`.
+    """
+    inner_configs = {key: inner for key, inner in config.items() if key.endswith("_config") and isinstance(inner, dict)}
     query = owner.parts["W_q" if "W_q" in owner.parts else "W_qkv"].shape
-    counts: list[tuple[bool, int]] = []
-    for key, inner in {"": config, **configs}.items():
-        hidden = next((inner[name] for name in _WIDTH if type(inner.get(name)) is int), None)
-        for name in _HEADS if not configs or hidden is None or hidden in query else ():
+    named: list[int] = []
+    unnamed: list[int] = []
+    for key, inner in {"": config, **inner_configs}.items():
+        hidden = _first_int(inner, _WIDTH)
+        # Of several configs only those of this width count.
+        if inner_configs and hidden is not None and hidden not in query:
+            continue
+        for name in _HEADS:
             count, head_dim = inner.get(name), inner.get("head_dim")
-            if type(count) is int and (
-                type(head_dim) is not int or owner.latent is not None or count * head_dim == width
-            ):
-                counts.append(((key or name).partition("_")[0] not in owner.path, count))
-    return [count for _, count in sorted(counts, key=lambda pair: pair[0])]
+            if type(count) is not int:
+                continue
+            if type(head_dim) is int and owner.latent is None and count * head_dim != width:
+                continue
+            word = (key or name).partition("_")[0]
+            (named if word in owner.path else unnamed).append(count)
+    return named + unnamed
+
+
+def _first_int(config: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    """Return the first whole number with one of these names in a config; None if there is none."""
+    for name in names:
+        value = config.get(name)
+        if type(value) is int:
+            return value
+    return None
 
 
 def _is_by_group(word: str, config: Mapping[str, Any]) -> bool | None:
@@ -241,10 +314,34 @@ class _Layout(NamedTuple):
     kv_heads: int | None
     by_group: bool | None
 
-    def _each(self) -> dict[str, tuple[int, int]]:
-        """Return each letter's number of heads and features of one head; one head if the number is unknown."""
-        counts = {letter: (self.kv_heads if letter in "kv" else self.heads) or 1 for letter in self.part[2:]}
-        return {letter: (count, self.widths[letter] // count) for letter, count in counts.items()}
+    def role(self) -> Role:
+        """Return the purpose of the tensor."""
+        return Role(
+            axes=self.pattern(),
+            text=self.text(),
+            heads=self.slices(),
+            axis=self.owner.axis(self.part),
+            part=self.part,
+            blocks=self.blocks(),
+        )
+
+    @property
+    def kind(self) -> str:
+        """`W` for a weight, `b` for a bias."""
+        return self.part[0]
+
+    @property
+    def letters(self) -> str:
+        """The parts in the tensor: `q`, `qkv`."""
+        return self.part[2:]
+
+    def _count(self, letter: str) -> int:
+        """Return the number of heads of a part; 1 if it is unknown."""
+        return (self.kv_heads if letter in "kv" else self.heads) or 1
+
+    def _head_width(self, letter: str) -> int:
+        """Return the features of a head of a part."""
+        return self.widths[letter] // self._count(letter)
 
     @property
     def _is_shared(self) -> bool:
@@ -256,79 +353,125 @@ class _Layout(NamedTuple):
         return self.owner.parts[part].shape[1 - self.owner.axis(part)]
 
     def pattern(self) -> str:
-        """Return the dimensions as an einops pattern."""
-        letters, tensor, axis = self.part[2:], self.owner.parts[self.part], self.owner.axis(self.part)
-        is_latent, inner = self.owner.latent is not None, "embed"
+        """Return the dimensions as an einops pattern: `(heads head_dim) embed`."""
+        axis = self.owner.axis(self.part)
+        rank = len(self.owner.parts[self.part].shape)
+        side, inner = self._side_of_heads(), self._inner_side()
+        return " ".join(side if place == axis else inner for place in range(rank))
+
+    def _inner_side(self) -> str:
+        """Return the name of the dimension without heads."""
+        word = self.owner.parts[self.part].word
+        if self.owner.latent is not None and self.letters in ("kv", "q") and word != "q_proj":
+            return "latent"
+        if self.kind == "W" and self.letters in ("k", "v") and self._inner_size("W_q") != self._inner_size(self.part):
+            return f"{self.letters}dim"
+        return "embed"
+
+    def _side_of_heads(self) -> str:
+        """Return the dimension with the features of the heads."""
+        letters = self.letters
+        is_latent = self.owner.latent is not None
         heads = "kv_heads" if self._is_shared and letters in ("k", "v", "kv") else "heads"
-        if is_latent and letters in ("kv", "q") and tensor.word != "q_proj":
-            inner = "latent"
-        elif letters in ("k", "v") and self.part[0] == "W" and self._inner_size("W_q") != self._inner_size(self.part):
-            inner = f"{letters}dim"
         if self.by_group is None:
-            side = "packed"
-        elif len(letters) == 1:
-            side = f"({heads} {'v_head_dim' if is_latent and letters == 'o' else 'head_dim'})"
-        elif len({self.widths[letter] for letter in letters}) == 1:
-            side = f"({heads} {letters} head_dim)" if self.by_group else f"({letters} {heads} head_dim)"
-        else:
-            by_head = self.by_group and self.kv_heads != 1
-            side = f"({'heads' if is_latent else 'kv_heads'} packed)" if by_head else "packed"
-        return " ".join(side if dim == axis else inner for dim in range(len(tensor.shape)))
+            return "packed"
+        if len(letters) == 1:
+            return f"({heads} v_head_dim)" if is_latent and letters == "o" else f"({heads} head_dim)"
+        if len({self.widths[letter] for letter in letters}) == 1:
+            return f"({heads} {letters} head_dim)" if self.by_group else f"({letters} {heads} head_dim)"
+        if not self.by_group or self.kv_heads == 1:
+            return "packed"
+        return "(heads packed)" if is_latent else "(kv_heads packed)"
 
     def text(self) -> str:
         """Return the parts in the tensor and the order of their heads, as a phrase."""
-        kind, letters, each, heads, kv_heads = self.part[0], self.part[2:], self._each(), self.heads, self.kv_heads
-        unit = "elements" if kind == "b" else ("rows", "columns")[self.owner.axis(self.part)]
-        listed = ", ".join(f"{kind}_{letter}" for letter in letters)
-        if len(letters) == 1:
-            shared = ""
-            if self._is_shared and letters in "kv" and heads and kv_heads:
-                shared = f", each for {heads // kv_heads} query heads"
-            width = f", {each[letters][1]} each" if heads else ""
-            return f"{listed}{'' if kind == 'b' else f': {unit} are the heads {_WAYS[unit]}{width}'}{shared}"
+        listed = ", ".join(f"{self.kind}_{letter}" for letter in self.letters)
+        if len(self.letters) == 1:
+            return f"{listed}{self._text_of_heads()}{self._text_of_sharing()}"
         if self.by_group is None:
             return f"{listed} in one tensor: could not determine whether head by head"
-        if self.by_group and (kv_heads != 1 or heads == 1):
-            way = "group by group" if self._is_shared and "q" in letters else "head by head"
-            if not kv_heads:
-                return f"{listed} {way}"
-            sizes = [(f"{n // kv_heads}·" if n > kv_heads else "") + str(width) for n, width in each.values()]
-            sizes[0] += f" {unit}"
-            sizes = [f"{size} of {letter}" for size, letter in zip(sizes, letters, strict=True)]
-            return f"{listed} {way}: {', '.join(sizes)} each"
-        places = list(accumulate((self.widths[letter] for letter in letters), initial=0))
-        return f"{listed} {_WAYS[unit]}: {unit} " + ", ".join(f"{start}–{stop - 1}" for start, stop in pairwise(places))
+        if self.by_group and (self.kv_heads != 1 or self.heads == 1):
+            return f"{listed} {self._text_of_groups()}"
+        unit = self._unit()
+        places = ", ".join(f"{start}–{stop - 1}" for start, stop in self._bounds_of_parts())
+        return f"{listed} {_WAYS[unit]}: {unit} {places}"
+
+    def _unit(self) -> str:
+        """Return what the features of a head are in the tensor: its rows, its columns or its elements."""
+        if self.kind == "b":
+            return "elements"
+        return "rows" if self.owner.axis(self.part) == 0 else "columns"
+
+    def _text_of_heads(self) -> str:
+        """Return the order of the heads of one part: `: rows are the heads stacked, 64 each`; empty for a bias."""
+        if self.kind == "b":
+            return ""
+        unit = self._unit()
+        width = f", {self._head_width(self.letters)} each" if self.heads else ""
+        return f": {unit} are the heads {_WAYS[unit]}{width}"
+
+    def _text_of_sharing(self) -> str:
+        """Return how many query heads share a head of keys or values: `, each for 4 query heads`; empty if none do."""
+        if not self._is_shared or self.letters not in "kv" or not self.heads or not self.kv_heads:
+            return ""
+        return f", each for {self.heads // self.kv_heads} query heads"
+
+    def _text_of_groups(self) -> str:
+        """Return the order of parts in groups: `group by group: 2·64 rows of q, 64 of k, 64 of v each`."""
+        way = "group by group" if self._is_shared and "q" in self.letters else "head by head"
+        if not self.kv_heads:
+            return way
+        sizes: list[str] = []
+        for letter in self.letters:
+            size = str(self._head_width(letter))
+            if self._count(letter) > self.kv_heads:
+                size = f"{self._count(letter) // self.kv_heads}·{size}"
+            if not sizes:
+                size += f" {self._unit()}"
+            sizes.append(f"{size} of {letter}")
+        return f"{way}: {', '.join(sizes)} each"
+
+    def _bounds_of_parts(self) -> list[tuple[int, int]]:
+        """Return where each part begins and ends, if parts lie one after the other."""
+        bounds: list[tuple[int, int]] = []
+        start = 0
+        for letter in self.letters:
+            bounds.append((start, start + self.widths[letter]))
+            start += self.widths[letter]
+        return bounds
 
     def slices(self) -> tuple[HeadSlice, ...]:
         """Return the rows and columns of each head of each part; empty if the heads or the packing are unknown."""
         if self.heads is None or self.by_group is None:
             return ()
-        shape, axis = self.owner.parts[self.part].shape, self.owner.axis(self.part)
-        each, groups = self._each(), (self.kv_heads or 1) if self.by_group else 1
-        # Each group has this many heads of each part.
-        order = [letter for letter, (count, _) in each.items() for _ in range(count // groups)] * groups
-        starts: dict[str, list[int]] = {letter: [] for letter in each}
-        for letter, start in zip(order, accumulate((each[letter][1] for letter in order), initial=0), strict=False):
-            starts[letter].append(start)
-        slices = []
-        for letter, (_, width) in each.items():
+        groups = (self.kv_heads or 1) if self.by_group else 1
+        starts: dict[str, list[int]] = {letter: [] for letter in self.letters}
+        end = 0
+        for _ in range(groups):
+            for letter in self.letters:
+                # Each group has this many heads of each part.
+                for _ in range(self._count(letter) // groups):
+                    starts[letter].append(end)
+                    end += self._head_width(letter)
+        slices: list[HeadSlice] = []
+        for letter in self.letters:
             for head, start in enumerate(starts[letter]):
-                bounds = [(start, start + width) if dim == axis else (0, size) for dim, size in enumerate(shape)]
-                slices.append(HeadSlice(head, f"{self.part[0]}_{letter}", bounds[0], (*bounds, None)[1]))
+                slices.append(self._slice(head, letter, (start, start + self._head_width(letter))))
         return tuple(slices)
 
     def blocks(self) -> tuple[HeadSlice, ...]:
         """Return the rows and columns of each part; empty if they lie head by head, or their order is unknown."""
         if self.by_group is not False:
             return ()
-        shape, axis, letters = self.owner.parts[self.part].shape, self.owner.axis(self.part), self.part[2:]
-        blocks = []
-        for letter, bound in zip(
-            letters, pairwise(accumulate((self.widths[x] for x in letters), initial=0)), strict=True
-        ):
-            bounds = [bound if dim == axis else (0, size) for dim, size in enumerate(shape)]
-            blocks.append(HeadSlice(0, f"{self.part[0]}_{letter}", bounds[0], (*bounds, None)[1]))
-        return tuple(blocks)
+        parts = zip(self.letters, self._bounds_of_parts(), strict=True)
+        return tuple(self._slice(0, letter, bounds) for letter, bounds in parts)
+
+    def _slice(self, head: int, letter: str, features: tuple[int, int]) -> HeadSlice:
+        """Return the rows and columns of these features of a part; all columns of rows, or all rows of columns."""
+        shape = self.owner.parts[self.part].shape
+        bounds: list[tuple[int, int]] = [(0, size) for size in shape]
+        bounds[self.owner.axis(self.part)] = features
+        return HeadSlice(head, f"{self.kind}_{letter}", bounds[0], bounds[1] if len(bounds) > 1 else None)
 
 
 @cache
@@ -345,4 +488,6 @@ def fitting_counts(query: int, key: int, value: int, output: int, head_dim: int 
             return False
         return value // kv_heads * count == output and head_dim in (None, query, width)
 
-    return tuple(filter(fits, divisors(query) if query < 2**40 else ()))
+    if query >= 2**40:
+        return ()
+    return tuple(count for count in divisors(query) if fits(count))

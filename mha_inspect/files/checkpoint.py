@@ -51,54 +51,81 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
     Raise the errors of `content_of`, and `InputError` if there are no tensors.
     """
-    files, notes = _files(path), []
+    files = _files(path)
+    notes: list[str] = []
     tensors: dict[str, StoredTensor] = {}
     for file in files:
-        inner, key = _state_dict(content_of(file, SUFFIXES), file)
-        twice = next((name for name in inner if name in tensors), None)
-        if twice is not None:
-            raise InputError(f"{shown(twice)} is in two files of {path_name(path)}. Give one of the files.")
-        tensors |= inner
-        notes += [f"The tensors come from the key {key!r} of the file."] if key else []
+        stored = _state_dict(content_of(file, SUFFIXES), file)
+        for name in stored.tensors:
+            if name in tensors:
+                raise InputError(f"{shown(name)} is in two files of {path_name(path)}. Give one of the files.")
+        tensors |= stored.tensors
+        if stored.key:
+            notes.append(f"The tensors come from the key {stored.key!r} of the file.")
     for wrapper in _WRAPPERS:
         if all(name.startswith(wrapper) for name in tensors):
             tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
             notes.append(f"Every name in the file begins with {wrapper}, which is omitted here.")
     if len(files) > 1:
         notes.append(f"The tensors are in {plural(len(files), 'file')}.")
+    folder = path if os.path.isdir(path) else path.parent
     config: Mapping[str, Any] = {}
     with suppress(InputError):  # a config is optional
-        config = read_json((path if os.path.isdir(path) else path.parent) / "config.json")
-    return Checkpoint(path, {name: tensors[name] for name in sorted(tensors, key=_natural)}, config, tuple(notes))
+        config = read_json(folder / "config.json")
+    in_order = {name: tensors[name] for name in sorted(tensors, key=_natural)}
+    return Checkpoint(path, in_order, config, tuple(notes))
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key that puts layer 2 before layer 10."""
-    return [(int(part), "") if part.isdecimal() and len(part) < 19 else (0, part) for part in re.split(r"(\d+)", name)]
+    key: list[tuple[int, str]] = []
+    for part in re.split(r"(\d+)", name):
+        # Python parses a number of more digits only slowly, or not at all.
+        is_number = part.isdecimal() and len(part) < 19
+        key.append((int(part), "") if is_number else (0, part))
+    return key
 
 
 def _files(path: Path) -> list[Path]:
-    try:
-        names = sorted(os.listdir(path)) if os.path.isdir(path) else None
-    except OSError as error:
-        raise InputError(f"{path_name(path)} cannot be read: {error.strerror}.") from None
-    places = ([path / name for name in fnmatch.filter(names or [], place)] for place in _PLACES)
-    files = [path] if names is None else next(filter(None, places), [])
-    if path.name == METADATA or (not files and METADATA in (names or [])):
+    """Return the files with the tensors of a path: the file itself, those in a folder, or the shards of an index.
+
+    Raise `InputError` if there are none, and `UnsafeFileError` for an index that names files elsewhere.
+    """
+    files = _files_in(path) if os.path.isdir(path) else [path]
+    if path.name == METADATA or (not files and os.path.exists(path / METADATA)):
         convert = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save(FOLDER, 'model.pt')"
         raise InputError(f"{path_name(path)} is a distributed checkpoint. Convert it: {convert}")
     if not files:
         raise InputError(f"{path_name(path)} has no file of tensors ({', '.join(SUFFIXES)}). Give another folder.")
-    if not files[0].name.casefold().endswith(_INDEX):
-        return files
-    weights = read_json(files[0]).get("weight_map")
-    if not isinstance(weights, dict) or not weights or not all(isinstance(name, str) for name in weights.values()):
-        raise InputError(f"{path_name(files[0])} is not an index of shards: weight_map is missing. Give their folder.")
-    shards = sorted(set(weights.values()))
-    outside = next((name for name in shards if Path(name).name != name), None)
-    if outside is not None:
-        raise UnsafeFileError(f"{path_name(files[0])} names {shown(outside)}, but shards must be beside their index.")
-    return [files[0].parent / name for name in shards]
+    if files[0].name.casefold().endswith(_INDEX):
+        return _shards_of(files[0])
+    return files
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that match the first pattern with a match; empty if there are none."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise InputError(f"{path_name(folder)} cannot be read: {error.strerror}.") from None
+    for pattern in _PLACES:
+        matching = fnmatch.filter(names, pattern)
+        if matching:
+            return [folder / name for name in matching]
+    return []
+
+
+def _shards_of(index: Path) -> list[Path]:
+    """Return the files that an index names, which are beside it."""
+    weights = read_json(index).get("weight_map")
+    files = list(weights.values()) if isinstance(weights, dict) else []
+    if not files or not all(isinstance(name, str) for name in files):
+        raise InputError(f"{path_name(index)} is not an index of shards: weight_map is missing. Give their folder.")
+    shards = sorted(set(files))
+    for name in shards:
+        if Path(name).name != name:
+            raise UnsafeFileError(f"{path_name(index)} names {shown(name)}, but shards must be beside their index.")
+    return [index.parent / name for name in shards]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -113,27 +140,45 @@ def read_json(path: Path) -> dict[str, Any]:
     return data if isinstance(data, dict) else {}
 
 
-def _state_dict(content: Any, path: Path) -> tuple[dict[str, StoredTensor], str]:
-    """Return the tensors of a file by name, and the key of the file that they are under; empty if there is none."""
+@dataclass(frozen=True)
+class _StateDict:
+    """The tensors of a file by name."""
+
+    tensors: dict[str, StoredTensor]
+    key: str = ""
+    """The key of the file that they are under; empty if there is none."""
+
+
+def _state_dict(content: Any, path: Path) -> _StateDict:
+    """Return the tensors of a file. Raise `InputError` if it has none."""
     if isinstance(content, StoredTensor):
-        return {path.stem: content}, ""
+        return _StateDict({path.stem: content})
     if isinstance(content, Unknown):
         raise made_by_code(path_name(path), content.name)
-    if isinstance(content, dict):
-        inside = () if any(isinstance(value, StoredTensor) for value in content.values()) else _STATE_DICTS
-        for name in (*inside, ""):
-            tensors = _flat(content.get(name) if name else content)
+    if not isinstance(content, dict):
+        raise InputError(f"{path_name(path)} is {kind_of(content)}, expected a state dict. Save model.state_dict().")
+    has_tensors = any(isinstance(value, StoredTensor) for value in content.values())
+    if not has_tensors:
+        for key in _STATE_DICTS:
+            tensors = _flat(content.get(key))
             if tensors:
-                return tensors, name
-    kind = "a dict without tensors" if isinstance(content, dict) else kind_of(content)
-    raise InputError(f"{path_name(path)} is {kind}, expected a state dict. Save model.state_dict().")
+                return _StateDict(tensors, key)
+    tensors = _flat(content)
+    if not tensors:
+        raise InputError(
+            f"{path_name(path)} is a dict without tensors, expected a state dict. Save model.state_dict()."
+        )
+    return _StateDict(tensors)
 
 
 def _flat(content: object, depth: int = 0) -> dict[str, StoredTensor]:
     """Return the tensors of nested dicts, with dots between the names."""
     tensors: dict[str, StoredTensor] = {}
-    for key, value in content.items() if isinstance(content, dict) and depth < _DEEPEST else ():
+    if not isinstance(content, dict) or depth >= _DEEPEST:
+        return tensors
+    for key, value in content.items():
         if isinstance(value, StoredTensor):
             tensors[str(key)] = value
-        tensors |= {f"{key}.{name}": tensor for name, tensor in _flat(value, depth + 1).items()}
+        for name, tensor in _flat(value, depth + 1).items():
+            tensors[f"{key}.{name}"] = tensor
     return tensors

@@ -90,9 +90,9 @@ def read_tensors(path: Path) -> Tensor | dict[str, Tensor]:
     name, content = path_name(path), content_of(path, SUFFIXES)
     if not isinstance(content, dict):
         return _read(content, name)
-    strange = next((key for key in content if not isinstance(key, str)), None)
-    if strange is not None:
-        raise InputError(f"{name} has the key {shown(repr(strange))}, expected tensor names. Use strings as keys.")
+    for key in content:
+        if not isinstance(key, str):
+            raise InputError(f"{name} has the key {shown(repr(key))}, expected tensor names. Use strings as keys.")
     return {key: _read(value, f"{shown(repr(key))} in {name}") for key, value in content.items()}
 
 
@@ -105,10 +105,12 @@ def read_tensor(path: Path) -> Tensor:
 
     with torch.device("cpu"):  # a mask needs its numbers, whatever the default device
         content = read_tensors(path)
-    if isinstance(content, dict) and len(content) != 1:
+    if not isinstance(content, dict):
+        return content
+    if len(content) != 1:
         names = shortened(", ".join(map(repr, content)) or "none", MESSAGE // 2)
         raise InputError(f"{path_name(path)} has {len(content)} tensors ({names}), expected 1. Save only the mask.")
-    return next(iter(content.values())) if isinstance(content, dict) else content
+    return next(iter(content.values()))
 
 
 def _read(value: Any, name: str) -> Tensor:
@@ -225,19 +227,29 @@ def _read_safetensors(file: BinaryIO, size: int, path: Path) -> dict[str, Stored
         if length > min(size - 8, _LONGEST_SAFETENSORS_HEADER):
             raise ValueError
         header = json.loads(file.read(length))
-        start, entries = 8 + length, {key: value for key, value in header.items() if key != "__metadata__"}
-        tensors = {}
-        for key, entry in entries.items():
-            dtype, bits = _SAFETENSORS_DTYPES[entry["dtype"]]
-            shape, (first, last) = _sizes(entry["shape"]), _sizes(entry["data_offsets"])
-            if first > last or start + last > size or prod(shape) * bits != 8 * (last - first):
-                raise ValueError
-            read = partial(_read_bytes, path, start + first, last - first, shape, dtype)
-            tensors[key] = StoredTensor(shape, dtype, last - first, read)
+        tensors: dict[str, StoredTensor] = {}
+        for key, entry in header.items():
+            if key != "__metadata__":
+                tensors[key] = _entry(entry, 8 + length, size, path)
         return tensors
     # RecursionError: nested deeper than any real header.
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise InputError(f"{path_name(path)} is not a .safetensors file, or it is truncated. Save it again.") from None
+
+
+def _entry(entry: Any, start: int, size: int, path: Path) -> StoredTensor:
+    """Return the tensor of an entry of a header. `start` is where the numbers of the file begin, `size` its bytes.
+
+    Raise `ValueError`, `KeyError` or `TypeError` for an invalid entry.
+    """
+    dtype, bits = _SAFETENSORS_DTYPES[entry["dtype"]]
+    shape = _sizes(entry["shape"])
+    first, last = _sizes(entry["data_offsets"])
+    nbytes = last - first
+    if nbytes < 0 or start + last > size or prod(shape) * bits != 8 * nbytes:
+        raise ValueError
+    read = partial(_read_bytes, path, start + first, nbytes, shape, dtype)
+    return StoredTensor(shape, dtype, nbytes, read)
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
@@ -274,20 +286,14 @@ def _read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
     name = path_name(path)
     classes: list[str] = []
     try:
-        zipped = file.read(4) == b"PK\x03\x04"
-        if zipped:
-            with zipfile.ZipFile(file) as archive:
-                compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist())
-            if compressed:
-                raise UnsafeFileError(
-                    f"{name} is compressed, so its unpacked size is unlimited. "
-                    "Save the tensor again with torch.save, which does not compress."
-                )
+        is_zip = file.read(4) == b"PK\x03\x04"
+        if is_zip:
+            _require_stored(file, name)
             classes = get_unsafe_globals_in_checkpoint(path)
         stand_ins = [(type("Unknown", (Unknown,), {"name": name}), name) for name in classes]
         with warnings.catch_warnings(), torch.device("cpu"), safe_globals(list(stand_ins)):
             warnings.simplefilter("ignore")
-            return _with_stored(torch.load(path, map_location="cpu", weights_only=True, mmap=zipped))
+            return _with_stored(torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip))
     except (InputError, UnsafeFileError, OSError):
         raise
     except Exception as error:  # zipfile and torch raise many kinds of errors for damaged files
@@ -298,6 +304,17 @@ def _read_pickled(file: BinaryIO, size: int, path: Path) -> Any:
         raise InputError(f"{name} was not written by torch.save, or it is truncated. Save it again.") from None
 
 
+def _require_stored(file: BinaryIO, name: str) -> None:
+    """Raise `UnsafeFileError` if an entry of a zip archive is compressed."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise UnsafeFileError(
+            f"{name} is compressed, so its unpacked size is unlimited. "
+            "Save the tensor again with torch.save, which does not compress."
+        )
+
+
 def _with_stored(content: Any) -> Any:
     """Return the content with each tensor in its dicts as a `StoredTensor`."""
     import torch
@@ -306,10 +323,15 @@ def _with_stored(content: Any) -> Any:
         if content.layout != torch.strided or content.is_quantized or content.is_nested:
             return content
         values = content.detach().resolve_conj().resolve_neg()
-        copied = partial(values.clone, memory_format=torch.contiguous_format)
-        dtype, nbytes = str(values.dtype).removeprefix("torch."), values.numel() * values.element_size()
-        return StoredTensor(tuple(values.shape), dtype, nbytes, None if values.is_meta else copied)
-    return {key: _with_stored(value) for key, value in content.items()} if isinstance(content, dict) else content
+        return StoredTensor(
+            shape=tuple(values.shape),
+            dtype=str(values.dtype).removeprefix("torch."),
+            nbytes=values.numel() * values.element_size(),
+            read=None if values.is_meta else partial(values.clone, memory_format=torch.contiguous_format),
+        )
+    if isinstance(content, dict):
+        return {key: _with_stored(value) for key, value in content.items()}
+    return content
 
 
 READERS: dict[str, Callable[[BinaryIO, int, Path], Any]] = {

@@ -77,19 +77,28 @@ def convert(
         return text
     if text.casefold() in _WORDS:
         value = _WORDS[text.casefold()]
+    elif name.endswith("dtype") and "." not in text:
+        value = _named_or_literal(f"torch.{text}", namespace)
     else:
-        value = _named_or_literal(f"torch.{text}" if name.endswith("dtype") and "." not in text else text, namespace)
+        value = _named_or_literal(text, namespace)
     if isinstance(default, list) and isinstance(value, tuple):
         return list(value)
     if not isinstance(kind, type) or kind not in _EXAMPLES:
         return value
-    if len(text) > _DIGITS or not isinstance(value, (int, kind)) or (isinstance(value, bool) and kind is not bool):
+    if len(text) > _DIGITS or not _is_of(kind, value):
         words, example = _EXAMPLES[kind]
         raise SpecError(
             f"{flag} {shown(name)}={shown(text)} is invalid: {name} must be {words}. "
             f"Write e.g. {flag} {name}={example}."
         )
     return kind(value)
+
+
+def _is_of(kind: type, value: Any) -> bool:
+    """Return whether a value is a number or a switch of this kind: 1 may be a float or a switch, True is no number."""
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, kind))
 
 
 def _named_or_literal(text: str, namespace: Mapping[str, Any]) -> Any:
@@ -123,19 +132,27 @@ def parse_shapes(typed: list[str] | tuple[str, ...]) -> dict[str, InputShape]:
     """
     shapes: dict[str, InputShape] = {}
     for text in typed:
-        match, said = _SHAPE.fullmatch(text.strip()), f"--input-shape {shown(text)}"
-        if match is None:
-            raise SpecError(f"{said} is not NAME=SIZExSIZE:DTYPE. Write e.g. --input-shape x=2x10x512:float32.")
-        sizes = tuple(int(size) if len(size) < _DIGITS else _LARGEST + 1 for size in match["sizes"].split("x"))
-        if min(sizes) < 1 or prod(sizes) > _LARGEST:
-            raise SpecError(f"{said} is not a shape: every size must be 1 or more, and the tensor must fit in memory.")
-        dtype = (match["dtype"] or "").removeprefix("torch.") or None
-        if dtype is not None and dtype not in INPUT_DTYPES:
-            raise SpecError(f"{said}: {shown(dtype)} is not one of {', '.join(INPUT_DTYPES)}.")
-        if (match["name"] or "") in shapes:
-            raise SpecError(f"--input-shape gives {shown(match['name'] or 'one argument')} twice. Give each once.")
-        shapes[match["name"] or ""] = InputShape(sizes, dtype)
+        name, shape = _parsed_shape(text)
+        if name in shapes:
+            raise SpecError(f"--input-shape gives {shown(name or 'one argument')} twice. Give each once.")
+        shapes[name] = shape
     return shapes
+
+
+def _parsed_shape(text: str) -> tuple[str, InputShape]:
+    """Return the name in a text, empty if it has none, and the shape: `x`, (2, 10, 512), `float32`."""
+    match = _SHAPE.fullmatch(text.strip())
+    said = f"--input-shape {shown(text)}"
+    if match is None:
+        raise SpecError(f"{said} is not NAME=SIZExSIZE:DTYPE. Write e.g. --input-shape x=2x10x512:float32.")
+    # A size of too many digits is not parsed: it is too large anyway.
+    sizes = tuple(int(size) if len(size) < _DIGITS else _LARGEST + 1 for size in match["sizes"].split("x"))
+    if min(sizes) < 1 or prod(sizes) > _LARGEST:
+        raise SpecError(f"{said} is not a shape: every size must be 1 or more, and the tensor must fit in memory.")
+    dtype = (match["dtype"] or "").removeprefix("torch.") or None
+    if dtype is not None and dtype not in INPUT_DTYPES:
+        raise SpecError(f"{said}: {shown(dtype)} is not one of {', '.join(INPUT_DTYPES)}.")
+    return match["name"] or "", InputShape(sizes, dtype)
 
 
 # -- calling a constructor -------------------------------------------------------------------------------------------
@@ -165,9 +182,23 @@ def signature_of(function: Callable[..., Any]) -> dict[str, Parameter]:
     hints: dict[str, Any] = {}
     with suppress(Exception):  # an annotation may name something undefined
         # A class has the hints of its __init__; mypy objects (misc) that a subclass may change it.
-        made_by = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]  # of that class alone
-        hints = typing.get_type_hints(made_by)
-    return {name: p.replace(annotation=hints.get(name, p.annotation)) for name, p in parameters.items()}
+        maker = function.__init__ if isinstance(function, type) else function  # type: ignore[misc]  # of that class alone
+        hints = typing.get_type_hints(maker)
+    resolved: dict[str, Parameter] = {}
+    for name, parameter in parameters.items():
+        resolved[name] = parameter.replace(annotation=hints.get(name, parameter.annotation))
+    return resolved
+
+
+def _nameable(parameters: Mapping[str, Parameter]) -> dict[str, Parameter]:
+    """Return the parameters that have one value each: all except `*args` and `**kwargs`."""
+    collecting = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    return {name: parameter for name, parameter in parameters.items() if parameter.kind not in collecting}
+
+
+def _is_required(parameter: Parameter) -> bool:
+    """Return whether a parameter has no default."""
+    return parameter.default is Parameter.empty
 
 
 def bind(
@@ -181,66 +212,91 @@ def bind(
 
     Raises `SpecError` if a value is invalid, or a required one is missing.
     """
-    parameters = signature_of(function)
-    plain = {n: p for n, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    open_ended = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    bound, flag = Arguments(names=list(plain)), flags.setting
+    signature = signature_of(function)
+    parameters = _nameable(signature)
+    bound = Arguments(names=list(parameters))
     for key, text in settings.items():
-        if key not in plain:
+        if key in parameters:
+            bound.values[key] = _converted(parameters[key], text, namespace, flags.setting)
+        else:
             bound.left[key] = text
-            continue
-        annotation, default = plain[key].annotation, plain[key].default
-        is_size = annotation is default is Parameter.empty and flag_of(key) in _SIZES
-        bound.values[key] = convert(key, text, int if is_size else annotation, default, namespace, flag)
-    _pass_flags(plain, bound, flags)
-    for key, parameter in plain.items():
+    _pass_flags(parameters, bound, flags)
+    for key, parameter in parameters.items():
         if key not in bound.values:
             _pass_config(parameter, bound, flags, namespace)
-    for key in [key for key in bound.left if open_ended and key.isidentifier()]:
-        bound.values[key] = convert(key, bound.left.pop(key), Any, Parameter.empty, namespace, flag)
-    missing = [n for n, p in plain.items() if p.default is Parameter.empty and n not in bound.values]
-    if missing and all(kind_of(plain[n]) in _TENSORS for n in missing):
+    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.values()):
+        _pass_other_names(bound, flags, namespace)
+    missing = [key for key, parameter in parameters.items() if _is_required(parameter) and key not in bound.values]
+    if not missing:
+        return bound
+    if all(kind_of(parameters[key]) in _TENSORS for key in missing):
         raise SpecError(
             f"{name} takes tensors ({', '.join(missing)}), and a target must be a class or a function "
             "that returns a module. Call it in the forward of a torch.nn.Module."
         )
-    if missing:
-        left = [key for key in bound.left if key not in bound.names]
-        unknown = f" {flag} {left[0]} is not one of its arguments ({', '.join(bound.names)})." if left else ""
-        them = "it" if len(missing) == 1 else "them"
-        values = [f"{flag} {argument}=VALUE" for argument in missing]
-        may_be = "".join(_as_a_class(flag, argument, namespace) for argument in missing)
-        raise SpecError(
-            f"{name} needs {', '.join(missing)}, and mha-inspect has no option for {them}.{unknown} "
-            f"Give {' '.join(values)}, or name a function that returns the module.{may_be}"
-        )
-    return bound
+    raise SpecError(_missing(name, missing, bound, flags.setting, namespace))
+
+
+def _converted(parameter: Parameter, text: str, namespace: Mapping[str, Any], flag: str) -> Any:
+    """Return the value of a setting for an argument of a constructor. A size is a whole number without saying so."""
+    kind = parameter.annotation
+    says_nothing = parameter.annotation is Parameter.empty and _is_required(parameter)
+    if says_nothing and flag_of(parameter.name) in _SIZES:
+        kind = int
+    return convert(parameter.name, text, kind, parameter.default, namespace, flag)
+
+
+def _pass_other_names(bound: Arguments, flags: Flags, namespace: Mapping[str, Any]) -> None:
+    """Pass the settings that are left to a function with `**kwargs`, which may take any name."""
+    for key in list(bound.left):
+        if key.isidentifier():
+            text = bound.left.pop(key)
+            bound.values[key] = convert(key, text, Any, Parameter.empty, namespace, flags.setting)
+
+
+def _missing(name: str, missing: list[str], bound: Arguments, flag: str, namespace: Mapping[str, Any]) -> str:
+    """Return the message for required arguments that were not given."""
+    left = [key for key in bound.left if key not in bound.names]
+    unknown = f" {flag} {left[0]} is not one of its arguments ({', '.join(bound.names)})." if left else ""
+    them = "it" if len(missing) == 1 else "them"
+    values = " ".join(f"{flag} {argument}=VALUE" for argument in missing)
+    may_be = "".join(_as_a_class(flag, argument, namespace) for argument in missing)
+    return (
+        f"{name} needs {', '.join(missing)}, and mha-inspect has no option for {them}.{unknown} "
+        f"Give {values}, or name a function that returns the module.{may_be}"
+    )
 
 
 def _as_a_class(flag: str, argument: str, namespace: Mapping[str, Any]) -> str:
     """Return a sentence that a config may be the only dataclass of the file; empty for other arguments."""
-    is_config = any(word in argument.lower() for word in ("config", "cfg", "args", "hparams", "params"))
+    words = ("config", "cfg", "args", "hparams", "params")
+    if not any(word in argument.lower() for word in words):
+        return ""
     classes = [name for name, value in namespace.items() if isinstance(value, type) and is_dataclass(value)]
-    if not is_config or len(classes) != 1:
+    if len(classes) != 1:
         return ""
     return f" A class may be the value: {flag} {argument}={classes[0]}."
 
 
-def _pass_flags(plain: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
+def _pass_flags(parameters: Mapping[str, Parameter], bound: Arguments, flags: Flags) -> None:
     """Pass flags for required arguments, and the user's flags to the argument of the most specific name."""
     for flag in ALIASES:
-        matching = named_for(flag, plain)
-        said = [n for n in matching if n in bound.values]
+        matching = named_for(flag, parameters)
+        passed = [name for name in matching if name in bound.values]
+        names = [name for name in matching if name not in passed and _is_required(parameters[name])]
         value, origin = flags.value(flag), origin_of(flag)
-        needed = [n for n in matching if plain[n].default is Parameter.empty and n not in said]
         if flag in flags.given and flag != "seq_len" and matching:
             bound.used.add(flag)
-            needed = needed or [n for n in matching[:1] if n not in said]
-        elif said:
+            if not names and matching[0] not in passed:
+                names = [matching[0]]
+        elif passed:
             # A value of --set for one name counts for the others: d_in and d_out are one width.
-            value, origin = bound.values[said[0]], f"{flags.setting} {said[0]}"
-        for key in needed if value is not None else ():
-            bound.values[key], bound.origins[key] = value, origin
+            value, origin = bound.values[passed[0]], f"{flags.setting} {passed[0]}"
+        if value is None:
+            continue
+        for name in names:
+            bound.values[name] = value
+            bound.origins[name] = origin
 
 
 def _pass_config(parameter: Parameter, bound: Arguments, flags: Flags, namespace: Mapping[str, Any]) -> None:
@@ -248,21 +304,31 @@ def _pass_config(parameter: Parameter, bound: Arguments, flags: Flags, namespace
     name, kind = parameter.name, parameter.annotation
     if not isinstance(kind, type) or not dataclasses.is_dataclass(kind):
         return
-    dotted = {key[len(name) + 1 :]: text for key, text in bound.left.items() if key.startswith(f"{name}.")}
-    if parameter.default is not Parameter.empty and not dotted:
+    prefix = f"{name}."
+    dotted: dict[str, str] = {}
+    plain: dict[str, str] = {}
+    for key, text in bound.left.items():
+        if key.startswith(prefix):
+            dotted[key.removeprefix(prefix)] = text
+        elif "." not in key:
+            plain[key] = text
+    if not _is_required(parameter) and not dotted:
         return
-    settings = {key: text for key, text in bound.left.items() if "." not in key} | dotted
+    settings = {**plain, **dotted}
     inner = bind(kind, settings, flags, namespace, kind.__name__)
-    unknown = next((key for key in dotted if key in inner.left), None)
-    if unknown is not None:
-        names = [f"{name}.{n}" for n in inner.names]
-        raise SpecError(unknown_setting(f"{name}.{unknown}", names, name, flags.setting))
+    names = [f"{prefix}{field_name}" for field_name in inner.names]
+    for key in dotted:
+        if key in inner.left:
+            raise SpecError(unknown_setting(f"{prefix}{key}", names, name, flags.setting))
     bound.values[name] = kind(**inner.values)
-    bound.names += [f"{name}.{n}" for n in inner.names]
-    bound.origins |= {f"{name}.{n}": origin for n, origin in inner.origins.items()}
+    bound.names += names
+    for key, origin in inner.origins.items():
+        bound.origins[f"{prefix}{key}"] = origin
     bound.used |= inner.used
-    passed = {*settings} - {*inner.left}
-    bound.left = {key: text for key, text in bound.left.items() if key.removeprefix(f"{name}.") not in passed}
+    for key in list(bound.left):
+        field_name = key.removeprefix(prefix)
+        if field_name in settings and field_name not in inner.left:
+            del bound.left[key]
 
 
 def settings_of_forward(
@@ -272,16 +338,16 @@ def settings_of_forward(
 
     Raises `SpecError` for a name that neither takes.
     """
-    every = signature_of(module.forward)
-    taken = {n: p for n, p in every.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
-    unknown = next((key for key in left if key not in taken), None)
-    if unknown is not None:
-        owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
-        raise SpecError(unknown_setting(unknown, [*dict.fromkeys((*names, *taken))], owner, flag))
-    return {
-        key: convert(key, text, taken[key].annotation, taken[key].default, namespace, flag)
-        for key, text in left.items()
-    }
+    parameters = _nameable(signature_of(module.forward))
+    values: dict[str, Any] = {}
+    for key in left:
+        if key not in parameters:
+            owner = f"{owner} or of its forward" if names else f"{owner}'s forward"
+            raise SpecError(unknown_setting(key, list(dict.fromkeys([*names, *parameters])), owner, flag))
+    for key, text in left.items():
+        parameter = parameters[key]
+        values[key] = convert(key, text, parameter.annotation, parameter.default, namespace, flag)
+    return values
 
 
 def unknown_setting(key: str, names: list[str], owner: str, flag: str) -> str:

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from inspect import Parameter
 from pathlib import Path
 from types import ModuleType
@@ -40,7 +41,18 @@ _FEWER = "--set num_hidden_layers=2 --set hidden_size=64"
 """Settings that make most types small."""
 _COUNTS = ("num_hidden_layers", "n_layer", "num_layers")
 
-Built = tuple[nn.Module, dict[str, Any], tuple[str, ...], dict[str, Any]]
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A model, and how it was built."""
+
+    module: nn.Module
+    passed: dict[str, Any]
+    """The values passed to its configuration by name, as plain data."""
+    notes: tuple[str, ...]
+    """How it was built, as sentences."""
+    forward_settings: dict[str, Any]
+    """The arguments of its forward that --set gave."""
 
 
 class NetworkNeededError(MhaInspectError):
@@ -49,48 +61,84 @@ class NetworkNeededError(MhaInspectError):
     exit_code = ExitCode.REFUSED
 
 
-def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: str, seed: int) -> Built:
+def build_model(text: str, settings: Mapping[str, str], flags: Flags, device: str, seed: int) -> BuiltModel:
     """Build the model that `hf:TYPE` or `hf:DIRECTORY` names.
-
-    Returns the module, the values passed to its configuration by name as plain data, notes on how it was built, and
-    the arguments of its forward that --set gave.
 
     Raises `MhaInspectError` if the model is missing, unknown, unsafe, too large or not on this machine.
     """
     transformers = _transformers()
-    kind = text.removeprefix("hf:")
-    if not kind:
+    name = text.removeprefix("hf:")
+    if not name:
         raise InputError("hf: is missing the model. Write hf:TYPE, e.g. hf:bert, or hf:DIRECTORY.")
     if "small" in settings:
         raise SpecError(
             f"{flags.setting} small is gone. Give sizes, e.g. {_FEWER}, or show shapes only: --device meta."
         )
-    settings = dict(settings)
-    attention = settings.pop(_ATTENTION, None)
-    values, weights, is_file = dict[str, Any](), list[Path](), Path(kind).exists()
-    if is_file:
-        file = Path(kind) / "config.json" if Path(kind).is_dir() else Path(kind)
-        values = read_config(file, text)
-        kind = str(values.pop("model_type"))
-        weights = [*file.parent.glob("*.safetensors"), *file.parent.glob("pytorch_model*.bin")]
-    config_class = _config_class(transformers, kind, text, values if is_file else None)
-    changes, left = _of_settings(config_class, values, settings, flags.setting)
-    of_flags = _of_flags(config_class, values, changes, flags)
-    config = _config(config_class, {**_with_layers_cut(values, changes), **changes}, text)
-    extra = {} if attention is None else {_ATTENTION: attention}
-    module = _build(_model_class(transformers, config, kind), config, extra, weights, text, device, seed)
-    said = "with the weights of the directory" if weights else f"with random weights from seed {seed}"
-    said = "without weights, on meta" if device == "meta" else said
-    notes = [f"Built from a configuration of type {kind}, {said}."]
+    source = _source(transformers, name, text)
+    of_config = {key: value for key, value in settings.items() if key != _ATTENTION}
+    changes, left = _of_settings(source.config_class, source.values, of_config, flags.setting)
+    of_flags = _of_flags(source.config_class, source.values, changes, flags)
+    config = _config(source.config_class, {**_with_layers_cut(source.values, changes), **changes}, text)
+    extra = {_ATTENTION: settings[_ATTENTION]} if _ATTENTION in settings else {}
+    model_class = _model_class(transformers, config, source.kind)
+    module = _build(model_class, config, extra, source.weights, text, device, seed)
+    notes = [f"Built from a configuration of type {source.kind}, {_origin_of_weights(source, device, seed)}."]
     if of_flags:
         notes.append(f"Configured with {', '.join(of_flags)}.")
+    names = [*_setting_names(source.config_class), _ATTENTION]
+    owner = f"the configuration of {source.kind}"
+    return BuiltModel(
+        module=module,
+        passed=_passed(changes),
+        notes=tuple(notes),
+        forward_settings=settings_of_forward(module, left, names, owner, {}, flags.setting),
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The configuration that a target names, by its type or in a folder."""
+
+    kind: str
+    """The type of model: `bert`."""
+    config_class: Any
+    values: dict[str, Any]
+    """The content of the file; empty for a type."""
+    weights: list[Path]
+    """The files with weights in the folder."""
+
+
+def _source(transformers: ModuleType, name: str, text: str) -> _Source:
+    """Return the configuration of a folder or file of this name, or else of a type."""
+    path = Path(name)
+    if not path.exists():
+        return _Source(name, _class_of_type(transformers, name), {}, [])
+    file = path / "config.json" if path.is_dir() else path
+    values = read_config(file, text)
+    kind = str(values.pop("model_type"))
+    weights = [*file.parent.glob("*.safetensors"), *file.parent.glob("pytorch_model*.bin")]
+    return _Source(kind, _class_of_file(transformers, kind, text, values), values, weights)
+
+
+def _origin_of_weights(source: _Source, device: str, seed: int) -> str:
+    """Return where the weights come from, in words."""
+    if device == "meta":
+        return "without weights, on meta"
+    if source.weights:
+        return "with the weights of the directory"
+    return f"with random weights from seed {seed}"
+
+
+def _passed(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values that were changed in a configuration, those in a part by their path: `text_config.dim`."""
     passed = {name: value for name, value in changes.items() if not isinstance(value, dict)}
     for part, inner in changes.items():
-        plain_values = inner.items() if isinstance(inner, dict) else ()
-        passed |= {f"{part}.{name}": value for name, value in plain_values if not isinstance(value, (dict, list))}
-    names = [*_setting_names(config_class), _ATTENTION]
-    chosen = settings_of_forward(module, left, names, f"the configuration of {kind}", {}, flags.setting)
-    return module, passed, tuple(notes), chosen
+        if not isinstance(inner, dict):
+            continue
+        for name, value in inner.items():
+            if not isinstance(value, (dict, list)):
+                passed[f"{part}.{name}"] = value
+    return passed
 
 
 def _transformers() -> ModuleType:
@@ -133,42 +181,51 @@ def read_config(file: Path, text: str) -> dict[str, Any]:
     return values
 
 
-def _config_class(transformers: ModuleType, kind: str, text: str, values: Mapping[str, Any] | None) -> Any:
-    """Return the configuration class of a type; `values` is the content of its file, None without a file."""
-    known = sorted(transformers.CONFIG_MAPPING.keys())
-    spelled = {plain(name.replace("-", "_")): name for name in known}
-    name = kind if kind in known or values is not None else spelled.get(plain(kind.replace("-", "_")))
-    if name in known:
+def _class_of_file(transformers: ModuleType, kind: str, text: str, values: Mapping[str, Any]) -> Any:
+    """Return the configuration class of the type that a file names; `values` is the content of the file."""
+    kinds = sorted(transformers.CONFIG_MAPPING.keys())
+    if kind in kinds:
+        return transformers.CONFIG_MAPPING[kind]
+    said = f"{shown(text)} is of type {shown(kind)}, which transformers"
+    if "auto_map" in values:
+        raise UnsafeFileError(
+            f"{said} does not have. Its configuration names custom code, which is never run. Import the class "
+            "yourself: path/to/file.py:Name."
+        )
+    raise InputError(f"{said} {transformers.__version__} does not have.{did_you_mean(kind, kinds)}")
+
+
+def _class_of_type(transformers: ModuleType, kind: str) -> Any:
+    """Return the configuration class of a type that the user names, in any spelling: `GPT-2` for `gpt2`."""
+    kinds = sorted(transformers.CONFIG_MAPPING.keys())
+    spelled = {plain(name.replace("-", "_")): name for name in kinds}
+    name = kind if kind in kinds else spelled.get(plain(kind.replace("-", "_")))
+    if name is not None:
         return transformers.CONFIG_MAPPING[name]
-    if values is not None:
-        said = f"{shown(text)} is of type {shown(kind)}, which transformers"
-        if "auto_map" in values:
-            raise UnsafeFileError(
-                f"{said} does not have. Its configuration names custom code, which is never run. Import the class "
-                "yourself: path/to/file.py:Name."
-            )
-        raise InputError(f"{said} {transformers.__version__} does not have.{did_you_mean(kind, known)}")
     if kind.startswith((".", "/", "~")):
         raise InputError(
             f"there is no folder {shown(kind)}. Give one that save_pretrained wrote, or a type, e.g. hf:bert."
         )
-    started = [name for name in known if kind.casefold().startswith((f"{name}-", f"{name}_"))]
-    if "/" in kind or started:
-        guess = f" For its shapes with random weights: hf:{max(started, key=len)}." if started else ""
+    # A name of a model on the hub begins with its type: `bert-base-uncased`.
+    begun = [name for name in kinds if kind.casefold().startswith((f"{name}-", f"{name}_"))]
+    if "/" in kind or begun:
+        guess = f" For its shapes with random weights: hf:{max(begun, key=len)}." if begun else ""
         raise NetworkNeededError(
             f"{shown(kind)} is not a folder here, and nothing is downloaded. Download it first "
             f"(hf download {shown(kind)} --local-dir DIR) and give hf:DIR.{guess}"
         )
-    near = did_you_mean(kind, known) or f" There are {len(known)} types, e.g. bert, gpt2, llama, t5 and vit."
+    near = did_you_mean(kind, kinds) or f" There are {len(kinds)} types, e.g. bert, gpt2, llama, t5 and vit."
     raise InputError(f"{shown(kind)} is not a folder, and not a model type of transformers.{near}")
 
 
 def _setting_names(config_class: Any) -> list[str]:
     """Return every name that --set could give a configuration, with names of all configurations last."""
-    every = [f.name for f in dataclasses.fields(config_class)] if dataclasses.is_dataclass(config_class) else []
-    special = [name for name in every if name in vars(config_class).get("__annotations__", {})]
-    names = dict.fromkeys((*special, *getattr(config_class, "attribute_map", {}), *every))
-    return [name for name in names if not name.startswith("_")]
+    fields = dataclasses.fields(config_class) if dataclasses.is_dataclass(config_class) else ()
+    names = [field.name for field in fields]
+    special = [name for name in names if name in vars(config_class).get("__annotations__", {})]
+    renamed = getattr(config_class, "attribute_map", {})
+    in_order = dict.fromkeys([*special, *renamed, *names])
+    return [name for name in in_order if not name.startswith("_")]
 
 
 def _mapped(config_class: Any, name: str) -> str:
@@ -181,55 +238,97 @@ def _of_settings(
     """Return the settings of a configuration by name, and the settings that it does not have."""
     changes: dict[str, Any] = {}
     left: dict[str, str] = {}
-    parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
-    known = {part: _setting_names(kind) if hasattr(kind, "model_type") else [] for part, kind in parts.items()}
     for key, text in settings.items():
-        part, point, name = key.partition(".")
-        owners = {part: name} if point and part in parts else {part: key for part in parts if key in known[part]}
-        if point and part in parts and name not in known[part]:
-            raise SpecError(unknown_setting(key, [f"{part}.{name}" for name in known[part]], part, flag))
-        if key in _setting_names(config_class):
-            owners = {"": key}
-        for owner, name in owners.items():
-            kind = parts[owner] if owner else config_class
-            into = changes.setdefault(owner, dict(values.get(owner) or {})) if owner else changes
-            mapped = _mapped(kind, name)
-            into[mapped] = convert(key, text, Any, getattr(kind, mapped, Parameter.empty), {}, flag)
+        owners = _owners(config_class, key, flag)
         if not owners:
             left[key] = text
+        for owner in owners:
+            into = changes
+            if owner.part:
+                into = changes.setdefault(owner.part, dict(values.get(owner.part) or {}))
+            name = _mapped(owner.config_class, owner.name)
+            default = getattr(owner.config_class, name, Parameter.empty)
+            into[name] = convert(key, text, Any, default, {}, flag)
     return changes, left
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A configuration that has a setting."""
+
+    part: str
+    """The part of the whole configuration: `text_config`; empty for the whole."""
+    config_class: Any
+    name: str
+    """The setting, without the part."""
+
+
+def _owners(config_class: Any, key: str, flag: str) -> list[_Owner]:
+    """Return the configurations that a setting is for: the whole, a part before a point, or all parts that have it.
+
+    Raises `SpecError` if the part before the point does not have it.
+    """
+    parts: dict[str, Any] = getattr(config_class, "sub_configs", {}) or {}
+    part, _, name = key.partition(".")
+    is_dotted = "." in key and part in parts
+    if is_dotted and name not in _names_of_part(parts[part]):
+        names = [f"{part}.{name}" for name in _names_of_part(parts[part])]
+        raise SpecError(unknown_setting(key, names, part, flag))
+    if key in _setting_names(config_class):
+        return [_Owner("", config_class, key)]
+    if is_dotted:
+        return [_Owner(part, parts[part], name)]
+    return [_Owner(part, kind, key) for part, kind in parts.items() if key in _names_of_part(kind)]
+
+
+def _names_of_part(config_class: Any) -> list[str]:
+    """Return the settings of a part of a configuration; empty for a part of any type."""
+    return _setting_names(config_class) if hasattr(config_class, "model_type") else []
 
 
 def _of_flags(config_class: Any, values: Mapping[str, Any], changes: dict[str, Any], flags: Flags) -> list[str]:
     """Add the values of flags to the `changes` of a configuration; return in words which were added."""
-    names, said = _setting_names(config_class), []
+    names = _setting_names(config_class)
+    said: list[str] = []
     for flag in sorted(flags.given & set(ALIASES) - {"seq_len", "causal", "batch_first"}):
-        name = next(iter(named_for(flag, names)), None)
-        if name is None and flag in flags.typed:
-            raise SpecError(
-                f"the configuration {config_class.__name__} has no setting for {dashed(flag)}. Name the setting: "
-                f"{flags.setting} NAME=VALUE."
-            )
-        if name is not None and _mapped(config_class, name) not in changes:
-            changes[_mapped(config_class, name)] = flags.value(flag)
-            said.append(f"{name}={flags.value(flag)} ({dashed(flag)})")
+        matching = named_for(flag, names)
+        if not matching:
+            if flag in flags.typed:
+                raise SpecError(
+                    f"the configuration {config_class.__name__} has no setting for {dashed(flag)}. Name the setting: "
+                    f"{flags.setting} NAME=VALUE."
+                )
+            continue
+        name = _mapped(config_class, matching[0])
+        if name not in changes:
+            changes[name] = flags.value(flag)
+            said.append(f"{matching[0]}={flags.value(flag)} ({dashed(flag)})")
+    added = _vocabulary_for(config_class, values, changes)
+    changes |= added
+    return said + [f"{name}={value} (it had none)" for name, value in added.items()]
+
+
+def _vocabulary_for(config_class: Any, values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, int]:
+    """Return a small vocabulary for a type whose configuration has none by default, where none is given."""
     with suppress(Exception):  # a configuration may have no defaults
         default = config_class()
-        if default.vocab_size is None and values.get("vocab_size", changes.get("vocab_size")) is None:
-            opened_up = {"vocab_size": 32} | ({"pad_token_id": 0} if default.pad_token_id is None else {})
-            changes |= opened_up
-            said += [f"{name}={value} (it had none)" for name, value in opened_up.items()]
-    return said
+        given = values.get("vocab_size", changes.get("vocab_size"))
+        if default.vocab_size is None and given is None:
+            return {"vocab_size": 32, "pad_token_id": 0} if default.pad_token_id is None else {"vocab_size": 32}
+    return {}
 
 
 def _with_layers_cut(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a configuration with fewer layers: lists by layer are cut with them."""
-    count = next((name for name in _COUNTS if name in changes and name in values), None)
-    if count is None:
+    counts = [name for name in _COUNTS if name in changes and name in values]
+    if not counts:
         return values
-    every, fewer = values[count], changes[count]
-    is_cut = {name for name, value in values.items() if isinstance(value, list) and len(value) == every > fewer}
-    return {name: value[:fewer] if name in is_cut else value for name, value in values.items()}
+    num_layers, fewer = values[counts[0]], changes[counts[0]]
+    cut = dict(values)
+    for name, value in values.items():
+        if isinstance(value, list) and len(value) == num_layers > fewer:
+            cut[name] = value[:fewer]
+    return cut
 
 
 def _config(config_class: Any, values: dict[str, Any], text: str) -> Any:

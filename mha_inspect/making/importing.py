@@ -37,17 +37,29 @@ def split_target(text: str) -> tuple[str, str]:
 
     Raises `InputError` if the text does not have the form of a target.
     """
-    where, colon, name = text.rpartition(":") if ":" in text else (text, "", "")
-    if where.endswith((".py", ".py:")) or (colon and (os.sep in where or "/" in where)):
-        if name and where.endswith(".py"):
-            return where, name
-        if name:
-            file = where.rstrip(":").removesuffix(".py")
-            raise InputError(f"{shown(where)} is not a Python file. Write {shown(file)}.py:{name}.")
-        raise InputError(f"{shown(text)} is missing the name of a class. Write {shown(where.rstrip(':'))}:Name.")
-    if not colon or not name or not all(part.isidentifier() for part in (*where.split("."), *name.split("."))):
+    where, colon, name = text, "", ""
+    if ":" in text:
+        where, colon, name = text.rpartition(":")
+    is_path = bool(colon) and (os.sep in where or "/" in where)
+    if is_path or where.endswith((".py", ".py:")):
+        _require_name_in_file(text, where, name)
+    elif not colon or not name or not _is_dotted_name(where) or not _is_dotted_name(name):
         raise InputError(f"{shown(text)} is not a target: write {FORMS}.")
     return where, name
+
+
+def _require_name_in_file(text: str, where: str, name: str) -> None:
+    """Raise `InputError` if a target with a path lacks the name of a class, or is no Python file."""
+    if not name:
+        raise InputError(f"{shown(text)} is missing the name of a class. Write {shown(where.rstrip(':'))}:Name.")
+    if not where.endswith(".py"):
+        file = where.rstrip(":").removesuffix(".py")
+        raise InputError(f"{shown(where)} is not a Python file. Write {shown(file)}.py:{name}.")
+
+
+def _is_dotted_name(text: str) -> bool:
+    """Return whether a text is names with points between them: `torch.nn.Linear`."""
+    return all(part.isidentifier() for part in text.split("."))
 
 
 def is_file_alone(text: str) -> bool:
@@ -96,8 +108,14 @@ def load_object(text: str) -> tuple[Any, ModuleType]:
 def _modules_in(owner: Any, name: str) -> str:
     from torch import nn
 
-    classes = [n for n, value in vars(owner).items() if isinstance(value, type) and issubclass(value, nn.Module)]
-    modules = [*classes, *(n for n, value in vars(owner).items() if isinstance(value, nn.Module))]
+    classes: list[str] = []
+    instances: list[str] = []
+    for member, value in vars(owner).items():
+        if isinstance(value, nn.Module):
+            instances.append(member)
+        elif isinstance(value, type) and issubclass(value, nn.Module):
+            classes.append(member)
+    modules = classes + instances
     if not modules:
         return "It has no torch.nn.Module."
     return f"Modules in it: {first_few(modules, 8)}.{did_you_mean(name, modules)}"
@@ -120,17 +138,24 @@ def _load_module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise
-        as_file = Path(*name.split(".")).with_suffix(".py")
-        known = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
-        hint = "" if first in known else did_you_mean(first, known)
-        if os.path.exists(as_file):
-            hint = f" For the file, write {shown(as_file)}:Name."
-        elif first == "nn":  # as everybody imports it
-            hint = f" Did you mean torch.{name}?"
         raise InputError(
             f"there is no module {shown(error.name)} here or among the installed ones. Run it from the folder "
-            f"of {shown(first)}, install its package, or give the file: path/to/file.py:Name.{hint}"
+            f"of {shown(first)}, install its package, or give the file: path/to/file.py:Name.{_way_to_module(name)}"
         ) from None
+
+
+def _way_to_module(name: str) -> str:
+    """Return a sentence on the module that a user may have meant by this name; empty if none is near."""
+    first = name.partition(".")[0]
+    as_file = Path(*name.split(".")).with_suffix(".py")
+    if os.path.exists(as_file):
+        return f" For the file, write {shown(as_file)}:Name."
+    if first == "nn":  # as everybody imports it
+        return f" Did you mean torch.{name}?"
+    likely = ["torch", "transformers", *(file.stem for file in Path().glob("*.py"))]
+    if first in likely:
+        return ""
+    return did_you_mean(first, likely)
 
 
 def _load_file(where: str) -> ModuleType:
@@ -139,19 +164,15 @@ def _load_file(where: str) -> ModuleType:
     A file in a package is imported as a part of it, so that its relative imports work.
     """
     if not os.path.isfile(where):
-        folder, name = os.path.dirname(where) or ".", os.path.basename(where)
-        what = "is a folder" if os.path.isdir(where) else "is not a file" if os.path.exists(where) else "is not there"
-        if os.path.isdir(folder) and not os.access(folder, os.X_OK):
-            what = "cannot be read: permission denied for its folder"
-        beside = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
-        near = "" if os.path.exists(where) else did_you_mean(name, beside)
-        raise InputError(f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}")
+        raise InputError(_no_file(where))
     path = Path(os.path.realpath(where))
     if path in _LOADED and _LOADED[path] in sys.modules:
         return sys.modules[_LOADED[path]]
-    root, parts = path.parent, [path.stem]
+    root = path.parent
+    parts = [path.stem]
     while (root / "__init__.py").exists() and root.name.isidentifier():
-        root, parts = root.parent, [root.name, *parts]
+        parts.insert(0, root.name)
+        root = root.parent
     importlib.invalidate_caches()
     is_new = str(root) not in sys.path
     if is_new:
@@ -169,7 +190,26 @@ def _load_file(where: str) -> ModuleType:
             sys.path.append(str(root))
 
 
+def _no_file(where: str) -> str:
+    """Return the message for a path that is not a file."""
+    folder, name = os.path.dirname(where) or ".", os.path.basename(where)
+    if os.path.isdir(folder) and not os.access(folder, os.X_OK):
+        what = "cannot be read: permission denied for its folder"
+    elif os.path.isdir(where):
+        what = "is a folder"
+    elif os.path.exists(where):
+        what = "is not a file"
+    else:
+        what = "is not there"
+    near = ""
+    if not os.path.exists(where):
+        files = sorted(path.name for path in Path(folder).glob("*.py") if path.name != name)
+        near = did_you_mean(name, files)
+    return f"{shown(where)} {what}.{near or ' Give the path of a Python file: path/to/file.py:Name.'}"
+
+
 def _execute(path: Path) -> ModuleType:
+    """Run a file that is in no package, and return its module."""
     name = path.stem
     if name in sys.modules or not name.isidentifier() or name in sys.stdlib_module_names:
         name = f"_target_{len(_LOADED)}_{path.stem}"
@@ -213,29 +253,62 @@ def stdout_for_the_answer() -> Iterator[None]:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the main line of an error, and the line of the user's code that it came from."""
-    lines = [*filter(None, map(str.strip, message_of(error).splitlines())), ""]
-    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    """Return the main line of an error, and the line of the user's code that it came from.
+
+    E.g. `ValueError: dim is 7 (model.py:12)`.
+    """
     frames = _frames(error)
-    # The last line of the user's code, or else of a library.
-    frame = next(reversed([frame for frame in frames if "-packages" not in frame.filename] or frames), None)
-    place = (frame.filename, frame.lineno) if frame else ("", None)
-    if isinstance(error, SyntaxError):
-        text, place = error.msg, (error.filename or place[0], error.lineno or place[1])
-    if isinstance(error, SystemExit):
-        text = "it ends the program" + (f", with {error.code!r}" if error.code is not None else "")
+    text = _main_line(error)
     if not text and frames:
+        # An assert without a message says by its code what is wrong.
         text = linecache.getline(frames[-1].filename, frames[-1].lineno or 0).strip()
     line = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    filename = os.path.relpath(place[0]) if Path(place[0]).is_relative_to(Path.cwd()) else place[0]
-    at = f"{filename.rpartition(f'site-packages{os.sep}')[2]}:{place[1]}"
-    return shown(f"{line} ({at})" if place[0] and at not in line else line, MESSAGE)
+    place = _place(error, frames)
+    if not place or place in line:
+        return shown(line, MESSAGE)
+    return shown(f"{line} ({place})", MESSAGE)
+
+
+def _main_line(error: BaseException) -> str:
+    """Return the line of an error's message that says most: the first one, with the next if it ends in a colon."""
+    if isinstance(error, SyntaxError):
+        return error.msg
+    if isinstance(error, SystemExit):
+        return "it ends the program" if error.code is None else f"it ends the program, with {error.code!r}"
+    stripped = [line.strip() for line in message_of(error).splitlines()]
+    lines = [line for line in stripped if line]
+    if not lines:
+        return ""
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def _place(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
+    """Return the line of the user's code that raised, or else of a library: `model.py:12`; empty if unknown."""
+    file: str = ""
+    number: int | None = None
+    users = [frame for frame in frames if "-packages" not in frame.filename]
+    if frames:
+        frame = (users or frames)[-1]
+        file, number = frame.filename, frame.lineno
+    if isinstance(error, SyntaxError):
+        file, number = error.filename or file, error.lineno or number
+    if not file:
+        return ""
+    if Path(file).is_relative_to(Path.cwd()):
+        file = os.path.relpath(file)
+    return f"{file.rpartition(f'site-packages{os.sep}')[2]}:{number}"
 
 
 def _frames(error: BaseException) -> list[traceback.FrameSummary]:
     """Return the frames of an error outside mha-inspect, torch and Python's library."""
     torch = sys.modules.get("torch")
-    skipped = (_OURS, os.path.dirname(torch.__file__ or "") + os.sep) if torch is not None else (_OURS,)
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(skipped)]
-    # A virtual environment may be inside the folder of the standard library.
-    return [f for f in frames if not f.filename.startswith((_PYTHONS, "<frozen")) or "site-packages" in f.filename]
+    skipped = [_OURS]
+    if torch is not None:
+        skipped.append(os.path.dirname(torch.__file__ or "") + os.sep)
+    frames: list[traceback.FrameSummary] = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        # A virtual environment may be inside the folder of the standard library.
+        is_pythons = frame.filename.startswith((_PYTHONS, "<frozen")) and "site-packages" not in frame.filename
+        if not is_pythons and not frame.filename.startswith(tuple(skipped)):
+            frames.append(frame)
+    return frames

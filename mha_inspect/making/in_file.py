@@ -42,9 +42,19 @@ def choose_in_file(file: str, build: Callable[[str], Target], attends: Callable[
         )
     if len(names) == 1:
         return ChosenTarget(f"{file}:{names[0]}")
-    raised = list[str]()
-    without = list[str]()
-    errors = list[MhaInspectError]()
+    return _chosen(file, _outermost(file, levels, build, attends), names)
+
+
+def _outermost(
+    file: str, levels: list[list[str]], build: Callable[[str], Target], attends: Callable[[Target], bool | None]
+) -> str:
+    """Return the first name that can be built and attends, or else one that raises, or else any that can be built.
+
+    Raises the error of the first name if none can be built.
+    """
+    raising: list[str] = []
+    without: list[str] = []
+    errors: list[MhaInspectError] = []
     for level in levels:
         for name in level:
             try:
@@ -52,25 +62,28 @@ def choose_in_file(file: str, build: Callable[[str], Target], attends: Callable[
             except MhaInspectError as error:
                 errors.append(error)
                 continue
+            # The only outermost module is what the file is about.
             if len(level) == 1 and not without:
-                return _chosen(file, name, names)
+                return name
             has_attention = attends(target)
             if has_attention:
-                return _chosen(file, name, names)
-            (raised if has_attention is None else without).append(name)
-        if raised:
-            break
-    built = [*raised, *without]
-    if not built:
-        raise errors[0]
-    return _chosen(file, built[0], names)
+                return name
+            if has_attention is None:
+                raising.append(name)
+            else:
+                without.append(name)
+        if raising:
+            return raising[0]
+    if without:
+        return without[0]
+    raise errors[0]
 
 
 def _chosen(file: str, name: str, names: list[str]) -> ChosenTarget:
-    others = [other for other in names if other != name]
-    verb = "is" if len(others) == 1 else "are"
-    there = first_few(others, 6) if len(others) > 2 else listed(others)
-    note = f"{name} of {file} is looked at. Also there {verb} {there}: name one as {file}:{others[0]}."
+    rest = [candidate for candidate in names if candidate != name]
+    verb = "is" if len(rest) == 1 else "are"
+    there = first_few(rest, 6) if len(rest) > 2 else listed(rest)
+    note = f"{name} of {file} is looked at. Also there {verb} {there}: name one as {file}:{rest[0]}."
     return ChosenTarget(f"{file}:{name}", note)
 
 
@@ -86,16 +99,25 @@ def names_by_level(file: str) -> list[list[str]]:
     they are `[["Block"], ["Attention"]]`. Raises `InputError` if the file cannot be imported.
     """
     module = imported(file)
-    named = {name: value for name, value in vars(module).items() if not name.startswith("_")}
-    built = [name for name, value in named.items() if isinstance(value, nn.Module)]
-    classes = [name for name, value in named.items() if _is_class_of(module, value)]
-    functions = [name for name, value in named.items() if _is_free_function_of(module, value)]
+    built: list[str] = []
+    classes: list[str] = []
+    functions: list[str] = []
+    for name, value in vars(module).items():
+        if name.startswith("_"):
+            continue
+        if isinstance(value, nn.Module):
+            built.append(name)
+        elif _is_class_of(module, value):
+            classes.append(name)
+        elif _is_free_function_of(module, value):
+            functions.append(name)
     inner = _used_by_others(module, classes)
     outermost = [name for name in classes if name not in inner]
     if not outermost:  # they use each other
         outermost, inner = classes, set()
-    others = [name for name in classes if name in inner]
-    return [level for level in (built, outermost, others, functions) if level]
+    used = [name for name in classes if name in inner]
+    levels = (built, outermost, used, functions)
+    return [level for level in levels if level]
 
 
 def _is_class_of(module: ModuleType, value: object) -> bool:
@@ -106,8 +128,11 @@ def _is_free_function_of(module: ModuleType, value: object) -> bool:
     """Return whether a value is a function of this file that can be called without arguments."""
     if not inspect.isfunction(value) or value.__module__ != module.__name__:
         return False
-    parameters = inspect.signature(value).parameters.values()
-    return all(p.default is not p.empty or p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    for parameter in inspect.signature(value).parameters.values():
+        is_optional = parameter.default is not parameter.empty
+        if not is_optional and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return False
+    return True
 
 
 def _used_by_others(module: ModuleType, classes: list[str]) -> set[str]:

@@ -78,40 +78,72 @@ def load_target(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Tar
     resolve(spec.device, spec.dtype or "float32")
     seed_everything(spec.seed)
     if text.startswith("hf:"):
-        module, passed, notes, chosen = build_model(text, settings, spec.flags, spec.device, spec.seed)
-        target = Target(module, text, passed, notes, vars(module.config), chosen)
+        model = build_model(text, settings, spec.flags, spec.device, spec.seed)
+        target = Target(
+            module=model.module,
+            made_from=text,
+            passed=model.passed,
+            notes=model.notes,
+            arguments=vars(model.module.config),
+            forward_settings=model.forward_settings,
+        )
     else:
         target = _load_python(text, settings, spec)
     target.module.train(spec.training)
+    return _moved(target, spec)
+
+
+def _moved(target: Target, spec: TargetSpec) -> Target:
+    """Return a target with its module and arguments on the device and in the dtype of the spec."""
+    # Without --dtype, a module that builds itself in half precision keeps its dtype.
+    dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+    if dtype is None and spec.device == "cpu":
+        return target
     try:
-        # Without --dtype, a module that builds itself in half precision keeps its dtype.
-        dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
-        if dtype is not None or spec.device != "cpu":
-            device = torch.device(spec.device)
-            cast_module(target.module, dtype, device)
-            target = replace(target, call=cast_tensors(target.call, dtype, device))
+        device = torch.device(spec.device)
+        cast_module(target.module, dtype, device)
+        return replace(target, call=cast_tensors(target.call, dtype, device))
     except (RuntimeError, NotImplementedError, TypeError) as error:  # no such device, meta, or a dtype of another kind
         raise InputError(f"{target.made_from} cannot be moved to {spec.device}: {in_one_line(error)}") from None
-    return target
 
 
 def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Target:
-    named, home = load_object(text)
-    typed, namespace = _OF_CONSTRUCTION & spec.flags.typed, vars(home)
-    if isinstance(named, nn.Module):
-        if typed:
-            raise SpecError(
-                f"{text} is a module, not a class: {dashed(min(typed))} cannot change it. "
-                f"Name its class, {type(named).__name__}, to build another."
-            )
-        of_forward = settings_of_forward(named, settings, [], text, namespace, spec.flags.setting)
-        return Target(named, text, {}, forward_settings=of_forward)
-    if not callable(named) or (isinstance(named, type) and not issubclass(named, nn.Module)):
-        what = f"the class {named.__qualname__}" if isinstance(named, type) else f"of type {type(named).__name__}"
-        raise InputError(f"{shown(text)} is {what}, not {_WANTED}")
-    name = getattr(named, "__name__", text.rpartition(":")[2])
-    bound = bind(named, settings, spec.flags, namespace, name)
-    module = _build(named, bound, name, spec)
+    """Import a Python object by its name, and return it if it is a module, or else what it makes."""
+    value, home = load_object(text)
+    if isinstance(value, nn.Module):
+        return _of_module(value, text, settings, spec, vars(home))
+    if isinstance(value, type) and not issubclass(value, nn.Module):
+        raise InputError(f"{shown(text)} is the class {value.__qualname__}, not {_WANTED}")
+    if not callable(value):
+        raise InputError(f"{shown(text)} is of type {type(value).__name__}, not {_WANTED}")
+    return _of_function(value, text, settings, spec, vars(home))
+
+
+def _of_module(
+    module: nn.Module, text: str, settings: Mapping[str, str], spec: TargetSpec, namespace: Mapping[str, Any]
+) -> Target:
+    """Return a module of the user as a target. Raises `SpecError` for a setting that only a constructor takes."""
+    typed = _OF_CONSTRUCTION & spec.flags.typed
+    if typed:
+        raise SpecError(
+            f"{text} is a module, not a class: {dashed(min(typed))} cannot change it. "
+            f"Name its class, {type(module).__name__}, to build another."
+        )
+    of_forward = settings_of_forward(module, settings, [], text, namespace, spec.flags.setting)
+    return Target(module, text, {}, forward_settings=of_forward)
+
+
+def _of_function(
+    function: Callable[..., Any],
+    text: str,
+    settings: Mapping[str, str],
+    spec: TargetSpec,
+    namespace: Mapping[str, Any],
+) -> Target:
+    """Return the module that a class or a function makes as a target."""
+    name = getattr(function, "__name__", text.rpartition(":")[2])
+    bound = bind(function, settings, spec.flags, namespace, name)
+    module = _build(function, bound, name, spec)
     call = None
     if isinstance(module, tuple) and module and isinstance(module[0], nn.Module):
         module, *returned = module
@@ -119,40 +151,62 @@ def _load_python(text: str, settings: Mapping[str, str], spec: TargetSpec) -> Ta
     if not isinstance(module, nn.Module):
         raise InputError(f"{name}() returned {a_kind(module)}, not {_WANTED}")
     forward_settings = settings_of_forward(module, bound.left, bound.names, name, namespace, spec.flags.setting)
-    if typed - bound.used:
+    unused = _OF_CONSTRUCTION & spec.flags.typed - bound.used
+    if unused:
         raise SpecError(
-            f"{name} has no argument for {dashed(min(typed - bound.used))}. Arguments: "
+            f"{name} has no argument for {dashed(min(unused))}. Arguments: "
             f"{', '.join(bound.names) or 'none'}. Drop it, or name the argument: {spec.flags.setting} NAME=VALUE."
         )
-    # Values in a config are named by their path.
-    configs = {n: _inside(value) for n, value in bound.values.items() if _is_config(value, n, bound)}
-    passed = {n: _plain(value) for n, value in bound.values.items() if n not in configs}
-    passed |= {f"{n}.{key}": _plain(value) for n, inner in configs.items() for key, value in inner.items()}
-    from_flags = [f"{n}={passed[n]} ({flag})" for n, flag in bound.origins.items() if n in passed]
-    defaults = {n: p.default for n, p in signature_of(named).items() if p.default is not Parameter.empty}
-    insides = {key: item for value in bound.values.values() for key, item in _inside(value).items()}
+    passed = _passed(bound)
+    from_flags = [f"{key}={passed[key]} ({flag})" for key, flag in bound.origins.items() if key in passed]
     return Target(
         module=module,
         made_from=text,
         passed=passed,
         notes=(f"Built with {', '.join(from_flags)}.",) if from_flags else (),
-        arguments={**defaults, **insides, **bound.values},
+        arguments=_with_defaults(function, bound),
         forward_settings=forward_settings,
         call=call,
     )
 
 
+def _passed(bound: Arguments) -> dict[str, Any]:
+    """Return the arguments of a constructor as plain data, those in a config by their path: `config.n_head`."""
+    passed: dict[str, Any] = {}
+    in_configs: dict[str, Any] = {}
+    for name, value in bound.values.items():
+        if not _is_config(value, name, bound):
+            passed[name] = _plain(value)
+            continue
+        for key, inner in _inside(value).items():
+            in_configs[f"{name}.{key}"] = _plain(inner)
+    return {**passed, **in_configs}
+
+
+def _with_defaults(function: Callable[..., Any], bound: Arguments) -> dict[str, Any]:
+    """Return every argument of a constructor by name: its defaults, the values in a config, and those passed."""
+    arguments: dict[str, Any] = {}
+    for name, parameter in signature_of(function).items():
+        if parameter.default is not Parameter.empty:
+            arguments[name] = parameter.default
+    for value in bound.values.values():
+        arguments.update(_inside(value))
+    return {**arguments, **bound.values}
+
+
 def _is_config(value: Any, name: str, bound: Arguments) -> bool:
-    is_built = any(n.startswith(f"{name}.") for n in bound.names)
-    return is_built or (is_dataclass(value) and not isinstance(value, type))
+    """Return whether an argument is a config: one that was built of settings, or a dataclass."""
+    if any(key.startswith(f"{name}.") for key in bound.names):
+        return True
+    return is_dataclass(value) and not isinstance(value, type)
 
 
 def _inside(value: Any) -> dict[str, Any]:
     """Return the values in a config by name. Empty for a class or a module."""
     if isinstance(value, (type, nn.Module)):
         return {}
-    inside = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
-    return {str(key): item for key, item in inside.items() if not str(key).startswith("_")}
+    fields = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    return {str(key): item for key, item in fields.items() if not str(key).startswith("_")}
 
 
 def _returned_call(name: str, returned: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -168,9 +222,12 @@ def _returned_call(name: str, returned: list[Any]) -> tuple[tuple[Any, ...], dic
 
 
 def _build(function: Callable[..., Any], bound: Arguments, name: str, spec: TargetSpec) -> Any:
-    called = f"{name}({', '.join(f'{n}={_plain(value)}' for n, value in bound.values.items())})"
+    """Return the result of a constructor, on meta if the spec says so. Raises `InputError` if it raises."""
+    values = ", ".join(f"{key}={_plain(value)}" for key, value in bound.values.items())
+    called = f"{name}({values})"
+    on_meta = torch.device("meta") if spec.device == "meta" else nullcontext()
     try:
-        with of_bounded_number(shown(called)), torch.device("meta") if spec.device == "meta" else nullcontext():
+        with of_bounded_number(shown(called)), on_meta:
             seed_everything(spec.seed)  # again, because the import may have drawn numbers
             return function(**bound.values)
     except Exception as error:
@@ -195,8 +252,12 @@ def _plain(value: Any) -> Any:
 
 def available() -> list[str]:
     """Return the names of the available devices: cpu, meta, and each accelerator."""
-    cuda = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return ["cpu", "meta", *cuda, *(["mps"] if torch.backends.mps.is_available() else [])]
+    names = ["cpu", "meta"]
+    if torch.cuda.is_available():
+        names += [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    if torch.backends.mps.is_available():
+        names.append("mps")
+    return names
 
 
 def resolve(name: str, dtype: str) -> torch.device:
@@ -207,8 +268,10 @@ def resolve(name: str, dtype: str) -> torch.device:
     here = available()
     wanted = "cuda:0" if name == "cuda" else name
     if wanted not in here:
-        cpu_alone = wanted.startswith("cuda") and torch.version.cuda is None and torch.version.hip is None
-        why = f": torch {torch.__version__} is built for the CPU only" if cpu_alone else ""
+        is_cpu_build = torch.version.cuda is None and torch.version.hip is None
+        why = ""
+        if wanted.startswith("cuda") and is_cpu_build:
+            why = f": torch {torch.__version__} is built for the CPU only"
         raise DeviceError(f"device {shown(repr(name))} is not available{why}. Available devices: {', '.join(here)}.")
     device = torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else torch.device(wanted)
     if device.type == "meta" or (device.type == "cpu" and dtype in ("float32", "float64")):

@@ -135,11 +135,15 @@ def kind_of(parameter: Parameter) -> Kind:
     name = parameter.name.casefold()
     if "mask" in name:
         return "mask"
-    kinds = [part for part in get_args(parameter.annotation) if part is not type(None)] or [parameter.annotation]
+    kinds = [part for part in get_args(parameter.annotation) if part is not type(None)]
+    if not kinds:
+        kinds = [parameter.annotation]
     plain_kinds = (bool, int, float, str, "bool", "int", "float", "str")
-    if all(kind in plain_kinds for kind in kinds) or isinstance(parameter.default, (bool, int, float, str)):
+    if all(kind in plain_kinds for kind in kinds):
         return "setting"
-    known = plain(name)
-    if known.endswith(("lens", "lengths")) or known == "validlen":
+    if isinstance(parameter.default, (bool, int, float, str)):
+        return "setting"
+    word = plain(name)
+    if word.endswith(("lens", "lengths")) or word == "validlen":
         return "lengths"
-    return _KIND_OF.get(known, "unknown")
+    return _KIND_OF.get(word, "unknown")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mha_inspect.errors import DeviceError, InputError, MhaInspectError, SpecError
-from mha_inspect.making.importing import stdout_for_the_answer
+from mha_inspect.making.importing import in_one_line, stdout_for_the_answer
 from mha_inspect.making.target import Target, TargetSpec, available, load_target, resolve
 from mha_inspect.making.vocabulary import Flags
 
@@ -265,3 +265,8 @@ def test_a_dtype_that_the_device_cannot_multiply(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda_is_the_current_device() -> None:
     assert resolve("cuda", "float64") == torch.device("cuda", torch.cuda.current_device())
+
+
+def test_an_error_whose_only_line_ends_in_a_colon_has_no_space_after_it():
+    assert in_one_line(ValueError("shapes:\n")) == "ValueError: shapes:"
+    assert in_one_line(ValueError("shapes:\n [2, 3]\n [4]")) == "ValueError: shapes: [2, 3]"
