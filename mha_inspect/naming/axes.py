@@ -125,10 +125,12 @@ class AxisNames:
         self._attention = attention
         for mixing in (*attention.mixed_scores, *attention.mixed_weights):
             # A mixing of heads has the same axis before and after it, if the sizes agree.
-            before, after = dimensions.of(mixing.source), dimensions.of(mixing.op.output)
+            before = dimensions.of(mixing.source)
+            after = dimensions.of(mixing.op.output)
             unify(before[mixing.place], after[mixing.place])
         self._roles = roles = Roles(attention, dimensions)
-        self.num_heads = size_of(roles.heads) * max(1, len(attention.branches))
+        turns = max(1, len(attention.branches))
+        self.num_heads = size_of(roles.heads) * turns
         keys_of_turns = {_place_of(turn.stages["k_heads"]) for turn in attention.branches}
         self.num_kv_heads = size_of(roles.kv_heads) * max(1, len(keys_of_turns))
         """Number of heads of keys and values, before any repeat."""
@@ -149,7 +151,9 @@ class AxisNames:
         """Whether the features of a head attend to one another, instead of positions."""
         self.num_windows = size_of(roles.windows)
         """Number of windows in the sequence; 1 without windows."""
-        self._sides: dict[str, list[Group]] = {letter: roles.groups(letter) for letter in "qkvso"}
+        self._sides: dict[str, list[Group]] = {}
+        for letter in "qkvso":
+            self._sides[letter] = roles.groups(letter)
         self._stages = self._name_stages()
 
     def _name_stages(self) -> dict[str, str]:
@@ -237,7 +241,7 @@ class AxisNames:
         roles = self._roles
         if roles.own_keys and letter in "kv":
             tensor = self._attention.stages[stage]
-            atoms = [atom for dim in self._dimensions.of(tensor) for atom in dim]
+            atoms = list(chain(*self._dimensions.of(tensor)))
             if stage.endswith("heads") or atoms.count(roles.own_keys[0]) > 1:
                 groups = [*groups, ("query", roles.own_keys)]
         if stage == "v_heads" and roles.own_values:
@@ -283,24 +287,35 @@ class AxisNames:
     def _width_place_of_output(self, dims: tuple[Dim, ...], place: int) -> int | None:
         """Return the dimension of the features that a matrix makes; None if queries are in it."""
         roles = self._roles
-        if len(dims) > 3 and not wide(dims[-1]) and wide(dims[-2]):
+        if len(dims) > 3:
+            *_, rows, columns = dims
             beside = {*roles.batch, *roles.query, *roles.windows}
-            if beside.isdisjoint(dims[-2]):
+            if wide(rows) and not wide(columns) and beside.isdisjoint(rows):
                 place = -2  # single columns that a matrix multiplies from the left
         has_queries = not set(roles.query).isdisjoint(wide(dims[place]))
         return None if has_queries else place
 
-    def _named(self, tensor: TensorRef, groups: list[Group], expected: Sequence[str], stage: str = "") -> Tokens:
+    def _named(
+        self,
+        tensor: TensorRef,
+        groups: list[Group],
+        expected: Sequence[str],
+        stage: str = "",
+    ) -> Tokens:
         """Return the dimensions of a tensor with the names of these groups; open axes get the expected names."""
-        resolved = [(name, resolve(group)) for name, group in groups if group]
-        dims = [name_dimension(dim, resolved) for dim in self._dimensions.of(tensor)]
+        resolved: list[Group] = []
+        for name, group in groups:
+            if group:
+                resolved.append((name, resolve(group)))
+        atoms = self._dimensions.of(tensor)
+        dims = [name_dimension(dim, resolved) for dim in atoms]
         self._tell_apart(dims, groups)
         self._name_packed(dims, tensor, stage)
         place = self._width_place(stage)
         if place is not None:
             # The input and output features of a matrix are one axis, even if another operation splits it.
-            dims[place] = [*self._dimensions.of(tensor)[place]]
-            _Run(dims[place], 0, len(dims[place])).name(expected[-1], groups)
+            dims[place] = list(atoms[place])
+            _whole(dims[place]).name(expected[-1], groups)
         _name_batch_of_one(dims)
         self._name_the_last(dims, groups, expected)
         return dims
@@ -310,11 +325,13 @@ class AxisNames:
 
         `query query` becomes `query key`.
         """
-        sides = [(name, group) for name, group in groups if name in ("query", "key")]
-        first_of_each = dict(reversed(sides))
-        if len(first_of_each) < 2 or resolve(first_of_each["query"]) != resolve(first_of_each["key"]):
+        sides: dict[str, Dim] = {}
+        for name, group in groups:
+            if name in ("query", "key"):
+                sides.setdefault(name, resolve(group))
+        if len(sides) < 2 or sides["query"] != sides["key"]:
             return
-        name = sides[0][0]
+        name = next(iter(sides))
         places: list[_Run] = []
         for dim in dims:
             for place, token in enumerate(dim):
@@ -374,7 +391,8 @@ class AxisNames:
         attention = self._attention
         sides: list[str] = []
         for side in _INPUTS:
-            if attention.projections.get(side) is op or op in attention.earlier.get(side, ()):
+            earlier = attention.earlier.get(side, ())
+            if attention.projections.get(side) is op or op in earlier:
                 sides.append(side)
         return tuple(sides)
 
@@ -396,8 +414,8 @@ class AxisNames:
         if len(runs) != 1:
             return
         (run,) = runs
-        may_be_width = run.size == self._width_of_head(stage) and not _has_width(dim)
-        if run.size < 2 or may_be_width:
+        has_width = _has_width(dim) or run.size != self._width_of_head(stage)
+        if run.size < 2 or not has_width:
             return
         if matrix.count > 1:
             size, name = matrix.count, matrix.name
@@ -420,10 +438,11 @@ class AxisNames:
 
     def _name_turns(self, dim: list[Token], stage: str) -> None:
         """Name the axis that a loop over heads slices, one piece per turn."""
-        large = [token for token in dim if isinstance(token, Axis) and token.size > 1]
-        if len(large) != 1 or large[0].size != len(self._attention.branches):
+        large = wide(_atoms_in(dim))
+        if len(large) != 1 or _size(large) != len(self._attention.branches):
             return
-        width = self._roles.value_dim if _side_of(stage) == "v" else self._roles.head_dim
+        roles = self._roles
+        width = roles.value_dim if _side_of(stage) == "v" else roles.head_dim
         if size_of(width) == 1 or _has_width(dim):
             dim[dim.index(large[0])] = "heads"
 
@@ -447,7 +466,11 @@ class AxisNames:
         (name,), (run,) = missing, runs
         if is_packed and run.size > size_of(self._roles.key):
             return  # positions that are pooled or cut are no keys; of fewer, the others are cached
-        sizes = {"head_dim": self.head_dim, "v_head_dim": size_of(self._roles.value_dim), "heads": self.num_heads}
+        sizes = {
+            "head_dim": self.head_dim,
+            "v_head_dim": size_of(self._roles.value_dim),
+            "heads": self.num_heads,
+        }
         if sizes.get(name, run.size) == run.size:
             run.name(name, groups)
 
@@ -457,7 +480,8 @@ class AxisNames:
             _name_parts_alone(dims)
         features = self._features_among(dims, stage)
         if self._is_open_width(features, dims, stage):
-            features[:] = [expected[-1] if stage in _INPUTS else "embed"]
+            width = expected[-1] if stage in _INPUTS else "embed"
+            _whole(features).rename(width)
         self._name_turns(features, stage)
         if stage in ("q_proj", "k_proj", "v_proj", "concat") and _has_width(features):
             # One matrix may also have several queries or keys of each head, or several attentions.
@@ -467,8 +491,11 @@ class AxisNames:
         others = [dim for dim in dims if dim is not features]
         runs = self._open_positions(dims, others, stage, expected[0])
         runs += self._beside_places(others)
+        if len(runs) == 1:
+            runs[0].rename(POSITIONS)
+            return
         for number, run in enumerate(runs, start=1):
-            run.rename(POSITIONS if len(runs) == 1 else f"{POSITIONS}_{number}")
+            run.rename(f"{POSITIONS}_{number}")
 
     def _features_among(self, dims: Tokens, stage: str) -> list[Token]:
         """Return the dimension of a stage that has its features."""
@@ -477,7 +504,8 @@ class AxisNames:
                 return dim
         if stage in _INPUTS:
             return dims[given_features(self._attention, self._dimensions, stage)]
-        return dims[self._attention.feature_place(_MADE_BY.get(stage, ""), len(dims))]
+        projection = _MADE_BY.get(stage, "")
+        return dims[self._attention.feature_place(projection, len(dims))]
 
     def _is_open_width(self, features: list[Token], dims: Tokens, stage: str) -> bool:
         """Return whether a dimension has the features of an input or of the output, without a name."""
@@ -487,16 +515,22 @@ class AxisNames:
                 return False
         return _is_open(features) and not _has(dims, "embed")
 
-    def _open_positions(self, dims: Tokens, others: Tokens, stage: str, place: str) -> list[_Run]:
+    def _open_positions(
+        self,
+        dims: Tokens,
+        others: Tokens,
+        stage: str,
+        place: str,
+    ) -> list[_Run]:
         """Return the dimensions beside the features that are positions: those without a name.
 
         The rows of a batch that are processed one by one are named here.
         """
-        runs = [_Run(dim, 0, len(dim)) for dim in others if _is_open(dim)]
+        runs = [_whole(dim) for dim in others if _is_open(dim)]
         has_batch = _has(dims, "batch")
         if not _has(dims, place) and (has_batch or len(runs) < 2):
             return runs
-        if len(runs) == 1 and stage in self._attention.projections and not has_batch:
+        if len(runs) == 1 and not has_batch and stage in self._attention.projections:
             runs[0].rename("batch")
         return []
 
@@ -512,7 +546,7 @@ class AxisNames:
                 continue
             run = large[0]
             counts_pieces = self._counts_pieces(dim[run.start : run.stop])
-            runs.append(_Run(dim, 0, len(dim)) if counts_pieces else run)
+            runs.append(_whole(dim) if counts_pieces else run)
         return runs
 
     def _counts_pieces(self, tokens: Sequence[Token]) -> bool:
@@ -533,7 +567,8 @@ class AxisNames:
             return
         name = "kv_heads" if is_shared else "heads"
         if stage.endswith("_heads") and self._roles.heads:
-            ones = [dim for dim in dims if _is_unnamed(dim) and _size(dim) == 1]
+            unnamed = [dim for dim in dims if _is_unnamed(dim)]
+            ones = [dim for dim in unnamed if _size(dim) == 1]
             if len(ones) == 1:
                 ones[0][:] = [name]
         if stage.endswith("_proj") or stage == "concat":
@@ -555,7 +590,8 @@ def _place_of(tensor: TensorRef) -> tuple[object, ...]:
 def _is_by_channel(op: Op, tensor: TensorRef) -> bool:
     """Return whether a convolution is of each channel by itself; its tensor is `batch channels ...`."""
     channels = tensor.shape[1]
-    return channels > 1 and bool(setting(op, 8, "groups", 1) == channels)
+    groups = setting(op, 8, "groups", 1)
+    return channels > 1 and bool(groups == channels)
 
 
 def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -564,9 +600,9 @@ def _as_meant(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     patterns: dict[str, str] = {}
     for stage, shape in shapes.items():
         pattern = CANONICAL_AXES[stage]
-        features = "packed" if stage.endswith("_proj") and shape[-1] != width else "embed"
+        is_packed = stage.endswith("_proj") and shape[-1] != width
         for heads in _HEADS:
-            pattern = pattern.replace(f"({heads} head_dim)", features)
+            pattern = pattern.replace(f"({heads} head_dim)", "packed" if is_packed else "embed")
         if len(shape) == len(pattern.split()):
             patterns[stage] = pattern
     return patterns
@@ -597,7 +633,8 @@ def _first_group(atoms: Sequence[Axis], dim: Dim, groups: Sequence[Group]) -> Gr
     """Return the group that the first atoms of a dimension are; None if they are no whole group."""
     for name, group in groups:
         run = tuple(atoms[: len(group)])
-        if run != group and not (name.endswith("head_dim") and _are_all_of(run, group, groups)):
+        is_width = name.endswith("head_dim")
+        if run != group and not (is_width and _are_all_of(run, group, groups)):
             continue
         # A single query or key leaves no trace beside other axes, so its place is unknown.
         is_single = name in ("query", "key") and size_of(group) == 1
@@ -622,11 +659,15 @@ def _are_all_of(atoms: Sequence[Axis], group: Dim, groups: Sequence[Group]) -> b
     If only some features are rotated, one part may be a new axis. It counts if it has the place and the size of the
     part, and no other name.
     """
-    if len(atoms) != len(group) or not any(atom in group for atom in atoms):
+    if len(atoms) != len(group) or set(group).isdisjoint(atoms):
         return False
-    named = {atom for _, axes in groups for atom in axes}
+    named: set[Axis] = set()
+    for _, axes in groups:
+        named.update(axes)
     for atom, part in zip(atoms, group, strict=True):
-        if atom is not part and (atom.size != part.size or atom in named):
+        if atom is part:
+            continue
+        if atom.size != part.size or atom in named:
             return False
     return True
 
@@ -676,7 +717,7 @@ def _name_batch_of_one(dims: Tokens) -> None:
 def _name_parts_alone(dims: Tokens) -> None:
     """Name the one part of a sequence that is alone: new keys may be the second part, behind cached ones."""
     for name in PLACES:
-        parts = [dim for dim in dims if any(_is_numbered(token, name) for token in dim)]
+        parts = [dim for dim in dims if _has_part(dim, name)]
         if len(parts) == 1 and len(parts[0]) == 1:
             parts[0][:] = [name]
 
@@ -697,21 +738,27 @@ def _unnamed(dim: list[Token]) -> list[_Run]:
     for place, token in enumerate(dim):
         if isinstance(token, str):
             continue
+        start = place
         if runs and runs[-1].stop == place:
-            runs[-1] = _Run(dim, runs[-1].start, place + 1)
-        else:
-            runs.append(_Run(dim, place, place + 1))
+            start = runs.pop().start
+        runs.append(_Run(dim, start, place + 1))
     return runs
+
+
+def _whole(dim: list[Token]) -> _Run:
+    """Return a whole dimension as a run."""
+    return _Run(dim, 0, len(dim))
 
 
 def _has(dims: Tokens, name: str) -> bool:
     """Return whether the dimensions already have a name, or its numbered parts."""
-    return any(token == name or _is_numbered(token, name) for token in chain.from_iterable(dims))
+    return any(name in dim or _has_part(dim, name) for dim in dims)
 
 
-def _is_numbered(token: Token, name: str) -> bool:
-    """Return whether a token is a numbered part of a name: `query_1`."""
-    return isinstance(token, str) and token.startswith(f"{name}_")
+def _has_part(dim: Sequence[Token], name: str) -> bool:
+    """Return whether a dimension has a numbered part of a name: `query_1`."""
+    names = [token for token in dim if isinstance(token, str)]
+    return any(token.startswith(f"{name}_") for token in names)
 
 
 def _is_place(token: Token) -> bool:
@@ -731,7 +778,10 @@ def _is_open(dim: Sequence[Token]) -> bool:
 
 def _is_one_axis(dim: Sequence[Token], size: int) -> bool:
     """Return whether a dimension is a single axis of this size, without a name."""
-    return len(dim) == 1 and isinstance(dim[0], Axis) and dim[0].size == size
+    if len(dim) != 1:
+        return False
+    token = dim[0]
+    return isinstance(token, Axis) and token.size == size
 
 
 def _has_width(dim: Sequence[Token]) -> bool:

@@ -33,8 +33,9 @@ def own_axes(run: NamedRun) -> NamedAxes:
     if run.wider is None or _ranks(run) != _ranks(run.wider):
         return NamedAxes(tuple(stages), _returned(run.distinct.run))
     patterns = own_axes(run.wider).returned
+    wider = run.wider.recording.outputs
     returned: list[str] = []
-    for pattern, named, wide in zip(patterns, run.recording.outputs, run.wider.recording.outputs, strict=True):
+    for pattern, named, wide in zip(patterns, run.recording.outputs, wider, strict=True):
         returned.append(at_size(pattern, named.tensor.shape, wide.tensor.shape))
     return NamedAxes(tuple(stages), tuple(returned))
 
@@ -81,7 +82,8 @@ def _after_projection(run: NamedRun, tensor: TensorRef | None) -> set[int]:
     if tensor is None:
         return set()
     graph = run.graph
-    return {step.tensor.id for step in graph.back(tensor, lambda op: not graph.is_projection(op))}
+    steps = graph.back(tensor, lambda op: not graph.is_projection(op))
+    return {step.tensor.id for step in steps}
 
 
 def _side_of(run: NamedRun, tensor: TensorRef, sides: Mapping[int, _Side]) -> _Side | None:
@@ -115,14 +117,21 @@ def _is_projected_piece(run: NamedRun, attention: Attention, tensor: TensorRef) 
     batch, positions, width = tensor.shape
     for step in graph.back(tensor, lambda op: op is not attention.value_product.op):
         op = run.recording.producer(step.tensor)
-        if op is None or not graph.is_projection(op) or op.output.shape[-1] != width:
+        if op is None or not graph.is_projection(op):
             continue
         piece = graph.projected(op)
-        if piece.numel >= context.numel or piece.numel != batch * positions * piece.shape[-1]:
+        has_positions = piece.numel == batch * positions * piece.shape[-1]
+        if not has_positions or op.output.shape[-1] != width:
             continue
-        if any(moved.tensor.id == context.id for moved in graph.back(piece, graph.moves)):
+        if piece.numel < context.numel and _is_moved_from(run, piece, context):
             return True
     return False
+
+
+def _is_moved_from(run: NamedRun, piece: TensorRef, whole: TensorRef) -> bool:
+    """Return whether a tensor is a view or a copy of another one, or of a piece of it."""
+    steps = run.graph.back(piece, run.graph.moves)
+    return any(step.tensor.id == whole.id for step in steps)
 
 
 def _ranks(run: NamedRun) -> list[tuple[str, int]]:
@@ -178,7 +187,12 @@ def _by_window(
     return canonical(value, stage, axes, sizes, head_order)
 
 
-def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
+def content_of(
+    run: NamedRun,
+    attention: Attention,
+    names: AxisNames,
+    stage: str,
+) -> torch.Tensor | None:
     """Return one stage in canonical axes; the turns of a loop over heads are concatenated.
 
     None if an axis has no name, or if the stage was never made because its kernel has too many scores.
@@ -204,7 +218,8 @@ def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str
 def returned_content(run: NamedRun, value: torch.Tensor) -> torch.Tensor | None:
     """Return the first result of a run like this one as `batch query embed`; None if its axes could not be named."""
     pattern = next(iter(own_axes(run).returned), "")
-    if not run.attentions or (len(pattern.split()) != value.dim() and "(" not in pattern):
+    has_rank = "(" in pattern or len(pattern.split()) == value.dim()
+    if not run.attentions or not has_rank:
         return None
     attention, names = run.attentions[-1]
     of_heads = {"heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
@@ -240,7 +255,8 @@ def sizes_in(attention: Attention, names: AxisNames, stage: str) -> dict[str, in
         pattern = names.of_stage(whole) if whole in attention.stages else "("
         if "(" in pattern:
             continue
-        for name, size in zip(pattern.split(), attention.stages[whole].shape, strict=False):
+        shape = attention.stages[whole].shape
+        for name, size in zip(pattern.split(), shape, strict=False):
             if name in ("batch", "query"):
                 sizes[name] = size
     if names.num_windows > 1:
@@ -272,7 +288,9 @@ def canonical(
     dims = dims_of(axes)
     # An axis of size one has no information: it is dropped.
     names = [name for dim in dims for name in dim if name != "1"]
-    if not all(map(str.isidentifier, names)) or len(set(names)) < len(names):
+    if not all(map(str.isidentifier, names)):
+        return None
+    if len(set(names)) < len(names):
         return None
     target = _canonical_pattern(stage, names, head_order)
     if set(target.split()) - {"(", ")", "1"} != set(names):
@@ -281,7 +299,9 @@ def canonical(
     given: dict[str, int] = {}
     for dim in dims:
         if len(dim) > 1:
-            given.update((name, sizes[name]) for name in dim if name in sizes)
+            for name in dim:
+                if name in sizes:
+                    given[name] = sizes[name]
     try:
         return rearrange(value, f"{axes} -> {target}", **given)
     except EinopsError:  # the names do not fit the sizes
@@ -302,7 +322,9 @@ def _canonical_pattern(stage: str, names: Sequence[str], head_order: Sequence[st
             continue
         text = _target(word, names, stage, head_order)
         # Two names for one axis get brackets, unless they are already inside of some.
-        words.append(f"( {text} )" if " " in text and not is_in_brackets else text)
+        if " " in text and not is_in_brackets:
+            text = f"( {text} )"
+        words.append(text)
     return " ".join(words)
 
 
@@ -315,7 +337,12 @@ _ALIKE = {
 """Canonical name to names that may be in its place."""
 
 
-def _target(word: str, names: Sequence[str], stage: str, head_order: Sequence[str]) -> str:
+def _target(
+    word: str,
+    names: Sequence[str],
+    stage: str,
+    head_order: Sequence[str],
+) -> str:
     """Return the text for an axis of the canonical pattern, given the names of the stage's own pattern."""
     if "maps" in names and word in ("heads", "kv_heads"):
         return "heads maps"
@@ -326,8 +353,9 @@ def _target(word: str, names: Sequence[str], stage: str, head_order: Sequence[st
         # Inputs and outputs may have other positions than the queries and keys of the weights.
         alike = (POSITIONS,)
     for name in alike:
-        if name == "kv_heads" and "group" in names and name in names:
+        if name not in names:
+            continue
+        if name == "kv_heads" and "group" in names:
             return " ".join(head for head in head_order if head in names)
-        if name in names:
-            return name
+        return name
     return "1"

@@ -50,6 +50,16 @@ class InnerSteps:
     """The angle between neighbours in each pair of features that is rotated; empty if nothing is, or it is unknown."""
 
 
+@dataclass(frozen=True)
+class _Window:
+    """The window of the attentions with one mask."""
+
+    sight: Sight | None
+    """Kept, so that its number stays its own."""
+    keys: int | None
+    """How many keys a query sees back; None without a limit."""
+
+
 class InnerStepsReader:
     """Reads the inner steps of each attention of a run; `leaves` are values of inputs, parameters and buffers."""
 
@@ -58,7 +68,7 @@ class InnerStepsReader:
         self._graph = run.graph
         self._constants = Constants(run.graph, leaves)
         self._rotations: dict[Any, Rotation | None] = {}
-        self._windows: dict[tuple[int, str], tuple[Sight | None, int | None]] = {}
+        self._windows: dict[tuple[int, str], _Window] = {}
 
     def are_alike(self, translation: Translation) -> bool:
         """Return whether the constants that were read so far have the same content in other layers."""
@@ -69,19 +79,28 @@ class InnerStepsReader:
         turn = attention.turns[0]
         paths = {side: OperandPath(self._graph, turn, side) for side in _STAGES}
         norms = {side: norm_of(path, names) for side, path in paths.items()}
-        turned = {side: self._turned(turn, names, side) for side in ("query", "key")}
+        turned: dict[str, Turned | None] = {}
+        for side in ("query", "key"):
+            turned[side] = self._turned(turn, names, side)
+        who_sees = partial(self._seen, attention, names)
         caches: dict[str, CacheSteps | None] = {}
         for side in ("key", "value"):
             path = paths[side]
             if turn.earlier.get(side):
                 path = OperandPath(self._graph, turn, side, from_first=True)
-            caches[side] = cache_of(path, self._constants, names, partial(self._seen, attention, names))
+            caches[side] = cache_of(path, self._constants, names, who_sees)
         operands: dict[str, OperandSteps] = {}
         for side, stage in _STAGES.items():
-            steps = _operand_steps(paths[side], norms[side], turned.get(side), caches.get(side))
+            steps = _operand_steps(
+                paths[side],
+                norms[side],
+                turned.get(side),
+                caches.get(side),
+            )
             if steps != OperandSteps():
                 operands[stage] = steps
-        added = added_by(self._graph, self._constants, turn, lambda op: masks_of(self._graph, turn, op))
+        masks = partial(masks_of, self._graph, turn)
+        added = added_by(self._graph, self._constants, turn, masks)
         rotary = _rotary(turned["query"], turned["key"])
         if rotary is None:
             added, rotary = self._with_rotated_products(added, turn, names)
@@ -119,7 +138,9 @@ class InnerStepsReader:
         for index, part in added.items():
             if part.product is not None:
                 like = replace(turn, score_product=part.product)
-                rotary = _rotary(self._turned(like, names, "query"), self._turned(like, names, "key"))
+                query = self._turned(like, names, "query")
+                key = self._turned(like, names, "key")
+                rotary = _rotary(query, key)
                 changed[index] = replace(part, position=rotary)
         return changed, rotary
 
@@ -134,8 +155,9 @@ class InnerStepsReader:
         axes = names.of_stage("weights") if "weights" in attention.stages else ""
         key = (id(sight), axes)
         if key not in self._windows or attention.branches:
-            self._windows[key] = (sight, self._read_window(attention, names, sight))
-        return self._windows[key][1]
+            window = self._read_window(attention, names, sight)
+            self._windows[key] = _Window(sight, window)
+        return self._windows[key].keys
 
     def _read_window(self, attention: Attention, names: AxisNames, sight: Sight | None) -> int | None:
         """Return how many keys a query sees back; None without a limit, or if it is unknown."""
@@ -158,9 +180,11 @@ def _operand_steps(
     if cached is not None:
         names.update(dict.fromkeys(cached.ops, ""))
     if norm is not None:
-        names.update(dict.fromkeys(_in_span(path, norm.span), f"{norm.norm.kind}_norm"))
+        for index in _in_span(path, norm.span):
+            names[index] = f"{norm.norm.kind}_norm"
     if turned is not None:
-        names.update(dict.fromkeys(_in_span(path, turned.span), "rotary"))
+        for index in _in_span(path, turned.span):
+            names[index] = "rotary"
     return OperandSteps(
         norm=None if norm is None else norm.norm,
         cache=None if cached is None else cached.cache,
@@ -204,7 +228,10 @@ def _first_position(added: Mapping[int, Added]) -> Position | None:
     return None
 
 
-def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[str, float | None], ...]:
+def bias_steps(
+    attention: Attention,
+    added: Mapping[int, Added],
+) -> tuple[tuple[str, float | None], ...]:
     """Return `attention.scoring` with what an `add` adds that is no mask.
 
     This is a `bias`, a further `product` of queries and keys or a `rotary` one, or is `made` of the scores.

@@ -45,7 +45,14 @@ class CacheSteps:
 class OperandPath:
     """The operations from the projection of queries, keys or values to their product, in order."""
 
-    def __init__(self, graph: Graph, attention: Attention, side: str, *, from_first: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        attention: Attention,
+        side: str,
+        *,
+        from_first: bool = False,
+    ) -> None:
         """Take one side; with `from_first` from the first of several successive projections."""
         self.graph = graph
         self.side = side
@@ -56,7 +63,9 @@ class OperandPath:
             product = attention.score_product
             is_left = attention.key_first == (side == "key")
         self.target = product.left if is_left else product.right
-        self.projection = attention.first_projection(side) if from_first else attention.projections.get(side)
+        self.projection = attention.projections.get(side)
+        if from_first:
+            self.projection = attention.first_projection(side)
         self.forward = _Forward.around(graph, attention, self.projection)
         """The call that these queries, keys or values are projected and used in."""
         self.own_projections = frozenset(op.index for op in _projections(attention))
@@ -76,7 +85,9 @@ class OperandPath:
         dependent = made_of({projection.output.id}, later)
 
         def is_on_way(op: Op) -> bool:
-            return op.index > projection.index and any(tensor.id in dependent for tensor in op.inputs)
+            if op.index <= projection.index:
+                return False
+            return any(tensor.id in dependent for tensor in op.inputs)
 
         path: dict[int, Op] = {}
         for step in self.graph.back(self.target, is_on_way):
@@ -134,7 +145,9 @@ class _Forward:
         if not self.numbers or op.forwards[:1] != self.numbers[:1]:
             return True
         # What the caller projects by itself, with a matrix of this module, is of the same forward.
-        return op.module == projection.module and len(op.forwards) == len(projection.forwards)
+        if op.module != projection.module:
+            return False
+        return len(op.forwards) == len(projection.forwards)
 
 
 def _projections(attention: Attention) -> list[Op]:
@@ -168,17 +181,24 @@ def norm_of(path: OperandPath, names: AxisNames) -> NormSteps | None:
     return None
 
 
-def _with_gain(path: OperandPath, op: Op, scaling: _Scaling, names: AxisNames) -> NormSteps:
+def _with_gain(
+    path: OperandPath,
+    op: Op,
+    scaling: _Scaling,
+    names: AxisNames,
+) -> NormSteps:
     """Return a norm with the gain that is multiplied after it: `x / |x| · √size` is an RMS norm."""
     heads = names.num_heads if path.side == "query" else names.num_kv_heads
-    is_over_all = heads > 1 and scaling.size == heads * names.head_dim
+    width = heads * names.head_dim
+    is_over_all = heads > 1 and scaling.size == width
     kind, end = scaling.kind, op
     for later in path.ops:
         if later.index <= op.index:
             continue
         if end.output in later.inputs and _is_gain(path, later):
             end = later
-        if kind == "l2" and later.index < op.index + 4 and _scales_by(path, later, scaling.size**0.5):
+        is_near = later.index < op.index + 4
+        if kind == "l2" and is_near and _scales_by(path, later, scaling.size**0.5):
             kind, end = "rms", later
     norm = QKNorm(kind, "all" if is_over_all else "head")  # type: ignore[arg-type]  # a word of the tables
     return NormSteps(norm, range(scaling.start, end.index + 1))
@@ -199,23 +219,27 @@ def _scales_by(path: OperandPath, op: Op, number: float) -> bool:
 
 def _fused_norm(op: Op) -> _Scaling | None:
     """Return the norm that is one operation; None for another operation."""
-    if op.base_name not in _NORMS or not op.args[1]:
+    kind = _NORMS.get(op.base_name)
+    if kind is None or not op.args[1]:
         return None
-    return _Scaling(_NORMS[op.base_name], prod(op.args[1]), op.index)
+    size = prod(op.args[1])
+    return _Scaling(kind, size, op.index)
 
 
 def _norm_in_steps(path: OperandPath, op: Op) -> _Scaling | None:
     """Return the norm that scales a tensor by a statistic of its own features; None for another operation."""
     if not op.does("scales") or len(op.inputs) != 2 or path.others(op):
         return None
-    first, second = (_statistic(path, tensor) for tensor in op.inputs)
-    if first is None and second is not None:
-        whole, statistic = op.inputs[0], second
-    elif first is not None and second is None:
-        whole, statistic = op.inputs[1], first
+    left, right = op.inputs
+    of_left, of_right = _statistic(path, left), _statistic(path, right)
+    if of_left is None and of_right is not None:
+        whole, statistic = left, of_right
+    elif of_left is not None and of_right is None:
+        whole, statistic = right, of_left
     else:
         return None
-    size = statistic.inputs[0].numel // max(statistic.output.numel, 1)
+    elements = statistic.inputs[0].numel
+    size = elements // max(statistic.output.numel, 1)
     start = statistic.index - 1
     mean = _subtracted_mean(path, whole)
     if mean is not None:
@@ -236,8 +260,9 @@ def _statistic(path: OperandPath, tensor: TensorRef) -> Op | None:
     op = path.graph.recording.producer(tensor)
     while op is not None and tensor.id in path.reached:
         if op.base_name in _REDUCED:
-            size, kept = op.inputs[0].shape, op.output.shape
-            return op if kept in ((*size[:-1], 1), size[:-1]) else None
+            rows = op.inputs[0].shape[:-1]
+            is_over_features = op.output.shape in (rows, (*rows, 1))
+            return op if is_over_features else None
         is_elementwise = op.pointwise and len(op.inputs) == 1
         if not is_elementwise and not path.graph.moves(op):
             return None
@@ -281,11 +306,19 @@ def cache_of(
             joined = _concatenated(path, op, names.lengths[1])
             if joined is not None:
                 return joined
-        elif op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached:
+        elif fills_memory(path, op):
             write = op
     if write is None:
         return None
     return _in_memory(path, constants, write, names, who_sees)
+
+
+def fills_memory(path: OperandPath, op: Op) -> bool:
+    """Return whether an operation writes keys into memory that was there before."""
+    if op.kind != "write" or not op.inputs:
+        return False
+    memory = op.inputs[0]
+    return memory.id not in path.reached
 
 
 def _in_memory(
@@ -297,7 +330,10 @@ def _in_memory(
 ) -> CacheSteps | None:
     """Return the cache in memory that new keys are written into; None if it has no earlier keys."""
     queries, keys = names.lengths
-    gathers = [op for op in path.ops if op.index > write.index and _is_paged(path, op, keys)]
+    gathers: list[Op] = []
+    for op in path.ops:
+        if op.index > write.index and _is_paged(path, op, keys):
+            gathers.append(op)
     written = _written_keys(path, constants, write, queries)
     end = _end_of_keys(who_sees(), keys, written, is_paged=bool(gathers))
     past = end - written.count
@@ -305,7 +341,12 @@ def _in_memory(
         return None
     if past and not _was_there(path, write):
         return None
-    cache = Cache(past, written.count, keys - end, "paged" if gathers else "in place")
+    cache = Cache(
+        past=past,
+        new=written.count,
+        empty=keys - end,
+        way="paged" if gathers else "in place",
+    )
     return CacheSteps(cache, frozenset(op.index for op in (write, *gathers)))
 
 
@@ -320,12 +361,15 @@ def _concatenated(path: OperandPath, op: Op, keys: int) -> CacheSteps | None:
         elif tensor.numel and tensor.id in path.read:
             earlier.append(tensor)
     past = sum(tensor.shape[place] for tensor in earlier)
-    if past and new and past + new >= keys > new and all(_is_earlier(path, tensor) for tensor in earlier):
-        return CacheSteps(Cache(keys - new, new, 0, "concatenated"), frozenset({op.index}))
-    beside = _cache_beside(path, earlier, place)
-    if beside and past + new == keys:
-        return CacheSteps(Cache(beside, keys - beside, 0, "concatenated"), frozenset({op.index}))
-    return None
+    has_all_keys = past > 0 and past + new >= keys
+    if has_all_keys and 0 < new < keys and all(_is_earlier(path, tensor) for tensor in earlier):
+        cached = keys - new
+    else:
+        cached = _cache_beside(path, earlier, place)
+        if not cached or past + new != keys:
+            return None
+    cache = Cache(past=cached, new=keys - cached, empty=0, way="concatenated")
+    return CacheSteps(cache, frozenset({op.index}))
 
 
 def _cache_beside(path: OperandPath, tensors: list[TensorRef], place: int) -> int:
@@ -344,7 +388,13 @@ def _cache_beside(path: OperandPath, tensors: list[TensorRef], place: int) -> in
     return count if further and is_of_call else 0
 
 
-def _end_of_keys(seen: Tensor | None, keys: int, written: _Written, *, is_paged: bool) -> int:
+def _end_of_keys(
+    seen: Tensor | None,
+    keys: int,
+    written: _Written,
+    *,
+    is_paged: bool,
+) -> int:
     """Return the number of slots with content: those up to the last new key, or up to the last key that is seen."""
     if seen is None:
         if written.first is None or is_paged:
@@ -393,7 +443,8 @@ def _weights_of(graph: Graph, projection: Op) -> set[int]:
 def _tokens(path: OperandPath, projection: Op) -> set[int]:
     """Return the ids of the tensors that a projection reads, before any norm or embedding, without products."""
     start = path.graph.projected(projection)
-    return {step.tensor.id for step in path.graph.back(start, lambda op: not op.does("product", "convolution"))}
+    steps = path.graph.back(start, lambda op: not op.does("product", "convolution"))
+    return {step.tensor.id for step in steps}
 
 
 def _was_there(path: OperandPath, write: Op) -> bool:
@@ -411,9 +462,11 @@ def _was_there(path: OperandPath, write: Op) -> bool:
     read = _read_after(path, write)
     last = max(path.ops[-1].index, write.index)
     for op in graph.recording.ops[:last]:
-        if op.kind != "write" or op.index == write.index or not path.forward.has(op):
+        if op.kind != "write" or op.index == write.index:
             continue
-        if op.output.storage == storage and _overlap(op.output, read) and _writes_other_keys(path, op):
+        if op.output.storage != storage or not path.forward.has(op):
+            continue
+        if _overlap(op.output, read) and _writes_other_keys(path, op):
             return False
     return True
 
@@ -442,8 +495,9 @@ def _read_after(path: OperandPath, write: Op) -> TensorRef:
 def _overlap(first: TensorRef, second: TensorRef) -> bool:
     """Return whether two tensors of one storage have an element in common; also if that takes too long to find out."""
     start = min(first.offset, second.offset)
-    size = max(last_place(first), last_place(second)) - start + 1
-    are_apart = first.offset > last_place(second) or second.offset > last_place(first)
+    end_of_first, end_of_second = last_place(first), last_place(second)
+    size = max(end_of_first, end_of_second) - start + 1
+    are_apart = first.offset > end_of_second or second.offset > end_of_first
     if are_apart or size > _LARGEST:
         return not are_apart
     # E.g. the keys of two layers, side by side for each token.
@@ -462,7 +516,8 @@ def last_place(tensor: TensorRef) -> int:
 def _elements(tensor: TensorRef, start: int, size: int) -> Tensor:
     """Return the places of a tensor in its storage, from `start`: True for its elements."""
     places = torch.zeros(size, dtype=torch.bool)
-    places.as_strided(tensor.shape, tensor.stride, tensor.offset - start).fill_(True)
+    elements = places.as_strided(tensor.shape, tensor.stride, tensor.offset - start)
+    elements.fill_(True)
     return places
 
 
@@ -494,7 +549,12 @@ def _is_paged(path: OperandPath, op: Op, keys: int) -> bool:
     return False
 
 
-def _written_keys(path: OperandPath, constants: Constants, op: Op, queries: int) -> _Written:
+def _written_keys(
+    path: OperandPath,
+    constants: Constants,
+    op: Op,
+    queries: int,
+) -> _Written:
     """Return the keys that an operation writes into a cache: as many as queries, if nothing else is known."""
     name = op.base_name.rstrip("_")
     if name == "index_copy":
@@ -505,14 +565,22 @@ def _written_keys(path: OperandPath, constants: Constants, op: Op, queries: int)
     return _written_by_slice(path, op, queries)
 
 
-def _written_by_index(constants: Constants, indices: tuple[TensorRef | None, ...], queries: int) -> _Written:
+def _written_by_index(
+    constants: Constants,
+    indices: tuple[TensorRef | None, ...],
+    queries: int,
+) -> _Written:
     """Return the keys that are written into the slots of an index, which may be neighbours."""
     present = [index for index in indices if index is not None]
     if len(present) != 1 or len(present[0].shape) != 1:
         return _Written(queries, None)
-    numbers = constants.numbers(present[0])
-    are_neighbours = bool(numbers) and max(numbers) - min(numbers) == len(numbers) - 1
-    return _Written(present[0].numel, min(numbers) if are_neighbours else None)
+    index = present[0]
+    numbers = constants.numbers(index)
+    if not numbers:
+        return _Written(index.numel, None)
+    first = min(numbers)
+    are_neighbours = max(numbers) - first == len(numbers) - 1
+    return _Written(index.numel, first if are_neighbours else None)
 
 
 def _written_by_slice(path: OperandPath, op: Op, queries: int) -> _Written:
@@ -524,7 +592,8 @@ def _written_by_slice(path: OperandPath, op: Op, queries: int) -> _Written:
             place = int(cut.args[1]) if len(cut.args) > 1 else 0
             new = cut.output.shape[place] if cut.base_name == "slice" else 1
             step = source.stride[place]
-            if new == queries < source.shape[place] and step:
-                return _Written(queries, (cut.output.offset - source.offset) // step)
+            if step and new == queries < source.shape[place]:
+                distance = cut.output.offset - source.offset
+                return _Written(queries, distance // step)
         cut = path.graph.recording.producer(source)
     return _Written(queries, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from torch import nn
 
@@ -24,7 +25,7 @@ from .axes import AxisNames
 from .named_run import NamedRun
 from .parameters import FACTORS, SIDES, Serves, num_heads, parameters_behind, parts_at
 from .pattern import dims_of, in_words
-from .placement import are_in_blocks, axes_of, blocks_of, varying_dim
+from .placement import Placement, are_in_blocks, axes_of, blocks_of, varying_dim
 from .projection import Part
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values", "g": "gates"}
@@ -155,7 +156,8 @@ def _roles_in(run: NamedRun, place: int) -> dict[str, ParameterRole]:
     attention, names = run.attentions[place]
     parts, serves = parts_at(run, place)
     words = _Words(attention, names, serves)
-    return {name: words.role(use) for name, use in _uses(run, attention, parts).items()}
+    uses = _uses(run, attention, parts)
+    return {name: words.role(use) for name, use in uses.items()}
 
 
 def _outside(layer: str, reader: str) -> str:
@@ -192,7 +194,7 @@ def _readers(run: NamedRun) -> dict[str, str]:
             continue
         if moves(op):
             for tensor in op.outputs:
-                in_memory[tensor.storage] = in_memory.get(tensor.storage, set()) | names
+                in_memory.setdefault(tensor.storage, set()).update(names)
         else:
             for name in names:
                 readers.setdefault(name, op.base_name)
@@ -201,7 +203,8 @@ def _readers(run: NamedRun) -> dict[str, str]:
 
 def _parameters_read(op: Op, in_memory: Mapping[int, set[str]]) -> set[str]:
     """Return the names of the parameters that an operation reads; memory that it only writes to is not read."""
-    written = op.kwargs.get("out", op.inputs[:1] if op.kind == "write" else ())  # FSDP gathers into its parameters
+    in_place = op.inputs[:1] if op.kind == "write" else ()
+    written = op.kwargs.get("out", in_place)  # FSDP gathers into its parameters
     if not isinstance(written, tuple):
         written = (written,)
     names: set[str] = set()
@@ -225,7 +228,11 @@ class _Source:
     """Whether an operation between the parameters and the tensors belongs to the use."""
 
 
-def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[str, _Use]:
+def _uses(
+    run: NamedRun,
+    attention: Attention,
+    parts: Sequence[Part],
+) -> dict[str, _Use]:
     """Return the use of each parameter of an attention, by name; the first use if there are several."""
     uses: dict[str, _Use] = {}
     for part in sorted(parts, key=_rank_of_kind):
@@ -262,7 +269,9 @@ def _around_scores(run: NamedRun, attention: Attention) -> Iterator[_Source]:
     graph, stages, softmax = run.graph, attention.stages, attention.softmax
     masks: list[TensorRef] = []
     for op in attention.masks:
-        masks += [tensor for tensor in op.inputs if not graph.comes_from_inputs(tensor)]
+        for tensor in op.inputs:
+            if not graph.comes_from_inputs(tensor):
+                masks.append(tensor)
     yield _Source("scores", "", masks)
     if attention.sinks is not None:
         yield _Source("sinks", "", _weights_read(run, [attention.sinks]))
@@ -278,7 +287,9 @@ def _weights_read(run: NamedRun, ops: Iterable[Op]) -> list[TensorRef]:
     """Return the parameters that operations read."""
     weights: list[TensorRef] = []
     for op in ops:
-        weights += [tensor for tensor in op.inputs if run.graph.is_weight(tensor)]
+        for tensor in op.inputs:
+            if run.graph.is_weight(tensor):
+                weights.append(tensor)
     return weights
 
 
@@ -300,12 +311,15 @@ def _projections_of_terms(run: NamedRun, attention: Attention) -> Iterator[Op]:
 def _is_after(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], bool]:
     """Return a test whether an operation came after these tensors, or reads only parameters."""
     stops = {tensor.id for tensor in tensors}
-    start = min(run.recording.producers.get(id_, -1) for id_ in stops)
+    producers = run.recording.producers
+    start = min(producers.get(number, -1) for number in stops)
 
     def passes(op: Op) -> bool:
         if any(tensor.id in stops for tensor in op.outputs):
             return False
-        return op.index > start or all(map(run.graph.is_weight, op.inputs))
+        if op.index > start:
+            return True
+        return all(map(run.graph.is_weight, op.inputs))
 
     return passes
 
@@ -324,7 +338,8 @@ def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
         blocks = blocks_of(part.placement, dims)
         if blocks is None:
             return ()
-        name = part.name or f"{kind.removesuffix(' before').removeprefix('added ')}_{part.letter}"
+        word = kind.removesuffix(" before").removeprefix("added ")
+        name = part.name or f"{word}_{part.letter}"
         for head, (rows, *columns) in blocks:
             slices.append(HeadSlice(head, name, rows, columns[0] if columns else None))
     return tuple(slices)
@@ -336,7 +351,8 @@ def _dims_of_slices(kind: str, part: Part) -> tuple[int, ...]:
     channels = len(shape) - part.taps
     if kind == "W" and channels == 2:
         return (0, 1)
-    return tuple(dim for dim in range(channels) if shape[dim] > 1) or (0,)
+    large = [dim for dim in range(channels) if shape[dim] > 1]
+    return tuple(large) or (0,)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -354,11 +370,12 @@ class _Words:
         """Return the role of a parameter."""
         if use.kind in _JOINED:
             role = self.role(replace(use, kind=_JOINED[use.kind]))
-            return replace(role, text=f"{role.text}; for other tokens than those in {SIDES[use.letters[0]]}")
+            side = SIDES[use.letters[0]]
+            return replace(role, text=f"{role.text}; for other tokens than those in {side}")
         parts = _in_order(use.parts)
         if not parts or use.kind in _BESIDE or parts[0].is_vector:
-            text = _listed(use.kind, use.letters) if use.kind in ("W", "b") else _plain(use)
-            return ParameterRole("", text)
+            is_named = use.kind in ("W", "b")
+            return ParameterRole("", _listed(use.kind, use.letters) if is_named else _plain(use))
         distinct = _without_twins(parts)
         axes = self._axes_of(use.kind, distinct)
         letters = [part.letter for part in parts]
@@ -375,7 +392,7 @@ class _Words:
         shape = first.parameter.tensor.shape
         if first.letter == "o" and kind == "b" and len(shape) == 1:
             return ["embed"]
-        if not any(part.is_shared for part in parts):
+        if not _are_shared(parts):
             axes = self._axes_by_head(parts)
         elif shape == (self.names.head_dim,) and _is_beside_heads(kind, first.letter):
             return ["head_dim"]
@@ -400,8 +417,7 @@ class _Words:
             ones.append(heads)
         if self.names.head_dim == 1:
             ones.append(width)
-        placements = tuple(part.placement for part in parts)
-        axes = axes_of(placements, packed, (heads, width), tuple(ones))
+        axes = axes_of(tuple(_placements_of(parts)), packed, (heads, width), tuple(ones))
         return self._by_blocks(parts, heads) if axes is None else [*axes]
 
     def _words_of_heads(self, parts: list[Part]) -> tuple[str, str]:
@@ -438,8 +454,8 @@ class _Words:
 
     def _by_blocks(self, parts: list[Part], heads: str) -> list[str]:
         """Return the name of each dimension, where parts with different numbers or widths are `packed`."""
-        placements = [part.placement for part in parts]
-        axes = [str(size) for size in placements[0].shape]
+        placements = _placements_of(parts)
+        axes = list(map(str, placements[0].shape))
         dim = varying_dim(placements)
         if dim is None or len(parts) == 1:
             return axes
@@ -454,9 +470,15 @@ class _Words:
 
     # -- sentences ----------------------------------------------------------------------------------------------------
 
-    def _text(self, use: _Use, letters: list[str], parts: list[Part], axes: list[str]) -> str:
+    def _text(
+        self,
+        use: _Use,
+        letters: list[str],
+        parts: list[Part],
+        axes: list[str],
+    ) -> str:
         """Return the text for a parameter with heads, or one that all heads share."""
-        is_shared = any(part.is_shared for part in parts)
+        is_shared = _are_shared(parts)
         if is_shared and use.kind in ("norm", "shift", "before", *FACTORS, *_EARLY):
             return f"{_plain(use)}; not split by head"
         if use.kind in FACTORS:
@@ -474,23 +496,32 @@ class _Words:
 
     def _of_several(self, matrices: str, parts: list[Part]) -> str:
         """Return the text for a parameter with several matrices: `W_q, W_k, W_v stacked: rows 0–11, 12–23, 24–35`."""
-        placements = [part.placement for part in parts]
+        placements = _placements_of(parts)
         dim = varying_dim(placements)
         if dim is None:
             return matrices
         unit = _unit(parts[0].parameter.tensor, dim)
-        runs = [placement.used(dim) for placement in placements]
-        if any(len(of_part) > 1 for of_part in runs):
-            return f"{matrices} {_by_head(parts, dim, unit)}"
-        where = ", ".join(_span(of_part[0]) for of_part in runs)
+        spans: list[str] = []
+        for placement in placements:
+            runs = placement.used(dim)
+            if len(runs) > 1:
+                return f"{matrices} {_by_head(parts, dim, unit)}"
+            spans.append(_span(runs[0]))
+        where = ", ".join(spans)
         way = {"rows": "stacked", "columns": "side by side", "elements": "concatenated"}[unit]
         text = f"{matrices} {way}: {unit} {where}"
-        users = self._users() if any(part.letter in "kv" for part in parts) else ""
-        if users:
+        users = self._users()
+        if users and any(part.letter in "kv" for part in parts):
             text += f"; the first key/value head is for query heads {users}"
         return text
 
-    def _of_single(self, matrices: str, kind: str, part: Part, axes: list[str]) -> str:
+    def _of_single(
+        self,
+        matrices: str,
+        kind: str,
+        part: Part,
+        axes: list[str],
+    ) -> str:
         """Return the text for a parameter with one matrix or bias, of all heads or of some."""
         heads = sorted(part.heads)
         count = num_heads(self.names, part.letter)
@@ -510,24 +541,34 @@ class _Words:
             heads = sorted(part.heads)
             text = f"W_{part.letter}"
             if len(heads) != num_heads(self.names, part.letter):
-                text += f" of head{'s' if len(heads) > 1 else ''} {_ranges(heads)}"
+                word = "heads" if len(heads) > 1 else "head"
+                text += f" of {word} {_ranges(heads)}"
             matrices.append(text)
         text = _SAID[kind].format(matrices=", ".join(matrices))
-        dim = varying_dim([parts[0].placement])
-        if dim is None or len(parts) > 1 or len(parts[0].heads) == 1:
+        first = parts[0]
+        dim = varying_dim([first.placement])
+        if dim is None or len(parts) > 1 or len(first.heads) == 1:
             return text
-        return text + self._of_one(parts[0], dim, axes[dim], kind)
+        return text + self._of_one(first, dim, axes[dim], kind)
 
-    def _of_one(self, part: Part, dim: int, axis: str, kind: str) -> str:
+    def _of_one(
+        self,
+        part: Part,
+        dim: int,
+        axis: str,
+        kind: str,
+    ) -> str:
         """Return the text for a parameter that is one matrix or bias."""
         placement, tensor = part.placement, part.parameter.tensor
         if kind == "W" and axis in ("heads", "kv_heads"):
             return f": one {'matrix' if len(tensor.shape) > 2 else 'row'} per head"
         unit = _unit(tensor, dim)
         runs = placement.used(dim)
-        if sum(stop - start for start, stop in runs) < tensor.shape[dim]:
+        used = sum(stop - start for start, stop in runs)
+        if used < tensor.shape[dim]:
             more = ", …" if len(runs) > 3 else ""
-            return f": only {unit} {', '.join(map(_span, runs[:3]))}{more}"
+            first = ", ".join(map(_span, runs[:3]))
+            return f": only {unit} {first}{more}"
         shared = self._shared_by(part)
         if kind == "b":
             return shared
@@ -543,8 +584,10 @@ class _Words:
     def _shared_by(self, part: Part) -> str:
         """Return how many query heads use each head of a matrix of keys or values; empty for one."""
         users = self._users()
-        group = self.names.num_heads // max(self.names.num_kv_heads, 1)
-        if part.letter not in "kv" or len(part.heads) > self.names.num_kv_heads or group < 2:
+        shared = self.names.num_kv_heads
+        group = self.names.num_heads // max(shared, 1)
+        is_of_group = part.letter in "kv" and len(part.heads) <= shared
+        if not is_of_group or group < 2:
             return ""
         text = f", each for {group} query heads"
         return f"{text}: the first for {users}" if users else text
@@ -569,6 +612,11 @@ def _in_order(parts: Sequence[Part]) -> list[Part]:
     return sorted(parts, key=_first_place)
 
 
+def _placements_of(parts: Sequence[Part]) -> list[Placement]:
+    """Return where the heads of each part lie along the dimensions of the parameter."""
+    return [part.placement for part in parts]
+
+
 def _first_place(part: Part) -> int:
     """Return the lowest place of a part in the memory of its parameter."""
     return min((int(row.min()) for row in part.heads.values()), default=0)
@@ -580,10 +628,18 @@ def _without_twins(parts: Sequence[Part]) -> list[Part]:
     Keys that are also the values are one matrix with two names.
     """
     distinct: list[Part] = []
+    placements: set[int] = set()
     for part in parts:
-        if not part.heads or all(part.placement is not earlier.placement for earlier in distinct):
+        number = id(part.placement)
+        if not part.heads or number not in placements:
             distinct.append(part)
+        placements.add(number)
     return distinct
+
+
+def _are_shared(parts: Sequence[Part]) -> bool:
+    """Return whether heads have elements of one of the parts in common."""
+    return any(part.is_shared for part in parts)
 
 
 def _is_beside_heads(kind: str, letter: str) -> bool:
@@ -594,7 +650,7 @@ def _is_beside_heads(kind: str, letter: str) -> bool:
 def _axes_of_shared(kind: str, part: Part) -> list[str]:
     """Return the name of each dimension of a parameter that all heads share: `latent` before the projection."""
     shape = part.parameter.tensor.shape
-    axes = [str(size) for size in shape]
+    axes = list(map(str, shape))
     if kind in ("before", *_EARLY):
         for dim in range(len(shape) - part.taps):
             if shape[dim] > 1:
@@ -604,7 +660,10 @@ def _axes_of_shared(kind: str, part: Part) -> list[str]:
 
 def _are_consecutive(numbers: Sequence[int]) -> bool:
     """Return whether each number is one more than that before it."""
-    return not numbers or list(numbers) == list(range(numbers[0], numbers[0] + len(numbers)))
+    if not numbers:
+        return True
+    first = numbers[0]
+    return list(numbers) == list(range(first, first + len(numbers)))
 
 
 # -- words ------------------------------------------------------------------------------------------------------------
@@ -612,10 +671,11 @@ def _are_consecutive(numbers: Sequence[int]) -> bool:
 
 def _plain(use: _Use) -> str:
     """Return the text of a kind of use, for all heads: `scales the queries and keys after their projection`."""
-    made_into = dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in use.letters)
-    absorbed = ["W_v" if letter == "o" else "W_k" for letter in dict.fromkeys(use.letters)]
+    letters = dict.fromkeys(use.letters)
+    results = dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in letters)
+    absorbed = ["W_v" if letter == "o" else "W_k" for letter in letters]
     return _SAID[use.kind].format(
-        made=" and ".join(made_into),
+        made=" and ".join(results),
         others=" and ".join(absorbed),
         matrices=_listed("W", use.letters),
     )
@@ -626,7 +686,9 @@ def _read_by(part: Part) -> str:
     if not part.reads or part.inner is None:
         return ""
     start = next(iter(part.reads.values()))
-    return f": reads only features {start}–{start + part.inner[0] - 1} of the embedding"
+    number, _ = part.inner
+    features = _span((start, start + number))
+    return f": reads only features {features} of the embedding"
 
 
 def _span(run: tuple[int, int]) -> str:
@@ -637,42 +699,49 @@ def _span(run: tuple[int, int]) -> str:
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers as `0–2, 5`."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        start = number
+        if runs and runs[-1][1] == number:
+            start, _ = runs.pop()
+        runs.append((start, number + 1))
     texts: list[str] = []
-    start = 0
-    for stop in range(1, len(numbers) + 1):
-        if stop < len(numbers) and numbers[stop] == numbers[stop - 1] + 1:
-            continue
-        first, last = numbers[start], numbers[stop - 1]
-        texts.append(str(first) if first == last else f"{first}–{last}")
-        start = stop
+    for start, stop in runs:
+        is_single = stop - start == 1
+        texts.append(str(start) if is_single else _span((start, stop)))
     return ", ".join(texts)
 
 
 def _unit(tensor: TensorRef, dim: int) -> str:
     """Return what the indices of a dimension count: `rows`, `columns`, or `elements` of a vector."""
-    shape = tensor.shape
-    large = [place for place, size in enumerate(shape) if size > 1 or len(shape) < 3]
-    if len(large) < 2:
+    dims = list(range(len(tensor.shape)))
+    if len(dims) > 2:
+        dims = [place for place in dims if tensor.shape[place] > 1]
+    if len(dims) < 2:
         return "elements"
-    return "columns" if dim == large[-1] else "rows"
+    return "columns" if dim == dims[-1] else "rows"
 
 
 def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts head by head, or group by group if query heads share a key and a value."""
-    placements = [part.placement for part in parts]
+    placements = _placements_of(parts)
     if not are_in_blocks(placements, dim):
         return f"in one, {unit} interleaved: --per-head lists them"
     for placement in placements:
-        if any(len(runs) > 1 for runs in placement.runs[dim].values()):
+        of_heads = placement.runs[dim].values()
+        if any(len(runs) > 1 for runs in of_heads):
             return _in_turn(parts, dim, unit)
     counts = [len(part.heads) for part in parts]
     widths: list[str] = []
     for part, count in zip(parts, counts, strict=True):
         first_head = next(iter(part.placement.indices[dim].values()))
+        width = str(len(first_head))
         number = count // min(counts)
-        times = f"{number}·" if number > 1 else ""
-        rows = "" if widths else f" {unit}"
-        widths.append(f"{times}{len(first_head)}{rows} of {part.letter}")
+        if number > 1:
+            width = f"{number}·{width}"
+        if not widths:
+            width = f"{width} {unit}"
+        widths.append(f"{width} of {part.letter}")
     way = "head by head" if max(counts) == min(counts) else "group by group"
     return f"{way}: {', '.join(widths)} each"
 
@@ -681,8 +750,8 @@ def _in_turn(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts that alternate within each head: `(heads head_dim qkv)` has q, k, v row by row."""
     widths: set[int] = set()
     for part in parts:
-        for runs in part.placement.runs[dim].values():
-            widths.update(stop - start for start, stop in runs)
+        for start, stop in chain(*part.placement.runs[dim].values()):
+            widths.add(stop - start)
     if len(widths) > 1:
         return f"head by head, {unit} interleaved: --per-head lists them"
     (width,) = widths

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from math import prod
 
 CANONICAL_AXES: dict[str, str] = {
@@ -75,7 +76,11 @@ def in_words(dims: Dims) -> str:
 
 
 @lru_cache(256)  # the layers of a model are alike
-def rearrangement(left: str, right: str, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> str | None:
+def rearrangement(
+    left: str,
+    right: str,
+    shapes: tuple[tuple[int, ...], tuple[int, ...]],
+) -> str | None:
     """Return the pattern that rearranges `left` to `right`; None if einops has no pattern for it.
 
     A repeat or a slice has no pattern. The right side is then the layout before the repeat, or has the sliced axis
@@ -142,8 +147,9 @@ def _write_ones(dims: Dims, beside: Dims, sizes: Mapping[str, int]) -> None:
 
 def _match_names(before: Dims, after: Dims) -> str | None:
     """Give both sides the same names, and return words about a part that was taken; None if names differ."""
-    gone = [name for name in _names(before) if name not in _names(after)]
-    new = [name for name in _names(after) if name not in _names(before)]
+    names_before, names_after = _names(before), _names(after)
+    gone = [name for name in names_before if name not in names_after]
+    new = [name for name in names_after if name not in names_before]
     if not gone and not new:
         return ""
     if not new and len(gone) == 1 and gone[0] in _PACKED:
@@ -164,7 +170,9 @@ def _match_names(before: Dims, after: Dims) -> str | None:
 def _has_distinct_names(dims: Dims) -> bool:
     """Return whether every axis has a name, and no two axes the same one."""
     names = _names(dims)
-    return len(names) == len(set(names)) and not any(name.isdigit() for name in names)
+    if any(map(str.isdigit, names)):
+        return False
+    return len(names) == len(set(names))
 
 
 def _keeps_sizes(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
@@ -172,7 +180,8 @@ def _keeps_sizes(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
     for name in before.keys() & after.keys():
         # Keys may be appended, but not to windows.
         may_grow = name == "key" and "windows" not in after
-        if before[name] > after[name] or (before[name] < after[name] and not may_grow):
+        more = after[name] - before[name]
+        if more < 0 or (more > 0 and not may_grow):
             return False
     return True
 
@@ -182,11 +191,17 @@ def _names(dims: Dims) -> list[str]:
     return [name for names in dims for name in names if name != "1"]
 
 
-def axis_sizes(dims: Dims, shape: Sequence[int], given: Mapping[str, int]) -> dict[str, int]:
+def axis_sizes(
+    dims: Dims,
+    shape: Sequence[int],
+    given: Mapping[str, int],
+) -> dict[str, int]:
     """Return the size of each axis that is alone in a dimension, or the only unknown axis in one."""
     pairs = list(zip(dims, shape, strict=True))
-    sizes = {names[0]: size for names, size in pairs if len(names) == 1}
-    sizes.pop("1", None)
+    sizes: dict[str, int] = {}
+    for names, size in pairs:
+        if len(names) == 1 and names != ["1"]:
+            sizes[names[0]] = size
     for names, size in pairs:
         every = {**given, **sizes}
         unknown = [name for name in names if name not in every]
@@ -194,7 +209,8 @@ def axis_sizes(dims: Dims, shape: Sequence[int], given: Mapping[str, int]) -> di
         if len(unknown) == 1 and len(names) > 1:
             sizes[unknown[0]] = size // max(product, 1)
         elif not unknown and product == size:
-            sizes.update((name, every[name]) for name in names)
+            for name in names:
+                sizes[name] = every[name]
     return sizes
 
 
@@ -226,7 +242,10 @@ _LaidOut = Mapping[str, list[_SizedDim]]
 """Stage to its dimensions."""
 
 
-def one_size_a_name(stages: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+def one_size_a_name(
+    stages: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> dict[str, str]:
     """Return the patterns of all stages; a name whose size disagrees with the weights becomes `positions` or a number.
 
     The sequence can differ from the queries if it was padded to whole windows, or if queries are processed in pieces.
@@ -271,26 +290,34 @@ class _SizesOfPlaces:
             for dim in laid_out[stage]:
                 if dim.text in PLACES:
                     sizes.setdefault(dim.text, {}).setdefault(dim.size, stage)
+        first: dict[str, int] = {}
         within: dict[str, list[int]] = {}  # name to its sizes in the stages that the weights are made of
         for name, stages_by_size in sizes.items():
+            first[name] = next(iter(stages_by_size))
             within[name] = [size for size, stage in stages_by_size.items() if stage in WITHIN]
-        has_windows = any("windows" in dim.text for dims in laid_out.values() for dim in dims)
-        is_padded = min(sizes.get("query", {}), default=0) < max(within.get("query", []), default=0)
+        has_windows = any("windows" in dim.text for dim in chain(*laid_out.values()))
+        shortest = min(sizes.get("query", {}), default=0)
+        is_padded = shortest < max(within.get("query", []), default=0)
         has_several = any(len(different) > 1 for different in within.values())
-        first = {name: next(iter(stages_by_size)) for name, stages_by_size in sizes.items()}
         return cls(first, has_windows, disagree=has_windows or is_padded or has_several)
 
     def fitting(self, stage: str, dim: _SizedDim) -> str:
         """Return a dimension; if its names do not fit the size, `positions` for a whole sequence, or the size."""
         if dim.text == "key" and not self.disagree:
             return dim.text
-        factors = [int(word) if word.isdigit() else self.first.get(word, 0) for word in dim.words]
-        if prod(factors) in (0, dim.size):  # 0 for a name without a size of its own
+        size = prod(map(self._size_of, dim.words))
+        if size in (0, dim.size):  # 0 for a name without a size of its own
             return dim.text
         is_inside = stage in WITHIN or (self.has_windows and stage == "context")
         if not is_inside and set(dim.words) <= set(PLACES):
             return POSITIONS
         return str(dim.size)
+
+    def _size_of(self, word: str) -> int:
+        """Return the size of a name or a number; 0 for a name without one."""
+        if word.isdigit():
+            return int(word)
+        return self.first.get(word, 0)
 
 
 def at_size(pattern: str, shape: tuple[int, ...], kept: tuple[int, ...]) -> str:

@@ -101,16 +101,20 @@ def rotation_of(
     if key not in rotations:
         again = _Again(constants, tuple(ops), region.before, region.after)
         starts = _Starts(path.graph, constants, tuple(table.tensor for table in tables))
-        rotations[key] = _read(again, starts, is_single=names.lengths[0] == 1)
+        queries, _ = names.lengths
+        rotations[key] = _read(again, starts, is_single=queries == 1)
     rotation = rotations[key]
     if rotation is None or not ops:
         return None
-    return Turned(rotation, range(ops[0].index, ops[-1].index + 1))
+    first, last = ops[0].index, ops[-1].index
+    return Turned(rotation, range(first, last + 1))
 
 
 def _signature(path: OperandPath, op: Op) -> tuple[Any, ...]:
     """Return what two operations have in common if they compute the same of a tensor: name, shape and tables."""
-    places = [(tensor.storage, tensor.offset, tensor.stride) for tensor in path.others(op)]
+    places: list[tuple[Any, ...]] = []
+    for tensor in path.others(op):
+        places.append((tensor.storage, tensor.offset, tensor.stride))
     return (op.name, op.output.shape, *places)
 
 
@@ -119,12 +123,13 @@ def _signature(path: OperandPath, op: Op) -> tuple[Any, ...]:
 
 def _tables(path: OperandPath) -> Iterator[_Table]:
     """Yield what heads are multiplied by, feature by feature, other than learned gains."""
+    graph = path.graph
     for op in path.ops:
-        multiplies = op.base_name.rstrip("_") in ("mul", "addcmul") or op.does("product")
-        if not multiplies:
+        name = op.base_name.rstrip("_")
+        if name not in ("mul", "addcmul") and not op.does("product"):
             continue
         for tensor in path.others(op):
-            is_gain = path.graph.is_weight(tensor) and tensor.id in path.graph.learned
+            is_gain = graph.is_weight(tensor) and tensor.id in graph.learned
             has_features = tensor.shape[-1:] not in ((), (1,))
             if has_features and not is_gain:
                 yield _Table(op, tensor)
@@ -134,10 +139,12 @@ def _region_of_heads(path: OperandPath, tables: Sequence[_Table], width: int) ->
     """Return where heads of at most this width are multiplied by tables; None if that is not in one region."""
     if not tables:
         return None
-    ops = [table.op for table in tables]
-    # A matrix of its own for each pair of features is multiplied and summed.
+    ops: list[Op] = []
+    consumers = path.graph.recording.consumers
     for table in tables:
-        for reader in path.graph.recording.consumers.get(table.op.output.id, ()):
+        ops.append(table.op)
+        # A matrix of its own for each pair of features is multiplied and summed.
+        for reader in consumers.get(table.op.output.id, ()):
             if reader.base_name == "sum":
                 ops.append(reader)
     region = _region(path, ops)
@@ -155,7 +162,6 @@ def _region_of_heads(path: OperandPath, tables: Sequence[_Table], width: int) ->
 def _region(path: OperandPath, ops: Iterable[Op]) -> _Region | None:
     """Return the last tensor before all of these operations, and the first after them; None if there is no such."""
     graph = path.graph
-    producers = graph.recording.producers
     on_path = {op.index for op in path.ops}
 
     def before(tensor: TensorRef) -> Iterator[TensorRef]:
@@ -173,8 +179,15 @@ def _region(path: OperandPath, ops: Iterable[Op]) -> _Region | None:
     for op in ops:
         inputs += op.inputs
         results += graph.results(op)
-    first = _meeting(path, inputs, before, latest=lambda number: producers.get(number, -1))
-    last = _meeting(path, results, after, latest=lambda number: -producers.get(number, -1))
+
+    def index_of(number: int) -> int:
+        return graph.recording.producers.get(number, -1)
+
+    def index_from_end(number: int) -> int:
+        return -index_of(number)
+
+    first = _meeting(path, inputs, before, furthest=index_of)
+    last = _meeting(path, results, after, furthest=index_from_end)
     if first is None or last is None:
         return None
     return _Region(first, last)
@@ -185,7 +198,7 @@ def _meeting(
     tensors: Iterable[TensorRef],
     beyond: Callable[[TensorRef], Iterable[TensorRef]],
     *,
-    latest: Callable[[int], int],
+    furthest: Callable[[int], int],
 ) -> TensorRef | None:
     """Return the one tensor in which the ways from all of these meet; None if they end before.
 
@@ -193,11 +206,11 @@ def _meeting(
         path: the operations on the way.
         tensors: where the ways begin.
         beyond: returns the next tensors of a way.
-        latest: returns a number by the id of a tensor: of several ways, that with the largest one goes on.
+        furthest: returns a number by the id of a tensor: of several ways, that with the largest one goes on.
     """
     front = _on_way(path, tensors)
     while len(front) > 1:
-        tensor = front.pop(max(front, key=latest))
+        tensor = front.pop(max(front, key=furthest))
         further = _on_way(path, beyond(tensor))
         if not further:
             return None
@@ -214,7 +227,8 @@ def _features(tensor: TensorRef) -> int:
     """Return the number of real features in the last dimension."""
     if not tensor.shape:
         return 0
-    return 2 * tensor.shape[-1] if _is_complex(tensor) else tensor.shape[-1]
+    size = tensor.shape[-1]
+    return 2 * size if _is_complex(tensor) else size
 
 
 def _is_complex(tensor: TensorRef) -> bool:
@@ -225,17 +239,24 @@ _Step = Callable[[OperandPath, TensorRef], TensorRef | None]
 """From a tensor to the next one that is a whole view or copy of it; None if there is none."""
 
 
-def _widest(path: OperandPath, tensor: TensorRef, width: int, step: _Step) -> TensorRef | None:
+def _widest(
+    path: OperandPath,
+    tensor: TensorRef,
+    width: int,
+    step: _Step,
+) -> TensorRef | None:
     """Return the last tensor with the most features, at most those of a head, that this is a whole view or copy of.
 
     Otherwise the last that is a view or copy of it.
     """
     widest: TensorRef | None = None
-    features = path.graph.dimensions.along(tensor, -1)
+    dimensions = path.graph.dimensions
+    features = dimensions.along(tensor, -1)
     place: TensorRef | None = tensor
     while place is not None:
         # And not the positions, if transposed.
-        has_features = not features or bool(features & path.graph.dimensions.along(place, -1))
+        last = dimensions.along(place, -1)
+        has_features = not features or not features.isdisjoint(last)
         if has_features and _features(place) <= width and _is_as_wide(place, widest):
             widest = place
         place = step(path, place)
@@ -261,7 +282,8 @@ def _step_back(path: OperandPath, tensor: TensorRef) -> TensorRef | None:
 
 def _step_ahead(path: OperandPath, tensor: TensorRef) -> TensorRef | None:
     """Return the tensor that is a whole view or copy of this one; None if there is none."""
-    readers = [op for op in path.graph.recording.consumers.get(tensor.id, ()) if op in path.ops]
+    consumers = path.graph.recording.consumers
+    readers = [op for op in consumers.get(tensor.id, ()) if op in path.ops]
     region = _moving_region(path, readers) if readers else None
     return None if region is None else region.after
 
@@ -319,7 +341,9 @@ class _Again:
         contents = {self.before.id: self._in_recorded_layout(value)}
 
         def content(tensor: TensorRef) -> Tensor:
-            number = contents[tensor.id] if tensor.id in contents else self.constants.value(tensor)
+            number = contents.get(tensor.id)
+            if number is None:
+                number = self.constants.value(tensor)
             if number is None:
                 raise ValueError("no value")
             return number
@@ -342,7 +366,8 @@ class _Again:
                     last = max(last, last_place(tensor))
         memory = torch.full((last + 1,), torch.nan, dtype=value.dtype)
         copied = memory.as_strided(before.shape, before.stride, before.offset)
-        once = tuple(slice(None) if step else slice(1) for step in before.stride)  # an expanded key is one in memory
+        # An expanded key is one in memory.
+        once = tuple(slice(None) if step else slice(1) for step in before.stride)
         copied[once] = value[once]
         return copied
 
@@ -355,11 +380,10 @@ def _read(again: _Again, starts: _Starts, *, is_single: bool) -> Rotation | None
     width = again.width
     if width % 2:
         return None
-    draw = torch.Generator().manual_seed(0)
-    # Rounded, so that features that are left alone are exactly the same in every dtype.
-    values, factors = torch.complex(*torch.randn(2, 2, width // 2, generator=draw).bfloat16().double())
+    values, factors = _drawn(width // 2)
     eps = torch.finfo(getattr(torch, again.before.dtype)).eps
-    near = max(1e-4, 8 * eps) * float(values.abs().max()) * float(factors.abs().max())
+    largest = float(values.abs().max()) * float(factors.abs().max())
+    near = largest * max(1e-4, 8 * eps)
     for layout, dims in _guesses(width, starts.tables):
         order = _order(layout, dims, width)
         plain = again.of_pairs(order, values)
@@ -375,13 +399,28 @@ def _read(again: _Again, starts: _Starts, *, is_single: bool) -> Rotation | None
     return None
 
 
+def _drawn(pairs: int) -> tuple[Tensor, Tensor]:
+    """Return random features, and random factors of them, as complex numbers: one for each pair.
+
+    They are rounded, so that features that are left alone are exactly the same in every dtype.
+    """
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randn(2, 2, pairs, generator=draw)
+    real, imaginary = numbers.bfloat16().double()
+    values, factors = torch.complex(real, imaginary)
+    return values, factors
+
+
 def _guesses(width: int, tables: Iterable[TensorRef]) -> list[tuple[Layout, int]]:
     """Return the layouts to try, with the number of features that are rotated: all, or as many as a table has."""
-    guesses: list[tuple[Layout, int]] = [(layout, width) for layout in _ALTERNATIVES]
+    guesses: list[tuple[Layout, int]] = []
+    for layout in _ALTERNATIVES:
+        guesses.append((layout, width))
     # Features that are not rotated may be joined with the rotated ones in one step.
     parts: set[int] = set()
     for table in tables:
-        parts |= {table.shape[-1], 2 * table.shape[-1]}
+        pairs = table.shape[-1]
+        parts |= {pairs, 2 * pairs}
     for size in sorted(parts):
         if size < width and size % 2 == 0:
             guesses.append(("half", size))
@@ -390,9 +429,10 @@ def _guesses(width: int, tables: Iterable[TensorRef]) -> list[tuple[Layout, int]
 
 def _order(layout: Layout, dims: int, width: int) -> Tensor:
     """Return the features of each pair, `pair 2`; features after the first `dims` are paired with their neighbours."""
-    first, rest = torch.arange(dims), torch.arange(dims, width)
-    rotated = first.view(2, -1).T if layout == "half" else first.view(-1, 2)
-    return torch.cat((rotated, rest.view(-1, 2)))
+    rotated = torch.arange(dims)
+    rest = torch.arange(dims, width).view(-1, 2)
+    pairs = rotated.view(2, -1).T if layout == "half" else rotated.view(-1, 2)
+    return torch.cat((pairs, rest))
 
 
 def _pairs(value: Tensor, order: Tensor) -> Tensor:
@@ -402,7 +442,13 @@ def _pairs(value: Tensor, order: Tensor) -> Tensor:
     return torch.view_as_complex(value.double()[..., order].contiguous())
 
 
-def _measured(layout: Layout, turns: Tensor, starts: _Starts, *, is_single: bool) -> Rotation | None:
+def _measured(
+    layout: Layout,
+    turns: Tensor,
+    starts: _Starts,
+    *,
+    is_single: bool,
+) -> Rotation | None:
     """Return a rotation by its complex numbers, `... pair`; None if they do not turn, or do not vary by position."""
     angles = _units(turns).imag.abs().flatten(0, -2).amax(0)
     is_turned = angles > 1e-9
@@ -415,8 +461,9 @@ def _measured(layout: Layout, turns: Tensor, starts: _Starts, *, is_single: bool
         return Rotation(layout, dims, guesses[0] if guesses else None)
     if float(angles.max()) < _NEAR:
         return None
-    rows = turns.movedim(places[-1], -2)
-    rows = _units(rows.reshape(-1, *rows.shape[-2:])[0])
+    by_position = turns.movedim(places[-1], -2)
+    first_item = by_position.reshape(-1, *by_position.shape[-2:])[0]
+    rows = _units(first_item)
     steps = rows[1:] / rows[:-1]
     # Padding on the left gives batch items positions of their own, and a position may repeat.
     if len(places) > 1 or not _are_even(steps, fewest=2 if is_single else 1):
@@ -463,27 +510,34 @@ def _offset(turns: Tensor, guesses: list[int]) -> int | None:
 
     The step from row to row is the angle of one position. Its rounding error grows with the position.
     """
-    steps = (turns[1] / turns[0]).angle()
-    numbers = torch.cat((torch.tensor(guesses, dtype=torch.long), _positions_by_slow_pair(turns[0].angle(), steps)))
-    rounding = 4e-7 * numbers[:, None] ** 2 * steps.abs()
-    near = 1e-3 + 1e-7 * numbers.abs()[:, None] + rounding
-    angles = torch.polar(torch.ones((), dtype=torch.float64), numbers[:, None] * steps)
-    is_near = ((angles - turns[0]).abs() <= near).all(-1)
+    start = turns[0]
+    steps = (turns[1] / start).angle()
+    first_guesses = torch.tensor(guesses, dtype=torch.long)
+    further = _positions_by_slow_pair(start.angle(), steps)
+    numbers = torch.cat((first_guesses, further))[:, None]
+    rounding = 4e-7 * numbers**2 * steps.abs()
+    near = 1e-3 + 1e-7 * numbers.abs() + rounding
+    length = torch.ones((), dtype=torch.float64)
+    angles = torch.polar(length, numbers * steps)
+    is_near = ((angles - start).abs() <= near).all(-1)
     is_sharp = (near < steps.abs() / 2).any(-1)
-    fitting: list[int] = numbers[is_near & is_sharp].tolist()
+    fitting: list[int] = numbers[is_near & is_sharp].flatten().tolist()
     return min(fitting, key=lambda number: (number not in guesses, abs(number)), default=None)
 
 
 def _positions_by_slow_pair(start: Tensor, steps: Tensor) -> Tensor:
     """Return integers that may be the first position, by the pair that turns slowest, in each lap of its circle."""
-    slow = int(torch.where(steps.abs() > 1e-7, steps.abs(), torch.inf).argmin())
+    sizes = steps.abs()
+    slow = int(torch.where(sizes > 1e-7, sizes, torch.inf).argmin())
     step = float(steps[slow])
     first = circle = 0.0
     if abs(step) > 1e-7:
         first = float(start[slow]) / step
         circle = 2 * pi / abs(step)
-    laps = torch.tensor([first + lap * circle for lap in range(-1, 9)]).round().long()
-    return (laps[:, None] + torch.arange(-8, 9)).flatten()
+    positions = [first + lap * circle for lap in range(-1, 9)]
+    laps = torch.tensor(positions).round().long()
+    nearby = laps[:, None] + torch.arange(-8, 9)
+    return nearby.flatten()
 
 
 # -- where a table begins ---------------------------------------------------------------------------------------------
@@ -531,7 +585,7 @@ class _Starts:
             return self._cut_by(op)
         if op.base_name in ("add", "sub") and len(op.inputs) == 1:  # positions counted from a number
             shifted = self.constants.value(tensor)
-            if shifted is not None and shifted.numel() and bool((shifted == shifted.round()).all()):
+            if shifted is not None and _are_integers(shifted):
                 return int(shifted.flatten()[0])
         if op.base_name == "arange":
             position = self.constants.value(tensor)
@@ -541,20 +595,34 @@ class _Starts:
 
     def _cut_by(self, op: Op) -> int | None:
         """Return the first row that a slice takes of a table, `position pair`; None if it takes all rows."""
-        if len(op.args) < 3 or not isinstance(op.args[2], int):
+        start = op.args[2] if len(op.args) > 2 else None
+        if not isinstance(start, int):
             return None
-        shape = op.inputs[0].shape
-        place = int(op.args[1]) % len(shape)
-        is_last = place == len(shape) - 1  # the last has the pairs
-        if place > 0 and (is_last or set(shape[:place]) != {1}):
+        table = op.inputs[0]
+        place = int(op.args[1]) % len(table.shape)
+        if not _counts_rows(table.shape, place):
             return None
-        if op.base_name == "slice" and op.output.shape[place] >= shape[place]:
+        count = table.shape[place]
+        if op.base_name == "slice" and op.output.shape[place] >= count:
             return None
-        rows = self.constants.value(op.inputs[0])
+        rows = self.constants.value(table)
         # Equal rows are the directions of an image, and not positions.
         if rows is not None and rows.equal(rows.narrow(place, 0, 1).expand_as(rows)):
             return None
-        return int(op.args[2]) % shape[place]
+        return start % count
+
+
+def _are_integers(numbers: Tensor) -> bool:
+    """Return whether a tensor has numbers, and all of them are integers."""
+    return numbers.numel() > 0 and bool((numbers == numbers.round()).all())
+
+
+def _counts_rows(shape: tuple[int, ...], place: int) -> bool:
+    """Return whether a dimension counts the rows of a table: the first one larger than one, and not the last."""
+    if place == 0:
+        return True
+    has_pairs = place == len(shape) - 1
+    return set(shape[:place]) == {1} and not has_pairs
 
 
 # -- numbers added to the scores --------------------------------------------------------------------------------------
@@ -584,7 +652,8 @@ def added_by(
     """Return what each operation that masks scores adds, by its index; `operands` gives what it reads besides them."""
     added: dict[int, Added] = {}
     product, softmax = attention.score_product.op, attention.softmax
-    of_scores = made_of({product.output.id}, graph.recording.ops[product.index + 1 : softmax.index])
+    between_both = graph.recording.ops[product.index + 1 : softmax.index]
+    of_scores = made_of({product.output.id}, between_both)
     for op in attention.masks:
         # After exponentials nothing is added to the scores.
         if op.index > softmax.index or op.does("fills") or op.does("scales"):
@@ -594,7 +663,10 @@ def added_by(
         if read and not beside:
             added[op.index] = Added(of_scores=True)
             continue
-        parts = [_added(graph, constants, tensor, is_subtracted=_subtracts(op, tensor)) for tensor in beside]
+        parts: list[Added] = []
+        for tensor in beside:
+            is_subtracted = _subtracts(op, tensor)
+            parts.append(_added(graph, constants, tensor, is_subtracted=is_subtracted))
         # A number that is added for each softmax changes no weight.
         is_shift = op in attention.shifts
         added[op.index] = _together(parts, is_shift=is_shift)
@@ -621,18 +693,25 @@ def _together(parts: Iterable[Added], *, is_shift: bool) -> Added:
     return Added(bias=bias, mask=mask, position=position, product=product)
 
 
-def _added(graph: Graph, constants: Constants, tensor: TensorRef, *, is_subtracted: bool) -> Added:
+def _added(
+    graph: Graph,
+    constants: Constants,
+    tensor: TensorRef,
+    *,
+    is_subtracted: bool,
+) -> Added:
     """Return what a tensor adds to the scores; with `is_subtracted` the opposite of it."""
     product = _second_product(graph, tensor)
     if product is not None:
         return Added(product=product)
     op = graph.recording.producer(tensor)
-    if op is not None and op.base_name == "where" and all(read.numel == 1 for read in op.inputs[1:]):
-        return Added(mask=True)  # one number where a key may be seen, and another one where not
+    if op is not None and _chooses_between_numbers(op):
+        return Added(mask=True)
     numbers = Added()
     value = constants.value(tensor)
     if value is not None and value.dtype != torch.bool:
-        numbers = _added_numbers(-value if is_subtracted and value.is_floating_point() else value)
+        is_negative = is_subtracted and value.is_floating_point()
+        numbers = _added_numbers(-value if is_negative else value)
         if numbers.position is not None:
             return numbers
     origin = _origin(graph, tensor)
@@ -640,12 +719,26 @@ def _added(graph: Graph, constants: Constants, tensor: TensorRef, *, is_subtract
     return Added(bias=numbers.bias or origin.is_learned, mask=numbers.mask, position=position)
 
 
+def _chooses_between_numbers(op: Op) -> bool:
+    """Return whether the results have one number where a key may be seen, and another one where not."""
+    if op.base_name != "where":
+        return False
+    chosen = op.inputs[1:]
+    return all(tensor.numel == 1 for tensor in chosen)
+
+
 def _second_product(graph: Graph, tensor: TensorRef) -> Product | None:
     """Return the product of queries and keys that a tensor is, at most moved and scaled; None for anything else."""
-    for step in graph.back(tensor, lambda op: graph.moves(op) or graph.is_scale(op)):
+
+    def is_passed(op: Op) -> bool:
+        return graph.moves(op) or graph.is_scale(op)
+
+    for step in graph.back(tensor, is_passed):
         op = graph.recording.producer(step.tensor)
         product = None if op is None else graph.product(op)
-        if product is not None and _is_given(graph, product.left) and _is_given(graph, product.right):
+        if product is None:
+            continue
+        if _is_given(graph, product.left) and _is_given(graph, product.right):
             return product
     return None
 
@@ -655,7 +748,9 @@ def _added_numbers(value: Tensor) -> Added:
     finite = value.isfinite() & (value > MASKED_BELOW)
     hides = not bool(finite.all())
     numbers = value[finite]
-    low, high = map(float, numbers.aminmax()) if numbers.numel() else (0.0, 0.0)
+    low = high = 0.0
+    if numbers.numel():
+        low, high = map(float, numbers.aminmax())
     has_two = bool(((numbers == low) | (numbers == high)).all())
     if has_two and high == 0 and low < _HIDES:
         return Added(mask=True)
@@ -723,12 +818,15 @@ def _is_linear(value: Tensor, finite: Tensor) -> bool:
     eps = torch.finfo(value.dtype).eps
     value = value.double()
     has_next = finite[..., 1:] & finite[..., :-1]
-    steps = (value[..., 1:] - value[..., :-1]).abs()
+    steps = value.diff(dim=-1).abs()
     steps = torch.where(has_next, steps, torch.nan)
-    rows = steps.reshape(-1, steps.shape[-2] * steps.shape[-1])
+    queries, keys = steps.shape[-2:]
+    rows = steps.reshape(-1, queries * keys)
     high = rows.nan_to_num(-torch.inf).amax(-1)
     low = rows.nan_to_num(torch.inf).amin(-1)
-    rounding = 2 * eps * float(value[finite].abs().max())  # of the steps between rounded numbers
+    # The steps between rounded numbers are rounded too.
+    largest = float(value[finite].abs().max())
+    rounding = 2 * eps * largest
     near = (1e-3 * high).clamp(min=rounding)
     # A head may be without a slope, and a row without two keys.
     has_slopes = bool(has_next.any() and (high > 0).any())

@@ -148,8 +148,8 @@ class StageFacts:
         cache = self._steps_to(f"{stage[0]}_heads").cache
         if cache is None or not cache.past:
             return None
-        keys = self._keys_in(stage)
-        return cache if keys == cache.past + cache.new + cache.empty else None
+        slots = cache.past + cache.new + cache.empty
+        return cache if self._keys_in(stage) == slots else None
 
     def _steps_to(self, stage: str) -> OperandSteps:
         """Return the norm, the rotation and the cache on the way to a stage by heads."""
@@ -195,7 +195,8 @@ class StageFacts:
         text = f"{scores}{scale_text(attention.weights_scale)}"
         if attention.has_factors:
             text = f"{text} + bias"
-        if scores == "scores" and attention.seen is not None and not bool(attention.seen.all()):
+        has_mask = attention.seen is not None and not bool(attention.seen.all())
+        if has_mask and scores == "scores":
             text = f"mask({text})"
         if attention.sinks is not None:
             text = f"[{text}, sinks]"
@@ -207,10 +208,11 @@ class StageFacts:
         if attention.divided is not None:
             return self._divided_context()
         weights = self._averaging_weights()
-        changes = [op.base_name.rstrip("_") for op in attention.weights_path if self._changes(op)]
+        changing = filter(self._changes, attention.weights_path)
+        changes = dict.fromkeys(op.base_name.rstrip("_") for op in changing)
         if not changes:
             return f"{weights} · v_heads"
-        return f"({weights}, then {', '.join(dict.fromkeys(changes))}) · v_heads"
+        return f"({weights}, then {', '.join(changes)}) · v_heads"
 
     def _divided_context(self) -> str:
         """Return the formula of a context that is divided by the sum of the weights: `exp(scores) · v_heads / Σ …`."""
@@ -227,7 +229,8 @@ class StageFacts:
         text = "dropout(weights)" if self.drops() else "weights"
         power = 1
         for op in attention.weights_path:
-            power = max(power, power_of(self._graph, op.output, attention.stages["weights"]))
+            weights = attention.stages["weights"]
+            power = max(power, power_of(self._graph, op.output, weights))
         if power > 1:
             text = f"({' · '.join([text] * power)})"
         return f"mix({text})" if attention.mixed_weights else text
@@ -283,7 +286,9 @@ class StageFacts:
         if any(mixing.op is op for mixing in self._attention.mixed_weights):
             return False
         # Noise is made beside the weights.
-        if op.base_name.endswith("_like") or (op.outputs and self._is_drawn(op.output)):
+        if op.base_name.endswith("_like"):
+            return False
+        if op.outputs and self._is_drawn(op.output):
             return False
         return not self._drops(op)
 
@@ -334,7 +339,8 @@ class StageFacts:
         if stage == "output":
             # Of the output a rank may keep a piece.
             part = max(part, 1.0)
-        return round(_product_flops(op) * part / self._stages_alike(stage, op))
+        flops = _product_flops(op) * part
+        return round(flops / self._stages_alike(stage, op))
 
     def _stages_alike(self, stage: str, op: Op) -> int:
         """Return how many stages are the same tensor as this one, made by the same projection."""
@@ -413,7 +419,8 @@ class StageFacts:
         steps = self._steps_to(stage)
         if computed or steps != OperandSteps():
             return self._in_heads(stage, source, steps, computed, brief=brief)
-        return self._moved(source, stage, brief=brief) + self._grown(source, stage, brief=brief)
+        moved = self._moved(source, stage, brief=brief)
+        return moved + self._grown(source, stage, brief=brief)
 
     def _beside_contexts(self, source: str, ops: Sequence[Op]) -> str | None:
         """Return what the context is joined with in `concat`; None if it is alone.
@@ -423,7 +430,8 @@ class StageFacts:
         attention = self._attention
         if attention.branches:
             return f"contexts of {len(attention.branches)} heads side by side"
-        before, after = attention.stages[source].numel, attention.stages["concat"].numel
+        before = attention.stages[source].numel
+        after = attention.stages["concat"].numel
         joins = [op for op in ops if op.does("joins")]
         writes = [op for op in ops if op.kind == "write"]
         if after <= before or not (joins or writes):
@@ -458,7 +466,8 @@ class StageFacts:
 
     def _moved(self, source: str, stage: str, *, brief: bool) -> str:
         """Return an einops pattern, `batch query (heads head_dim) -> batch heads query head_dim`, or a word for it."""
-        before, after = self._attention.stages[source], self._attention.stages[stage]
+        stages = self._attention.stages
+        before, after = stages[source], stages[stage]
         left, right = self._axes[source], self._axes[stage]
         if left == right or before.id == after.id:
             return source
@@ -467,7 +476,15 @@ class StageFacts:
             return f"{source} in heads"
         return _brief_move(stage) if brief else pattern
 
-    def _in_heads(self, stage: str, source: str, steps: OperandSteps, computed: list[str], *, brief: bool) -> str:
+    def _in_heads(
+        self,
+        stage: str,
+        source: str,
+        steps: OperandSteps,
+        computed: list[str],
+        *,
+        brief: bool,
+    ) -> str:
         """Return the norm, the rotation, the cache and the repeated heads on the way to a stage.
 
         A brief text lists them: `split, rms_norm, rotary`.
@@ -496,9 +513,9 @@ class StageFacts:
         before, after = self._keys_in(source), self._keys_in(stage)
         # A key several times is one in overlapping windows, or one of another projection.
         repeats_keys = "windows" in words or self.joins_projections(stage)
-        if before is not None and after is not None and after > before and not repeats_keys:
-            return f", plus {self._more(source, stage, after - before)}"
-        return self._repeated(stage, brief=brief)
+        if before is None or after is None or repeats_keys or after <= before:
+            return self._repeated(stage, brief=brief)
+        return f", plus {self._more(source, stage, after - before)}"
 
     def _more(self, source: str, stage: str, more: int) -> str:
         """Return how many keys or values the layer has of its own, and where: `2 prepended keys`, `1 appended key`."""
@@ -522,8 +539,9 @@ class StageFacts:
             if not places or len(places) == len(op.inputs):
                 continue
             dim = setting(op, 1, "dim", 0)
-            first += sum(tensor.shape[dim] for tensor in op.inputs[: places[0]])
-            last += sum(tensor.shape[dim] for tensor in op.inputs[places[-1] + 1 :])
+            sizes = [tensor.shape[dim] for tensor in op.inputs]
+            first += sum(sizes[: places[0]])
+            last += sum(sizes[places[-1] + 1 :])
         return first, last
 
     def _repeated(self, stage: str, *, brief: bool) -> str:
@@ -607,7 +625,9 @@ def _moves_in_place(op: Op) -> bool:
 
 def _reorders(op: Op) -> bool:
     """Return whether an operation copies all elements in another order of one axis, e.g. with the heads reversed."""
-    return op.base_name in _REORDERS and op.output.shape == op.inputs[0].shape
+    if op.base_name not in _REORDERS:
+        return False
+    return op.output.shape == op.inputs[0].shape
 
 
 def _computes(op: Op) -> bool:
@@ -635,14 +655,17 @@ def _joins_positions(op: Op) -> bool:
     if op.base_name != "cat":
         return False
     rank = len(op.output.shape)
-    return setting(op, 1, "dim", 0) % rank < rank - 1
+    dim = setting(op, 1, "dim", 0) % rank
+    return bool(dim < rank - 1)
 
 
 def _product_flops(op: Op) -> int:
     """Return 2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
     if op.base_name != "convolution":
-        return 2 * op.output.numel * op.inputs[-2].shape[-1]
+        summed = op.inputs[-2].shape[-1]
+        return 2 * op.output.numel * summed
     weight = op.inputs[1]
     is_transposed = setting(op, 6, "transposed", False)
     positions = op.inputs[0] if is_transposed else op.output
-    return 2 * positions.numel * (weight.numel // max(weight.shape[0], 1))
+    summed = weight.numel // max(weight.shape[0], 1)
+    return 2 * positions.numel * summed
