@@ -27,34 +27,71 @@ class NamedAxes:
 
 def own_axes(run: NamedRun) -> NamedAxes:
     """Return the names of a run's axes, in its own layout; a wider run beside it helps to name axes of size one."""
-    stages = tuple({stage: names.of_stage(stage) for stage in attention.stages} for attention, names in run.attentions)
-    returned = _returned(run.distinct.run)
-    if run.wider is not None and _ranks(run) == _ranks(run.wider):
-        runs = zip(own_axes(run.wider).returned, run.recording.outputs, run.wider.recording.outputs, strict=True)
-        returned = tuple(at_size(pattern, named.tensor.shape, wide.tensor.shape) for pattern, named, wide in runs)
-    return NamedAxes(stages, returned)
+    stages: list[dict[str, str]] = []
+    for attention, names in run.attentions:
+        stages.append({stage: names.of_stage(stage) for stage in attention.stages})
+    if run.wider is None or _ranks(run) != _ranks(run.wider):
+        return NamedAxes(tuple(stages), _returned(run.distinct.run))
+    patterns = own_axes(run.wider).returned
+    wider = run.wider.recording.outputs
+    returned: list[str] = []
+    for pattern, named, wide in zip(patterns, run.recording.outputs, wider, strict=True):
+        returned.append(at_size(pattern, named.tensor.shape, wide.tensor.shape))
+    return NamedAxes(tuple(stages), tuple(returned))
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The queries, keys or values of one attention."""
+
+    names: AxisNames
+    letter: str
 
 
 def _returned(run: NamedRun) -> tuple[str, ...]:
     """Return the axes of each returned tensor; keys and values that are returned have those of their own attention."""
-    graph, sides = run.graph, dict[int, tuple[AxisNames, str]]()
-    for attention, names in run.attentions if len(run.recording.outputs) > 1 else ():
-        reached = {
-            side: {step.tensor.id for step in graph.back(tensor, lambda op: not graph.is_projection(op))}
-            for side in "qkv"
-            if (tensor := attention.stages.get(f"{side}_heads")) is not None
-        }
-        for side in reached.keys() - "q":
-            sides |= dict.fromkeys(reached[side] - reached["q"], (names, side))
-    patterns = []
+    sides = _keys_and_values(run) if len(run.recording.outputs) > 1 else {}
+    patterns: list[str] = []
     for named in run.recording.outputs:
-        steps = graph.back(named.tensor, lambda op: op.kind != "compute")
-        last = (run.attentions[-1][1], "") if run.attentions else None
-        of_side = next((sides[step.tensor.id] for step in steps if step.tensor.id in sides), last)
-        of_size = " ".join(map(str, named.tensor.shape))
-        pattern = of_size if of_side is None else of_side[0].of(named.tensor, of_side[1])
+        pattern = _pattern_of(run, named.tensor, sides)
         patterns.append(_of_stream(run, named.tensor, pattern))
     return tuple(patterns)
+
+
+def _pattern_of(run: NamedRun, tensor: TensorRef, sides: Mapping[int, _Side]) -> str:
+    """Return the axes of a returned tensor; its sizes in a run without attention."""
+    side = _side_of(run, tensor, sides)
+    if side is None:
+        return " ".join(map(str, tensor.shape))
+    return side.names.of(tensor, side.letter)
+
+
+def _keys_and_values(run: NamedRun) -> dict[int, _Side]:
+    """Return the side of each tensor, by id, that is keys or values after their projection, and no queries."""
+    sides: dict[int, _Side] = {}
+    for attention, names in run.attentions:
+        queries = _after_projection(run, attention.stages.get("q_heads"))
+        for letter in "kv":
+            for number in _after_projection(run, attention.stages.get(f"{letter}_heads")) - queries:
+                sides[number] = _Side(names, letter)
+    return sides
+
+
+def _after_projection(run: NamedRun, tensor: TensorRef | None) -> set[int]:
+    """Return the ids of the tensors that this one is made of, back to the nearest projections."""
+    if tensor is None:
+        return set()
+    graph = run.graph
+    steps = graph.back(tensor, lambda op: not graph.is_projection(op))
+    return {step.tensor.id for step in steps}
+
+
+def _side_of(run: NamedRun, tensor: TensorRef, sides: Mapping[int, _Side]) -> _Side | None:
+    """Return the side that a returned tensor is, at most moved; otherwise the last attention, without a letter."""
+    for step in run.graph.back(tensor, lambda op: op.kind != "compute"):
+        if step.tensor.id in sides:
+            return sides[step.tensor.id]
+    return _Side(run.attentions[-1][1], "") if run.attentions else None
 
 
 def _of_stream(run: NamedRun, tensor: TensorRef, pattern: str) -> str:
@@ -68,10 +105,10 @@ def _of_stream(run: NamedRun, tensor: TensorRef, pattern: str) -> str:
     attention, names = run.attentions[-1]
     output = names.of_stage("output") if "output" in attention.stages else ""
     words = pattern.split()
-    is_sequence = output == f"batch {POSITIONS} embed" and len(words) == len(tensor.shape) == 3
-    if not is_sequence or words[0] != "batch" or not _is_projected_piece(run, attention, tensor):
+    has_three = len(words) == len(tensor.shape) == 3
+    if output != f"batch {POSITIONS} embed" or not has_three or words[0] != "batch":
         return pattern
-    return output
+    return output if _is_projected_piece(run, attention, tensor) else pattern
 
 
 def _is_projected_piece(run: NamedRun, attention: Attention, tensor: TensorRef) -> bool:
@@ -80,14 +117,21 @@ def _is_projected_piece(run: NamedRun, attention: Attention, tensor: TensorRef) 
     batch, positions, width = tensor.shape
     for step in graph.back(tensor, lambda op: op is not attention.value_product.op):
         op = run.recording.producer(step.tensor)
-        if op is None or not graph.is_projection(op) or op.output.shape[-1] != width:
+        if op is None or not graph.is_projection(op):
             continue
         piece = graph.projected(op)
-        if piece.numel >= context.numel or piece.numel != batch * positions * piece.shape[-1]:
+        has_positions = piece.numel == batch * positions * piece.shape[-1]
+        if not has_positions or op.output.shape[-1] != width:
             continue
-        if any(moved.tensor.id == context.id for moved in graph.back(piece, graph.moves)):
+        if piece.numel < context.numel and _is_moved_from(run, piece, context):
             return True
     return False
+
+
+def _is_moved_from(run: NamedRun, piece: TensorRef, whole: TensorRef) -> bool:
+    """Return whether a tensor is a view or a copy of another one, or of a piece of it."""
+    steps = run.graph.back(piece, run.graph.moves)
+    return any(step.tensor.id == whole.id for step in steps)
 
 
 def _ranks(run: NamedRun) -> list[tuple[str, int]]:
@@ -100,8 +144,12 @@ def contents_of(run: NamedRun, attention: Attention, names: AxisNames) -> dict[s
 
     Stages with an unnamed axis are absent. The run must have been recorded with its tensors kept.
     """
-    contents = {stage: content_of(run, attention, names, stage) for stage in attention.stages}
-    return {stage: content for stage, content in contents.items() if content is not None}
+    contents: dict[str, torch.Tensor] = {}
+    for stage in attention.stages:
+        content = content_of(run, attention, names, stage)
+        if content is not None:
+            contents[stage] = content
+    return contents
 
 
 def drawn_of(run: NamedRun, attention: Attention, names: AxisNames) -> dict[str, torch.Tensor]:
@@ -114,18 +162,24 @@ def drawn_of(run: NamedRun, attention: Attention, names: AxisNames) -> dict[str,
         value = run.recording.values.get(tensor.id)
         if stage in contents or value is None or attention.branches:
             continue
-        content = _by_window(value, stage, names.of_stage(stage), sizes_in(attention, names, stage), names.head_order)
+        sizes = sizes_in(attention, names, stage)
+        content = _by_window(value, stage, names.of_stage(stage), sizes, names.head_order)
         if content is not None:
             contents[stage] = content
     return contents
 
 
 def _by_window(
-    value: torch.Tensor, stage: str, axes: str, sizes: Mapping[str, int], head_order: Sequence[str]
+    value: torch.Tensor,
+    stage: str,
+    axes: str,
+    sizes: Mapping[str, int],
+    head_order: Sequence[str],
 ) -> torch.Tensor | None:
     """Return a stage of windows in canonical axes, with the windows of all items as its batch; None for other axes."""
     if axes.startswith("batch windows "):
-        value, axes = value.flatten(0, 1), axes.replace("batch windows", "batch", 1)
+        value = value.flatten(0, 1)
+        axes = axes.replace("batch windows", "batch", 1)
     elif axes.startswith("(batch windows) "):
         axes = axes.replace("(batch windows)", "batch", 1)
     else:
@@ -133,34 +187,45 @@ def _by_window(
     return canonical(value, stage, axes, sizes, head_order)
 
 
-def content_of(run: NamedRun, attention: Attention, names: AxisNames, stage: str) -> torch.Tensor | None:
+def content_of(
+    run: NamedRun,
+    attention: Attention,
+    names: AxisNames,
+    stage: str,
+) -> torch.Tensor | None:
     """Return one stage in canonical axes; the turns of a loop over heads are concatenated.
 
     None if an axis has no name, or if the stage was never made because its kernel has too many scores.
     """
-    turns = attention.branches if attention.branches and is_by_turn(attention, names, stage) else (attention,)
-    axes, sizes = CANONICAL_AXES[stage].split(), sizes_in(attention, names, stage)
-    values = [run.recording.values.get(turn.stages[stage].id) for turn in turns]
-    parts = [
-        None if value is None else canonical(value, stage, names.of_stage(stage), sizes, names.head_order)
-        for value in values
-    ]
-    known = [part for part in parts if part is not None]
-    if len(known) < len(parts):
-        return None
-    return known[0] if len(known) == 1 else torch.cat(known, dim=1 if "heads" in axes else -1)
+    is_in_turns = bool(attention.branches) and is_by_turn(attention, names, stage)
+    turns = attention.branches if is_in_turns else (attention,)
+    sizes = sizes_in(attention, names, stage)
+    contents: list[torch.Tensor] = []
+    for turn in turns:
+        value = run.recording.values.get(turn.stages[stage].id)
+        if value is None:
+            return None
+        content = canonical(value, stage, names.of_stage(stage), sizes, names.head_order)
+        if content is None:
+            return None
+        contents.append(content)
+    if len(contents) == 1:
+        return contents[0]
+    has_heads = "heads" in CANONICAL_AXES[stage].split()
+    return torch.cat(contents, dim=1 if has_heads else -1)
 
 
 def returned_content(run: NamedRun, value: torch.Tensor) -> torch.Tensor | None:
     """Return the first result of a run like this one as `batch query embed`; None if its axes could not be named."""
     pattern = next(iter(own_axes(run).returned), "")
-    if not run.attentions or (len(pattern.split()) != value.dim() and "(" not in pattern):
+    has_rank = "(" in pattern or len(pattern.split()) == value.dim()
+    if not run.attentions or not has_rank:
         return None
     attention, names = run.attentions[-1]
+    of_heads = {"heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
     for stage in ("output", "concat"):
         sizes = sizes_in(attention, names, stage) if stage in attention.stages else {}
-        sizes = {**sizes, "heads": names.num_heads, "kv_heads": names.num_kv_heads, "head_dim": names.head_dim}
-        content = canonical(value, stage, pattern, sizes, names.head_order)
+        content = canonical(value, stage, pattern, {**sizes, **of_heads}, names.head_order)
         if content is not None:
             return content
     return None
@@ -171,25 +236,35 @@ def is_by_turn(attention: Attention, names: AxisNames, stage: str) -> bool:
 
     A projection to the features of all heads, sliced in each turn, is made once for the whole layer.
     """
-    whole = "heads" in [name for dim in dims_of(names.of_stage(stage)) for name in dim]
-    by_head = "heads" in CANONICAL_AXES[stage].split() or (stage in ("q_proj", "k_proj", "v_proj") and not whole)
-    return len(attention.branches) > 1 and by_head
+    if len(attention.branches) < 2:
+        return False
+    if "heads" in CANONICAL_AXES[stage].split():
+        return True
+    has_all_heads = any("heads" in dim for dim in dims_of(names.of_stage(stage)))
+    return stage in ("q_proj", "k_proj", "v_proj") and not has_all_heads
 
 
 def sizes_in(attention: Attention, names: AxisNames, stage: str) -> dict[str, int]:
     """Return the sizes of axes that may share a dimension with others in a stage, or in one turn of a loop."""
-    turns = min(len(attention.branches), names.num_heads) if is_by_turn(attention, names, stage) else 1
+    turns = 1
+    if is_by_turn(attention, names, stage):
+        turns = min(len(attention.branches), names.num_heads)
+    sizes: dict[str, int] = {}
     # The size of an axis comes from a stage where it is alone in a dimension; einops solves for the rest.
-    alone = {
-        name: size
-        for other in ("query", "output", "weights")
-        if other in attention.stages and "(" not in names.of_stage(other)
-        for name, size in zip(names.of_stage(other).split(), attention.stages[other].shape, strict=False)
-        if name in ("batch", "query")
-    }
-    heads = {"heads": names.num_heads // turns, "kv_heads": names.num_kv_heads // turns or 1}
-    windows = {"windows": names.num_windows} if names.num_windows > 1 else {}
-    return {**alone, **windows, "head_dim": names.head_dim, **heads}
+    for whole in ("query", "output", "weights"):
+        pattern = names.of_stage(whole) if whole in attention.stages else "("
+        if "(" in pattern:
+            continue
+        shape = attention.stages[whole].shape
+        for name, size in zip(pattern.split(), shape, strict=False):
+            if name in ("batch", "query"):
+                sizes[name] = size
+    if names.num_windows > 1:
+        sizes["windows"] = names.num_windows
+    sizes["head_dim"] = names.head_dim
+    sizes["heads"] = names.num_heads // turns
+    sizes["kv_heads"] = names.num_kv_heads // turns or 1
+    return sizes
 
 
 def canonical(
@@ -210,42 +285,77 @@ def canonical(
 
     An axis that this implementation lacks (batch, when unbatched) gets size 1.
     """
+    dims = dims_of(axes)
     # An axis of size one has no information: it is dropped.
-    names = [name for name in axes.replace("(", " ").replace(")", " ").split() if name != "1"]
-    if any(not name.isidentifier() for name in names) or len(set(names)) < len(names):
+    names = [name for dim in dims for name in dim if name != "1"]
+    if not all(map(str.isidentifier, names)):
         return None
-    target: list[str] = []
-    for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split():
-        text = _target(word, names, stage, head_order)
-        # Two names for one axis get brackets, unless they are already inside of some.
-        target.append(f"( {text} )" if " " in text and target.count("(") == target.count(")") else text)
-    if set(" ".join(target).split()) - {"(", ")", "1"} != set(names):
+    if len(set(names)) < len(names):
+        return None
+    target = _canonical_pattern(stage, names, head_order)
+    if set(target.split()) - {"(", ")", "1"} != set(names):
         return None
     # An axis alone in its dimension takes the size of that: in a loop over queries it differs from the whole layer's.
-    shared = {name for dim in dims_of(axes) if len(dim) > 1 for name in dim}
-    given = {name: sizes[name] for name in names if name in sizes and name in shared}
+    given: dict[str, int] = {}
+    for dim in dims:
+        if len(dim) > 1:
+            for name in dim:
+                if name in sizes:
+                    given[name] = sizes[name]
     try:
-        return rearrange(value, f"{axes} -> {' '.join(target)}", **given)
+        return rearrange(value, f"{axes} -> {target}", **given)
     except EinopsError:  # the names do not fit the sizes
         return None
 
 
-def _target(word: str, names: list[str], stage: str, head_order: Sequence[str]) -> str:
+def _canonical_pattern(stage: str, names: Sequence[str], head_order: Sequence[str]) -> str:
+    """Return the canonical pattern of a stage in the names of its own pattern: `batch ( kv_heads group ) key head_dim`.
+
+    A name that the stage lacks becomes `1`.
+    """
+    words: list[str] = []
+    is_in_brackets = False
+    for word in CANONICAL_AXES[stage].replace("(", "( ").replace(")", " )").split():
+        if word in ("(", ")"):
+            is_in_brackets = word == "("
+            words.append(word)
+            continue
+        text = _target(word, names, stage, head_order)
+        # Two names for one axis get brackets, unless they are already inside of some.
+        if " " in text and not is_in_brackets:
+            text = f"( {text} )"
+        words.append(text)
+    return " ".join(words)
+
+
+_ALIKE = {
+    "embed": ("kdim", "vdim"),
+    "heads": ("kv_heads",),
+    "kv_heads": ("heads",),
+    "head_dim": ("v_head_dim",),
+}
+"""Canonical name to names that may be in its place."""
+
+
+def _target(
+    word: str,
+    names: Sequence[str],
+    stage: str,
+    head_order: Sequence[str],
+) -> str:
     """Return the text for an axis of the canonical pattern, given the names of the stage's own pattern."""
     if "maps" in names and word in ("heads", "kv_heads"):
         return "heads maps"
-    if word in names or word in ("(", ")"):
+    if word in names:
         return word
-    others = {
-        "embed": ("kdim", "vdim"),
-        "heads": ("kv_heads",),
-        "kv_heads": ("heads",),
-        "head_dim": ("v_head_dim",),
+    alike = _ALIKE.get(word, ())
+    if word in ("query", "key") and stage not in (*WITHIN, "context"):
         # Inputs and outputs may have other positions than the queries and keys of the weights.
-        "query": () if stage in (*WITHIN, "context") else (POSITIONS,),
-        "key": () if stage in (*WITHIN, "context") else (POSITIONS,),
-    }.get(word, ())
-    match = next((name for name in others if name in names), None)
-    if match == "kv_heads" and "group" in names:
-        return " ".join(name for name in head_order if name in names)
-    return match or "1"
+        alike = (POSITIONS,)
+    for name in alike:
+        if name not in names:
+            continue
+        if name == "kv_heads" and "group" in names:
+            return " ".join(head for head in head_order if head in names)
+        return name
+    return "1"

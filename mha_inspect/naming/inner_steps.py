@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from ..record.sight import Sight
 from ..reports.trace import Cache, Position, QKNorm
 from .axes import AxisNames
 from .named_run import NamedRun
-from .operand_path import OperandPath, cache_of, norm_of
+from .operand_path import CacheSteps, NormSteps, OperandPath, cache_of, norm_of
 from .positions import Added, Rotation, Turned, added_by, rotation_of
 from .visibility import filled_slots, masks_of, noted, visibility, window_of
 
@@ -50,14 +50,25 @@ class InnerSteps:
     """The angle between neighbours in each pair of features that is rotated; empty if nothing is, or it is unknown."""
 
 
+@dataclass(frozen=True)
+class _Window:
+    """The window of the attentions with one mask."""
+
+    sight: Sight | None
+    """Kept, so that its number stays its own."""
+    keys: int | None
+    """How many keys a query sees back; None without a limit."""
+
+
 class InnerStepsReader:
     """Reads the inner steps of each attention of a run; `leaves` are values of inputs, parameters and buffers."""
 
     def __init__(self, run: NamedRun, leaves: Mapping[int, Tensor]) -> None:
-        self._run, self._graph = run, run.graph
+        self._run = run
+        self._graph = run.graph
         self._constants = Constants(run.graph, leaves)
         self._rotations: dict[Any, Rotation | None] = {}
-        self._windows: dict[tuple[int, str], tuple[Sight | None, int | None]] = {}
+        self._windows: dict[tuple[int, str], _Window] = {}
 
     def are_alike(self, translation: Translation) -> bool:
         """Return whether the constants that were read so far have the same content in other layers."""
@@ -67,63 +78,126 @@ class InnerStepsReader:
         """Return the inner steps of an attention."""
         turn = attention.turns[0]
         paths = {side: OperandPath(self._graph, turn, side) for side in _STAGES}
-        sides = ("query", "key")
         norms = {side: norm_of(path, names) for side, path in paths.items()}
-        seen = partial(self._seen, attention, names)
-        first = {
-            side: OperandPath(self._graph, turn, side, from_first=True) if turn.earlier.get(side) else paths[side]
-            for side in ("key", "value")
-        }
-        turns = {side: self._turned(turn, names, side) for side in sides}
-        caches = {side: cache_of(path, self._constants, names, seen) for side, path in first.items()}
-        added = added_by(self._graph, self._constants, turn, lambda op: masks_of(self._graph, turn, op))
+        turned: dict[str, Turned | None] = {}
+        for side in ("query", "key"):
+            turned[side] = self._turned(turn, names, side)
+        who_sees = partial(self._seen, attention, names)
+        caches: dict[str, CacheSteps | None] = {}
+        for side in ("key", "value"):
+            path = paths[side]
+            if turn.earlier.get(side):
+                path = OperandPath(self._graph, turn, side, from_first=True)
+            caches[side] = cache_of(path, self._constants, names, who_sees)
         operands: dict[str, OperandSteps] = {}
         for side, stage in _STAGES.items():
-            norm, turned, cached = norms.get(side), turns.get(side), caches.get(side)
-            steps = dict.fromkeys(cached[1] if cached else (), "")
-            for name, step in ((f"{norm[0].kind}_norm" if norm else "", norm), ("rotary", turned)):
-                span = range(0) if step is None else step[1]
-                steps |= dict.fromkeys((*span[:1], *(op.index for op in paths[side].ops if op.index in span)), name)
-            if norm or turned or cached:
-                operands[stage] = OperandSteps(norm[0] if norm else None, cached[0] if cached else None, steps)
+            steps = _operand_steps(
+                paths[side],
+                norms[side],
+                turned.get(side),
+                caches.get(side),
+            )
+            if steps != OperandSteps():
+                operands[stage] = steps
+        masks = partial(masks_of, self._graph, turn)
+        added = added_by(self._graph, self._constants, turn, masks)
+        rotary = _rotary(turned["query"], turned["key"])
+        if rotary is None:
+            added, rotary = self._with_rotated_products(added, turn, names)
         norm = norms["query"] or norms["key"]
-        rotary = _rotary(turns["query"], turns["key"])
-        for index, each in added.items() if rotary is None else ():
-            if each.product is not None:
-                like = replace(turn, score_product=each.product)
-                rotary = _rotary(*(self._turned(like, names, side) for side in sides))
-                added[index] = each._replace(position=rotary)
+        cache = caches["key"]
         return InnerSteps(
-            position=rotary or next((each.position for each in added.values() if each.position), None),
-            qk_norm=norm[0] if norm else None,
-            cache=caches["key"][0] if caches["key"] else None,
+            position=rotary or _first_position(added),
+            qk_norm=None if norm is None else norm.norm,
+            cache=None if cache is None else cache.cache,
             window=self._window(attention, names),
-            bias=turn.has_factors or any(each.bias for each in added.values()),
+            bias=turn.has_factors or any(part.bias for part in added.values()),
             operands=operands,
             added=added,
-            frequencies=next((turned[0].frequencies for turned in turns.values() if turned), ()),
+            frequencies=_frequencies(turned["query"], turned["key"]),
         )
 
     def _turned(self, attention: Attention, names: AxisNames, side: str) -> Turned | None:
         """Return the rotation of queries or keys, after or before the last of their projections; None without one."""
-        paths = (OperandPath(self._graph, attention, side, from_first=first) for first in (False, True))
-        turns = (rotation_of(path, names, constants=self._constants, known=self._rotations) for path in paths)
-        return next(filter(None, turns), None)
+        for from_first in (False, True):
+            path = OperandPath(self._graph, attention, side, from_first=from_first)
+            turned = rotation_of(path, names, constants=self._constants, rotations=self._rotations)
+            if turned is not None:
+                return turned
+        return None
+
+    def _with_rotated_products(
+        self, added: Mapping[int, Added], turn: Attention, names: AxisNames
+    ) -> tuple[dict[int, Added], Position | None]:
+        """Return what is added to scores, with the rotation in each second product, and the last such rotation.
+
+        Example: the features that are rotated have a product of their own, beside that of the others.
+        """
+        rotary: Position | None = None
+        changed = dict(added)
+        for index, part in added.items():
+            if part.product is not None:
+                like = replace(turn, score_product=part.product)
+                query = self._turned(like, names, "query")
+                key = self._turned(like, names, "key")
+                rotary = _rotary(query, key)
+                changed[index] = replace(part, position=rotary)
+        return changed, rotary
 
     def _seen(self, attention: Attention, names: AxisNames) -> Tensor | None:
         """Return which query sees which key; None if unknown."""
-        known = visibility(self._graph, attention, names)
-        return None if known is None else known.seen
+        visible = visibility(self._graph, attention, names)
+        return None if visible is None else visible.seen
 
     def _window(self, attention: Attention, names: AxisNames) -> int | None:
         """Return the window of an attention; layers with one mask share it."""
         sight = noted(self._graph, attention)
-        key = id(sight), names.of_stage("weights") if "weights" in attention.stages else ""
+        axes = names.of_stage("weights") if "weights" in attention.stages else ""
+        key = (id(sight), axes)
         if key not in self._windows or attention.branches:
-            limited = names.num_windows == 1 and sight is not None and sight.pairs
-            seen = self._seen(attention, names) if limited else None
-            self._windows[key] = sight, None if seen is None else window_of(filled_slots(self._graph, attention, seen))
-        return self._windows[key][1]
+            window = self._read_window(attention, names, sight)
+            self._windows[key] = _Window(sight, window)
+        return self._windows[key].keys
+
+    def _read_window(self, attention: Attention, names: AxisNames, sight: Sight | None) -> int | None:
+        """Return how many keys a query sees back; None without a limit, or if it is unknown."""
+        if sight is None or not sight.pairs or names.num_windows > 1:
+            return None
+        seen = self._seen(attention, names)
+        if seen is None:
+            return None
+        return window_of(filled_slots(self._graph, attention, seen))
+
+
+def _operand_steps(
+    path: OperandPath,
+    norm: NormSteps | None,
+    turned: Turned | None,
+    cached: CacheSteps | None,
+) -> OperandSteps:
+    """Return the norm, the rotation and the cache on the way of one side, with the names of their operations."""
+    names: dict[int, str] = {}
+    if cached is not None:
+        names.update(dict.fromkeys(cached.ops, ""))
+    if norm is not None:
+        for index in _in_span(path, norm.span):
+            names[index] = f"{norm.norm.kind}_norm"
+    if turned is not None:
+        for index in _in_span(path, turned.span):
+            names[index] = "rotary"
+    return OperandSteps(
+        norm=None if norm is None else norm.norm,
+        cache=None if cached is None else cached.cache,
+        names=names,
+    )
+
+
+def _in_span(path: OperandPath, span: range) -> Iterator[int]:
+    """Yield the indices of the operations of a path in a span, and its first one, which may be beside the path."""
+    yield span.start
+    for op in path.ops:
+        if op.index in span:
+            yield op.index
 
 
 def _rotary(query: Turned | None, key: Turned | None) -> Position | None:
@@ -131,11 +205,33 @@ def _rotary(query: Turned | None, key: Turned | None) -> Position | None:
     either = query or key
     if either is None:
         return None
-    offsets = (None if turned is None else turned[0].offset for turned in (query, key))
-    return Position("rotary", either[0].layout, either[0].dims, *offsets)
+    return Position(
+        "rotary",
+        layout=either.rotation.layout,
+        dims=either.rotation.dims,
+        query_offset=None if query is None else query.rotation.offset,
+        key_offset=None if key is None else key.rotation.offset,
+    )
 
 
-def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[str, float | None], ...]:
+def _frequencies(query: Turned | None, key: Turned | None) -> tuple[float, ...]:
+    """Return the angles between neighbours of the queries; of the keys if only these are rotated."""
+    either = query or key
+    return () if either is None else either.rotation.frequencies
+
+
+def _first_position(added: Mapping[int, Added]) -> Position | None:
+    """Return the position in the first number that is added to scores with one."""
+    for part in added.values():
+        if part.position is not None:
+            return part.position
+    return None
+
+
+def bias_steps(
+    attention: Attention,
+    added: Mapping[int, Added],
+) -> tuple[tuple[str, float | None], ...]:
     """Return `attention.scoring` with what an `add` adds that is no mask.
 
     This is a `bias`, a further `product` of queries and keys or a `rotary` one, or is `made` of the scores.
@@ -143,14 +239,22 @@ def bias_steps(attention: Attention, added: Mapping[int, Added]) -> tuple[tuple[
     ops = list(attention.masks)
     steps: list[tuple[str, float | None]] = []
     for kind, number in attention.scoring:
-        op = ops.pop(0) if kind in ("add", "fill", "times") and ops else None
-        told = added.get(op.index) if op is not None and kind == "add" else None
-        if told is not None and told.product is not None:
-            steps.append(("rotary" if told.position else "product", None))
-        elif told is not None and told.of_scores:
-            steps.append(("made", None))
-        elif told is not None and told.bias:
-            steps += [("bias", None), *([("add", None)] if told.mask else [])]
+        op = ops.pop(0) if ops and kind in ("add", "fill", "times") else None
+        part = added.get(op.index) if op is not None and kind == "add" else None
+        names = [] if part is None else _kinds_added(part)
+        if names:
+            steps += [(name, None) for name in names]
         else:
             steps.append((kind, number))
     return tuple(steps)
+
+
+def _kinds_added(part: Added) -> list[str]:
+    """Return the kinds of step in what is added: `bias` and `add` for a bias with a mask; empty for a mask alone."""
+    if part.product is not None:
+        return ["product" if part.position is None else "rotary"]
+    if part.of_scores:
+        return ["made"]
+    if not part.bias:
+        return []
+    return ["bias", "add"] if part.mask else ["bias"]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 from ..graph.attention import Attention
 from ..graph.dataflow import Graph
 from ..graph.find import attentions_of
-from ..graph.instances import TranslatedDimensions, Translation, UnlikeError, shortened_of
+from ..graph.instances import Shortened, TranslatedDimensions, Translation, UnlikeError, shortened_of
 from ..graph.summed_outputs import with_summed_output
 from ..graph.written_out import unread_contexts, written_out
 from ..record.ops import Recording
@@ -81,7 +81,8 @@ class _Reading:
         """The attentions with the names that this recording alone provides."""
         if self.shorter is None:
             return self.read()
-        run, named = self.shorter.run, []
+        run = self.shorter.run
+        named: list[Named] = []
         for instance in self.shorter.instances:
             names = run.attentions[instance.place][1]
             if instance.translation is not None:
@@ -97,22 +98,23 @@ class _Reading:
             shortened = shortened_of(self.recording)
             if shortened is None:
                 return None
-            run, instances = NamedRun(shortened.recording, as_recorded=True), list[Instance]()
+            run = NamedRun(shortened.recording, as_recorded=True)
             vars(run).update(attentions=run.reading.read())
             try:
-                for place, (attention, _) in enumerate(run.attentions):
-                    anchors = {turn.score_product.op.index for turn in attention.turns}
-                    for translation in shortened.translations(anchors):
-                        instances.append(Instance(place, translation.of(attention), translation))
+                instances = _instances(run, shortened)
             except UnlikeError:  # e.g. tensors that are put together from pieces are no layer's
                 return None
-        return Distinct(run, tuple(sorted(instances, key=lambda instance: instance.attention.softmax.index)))
+        in_order = sorted(instances, key=lambda instance: instance.attention.softmax.index)
+        return Distinct(run, tuple(in_order))
 
     def read(self) -> tuple[Named, ...]:
         """Find the attentions of this recording, and name their axes."""
+        named: list[Named] = []
         with uncollected():
-            found = [with_summed_output(self.graph, each) for each in attentions_of(self.graph)]
-            return tuple((each, AxisNames(each, self.graph.dimensions)) for each in found)
+            for attention in attentions_of(self.graph):
+                whole = with_summed_output(self.graph, attention)
+                named.append((whole, AxisNames(whole, self.graph.dimensions)))
+        return tuple(named)
 
     def with_steps(self) -> _Reading:
         """Return the reading in which attentions that no product shows are written out; this one if there are none."""
@@ -125,6 +127,16 @@ class _Reading:
         with uncollected():
             steps = written_out(self.graph, [attention for attention, _ in self.alone])
         return self if steps is None else _Reading(steps)
+
+
+def _instances(run: NamedRun, shortened: Shortened) -> list[Instance]:
+    """Return the attentions of the whole run that are equal to each of a run with only the distinct layers."""
+    instances: list[Instance] = []
+    for place, (attention, _) in enumerate(run.attentions):
+        anchors = {turn.score_product.op.index for turn in attention.turns}
+        for translation in shortened.translations(anchors):
+            instances.append(Instance(place, translation.of(attention), translation))
+    return instances
 
 
 @dataclass(frozen=True)
@@ -164,8 +176,12 @@ class NamedRun:
     def distinct(self) -> Distinct:
         """The attentions without those that are equal to another one, to read what is the same for equal layers."""
         # A cached reference to this run would be a circle, which keeps its tensors until the collector runs.
-        every = enumerate(attention for attention, _ in self.attentions)
-        return self._distinct or Distinct(self, tuple([Instance(place, attention) for place, attention in every]))
+        if self._distinct is not None:
+            return self._distinct
+        instances: list[Instance] = []
+        for place, (attention, _) in enumerate(self.attentions):
+            instances.append(Instance(place, attention))
+        return Distinct(self, tuple(instances))
 
     @cached_property
     def _distinct(self) -> Distinct | None:
@@ -176,14 +192,18 @@ class NamedRun:
         # The wider run may give names to the axes of one attention, and not to those of an equal one.
         named: dict[int, Named] = {}
         for instance, (attention, names) in zip(shorter.instances, self.attentions, strict=True):
-            like, like_names = shorter.run.attentions[instance.place]
             axes = {stage: names.of_stage(stage) for stage in attention.stages}
-            taken = named.setdefault(instance.place, (like, like_names.taking(axes)))[1]
+            if instance.place not in named:
+                like, like_names = shorter.run.attentions[instance.place]
+                named[instance.place] = (like, like_names.taking(axes))
+            _, taken = named[instance.place]
             if any(taken.of_stage(stage) != pattern for stage, pattern in axes.items()):
                 return None
         run = NamedRun(shorter.run.recording, as_recorded=True)
-        every = tuple(named.get(place, pair) for place, pair in enumerate(shorter.run.attentions))
-        vars(run).update(reading=shorter.run.reading, attentions=every)
+        attentions = list(shorter.run.attentions)
+        for place, pair in named.items():
+            attentions[place] = pair
+        vars(run).update(reading=shorter.run.reading, attentions=tuple(attentions))
         return Distinct(run, shorter.instances)
 
     def read_once(self, read: Callable[[NamedRun, Attention, AxisNames], T]) -> list[T]:
@@ -195,31 +215,39 @@ class NamedRun:
     def beside(self, wider: NamedRun | None) -> Self:
         """Return this run with a wider run for the names of axes; cached results stay."""
         run = replace(self, wider=wider)
-        vars(run).update({name: vars(self)[name] for name in ("reading",) if name in vars(self)})
+        if "reading" in vars(self):
+            vars(run).update(reading=self.reading)
         return run
 
 
-def _named_after(attentions: Sequence[Named], others: Sequence[Named]) -> tuple[Named, ...]:
-    """Return the attentions of a run with the names of another run's, if these are the same attentions."""
-    if len(attentions) != len(others) or not all(map(_is_same, attentions, others)):
+def _named_after(attentions: Sequence[Named], wider: Sequence[Named]) -> tuple[Named, ...]:
+    """Return the attentions of a run with the names of a wider run's, if these are the same attentions."""
+    if len(attentions) != len(wider) or not all(map(_is_same, attentions, wider)):
         return tuple(attentions)
-    pairs = zip(attentions, others, strict=True)
-    return tuple((each, names.taking(_stages_at_size(each, *other))) for (each, names), other in pairs)
+    named: list[Named] = []
+    for (attention, names), (like, like_names) in zip(attentions, wider, strict=True):
+        axes = _stages_at_size(attention, like, like_names)
+        named.append((attention, names.taking(axes)))
+    return tuple(named)
 
 
 def _stages_at_size(attention: Attention, like: Attention, names: AxisNames) -> dict[str, str]:
     """Return the axes of the stages that two attentions have in common, with equal numbers of dimensions."""
-    return {
-        stage: at_size(names.of_stage(stage), tensor.shape, like.stages[stage].shape)
-        for stage, tensor in attention.stages.items()
-        if stage in like.stages and len(like.stages[stage].shape) == len(tensor.shape)
-    }
+    axes: dict[str, str] = {}
+    for stage, tensor in attention.stages.items():
+        wide = like.stages.get(stage)
+        if wide is not None and len(wide.shape) == len(tensor.shape):
+            axes[stage] = at_size(names.of_stage(stage), tensor.shape, wide.shape)
+    return axes
 
 
-def _is_same(named: Named, other: Named) -> bool:
-    """Return whether attentions of two runs are the same one: sizes of one may be larger in the other."""
-    (attention, names), (like, other_names) = named, other
-    sizes = ((names.num_heads, other_names.num_heads), (names.num_kv_heads, other_names.num_kv_heads))
-    if attention.module != like.module or any(size not in (1, larger) for size, larger in sizes):
+def _is_same(named: Named, wider: Named) -> bool:
+    """Return whether attentions of two runs are the same one: sizes of one may be larger in the wider run."""
+    (attention, names), (like, like_names) = named, wider
+    if attention.module != like.module:
+        return False
+    if names.num_heads not in (1, like_names.num_heads):
+        return False
+    if names.num_kv_heads not in (1, like_names.num_kv_heads):
         return False
     return names.num_heads == 1 or len(attention.branches) == len(like.branches)

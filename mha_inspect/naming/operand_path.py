@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isclose, prod
 
@@ -24,16 +24,48 @@ _LARGEST = 1 << 24
 _NORMS = {"native_layer_norm": "layer", "_fused_rms_norm": "rms"}
 
 
+@dataclass(frozen=True)
+class NormSteps:
+    """The norm of queries or keys, and its operations."""
+
+    norm: QKNorm
+    span: range
+    """The indices of its operations, and of those between."""
+
+
+@dataclass(frozen=True)
+class CacheSteps:
+    """The cache behind keys or values, and the operations that fill and read it."""
+
+    cache: Cache
+    ops: frozenset[int]
+    """The indices of the operations."""
+
+
 class OperandPath:
     """The operations from the projection of queries, keys or values to their product, in order."""
 
-    def __init__(self, graph: Graph, attention: Attention, side: str, *, from_first: bool = False) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        attention: Attention,
+        side: str,
+        *,
+        from_first: bool = False,
+    ) -> None:
         """Take one side; with `from_first` from the first of several successive projections."""
-        self.graph, self.side = graph, side
-        product = attention.value_product if side == "value" else attention.score_product
-        first = attention.value_first if side == "value" else attention.key_first == (side == "key")
-        self.target = product.left if first else product.right
-        self.projection = attention.first_projection(side) if from_first else attention.projections.get(side)
+        self.graph = graph
+        self.side = side
+        if side == "value":
+            product = attention.value_product
+            is_left = attention.value_first
+        else:
+            product = attention.score_product
+            is_left = attention.key_first == (side == "key")
+        self.target = product.left if is_left else product.right
+        self.projection = attention.projections.get(side)
+        if from_first:
+            self.projection = attention.first_projection(side)
         self.forward = _Forward.around(graph, attention, self.projection)
         """The call that these queries, keys or values are projected and used in."""
         self.own_projections = frozenset(op.index for op in _projections(attention))
@@ -43,20 +75,29 @@ class OperandPath:
         """Ids of the tensors on the way."""
         self.read: set[int] = set()
         """Ids of these, and of the tensors that their operations read for the product."""
-        if self.projection is None:
-            return
-        source = self.projection.output
-        ops = graph.recording.ops[self.projection.index + 1 : product.multiply.index]
-        dependent = made_of({source.id}, ops)
+        if self.projection is not None:
+            self._follow(self.projection, product.multiply)
+
+    def _follow(self, projection: Op, product: Op) -> None:
+        """Find the operations between a projection and a product, and the tensors on the way."""
+        recording = self.graph.recording
+        later = recording.ops[projection.index + 1 : product.index]
+        dependent = made_of({projection.output.id}, later)
+
+        def is_on_way(op: Op) -> bool:
+            if op.index <= projection.index:
+                return False
+            return any(tensor.id in dependent for tensor in op.inputs)
+
         path: dict[int, Op] = {}
-        start = self.projection.index
-        for step in graph.back(self.target, lambda op: op.index > start and any(t.id in dependent for t in op.inputs)):
-            op = graph.recording.producer(step.tensor)
+        for step in self.graph.back(self.target, is_on_way):
             self.read.add(step.tensor.id)
-            if step.tensor.id in dependent:
-                self.reached.add(step.tensor.id)
-                if op is not None and op.index > start:
-                    path[op.index] = op
+            if step.tensor.id not in dependent:
+                continue
+            self.reached.add(step.tensor.id)
+            op = recording.producer(step.tensor)
+            if op is not None and op.index > projection.index:
+                path[op.index] = op
         self.ops = [path[index] for index in sorted(path)]
 
     def others(self, op: Op) -> list[TensorRef]:
@@ -78,15 +119,18 @@ class _Forward:
         """Return the innermost call that has both the projection and the softmax of an attention."""
         if projection is None:
             return cls((), -1)
-        numbers = []
-        for number, other in zip(projection.forwards, attention.softmax.forwards, strict=False):
-            if number != other:
+        numbers: list[int] = []
+        for number, of_softmax in zip(projection.forwards, attention.softmax.forwards, strict=False):
+            if number != of_softmax:
                 break
             numbers.append(number)
         if numbers:
             return cls(tuple(numbers), -1)
-        before = [softmax.op.index for softmax in graph.softmaxes.values() if softmax.op.index < projection.index]
-        return cls((), max(before, default=-1))
+        start = -1
+        for softmax in graph.softmaxes.values():
+            if softmax.op.index < projection.index:
+                start = max(start, softmax.op.index)
+        return cls((), start)
 
     def has(self, op: Op) -> bool:
         """Return whether an operation ran in this call."""
@@ -101,61 +145,114 @@ class _Forward:
         if not self.numbers or op.forwards[:1] != self.numbers[:1]:
             return True
         # What the caller projects by itself, with a matrix of this module, is of the same forward.
-        return op.module == projection.module and len(op.forwards) == len(projection.forwards)
+        if op.module != projection.module:
+            return False
+        return len(op.forwards) == len(projection.forwards)
 
 
 def _projections(attention: Attention) -> list[Op]:
     """Return all projections of an attention, with those before the last of each side."""
-    earlier = [op for ops in attention.earlier.values() for op in ops]
-    return [*earlier, *attention.projections.values()]
+    projections = list(attention.projections.values())
+    for earlier in attention.earlier.values():
+        projections += earlier
+    return projections
 
 
 # -- norms ------------------------------------------------------------------------------------------------------------
 
 
-def norm_of(path: OperandPath, names: AxisNames) -> tuple[QKNorm, range] | None:
-    """Return the norm between a projection and the scores, and the indices of its operations; None without one."""
+@dataclass(frozen=True)
+class _Scaling:
+    """The operations that divide features by a statistic of them, before any gain."""
+
+    kind: str
+    size: int
+    """The number of features that the statistic is over."""
+    start: int
+    """The index of the first operation."""
+
+
+def norm_of(path: OperandPath, names: AxisNames) -> NormSteps | None:
+    """Return the norm between a projection and the scores; None without one."""
     for op in path.ops:
-        norm = _fused_norm(op) or _norm_in_steps(path, op)
-        if norm is None:
-            continue
-        kind, size, start = norm
-        heads = names.num_heads if path.side == "query" else names.num_kv_heads
-        over = "all" if heads > 1 and size == heads * names.head_dim else "head"
-        end = op
-        for later in path.ops:
-            gain = later.does("scales") and any(map(path.graph.is_weight, later.inputs))
-            if later.index > op.index and (gain or later.base_name == "_to_copy") and end.output in later.inputs:
-                end = later
-            number = path.graph.scale_of(later) if kind == "l2" and op.index < later.index < op.index + 4 else None
-            if number is not None and isclose(number, size**0.5, rel_tol=1e-4):
-                kind, end = "rms", later
-        return QKNorm(kind, over), range(start, end.index + 1)  # type: ignore[arg-type]  # a word of the tables
+        scaling = _fused_norm(op) or _norm_in_steps(path, op)
+        if scaling is not None:
+            return _with_gain(path, op, scaling, names)
     return None
 
 
-def _fused_norm(op: Op) -> tuple[str, int, int] | None:
-    """Return the kind of a norm that is one operation, the number of features that it is over, and its index."""
-    sizes = op.args[1] if op.base_name in _NORMS else ()
-    return (_NORMS[op.base_name], prod(sizes), op.index) if sizes else None
+def _with_gain(
+    path: OperandPath,
+    op: Op,
+    scaling: _Scaling,
+    names: AxisNames,
+) -> NormSteps:
+    """Return a norm with the gain that is multiplied after it: `x / |x| · √size` is an RMS norm."""
+    heads = names.num_heads if path.side == "query" else names.num_kv_heads
+    width = heads * names.head_dim
+    is_over_all = heads > 1 and scaling.size == width
+    kind, end = scaling.kind, op
+    for later in path.ops:
+        if later.index <= op.index:
+            continue
+        if end.output in later.inputs and _is_gain(path, later):
+            end = later
+        is_near = later.index < op.index + 4
+        if kind == "l2" and is_near and _scales_by(path, later, scaling.size**0.5):
+            kind, end = "rms", later
+    norm = QKNorm(kind, "all" if is_over_all else "head")  # type: ignore[arg-type]  # a word of the tables
+    return NormSteps(norm, range(scaling.start, end.index + 1))
 
 
-def _norm_in_steps(path: OperandPath, op: Op) -> tuple[str, int, int] | None:
-    """Return the same for a tensor that is scaled by a statistic of its own features."""
+def _is_gain(path: OperandPath, op: Op) -> bool:
+    """Return whether an operation multiplies by a parameter, or is the cast before it."""
+    if op.base_name == "_to_copy":
+        return True
+    return op.does("scales") and any(map(path.graph.is_weight, op.inputs))
+
+
+def _scales_by(path: OperandPath, op: Op, number: float) -> bool:
+    """Return whether an operation multiplies by about this number."""
+    scale = path.graph.scale_of(op)
+    return scale is not None and isclose(scale, number, rel_tol=1e-4)
+
+
+def _fused_norm(op: Op) -> _Scaling | None:
+    """Return the norm that is one operation; None for another operation."""
+    kind = _NORMS.get(op.base_name)
+    if kind is None or not op.args[1]:
+        return None
+    size = prod(op.args[1])
+    return _Scaling(kind, size, op.index)
+
+
+def _norm_in_steps(path: OperandPath, op: Op) -> _Scaling | None:
+    """Return the norm that scales a tensor by a statistic of its own features; None for another operation."""
     if not op.does("scales") or len(op.inputs) != 2 or path.others(op):
         return None
-    statistics = [_statistic(path, tensor) for tensor in op.inputs]
-    known = [statistic for statistic in statistics if statistic is not None]
-    if len(known) != 1:
+    left, right = op.inputs
+    of_left, of_right = _statistic(path, left), _statistic(path, right)
+    if of_left is None and of_right is not None:
+        whole, statistic = left, of_right
+    elif of_left is not None and of_right is None:
+        whole, statistic = right, of_left
+    else:
         return None
-    whole = op.inputs[statistics[0] is not None]
-    before = path.graph.recording.producer(whole)
-    kind, start = _REDUCED[known[0].base_name], known[0].index - 1
-    mean = _statistic(path, before.inputs[-1]) if before is not None and before.base_name == "sub" else None
+    elements = statistic.inputs[0].numel
+    size = elements // max(statistic.output.numel, 1)
+    start = statistic.index - 1
+    mean = _subtracted_mean(path, whole)
     if mean is not None:
-        kind, start = "layer", min(mean.index, start)
-    read = known[0].inputs[0]
-    return kind, read.numel // max(known[0].output.numel, 1), start
+        return _Scaling("layer", size, min(mean.index, start))
+    return _Scaling(_REDUCED[statistic.base_name], size, start)
+
+
+def _subtracted_mean(path: OperandPath, tensor: TensorRef) -> Op | None:
+    """Return the mean that was subtracted to get a tensor; None if none was."""
+    op = path.graph.recording.producer(tensor)
+    if op is None or op.base_name != "sub":
+        return None
+    return _statistic(path, op.inputs[-1])
 
 
 def _statistic(path: OperandPath, tensor: TensorRef) -> Op | None:
@@ -163,9 +260,11 @@ def _statistic(path: OperandPath, tensor: TensorRef) -> Op | None:
     op = path.graph.recording.producer(tensor)
     while op is not None and tensor.id in path.reached:
         if op.base_name in _REDUCED:
-            size, kept = op.inputs[0].shape, op.output.shape
-            return op if kept == (*size[:-1], 1) or kept == size[:-1] else None
-        if not (path.graph.moves(op) or (op.pointwise and len(op.inputs) == 1)):
+            rows = op.inputs[0].shape[:-1]
+            is_over_features = op.output.shape in (rows, (*rows, 1))
+            return op if is_over_features else None
+        is_elementwise = op.pointwise and len(op.inputs) == 1
+        if not is_elementwise and not path.graph.moves(op):
             return None
         tensor = op.inputs[0]
         op = path.graph.recording.producer(tensor)
@@ -175,10 +274,22 @@ def _statistic(path: OperandPath, tensor: TensorRef) -> Op | None:
 # -- caches -----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Written:
+    """The keys that one operation writes into a cache."""
+
+    count: int
+    first: int | None
+    """The slot of the first one; None if it is unknown."""
+
+
 def cache_of(
-    path: OperandPath, constants: Constants, names: AxisNames, who_sees: Callable[[], Tensor | None]
-) -> tuple[Cache, set[int]] | None:
-    """Return the cache behind keys or values, and the indices of the operations that fill it; None without one.
+    path: OperandPath,
+    constants: Constants,
+    names: AxisNames,
+    who_sees: Callable[[], Tensor | None],
+) -> CacheSteps | None:
+    """Return the cache behind keys or values, and the operations that fill it; None without one.
 
     A cache was there before the call: keys of other tokens that the same call projects, e.g. of global tokens beside
     local ones, are none.
@@ -189,50 +300,114 @@ def cache_of(
         names: the axes.
         who_sees: returns `query key`, which query sees which key; None if unknown.
     """
-    queries, keys = names.lengths
-    written: Op | None = None
+    write: Op | None = None
     for op in path.ops:
-        if op.base_name == "cat" and written is None:
-            earlier = [tensor for tensor in path.others(op) if tensor.numel and tensor.id in path.read]
-            place = setting(op, 1, "dim", 0)
-            new = sum(t.shape[place] for t in op.inputs if t.id in path.reached)
-            past = sum(t.shape[place] for t in earlier)
-            if past and new and past + new >= keys > new and all(_is_earlier(path, tensor) for tensor in earlier):
-                return Cache(keys - new, new, 0, "concatenated"), {op.index}
-            beside = _cache_beside(path, earlier, place)
-            if beside and past + new == keys:
-                return Cache(beside, keys - beside, 0, "concatenated"), {op.index}
-        elif op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached:
-            written = op
-    if written is None:
+        if op.base_name == "cat" and write is None:
+            joined = _concatenated(path, op, names.lengths[1])
+            if joined is not None:
+                return joined
+        elif fills_memory(path, op):
+            write = op
+    if write is None:
         return None
-    ends = [op for op in path.ops if op.index > written.index and op.does("gathers") and _is_paged(path, op, keys)]
-    new, first = _written_keys(path, constants, written, queries)
-    seen = who_sees()
-    open_slots = [] if seen is None else [not bool(key) for key in seen.any(0).tolist()]
-    last = keys
-    while last > (first or 0) + new and len(open_slots) == keys and open_slots[last - 1]:
-        last -= 1
-    if seen is None and first is not None and not ends:
-        last = min(first + new, keys)
-    past = last - new
-    if past < 0 or (past == 0 and last == keys):
-        return None
-    if past and not _was_there(path, written):
-        return None
-    ops = {written.index, *(op.index for op in ends)}
-    return Cache(past, new, keys - last, "paged" if ends else "in place"), ops
+    return _in_memory(path, constants, write, names, who_sees)
 
 
-def _cache_beside(path: OperandPath, others: list[TensorRef], place: int) -> int:
+def fills_memory(path: OperandPath, op: Op) -> bool:
+    """Return whether an operation writes keys into memory that was there before."""
+    if op.kind != "write" or not op.inputs:
+        return False
+    memory = op.inputs[0]
+    return memory.id not in path.reached
+
+
+def _in_memory(
+    path: OperandPath,
+    constants: Constants,
+    write: Op,
+    names: AxisNames,
+    who_sees: Callable[[], Tensor | None],
+) -> CacheSteps | None:
+    """Return the cache in memory that new keys are written into; None if it has no earlier keys."""
+    queries, keys = names.lengths
+    gathers: list[Op] = []
+    for op in path.ops:
+        if op.index > write.index and _is_paged(path, op, keys):
+            gathers.append(op)
+    written = _written_keys(path, constants, write, queries)
+    end = _end_of_keys(who_sees(), keys, written, is_paged=bool(gathers))
+    past = end - written.count
+    if past < 0 or (past == 0 and end == keys):
+        return None
+    if past and not _was_there(path, write):
+        return None
+    cache = Cache(
+        past=past,
+        new=written.count,
+        empty=keys - end,
+        way="paged" if gathers else "in place",
+    )
+    return CacheSteps(cache, frozenset(op.index for op in (write, *gathers)))
+
+
+def _concatenated(path: OperandPath, op: Op, keys: int) -> CacheSteps | None:
+    """Return the cache that new keys are appended to by `cat([past, new])`; None if no earlier keys are joined."""
+    place = setting(op, 1, "dim", 0)
+    earlier: list[TensorRef] = []
+    new = 0
+    for tensor in op.inputs:
+        if tensor.id in path.reached:
+            new += tensor.shape[place]
+        elif tensor.numel and tensor.id in path.read:
+            earlier.append(tensor)
+    past = sum(tensor.shape[place] for tensor in earlier)
+    has_all_keys = past > 0 and past + new >= keys
+    if has_all_keys and 0 < new < keys and all(_is_earlier(path, tensor) for tensor in earlier):
+        cached = keys - new
+    else:
+        cached = _cache_beside(path, earlier, place)
+        if not cached or past + new != keys:
+            return None
+    cache = Cache(past=cached, new=keys - cached, empty=0, way="concatenated")
+    return CacheSteps(cache, frozenset({op.index}))
+
+
+def _cache_beside(path: OperandPath, tensors: list[TensorRef], place: int) -> int:
     """Return the number of keys that came in, where further keys of this call are joined too; 0 without such keys.
 
     Example: `cat([past, of_global_tokens, new])`, where the keys of global tokens are projected in each call.
     """
-    given = [tensor for tensor in others if path.graph.before_moves(tensor).id in path.graph.recording.input_ids]
-    further = [tensor for tensor in others if tensor not in given]
+    count = 0
+    further: list[TensorRef] = []
+    for tensor in tensors:
+        if path.graph.before_moves(tensor).id in path.graph.recording.input_ids:
+            count += tensor.shape[place]
+        else:
+            further.append(tensor)
     is_of_call = all(tensor.id in path.graph.learned for tensor in further)
-    return sum(tensor.shape[place] for tensor in given) if given and further and is_of_call else 0
+    return count if further and is_of_call else 0
+
+
+def _end_of_keys(
+    seen: Tensor | None,
+    keys: int,
+    written: _Written,
+    *,
+    is_paged: bool,
+) -> int:
+    """Return the number of slots with content: those up to the last new key, or up to the last key that is seen."""
+    if seen is None:
+        if written.first is None or is_paged:
+            return keys
+        return min(written.first + written.count, keys)
+    is_seen = seen.any(0).tolist()
+    end = keys
+    if len(is_seen) != keys:
+        return end
+    least = (written.first or 0) + written.count
+    while end > least and not is_seen[end - 1]:
+        end -= 1
+    return end
 
 
 def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:
@@ -242,103 +417,183 @@ def _is_earlier(path: OperandPath, tensor: TensorRef) -> bool:
     """
     graph, projection = path.graph, path.projection
     assert projection is not None
-    weights = {read.storage for read in projection.inputs if graph.is_weight(read)}
-    outside = projected = False
+    weights = _weights_of(graph, projection)
     tokens = _tokens(path, projection)
+    came_in = is_projected = False
     for step in graph.back(tensor, lambda op: not graph.is_projection(op)):
         op = graph.recording.producer(step.tensor)
         if op is None:
-            given = step.tensor.id not in graph.recording.parameter_names and step.tensor.id not in tokens
-            outside = outside or given
-            if step.tensor.id in graph.recording.parameter_names and len(step.tensor.shape) > 1:
+            is_parameter = step.tensor.id in graph.recording.parameter_names
+            if is_parameter and len(step.tensor.shape) > 1:
                 return False
+            if not is_parameter and step.tensor.id not in tokens:
+                came_in = True
         elif graph.is_projection(op):
-            if weights & {read.storage for read in op.inputs}:
+            if any(read.storage in weights for read in op.inputs):
                 return path.forward.is_earlier_turn(op, projection)
-            projected = True  # keys and values may be in one tensor
-    return outside and not projected
+            is_projected = True  # keys and values may be in one tensor
+    return came_in and not is_projected
+
+
+def _weights_of(graph: Graph, projection: Op) -> set[int]:
+    """Return the storages of the parameters that a projection reads."""
+    return {tensor.storage for tensor in projection.inputs if graph.is_weight(tensor)}
 
 
 def _tokens(path: OperandPath, projection: Op) -> set[int]:
     """Return the ids of the tensors that a projection reads, before any norm or embedding, without products."""
     start = path.graph.projected(projection)
-    return {step.tensor.id for step in path.graph.back(start, lambda op: not op.does("product", "convolution"))}
+    steps = path.graph.back(start, lambda op: not op.does("product", "convolution"))
+    return {step.tensor.id for step in steps}
 
 
-def _was_there(path: OperandPath, written: Op) -> bool:
+def _was_there(path: OperandPath, write: Op) -> bool:
     """Return whether the memory that new keys are written into was there before this call, with other keys.
 
     It was not if this call made it, or wrote the keys of other tokens into it too.
     """
-    graph, storage = path.graph, written.output.storage
-    for op in graph.recording.ops[: written.index]:
-        makes = op.kind in ("compute", "copy") and any(output.storage == storage for output in op.outputs)
-        if makes and path.forward.has(op) and not any(_is_earlier(path, tensor) for tensor in op.inputs):
-            return False
-    read = _read_after(path, written)
-    for op in graph.recording.ops[: max(path.ops[-1].index, written.index)]:
-        if op.kind != "write" or op.index == written.index or not path.forward.has(op):
+    graph, storage = path.graph, write.output.storage
+    for op in graph.recording.ops[: write.index]:
+        if not path.forward.has(op) or not _makes_memory(op, storage):
             continue
-        if op.output.storage == storage and _overlap(op.output, read) and _writes_other_keys(path, op):
+        # A copy of keys of an earlier call has them too.
+        if not any(_is_earlier(path, tensor) for tensor in op.inputs):
+            return False
+    read = _read_after(path, write)
+    last = max(path.ops[-1].index, write.index)
+    for op in graph.recording.ops[:last]:
+        if op.kind != "write" or op.index == write.index:
+            continue
+        if op.output.storage != storage or not path.forward.has(op):
+            continue
+        if _overlap(op.output, read) and _writes_other_keys(path, op):
             return False
     return True
 
 
-def _read_after(path: OperandPath, written: Op) -> TensorRef:
+def _makes_memory(op: Op, storage: int) -> bool:
+    """Return whether an operation makes a tensor in this memory."""
+    if op.kind not in ("compute", "copy"):
+        return False
+    return any(output.storage == storage for output in op.outputs)
+
+
+def _read_after(path: OperandPath, write: Op) -> TensorRef:
     """Return the smallest part of the written memory that is read for the product."""
-    parts = [tensor for op in path.ops for tensor in op.inputs if op.index > written.index]
-    views = [tensor for tensor in parts if tensor.storage == written.output.storage and tensor.numel]
-    return min(views, key=lambda tensor: tensor.numel, default=written.output)
+    smallest: TensorRef | None = None
+    for op in path.ops:
+        if op.index <= write.index:
+            continue
+        for tensor in op.inputs:
+            if tensor.storage != write.output.storage or not tensor.numel:
+                continue
+            if smallest is None or tensor.numel < smallest.numel:
+                smallest = tensor
+    return write.output if smallest is None else smallest
 
 
 def _overlap(first: TensorRef, second: TensorRef) -> bool:
     """Return whether two tensors of one storage have an element in common; also if that takes too long to find out."""
-    starts = first.offset, second.offset
-    ends = [t.offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) for t in (first, second)]
-    size = max(ends) - min(starts) + 1
-    if max(starts) > min(ends) or size > _LARGEST:
-        return max(starts) <= min(ends)
+    start = min(first.offset, second.offset)
+    end_of_first, end_of_second = last_place(first), last_place(second)
+    size = max(end_of_first, end_of_second) - start + 1
+    are_apart = first.offset > end_of_second or second.offset > end_of_first
+    if are_apart or size > _LARGEST:
+        return not are_apart
     # E.g. the keys of two layers, side by side for each token.
-    taken = [torch.zeros(size, dtype=torch.bool) for _ in starts]
-    for tensor, elements in zip((first, second), taken, strict=True):
-        elements.as_strided(tensor.shape, tensor.stride, tensor.offset - min(starts)).fill_(True)
-    return bool((taken[0] & taken[1]).any())
+    both = _elements(first, start, size) & _elements(second, start, size)
+    return bool(both.any())
+
+
+def last_place(tensor: TensorRef) -> int:
+    """Return the place of the last element of a tensor in its storage."""
+    place = tensor.offset
+    for size, step in zip(tensor.shape, tensor.stride, strict=True):
+        place += (size - 1) * step
+    return place
+
+
+def _elements(tensor: TensorRef, start: int, size: int) -> Tensor:
+    """Return the places of a tensor in its storage, from `start`: True for its elements."""
+    places = torch.zeros(size, dtype=torch.bool)
+    elements = places.as_strided(tensor.shape, tensor.stride, tensor.offset - start)
+    elements.fill_(True)
+    return places
 
 
 def _writes_other_keys(path: OperandPath, op: Op) -> bool:
     """Return whether an operation writes what this call projected, other than by the projections of the attention."""
-    graph = path.graph
     for value in op.inputs[1:]:
-        for step in graph.back(value, lambda through: not graph.is_projection(through)):
-            made = graph.recording.producer(step.tensor)
-            if made is None or not graph.is_projection(made) or made.index in path.own_projections:
-                continue
-            if path.forward.has(made):
+        for projection in _projections_behind(path.graph, value):
+            if projection.index not in path.own_projections and path.forward.has(projection):
                 return True
     return False
 
 
+def _projections_behind(graph: Graph, tensor: TensorRef) -> Iterator[Op]:
+    """Yield the nearest projections that a tensor comes from."""
+    for step in graph.back(tensor, lambda op: not graph.is_projection(op)):
+        op = graph.recording.producer(step.tensor)
+        if op is not None and graph.is_projection(op):
+            yield op
+
+
 def _is_paged(path: OperandPath, op: Op, keys: int) -> bool:
     """Return whether an operation gathers keys by their slots, rather than rows of a batch in another order."""
-    indices = path.others(op)
-    return any(tensor.dtype.startswith("int") and (len(tensor.shape) > 1 or tensor.numel == keys) for tensor in indices)
+    if not op.does("gathers"):
+        return False
+    for tensor in path.others(op):
+        is_for_keys = len(tensor.shape) > 1 or tensor.numel == keys
+        if tensor.dtype.startswith("int") and is_for_keys:
+            return True
+    return False
 
 
-def _written_keys(path: OperandPath, constants: Constants, op: Op, queries: int) -> tuple[int, int | None]:
-    """Return how many keys an operation writes into a cache, and the slot of the first; None if that is unknown."""
+def _written_keys(
+    path: OperandPath,
+    constants: Constants,
+    op: Op,
+    queries: int,
+) -> _Written:
+    """Return the keys that an operation writes into a cache: as many as queries, if nothing else is known."""
     name = op.base_name.rstrip("_")
-    if name in ("index_copy", "index_put"):
-        places = op.args[2] if name == "index_copy" else op.args[1]
-        indices = [place for place in (places if isinstance(places, tuple) else (places,)) if place is not None]
-        numbers = constants.numbers(indices[0]) if len(indices) == 1 and len(indices[0].shape) == 1 else []
-        new = indices[0].numel if len(indices) == 1 and len(indices[0].shape) == 1 else queries
-        return new, min(numbers) if numbers and max(numbers) - min(numbers) == len(numbers) - 1 else None
+    if name == "index_copy":
+        return _written_by_index(constants, (op.args[2],), queries)
+    if name == "index_put":
+        indices = op.args[1]
+        return _written_by_index(constants, indices if isinstance(indices, tuple) else (indices,), queries)
+    return _written_by_slice(path, op, queries)
+
+
+def _written_by_index(
+    constants: Constants,
+    indices: tuple[TensorRef | None, ...],
+    queries: int,
+) -> _Written:
+    """Return the keys that are written into the slots of an index, which may be neighbours."""
+    present = [index for index in indices if index is not None]
+    if len(present) != 1 or len(present[0].shape) != 1:
+        return _Written(queries, None)
+    index = present[0]
+    numbers = constants.numbers(index)
+    if not numbers:
+        return _Written(index.numel, None)
+    first = min(numbers)
+    are_neighbours = max(numbers) - first == len(numbers) - 1
+    return _Written(index.numel, first if are_neighbours else None)
+
+
+def _written_by_slice(path: OperandPath, op: Op, queries: int) -> _Written:
+    """Return the keys that are written into a slice of memory, as by `cache[:, 4:6] = keys`."""
     cut = path.graph.recording.producer(op.inputs[0])
     while cut is not None and cut.kind == "view" and cut.inputs:
         source = cut.inputs[0]
-        place = int(cut.args[1]) if len(cut.args) > 1 and cut.base_name in ("slice", "select") else 0
-        new = cut.output.shape[place] if cut.base_name == "slice" else 1
-        if cut.base_name in ("slice", "select") and new == queries < source.shape[place] and source.stride[place]:
-            return queries, (cut.output.offset - source.offset) // source.stride[place]
+        if cut.base_name in ("slice", "select"):
+            place = int(cut.args[1]) if len(cut.args) > 1 else 0
+            new = cut.output.shape[place] if cut.base_name == "slice" else 1
+            step = source.stride[place]
+            if step and new == queries < source.shape[place]:
+                distance = cut.output.offset - source.offset
+                return _Written(queries, distance // step)
         cut = path.graph.recording.producer(source)
-    return queries, None
+    return _Written(queries, None)

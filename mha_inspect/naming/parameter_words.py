@@ -7,8 +7,9 @@ The text of `in_proj_weight` of torch's layer with 3 heads of 4 features is
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from torch import nn
 
@@ -24,7 +25,7 @@ from .axes import AxisNames
 from .named_run import NamedRun
 from .parameters import FACTORS, SIDES, Serves, num_heads, parameters_behind, parts_at
 from .pattern import dims_of, in_words
-from .placement import are_in_blocks, axes_of, blocks_of, varying_dim
+from .placement import Placement, are_in_blocks, axes_of, blocks_of, varying_dim
 from .projection import Part
 
 _MADE_INTO = {"q": "queries", "k": "keys", "v": "values", "g": "gates"}
@@ -89,10 +90,11 @@ class ParameterRole:
         if len(dims) != 2:
             return self
         text = re.sub("|".join(_TRANSPOSED), lambda word: _TRANSPOSED[word[0]], self.text)
-        heads = tuple(
-            replace(piece, rows=piece.columns, columns=piece.rows) for piece in self.heads if piece.columns is not None
-        )
-        return replace(self, axes=in_words(dims[::-1]), text=text, heads=heads)
+        heads: list[HeadSlice] = []
+        for piece in self.heads:
+            if piece.columns is not None:
+                heads.append(replace(piece, rows=piece.columns, columns=piece.rows))
+        return replace(self, axes=in_words(dims[::-1]), text=text, heads=tuple(heads))
 
 
 @dataclass
@@ -110,41 +112,52 @@ def roles_of(run: NamedRun, module: nn.Module) -> dict[str, ParameterRole]:
     The role of a parameter outside attentions is the class of its layer, `LayerNorm`, or else the first operation that
     uses it, e.g. of a table of positions.
     """
-    roles: dict[str, list[ParameterRole]] = {}
+    in_attentions: dict[str, list[ParameterRole]] = {}
     for of_attention in _roles_by_attention(run):
         for name, role in of_attention.items():
-            roles.setdefault(name, []).append(role)
-    # Used by several attentions: the slices of the most detailed role, the texts of all.
-    texts = {name: "; ".join(dict.fromkeys(role.text for role in of_name)) for name, of_name in roles.items()}
-    merged = {n: replace(max(of, key=lambda role: len(role.heads)), text=texts[n]) for n, of in roles.items()}
+            in_attentions.setdefault(name, []).append(role)
+    roles = {name: _joined_role(of_name) for name, of_name in in_attentions.items()}
     readers = _readers(run)
-    for name in {named.name for named in run.recording.parameters} - merged.keys():
-        merged[name] = ParameterRole("", _outside(layer_class(module, name), readers.get(name, "")))
-    return merged
+    for named in run.recording.parameters:
+        if named.name not in roles:
+            text = _outside(layer_class(module, named.name), readers.get(named.name, ""))
+            roles[named.name] = ParameterRole("", text)
+    return roles
+
+
+def _joined_role(roles: Sequence[ParameterRole]) -> ParameterRole:
+    """Return the role of a parameter in several attentions: the slices of the most detailed one, the texts of all."""
+    detailed = max(roles, key=lambda role: len(role.heads))
+    texts = dict.fromkeys(role.text for role in roles)
+    return replace(detailed, text="; ".join(texts))
 
 
 def _roles_by_attention(run: NamedRun) -> Iterator[dict[str, ParameterRole]]:
     """Yield for each attention the roles of its parameters, by name; those of equal layers are read once."""
-    distinct, once = run.distinct, dict[int, dict[str, ParameterRole]]()
+    distinct = run.distinct
+    once: dict[int, dict[str, ParameterRole]] = {}
     for place, instance in enumerate(distinct.instances):
         if not instance.has_same_tables():
             yield _roles_in(run, place)
             continue
         if instance.place not in once:
             once[instance.place] = _roles_in(distinct.run, instance.place)
+        roles = once[instance.place]
         try:
-            names = {name: instance.parameter(name) for name in once[instance.place]}
+            names = {name: instance.parameter(name) for name in roles}
         except UnlikeError:  # it is viewed outside the run
             yield _roles_in(run, place)
             continue
-        yield {names[name]: role for name, role in once[instance.place].items()}
+        yield {names[name]: role for name, role in roles.items()}
 
 
 def _roles_in(run: NamedRun, place: int) -> dict[str, ParameterRole]:
     """Return the roles of the parameters of one attention of a run, by name."""
-    (attention, names), (parts, serves) = run.attentions[place], parts_at(run, place)
+    attention, names = run.attentions[place]
+    parts, serves = parts_at(run, place)
     words = _Words(attention, names, serves)
-    return {name: words.role(use) for name, use in _uses(run, attention, parts).items()}
+    uses = _uses(run, attention, parts)
+    return {name: words.role(use) for name, use in uses.items()}
 
 
 def _outside(layer: str, reader: str) -> str:
@@ -176,74 +189,137 @@ def _readers(run: NamedRun) -> dict[str, str]:
     for named in run.recording.parameters:
         in_memory.setdefault(named.tensor.storage, set()).add(named.name)
     for op in run.recording.ops:
-        names: set[str] = set()
-        written = op.kwargs.get("out", op.inputs[:1] if op.kind == "write" else ())  # FSDP gathers into its parameters
-        for tensor in op.inputs:
-            if tensor.storage in in_memory and tensor not in (written if isinstance(written, tuple) else (written,)):
-                names |= in_memory[tensor.storage]
+        names = _parameters_read(op, in_memory)
         if not names:
             continue
         if moves(op):
             for tensor in op.outputs:
-                in_memory[tensor.storage] = in_memory.get(tensor.storage, set()) | names
+                in_memory.setdefault(tensor.storage, set()).update(names)
         else:
             for name in names:
                 readers.setdefault(name, op.base_name)
     return readers
 
 
+def _parameters_read(op: Op, in_memory: Mapping[int, set[str]]) -> set[str]:
+    """Return the names of the parameters that an operation reads; memory that it only writes to is not read."""
+    in_place = op.inputs[:1] if op.kind == "write" else ()
+    written = op.kwargs.get("out", in_place)  # FSDP gathers into its parameters
+    if not isinstance(written, tuple):
+        written = (written,)
+    names: set[str] = set()
+    for tensor in op.inputs:
+        if tensor.storage in in_memory and tensor not in written:
+            names |= in_memory[tensor.storage]
+    return names
+
+
 # -- which parameters -------------------------------------------------------------------------------------------------
 
 
-def _uses(run: NamedRun, attention: Attention, parts: Sequence[Part]) -> dict[str, _Use]:
+@dataclass(frozen=True)
+class _Source:
+    """Tensors that are made of parameters, which all have one kind of use."""
+
+    kind: str
+    letter: str
+    tensors: Sequence[TensorRef]
+    passes: Callable[[Op], bool] = lambda op: True
+    """Whether an operation between the parameters and the tensors belongs to the use."""
+
+
+def _uses(
+    run: NamedRun,
+    attention: Attention,
+    parts: Sequence[Part],
+) -> dict[str, _Use]:
     """Return the use of each parameter of an attention, by name; the first use if there are several."""
-    graph, uses = run.graph, dict[str, _Use]()
-
-    def add(kind: str, letter: str, name: str, part: Part | None = None) -> None:
-        use = uses.setdefault(name, _Use(kind))
-        if use.kind == kind and letter not in use.letters:
-            use.letters.append(letter)
-            use.parts += [part] if part is not None else []
-
-    for part in sorted(parts, key=lambda part: ("W", "b", part.kind).index(part.kind)):
-        add(part.kind, part.letter, part.parameter.name, part)
-    stages, product = attention.stages, attention.value_product
-    given = {letter: stages[side] for letter, side in SIDES.items() if letter != "o" and side in stages}
-    reduced = {letter: reduction_of(graph, attention, side)[1] for letter, side in SIDES.items() if letter != "o"}
-    weights_of = {letter: [t for op in ops for t in op.inputs if graph.is_weight(t)] for letter, ops in reduced.items()}
-    added = [t for op in attention.masks for t in op.inputs if not graph.comes_from_inputs(t)]
-    sinks = [t for t in (attention.sinks.inputs if attention.sinks is not None else ()) if graph.is_weight(t)]
-    heads, weights = (stages["q_heads"], stages["k_heads"]), product.right if attention.value_first else product.left
-    scored = attention.score_product
-    terms = [further_term(graph, scored, op) for op in scored.between] if isinstance(scored, Joint) else []
-    projecting = [
-        op
-        for term in terms
-        for step in (graph.back(term, lambda op: not graph.is_projection(op)) if term is not None else ())
-        if (op := run.recording.producer(step.tensor)) is not None and graph.is_projection(op)
-    ]
-    for kind, letter, tensors, passes in (
-        *(("learned", letter, [tensor], ()) for letter, tensor in given.items() if graph.is_weight(tensor)),
-        *(("reduction", letter, tensors, ()) for letter, tensors in weights_of.items()),
-        ("scores", "", added, ()),
-        ("sinks", "", sinks, ()),
-        ("in scores", "", [attention.softmax.inputs[0]], (_made_since(run, heads),)),
-        ("in scores", "", [t for op in projecting for t in op.inputs if graph.is_weight(t)], ()),
-        ("in weights", "", [weights], (_made_since(run, (attention.softmax.output,)),)),
-    ):
-        for named in parameters_behind(run, tensors, *passes):
-            add(kind, letter, named.name)
+    uses: dict[str, _Use] = {}
+    for part in sorted(parts, key=_rank_of_kind):
+        use = uses.setdefault(part.parameter.name, _Use(part.kind))
+        if use.kind == part.kind and part.letter not in use.letters:
+            use.letters.append(part.letter)
+            use.parts.append(part)
+    for source in (*_learned_sides(run, attention), *_around_scores(run, attention)):
+        for named in parameters_behind(run, source.tensors, source.passes):
+            use = uses.setdefault(named.name, _Use(source.kind))
+            if use.kind == source.kind and source.letter not in use.letters:
+                use.letters.append(source.letter)
     return uses
 
 
-def _made_since(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], bool]:
+def _rank_of_kind(part: Part) -> int:
+    """Return the order of uses: matrices first, then biases, then any others."""
+    return {"W": 0, "b": 1}.get(part.kind, 2)
+
+
+def _learned_sides(run: NamedRun, attention: Attention) -> Iterator[_Source]:
+    """Yield queries, keys and values that are parameters themselves, and the weights of poolings before them."""
+    for letter in "qkv":
+        tensor = attention.stages.get(SIDES[letter])
+        if tensor is not None and run.graph.is_weight(tensor):
+            yield _Source("learned", letter, [tensor])
+    for letter in "qkv":
+        _, ops = reduction_of(run.graph, attention, SIDES[letter])
+        yield _Source("reduction", letter, _weights_read(run, ops))
+
+
+def _around_scores(run: NamedRun, attention: Attention) -> Iterator[_Source]:
+    """Yield the tensors that are added to the scores, or that scores and weights are computed with."""
+    graph, stages, softmax = run.graph, attention.stages, attention.softmax
+    masks: list[TensorRef] = []
+    for op in attention.masks:
+        for tensor in op.inputs:
+            if not graph.comes_from_inputs(tensor):
+                masks.append(tensor)
+    yield _Source("scores", "", masks)
+    if attention.sinks is not None:
+        yield _Source("sinks", "", _weights_read(run, [attention.sinks]))
+    heads = (stages["q_heads"], stages["k_heads"])
+    yield _Source("in scores", "", [softmax.inputs[0]], _is_after(run, heads))
+    yield _Source("in scores", "", _weights_read(run, _projections_of_terms(run, attention)))
+    product = attention.value_product
+    weights = product.right if attention.value_first else product.left
+    yield _Source("in weights", "", [weights], _is_after(run, [softmax.output]))
+
+
+def _weights_read(run: NamedRun, ops: Iterable[Op]) -> list[TensorRef]:
+    """Return the parameters that operations read."""
+    weights: list[TensorRef] = []
+    for op in ops:
+        for tensor in op.inputs:
+            if run.graph.is_weight(tensor):
+                weights.append(tensor)
+    return weights
+
+
+def _projections_of_terms(run: NamedRun, attention: Attention) -> Iterator[Op]:
+    """Yield the projections of the further terms that additive scores have beside queries and keys."""
+    graph, product = run.graph, attention.score_product
+    if not isinstance(product, Joint):
+        return
+    for between in product.between:
+        term = further_term(graph, product, between)
+        if term is None:
+            continue
+        for step in graph.back(term, lambda op: not graph.is_projection(op)):
+            op = run.recording.producer(step.tensor)
+            if op is not None and graph.is_projection(op):
+                yield op
+
+
+def _is_after(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], bool]:
     """Return a test whether an operation came after these tensors, or reads only parameters."""
     stops = {tensor.id for tensor in tensors}
-    start = min(run.recording.producers.get(id_, -1) for id_ in stops)
+    producers = run.recording.producers
+    start = min(producers.get(number, -1) for number in stops)
 
     def passes(op: Op) -> bool:
-        inside = op.index > start or all(map(run.graph.is_weight, op.inputs))
-        return inside and not any(tensor.id in stops for tensor in op.outputs)
+        if any(tensor.id in stops for tensor in op.outputs):
+            return False
+        if op.index > start:
+            return True
+        return all(map(run.graph.is_weight, op.inputs))
 
     return passes
 
@@ -253,20 +329,30 @@ def _made_since(run: NamedRun, tensors: Sequence[TensorRef]) -> Callable[[Op], b
 
 def _slices(kind: str, parts: Sequence[Part]) -> tuple[HeadSlice, ...]:
     """Return the rows and columns of each head; empty if they do not cover exactly its elements."""
-    shape, taps = parts[0].parameter.tensor.shape, parts[0].taps
-    large = [dim for dim, size in enumerate(shape[: len(shape) - taps]) if size > 1] or [0]
-    if kind == "W" and len(shape) - taps == 2:
-        large = [0, 1]
+    dims = _dims_of_slices(kind, parts[0])
     slices: list[HeadSlice] = []
     for part in parts:
-        if part.is_shared or (part.letter == "o" and kind == "b"):
+        is_bias_of_output = part.letter == "o" and kind == "b"
+        if part.is_shared or is_bias_of_output:
             continue
-        name = part.name or f"{kind.removesuffix(' before').removeprefix('added ')}_{part.letter}"
-        blocks = blocks_of(part.placement, tuple(large))
+        blocks = blocks_of(part.placement, dims)
         if blocks is None:
             return ()
-        slices += [HeadSlice(head, name, rows, columns[0] if columns else None) for head, (rows, *columns) in blocks]
+        word = kind.removesuffix(" before").removeprefix("added ")
+        name = part.name or f"{word}_{part.letter}"
+        for head, (rows, *columns) in blocks:
+            slices.append(HeadSlice(head, name, rows, columns[0] if columns else None))
     return tuple(slices)
+
+
+def _dims_of_slices(kind: str, part: Part) -> tuple[int, ...]:
+    """Return the dimensions that are cut into heads: rows and columns of a matrix, otherwise those larger than one."""
+    shape = part.parameter.tensor.shape
+    channels = len(shape) - part.taps
+    if kind == "W" and channels == 2:
+        return (0, 1)
+    large = [dim for dim in range(channels) if shape[dim] > 1]
+    return tuple(large) or (0,)
 
 
 # -- text -------------------------------------------------------------------------------------------------------------
@@ -284,211 +370,394 @@ class _Words:
         """Return the role of a parameter."""
         if use.kind in _JOINED:
             role = self.role(replace(use, kind=_JOINED[use.kind]))
-            return replace(role, text=f"{role.text}; for other tokens than those in {SIDES[use.letters[0]]}")
-        known = use.parts if all(part.heads or part.is_shared for part in use.parts) else []
-        parts = sorted(known, key=lambda part: min((int(row.min()) for row in part.heads.values()), default=0))
-        if use.kind in _BESIDE or not parts or parts[0].is_vector:
-            text = _listed(use.kind, use.letters) if use.kind in ("W", "b") else _plain(use)
-            return ParameterRole("", text)
-        # Keys that are also the values are one matrix with two names.
-        apart = [part for place, part in enumerate(parts) if not any(_is_same(part, other) for other in parts[:place])]
-        axes = self._axes_of(use.kind, apart)
+            side = SIDES[use.letters[0]]
+            return replace(role, text=f"{role.text}; for other tokens than those in {side}")
+        parts = _in_order(use.parts)
+        if not parts or use.kind in _BESIDE or parts[0].is_vector:
+            is_named = use.kind in ("W", "b")
+            return ParameterRole("", _listed(use.kind, use.letters) if is_named else _plain(use))
+        distinct = _without_twins(parts)
+        axes = self._axes_of(use.kind, distinct)
         letters = [part.letter for part in parts]
-        text = self._text(use, letters, apart, axes)
-        text += "; W_g gates the context before W_o" if use.kind == "W" and "g" in letters else ""
+        text = self._text(use, letters, distinct, axes)
+        if use.kind == "W" and "g" in letters:
+            text += "; W_g gates the context before W_o"
         return ParameterRole(" ".join(axes), text, _slices(use.kind, parts), is_part=True)
+
+    # -- axes ---------------------------------------------------------------------------------------------------------
 
     def _axes_of(self, kind: str, parts: list[Part]) -> list[str]:
         """Return the name of each dimension of a parameter."""
-        names, letter, shape = self.names, parts[0].letter, parts[0].parameter.tensor.shape
-        # In a loop over heads, heads with one key may have values of their own.
-        shared = all(part.letter in "kv" and len(part.heads) <= names.num_kv_heads for part in parts)
-        fewer = names.num_kv_heads < names.num_heads and shared
-        v_width = "v_head_dim" in names.of_stage("context") and all(part.letter in "vo" for part in parts)
-        words = ("kv_heads" if fewer else "heads", "v_head_dim" if v_width else "head_dim")
-        if letter == "o" and kind == "b" and len(shape) == 1:
+        first = parts[0]
+        shape = first.parameter.tensor.shape
+        if first.letter == "o" and kind == "b" and len(shape) == 1:
             return ["embed"]
-        axes: list[str] | None
-        if any(part.is_shared for part in parts):
-            if (kind in ("norm", "shift") or (letter == "o" and kind in _EARLY)) and shape == (names.head_dim,):
-                return ["head_dim"]
-            features = shape[: len(shape) - parts[0].taps] if kind in ("before", *_EARLY) else ()
-            axes = ["latent" if dim < len(features) and size > 1 else str(size) for dim, size in enumerate(shape)]
+        if not _are_shared(parts):
+            axes = self._axes_by_head(parts)
+        elif shape == (self.names.head_dim,) and _is_beside_heads(kind, first.letter):
+            return ["head_dim"]
         else:
-            single = len(parts[0].heads) == 1 < num_heads(names, letter)
-            letters = "".join(part.letter for part in parts)
-            packed, ones = letters if letters in _PACKED else "packed", words[single : 1 + (names.head_dim == 1)]
-            axes = axes_of(tuple(part.placement for part in parts), packed, words, ones)
-            axes = axes or self._by_blocks(parts, words[0])
-        inside, inner = self._inside(kind, parts), parts[0].placement.inner_dims
-        channels = len(shape) - parts[0].taps
-        return [inside if dim in inner and dim < channels and inside else word for dim, word in enumerate(axes)]
+            axes = _axes_of_shared(kind, first)
+        inside = self._inside(kind, parts)
+        if inside:
+            for dim in first.placement.inner_dims:
+                if dim < len(shape) - first.taps:
+                    axes[dim] = inside
+        return axes
+
+    def _axes_by_head(self, parts: list[Part]) -> list[str]:
+        """Return the name of each dimension of a parameter with heads: `(qkv heads head_dim) embed`."""
+        first = parts[0]
+        heads, width = self._words_of_heads(parts)
+        letters = "".join(part.letter for part in parts)
+        packed = letters if letters in _PACKED else "packed"
+        ones: list[str] = []
+        is_single = len(first.heads) == 1 < num_heads(self.names, first.letter)
+        if not is_single:
+            ones.append(heads)
+        if self.names.head_dim == 1:
+            ones.append(width)
+        axes = axes_of(tuple(_placements_of(parts)), packed, (heads, width), tuple(ones))
+        return self._by_blocks(parts, heads) if axes is None else [*axes]
+
+    def _words_of_heads(self, parts: list[Part]) -> tuple[str, str]:
+        """Return the names of the axes of heads and of features."""
+        names = self.names
+        has_fewer = names.num_kv_heads < names.num_heads
+        for part in parts:
+            # In a loop over heads, heads with one key may have values of their own.
+            if part.letter not in "kv" or len(part.heads) > names.num_kv_heads:
+                has_fewer = False
+        of_values = all(part.letter in "vo" for part in parts)
+        has_own_width = of_values and "v_head_dim" in names.of_stage("context")
+        return "kv_heads" if has_fewer else "heads", "v_head_dim" if has_own_width else "head_dim"
 
     def _inside(self, kind: str, parts: list[Part]) -> str:
         """Return the name of the dimension of a matrix outside heads and their features; empty if it has none."""
         part, stages = parts[0], self.attention.stages
-        side, inner = SIDES.get(part.letter, "query"), part.inner
-        if kind not in ("W", "before", *FACTORS) or inner is None:
+        if part.inner is None or kind not in ("W", "before", *FACTORS):
             return ""
-        if kind in FACTORS:
+        width = part.inner[0]
+        side = SIDES.get(part.letter, "query")
+        is_of_latents = kind == "W" and bool(self.attention.earlier.get(side))
+        if kind in FACTORS or is_of_latents:
             return "latent"
-        if kind == "W" and self.attention.earlier.get(side):
-            return "latent"
-        if part.letter in "kv" and len(parts) == 1 and "query" in stages and side in stages:
-            width = stages[side].shape[-1]
-            if width != stages["query"].shape[-1] and width == inner[0]:
+        if "query" in stages:
+            width_of_query = stages["query"].shape[-1]
+            has_own_width = width_of_query != width
+            is_of_keys = part.letter in "kv" and len(parts) == 1 and side in stages
+            if is_of_keys and has_own_width and stages[side].shape[-1] == width:
                 return "kdim" if part.letter == "k" else "vdim"
-        elsewhere = part.letter == "g" and "query" in stages and stages["query"].shape[-1:] != inner[:1]
-        return str(inner[0]) if part.reads or elsewhere else "embed"
+            if part.letter == "g" and has_own_width:
+                return str(width)
+        return str(width) if part.reads else "embed"
 
     def _by_blocks(self, parts: list[Part], heads: str) -> list[str]:
         """Return the name of each dimension, where parts with different numbers or widths are `packed`."""
-        placements = [part.placement for part in parts]
-        shape, dim = placements[0].shape, varying_dim(placements)
-        axes = [str(size) for size in shape]
-        if dim is not None and len(parts) > 1:
-            fewest = min(len(part.heads) for part in parts)
-            shared = any(len(part.heads) > fewest for part in parts)
-            grouped = fewest > 1 and are_in_blocks(placements, dim)
-            axes[dim] = f"({'kv_heads' if shared else heads} packed)" if grouped else "packed"
+        placements = _placements_of(parts)
+        axes = list(map(str, placements[0].shape))
+        dim = varying_dim(placements)
+        if dim is None or len(parts) == 1:
+            return axes
+        counts = [len(part.heads) for part in parts]
+        if min(counts) == 1 or not are_in_blocks(placements, dim):
+            axes[dim] = "packed"
+        elif max(counts) > min(counts):
+            axes[dim] = "(kv_heads packed)"
+        else:
+            axes[dim] = f"({heads} packed)"
         return axes
 
-    def _text(self, use: _Use, letters: list[str], parts: list[Part], axes: list[str]) -> str:
-        first, is_shared = parts[0], any(part.is_shared for part in parts)
-        if use.kind in ("norm", "shift", "before", *FACTORS, *_EARLY) and is_shared:
+    # -- sentences ----------------------------------------------------------------------------------------------------
+
+    def _text(
+        self,
+        use: _Use,
+        letters: list[str],
+        parts: list[Part],
+        axes: list[str],
+    ) -> str:
+        """Return the text for a parameter with heads, or one that all heads share."""
+        is_shared = _are_shared(parts)
+        if is_shared and use.kind in ("norm", "shift", "before", *FACTORS, *_EARLY):
             return f"{_plain(use)}; not split by head"
         if use.kind in FACTORS:
             return self._of_factor(use.kind, parts, axes)
         if use.kind not in ("W", "b"):
             return _plain(use)
-        matrices = _listed(use.kind, letters)
-        if use.kind == "b" and first.letter == "o":
+        if use.kind == "b" and parts[0].letter == "o":
             return "b_o: added once, not split by head"
+        matrices = _listed(use.kind, letters)
         if is_shared:
             return f"{matrices}: shared by the heads"
-        if len(parts) == len(first.heads) == 1 < num_heads(self.names, first.letter):
-            start, number = next(iter((first.reads or {}).values()), 0), (first.inner or (0, 0))[0]
-            reads = f": reads only features {start}–{start + number - 1} of the embedding"
-            return f"{matrices} of head {next(iter(first.heads))}{reads if first.reads else ''}"
-        if len(parts) == 1 and len(first.heads) < num_heads(self.names, first.letter):
-            matrices += f" of heads {_ranges(sorted(first.heads))}"
-        placements = [part.placement for part in parts]
+        if len(parts) > 1:
+            return self._of_several(matrices, parts)
+        return self._of_single(matrices, use.kind, parts[0], axes)
+
+    def _of_several(self, matrices: str, parts: list[Part]) -> str:
+        """Return the text for a parameter with several matrices: `W_q, W_k, W_v stacked: rows 0–11, 12–23, 24–35`."""
+        placements = _placements_of(parts)
         dim = varying_dim(placements)
         if dim is None:
             return matrices
-        unit = _unit(first.parameter.tensor, dim)
-        if len(parts) == 1:
-            return f"{matrices}{self._of_one(first, unit, dim, axes[dim], use.kind)}"
-        runs = [placement.used(dim) for placement in placements]
-        if any(len(run) > 1 for run in runs):
-            return f"{matrices} {_by_head(parts, dim, unit)}"
-        where = ", ".join(f"{run[0][0]}–{run[0][1] - 1}" for run in runs)
+        unit = _unit(parts[0].parameter.tensor, dim)
+        spans: list[str] = []
+        for placement in placements:
+            runs = placement.used(dim)
+            if len(runs) > 1:
+                return f"{matrices} {_by_head(parts, dim, unit)}"
+            spans.append(_span(runs[0]))
+        where = ", ".join(spans)
         way = {"rows": "stacked", "columns": "side by side", "elements": "concatenated"}[unit]
-        users = self._users() if any(part.letter in "kv" for part in parts) else ""
-        served = f"; the first key/value head is for query heads {users}" if users else ""
-        return f"{matrices} {way}: {unit} {where}{served}"
+        text = f"{matrices} {way}: {unit} {where}"
+        users = self._users()
+        if users and any(part.letter in "kv" for part in parts):
+            text += f"; the first key/value head is for query heads {users}"
+        return text
+
+    def _of_single(
+        self,
+        matrices: str,
+        kind: str,
+        part: Part,
+        axes: list[str],
+    ) -> str:
+        """Return the text for a parameter with one matrix or bias, of all heads or of some."""
+        heads = sorted(part.heads)
+        count = num_heads(self.names, part.letter)
+        if len(heads) == 1 < count:
+            return f"{matrices} of head {heads[0]}{_read_by(part)}"
+        if len(heads) < count:
+            matrices += f" of heads {_ranges(heads)}"
+        dim = varying_dim([part.placement])
+        if dim is None:
+            return matrices
+        return f"{matrices}{self._of_one(part, dim, axes[dim], kind)}"
 
     def _of_factor(self, kind: str, parts: list[Part], axes: list[str]) -> str:
         """Return the text for a factor with rows of heads: `a factor of what is added to W_q of heads 0–5`."""
-        matrices = []
+        matrices: list[str] = []
         for part in sorted(parts, key=lambda part: "qkvog".index(part.letter)):
             heads = sorted(part.heads)
-            of_heads = f" of head{'s' if len(heads) > 1 else ''} {_ranges(heads)}"
-            is_whole = len(heads) == num_heads(self.names, part.letter)
-            matrices.append(f"W_{part.letter}{'' if is_whole else of_heads}")
+            text = f"W_{part.letter}"
+            if len(heads) != num_heads(self.names, part.letter):
+                word = "heads" if len(heads) > 1 else "head"
+                text += f" of {word} {_ranges(heads)}"
+            matrices.append(text)
         text = _SAID[kind].format(matrices=", ".join(matrices))
-        dim = varying_dim([parts[0].placement])
-        if len(parts) > 1 or len(parts[0].heads) == 1 or dim is None:
+        first = parts[0]
+        dim = varying_dim([first.placement])
+        if dim is None or len(parts) > 1 or len(first.heads) == 1:
             return text
-        return text + self._of_one(parts[0], _unit(parts[0].parameter.tensor, dim), dim, axes[dim], kind)
+        return text + self._of_one(first, dim, axes[dim], kind)
 
-    def _of_one(self, part: Part, unit: str, dim: int, axis: str, kind: str) -> str:
+    def _of_one(
+        self,
+        part: Part,
+        dim: int,
+        axis: str,
+        kind: str,
+    ) -> str:
         """Return the text for a parameter that is one matrix or bias."""
-        placement = part.placement
+        placement, tensor = part.placement, part.parameter.tensor
+        if kind == "W" and axis in ("heads", "kv_heads"):
+            return f": one {'matrix' if len(tensor.shape) > 2 else 'row'} per head"
+        unit = _unit(tensor, dim)
         runs = placement.used(dim)
-        if axis in ("heads", "kv_heads") and kind == "W":
-            return f": one {'matrix' if len(part.parameter.tensor.shape) > 2 else 'row'} per head"
-        if sum(stop - start for start, stop in runs) < part.parameter.tensor.shape[dim]:
-            where = ", ".join(f"{start}–{stop - 1}" for start, stop in runs[:3]) + (", …" if len(runs) > 3 else "")
-            return f": only {unit} {where}"
-        group, users = self.names.num_heads // max(self.names.num_kv_heads, 1), self._users()
-        is_fewer = part.letter in "kv" and len(part.heads) <= self.names.num_kv_heads
-        shared = f", each for {group} query heads" if is_fewer and group > 1 else ""
-        shared += f": the first for {users}" if shared and users else ""
+        used = sum(stop - start for start, stop in runs)
+        if used < tensor.shape[dim]:
+            more = ", …" if len(runs) > 3 else ""
+            first = ", ".join(map(_span, runs[:3]))
+            return f": only {unit} {first}{more}"
+        shared = self._shared_by(part)
         if kind == "b":
             return shared
-        of_heads = placement.runs[dim].values()
-        if any(len(of_head) != 1 for of_head in of_heads):
+        of_heads = placement.runs[dim]
+        if any(len(of_head) != 1 for of_head in of_heads.values()):
             return f": {unit} of its heads are interleaved{shared}"
         way = "rows are the heads stacked" if unit == "rows" else "columns are the heads side by side"
-        runs_in_order = [of_head[0] for _, of_head in sorted(placement.runs[dim].items())]
-        order = "" if runs_in_order == sorted(runs_in_order) else " in another order"
-        start, stop = runs_in_order[0]
+        in_order = [of_heads[head][0] for head in sorted(of_heads)]
+        order = "" if in_order == sorted(in_order) else " in another order"
+        start, stop = in_order[0]
         return f": {way}{order}, {stop - start} each{shared}"
+
+    def _shared_by(self, part: Part) -> str:
+        """Return how many query heads use each head of a matrix of keys or values; empty for one."""
+        users = self._users()
+        shared = self.names.num_kv_heads
+        group = self.names.num_heads // max(shared, 1)
+        is_of_group = part.letter in "kv" and len(part.heads) <= shared
+        if not is_of_group or group < 2:
+            return ""
+        text = f", each for {group} query heads"
+        return f"{text}: the first for {users}" if users else text
 
     def _users(self) -> str:
         """Return the query heads that use the first key/value head; empty if every group is consecutive heads."""
-        if not any(list(users) != list(range(users[0], users[0] + len(users))) for users in self.serves if users):
+        if all(map(_are_consecutive, self.serves)):
             return ""
-        return ", ".join(map(str, self.serves[0][:3])) + (", …" if len(self.serves[0]) > 3 else "")
+        first = self.serves[0]
+        more = ", …" if len(first) > 3 else ""
+        return ", ".join(map(str, first[:3])) + more
 
 
-def _is_same(part: Part, other: Part) -> bool:
-    """Return whether two parts have the same elements in every head, along the same dimension."""
-    return bool(part.heads) and part.placement is other.placement
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _in_order(parts: Sequence[Part]) -> list[Part]:
+    """Return parts by their first places in memory; empty if the heads of one are unknown."""
+    for part in parts:
+        if not part.heads and not part.is_shared:
+            return []
+    return sorted(parts, key=_first_place)
+
+
+def _placements_of(parts: Sequence[Part]) -> list[Placement]:
+    """Return where the heads of each part lie along the dimensions of the parameter."""
+    return [part.placement for part in parts]
+
+
+def _first_place(part: Part) -> int:
+    """Return the lowest place of a part in the memory of its parameter."""
+    return min((int(row.min()) for row in part.heads.values()), default=0)
+
+
+def _without_twins(parts: Sequence[Part]) -> list[Part]:
+    """Return the parts without those that have the same elements in every head as one before.
+
+    Keys that are also the values are one matrix with two names.
+    """
+    distinct: list[Part] = []
+    placements: set[int] = set()
+    for part in parts:
+        number = id(part.placement)
+        if not part.heads or number not in placements:
+            distinct.append(part)
+        placements.add(number)
+    return distinct
+
+
+def _are_shared(parts: Sequence[Part]) -> bool:
+    """Return whether heads have elements of one of the parts in common."""
+    return any(part.is_shared for part in parts)
+
+
+def _is_beside_heads(kind: str, letter: str) -> bool:
+    """Return whether a use is of heads that are split already: a norm after the projection, or before the output."""
+    return kind in ("norm", "shift") or (letter == "o" and kind in _EARLY)
+
+
+def _axes_of_shared(kind: str, part: Part) -> list[str]:
+    """Return the name of each dimension of a parameter that all heads share: `latent` before the projection."""
+    shape = part.parameter.tensor.shape
+    axes = list(map(str, shape))
+    if kind in ("before", *_EARLY):
+        for dim in range(len(shape) - part.taps):
+            if shape[dim] > 1:
+                axes[dim] = "latent"
+    return axes
+
+
+def _are_consecutive(numbers: Sequence[int]) -> bool:
+    """Return whether each number is one more than that before it."""
+    if not numbers:
+        return True
+    first = numbers[0]
+    return list(numbers) == list(range(first, first + len(numbers)))
+
+
+# -- words ------------------------------------------------------------------------------------------------------------
 
 
 def _plain(use: _Use) -> str:
-    made = " and ".join(dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in use.letters))
-    others = " and ".join("W_v" if letter == "o" else "W_k" for letter in dict.fromkeys(use.letters))
-    return _SAID[use.kind].format(made=made, others=others, matrices=_listed("W", use.letters))
+    """Return the text of a kind of use, for all heads: `scales the queries and keys after their projection`."""
+    letters = dict.fromkeys(use.letters)
+    results = dict.fromkeys(_MADE_INTO.get(letter, "output") for letter in letters)
+    absorbed = ["W_v" if letter == "o" else "W_k" for letter in letters]
+    return _SAID[use.kind].format(
+        made=" and ".join(results),
+        others=" and ".join(absorbed),
+        matrices=_listed("W", use.letters),
+    )
+
+
+def _read_by(part: Part) -> str:
+    """Return the features that the head of a part reads: `: reads only features 0–3 of the embedding`; or nothing."""
+    if not part.reads or part.inner is None:
+        return ""
+    start = next(iter(part.reads.values()))
+    number, _ = part.inner
+    features = _span((start, start + number))
+    return f": reads only features {features} of the embedding"
+
+
+def _span(run: tuple[int, int]) -> str:
+    """Return the first and the last index of a run: `0–11`."""
+    start, stop = run
+    return f"{start}–{stop - 1}"
 
 
 def _ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers as `0–2, 5`."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        start = number
+        if runs and runs[-1][1] == number:
+            start, _ = runs.pop()
+        runs.append((start, number + 1))
     texts: list[str] = []
-    start = 0
-    for stop in range(1, len(numbers) + 1):
-        if stop < len(numbers) and numbers[stop] == numbers[stop - 1] + 1:
-            continue
-        first, last = numbers[start], numbers[stop - 1]
-        texts.append(str(first) if first == last else f"{first}–{last}")
-        start = stop
+    for start, stop in runs:
+        is_single = stop - start == 1
+        texts.append(str(start) if is_single else _span((start, stop)))
     return ", ".join(texts)
 
 
 def _unit(tensor: TensorRef, dim: int) -> str:
-    large = [place for place, size in enumerate(tensor.shape) if size > 1 or len(tensor.shape) < 3]
-    return "elements" if len(large) < 2 else "columns" if dim == large[-1] else "rows"
+    """Return what the indices of a dimension count: `rows`, `columns`, or `elements` of a vector."""
+    dims = list(range(len(tensor.shape)))
+    if len(dims) > 2:
+        dims = [place for place in dims if tensor.shape[place] > 1]
+    if len(dims) < 2:
+        return "elements"
+    return "columns" if dim == dims[-1] else "rows"
 
 
 def _by_head(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts head by head, or group by group if query heads share a key and a value."""
-    fewest = min(len(part.heads) for part in parts)
-    placements = [part.placement for part in parts]
+    placements = _placements_of(parts)
     if not are_in_blocks(placements, dim):
         return f"in one, {unit} interleaved: --per-head lists them"
-    if any(len(runs) > 1 for placement in placements for runs in placement.runs[dim].values()):
-        return _in_turn(parts, dim, unit)
+    for placement in placements:
+        of_heads = placement.runs[dim].values()
+        if any(len(runs) > 1 for runs in of_heads):
+            return _in_turn(parts, dim, unit)
+    counts = [len(part.heads) for part in parts]
     widths: list[str] = []
-    for part, placement in zip(parts, placements, strict=True):
-        number, width = len(part.heads) // fewest, len(next(iter(placement.indices[dim].values())))
-        times, rows = f"{number}·" if number > 1 else "", "" if widths else f" {unit}"
-        widths.append(f"{times}{width}{rows} of {part.letter}")
-    grouped = any(len(part.heads) != fewest for part in parts)
-    return f"{'group by group' if grouped else 'head by head'}: {', '.join(widths)} each"
+    for part, count in zip(parts, counts, strict=True):
+        first_head = next(iter(part.placement.indices[dim].values()))
+        width = str(len(first_head))
+        number = count // min(counts)
+        if number > 1:
+            width = f"{number}·{width}"
+        if not widths:
+            width = f"{width} {unit}"
+        widths.append(f"{width} of {part.letter}")
+    way = "head by head" if max(counts) == min(counts) else "group by group"
+    return f"{way}: {', '.join(widths)} each"
 
 
 def _in_turn(parts: Sequence[Part], dim: int, unit: str) -> str:
     """Return the order of parts that alternate within each head: `(heads head_dim qkv)` has q, k, v row by row."""
-    runs = [run for part in parts for of_head in part.placement.runs[dim].values() for run in of_head]
-    widths = {stop - start for start, stop in runs}
+    widths: set[int] = set()
+    for part in parts:
+        for start, stop in chain(*part.placement.runs[dim].values()):
+            widths.add(stop - start)
     if len(widths) > 1:
         return f"head by head, {unit} interleaved: --per-head lists them"
     (width,) = widths
     at_a_time = f"single {unit}" if width == 1 else f"{width} {unit}"
-    firsts = {min(int(row.min()) for row in part.heads.values()): part.letter for part in parts}
-    order = ", ".join(firsts[first] for first in sorted(firsts))
+    letters = {_first_place(part): part.letter for part in parts}
+    order = ", ".join(letters[place] for place in sorted(letters))
     return f"head by head, {at_a_time} in turn: {order}, {order}, …"
 
 

@@ -10,10 +10,11 @@ In `in_proj_weight` of torch's layer, with 3 heads of 4 features, the keys of he
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import permutations
+from itertools import permutations, product
 from math import prod
 
 import numpy as np
@@ -42,38 +43,66 @@ class Placement:
     def inner_dims(self) -> tuple[int, ...]:
         """The dimensions of a matrix outside heads and their features."""
         number, step = self.inner or (1, 1)
-        ends = places_along(np.array([0, (number - 1) * step]), self.shape, self.stride)
+        last_place = (number - 1) * step
+        ends = places_along(np.array([0, last_place]), self.shape, self.stride)
         first_tap = len(self.shape) - self.taps
-        return tuple(dim for dim, (first, last) in enumerate(ends) if first != last or dim >= first_tap)
+        dims: list[int] = []
+        for dim, (first, last) in enumerate(ends):
+            if first != last or dim >= first_tap:
+                dims.append(dim)
+        return tuple(dims)
+
+    @property
+    def outer_dims(self) -> list[int]:
+        """The dimensions of heads and their features."""
+        return [dim for dim in range(len(self.shape)) if dim not in self.inner_dims]
 
     @cached_property
     def indices(self) -> tuple[dict[int, Indices], ...]:
         """For each dimension, and each head, the sorted indices of its elements."""
-        dims: list[dict[int, Indices]] = [{} for _ in self.shape]
+        dims: tuple[dict[int, Indices], ...] = tuple({} for _ in self.shape)
         for head, row in self.heads.items():
-            along = places_along(row[row >= 0], self.shape, self.stride)
+            present = row[row >= 0]
+            along = places_along(present, self.shape, self.stride)
             for dim, size in enumerate(self.shape):
-                dims[dim][head] = np.arange(size) if dim in self.inner_dims else np.unique(along[dim])
-        return tuple(dims)
+                if dim in self.inner_dims:
+                    dims[dim][head] = np.arange(size)
+                else:
+                    dims[dim][head] = np.unique(along[dim])
+        return dims
 
     @cached_property
     def runs(self) -> tuple[dict[int, tuple[Run, ...]], ...]:
         """The same as runs."""
-        return tuple({head: _runs(indices) for head, indices in of_dim.items()} for of_dim in self.indices)
+        dims: tuple[dict[int, tuple[Run, ...]], ...] = tuple({} for _ in self.shape)
+        for dim, of_heads in enumerate(self.indices):
+            for head, indices in of_heads.items():
+                dims[dim][head] = _runs(indices)
+        return dims
 
     def used(self, dim: int) -> tuple[Run, ...]:
         """Return the indices of all heads along a dimension."""
-        return _runs(np.unique(np.concatenate([*self.indices[dim].values()])))
+        of_heads = list(self.indices[dim].values())
+        return _runs(np.unique(np.concatenate(of_heads)))
 
     @property
     def count(self) -> int:
         """The number of elements that belong to one feature."""
-        return (1 if self.inner is None else self.inner[0]) * prod(self.shape[len(self.shape) - self.taps :])
+        first_tap = len(self.shape) - self.taps
+        taps = prod(self.shape[first_tap:])
+        return taps if self.inner is None else taps * self.inner[0]
 
 
-def places_along(places: Indices, shape: Sequence[int], stride: Sequence[int]) -> tuple[Indices, ...]:
+def places_along(
+    places: Indices,
+    shape: Sequence[int],
+    stride: Sequence[int],
+) -> tuple[Indices, ...]:
     """Return the indices along each dimension for places in the memory of a tensor."""
-    return tuple(places // max(step, 1) % max(size, 1) for size, step in zip(shape, stride, strict=True))
+    along: list[Indices] = []
+    for size, step in zip(shape, stride, strict=True):
+        along.append(places // max(step, 1) % max(size, 1))
+    return tuple(along)
 
 
 def _runs(indices: Indices) -> tuple[Run, ...]:
@@ -83,9 +112,12 @@ def _runs(indices: Indices) -> tuple[Run, ...]:
     first, last = int(indices[0]), int(indices[-1])
     if last - first + 1 == len(indices):
         return ((first, last + 1),)
-    starts = np.flatnonzero(np.diff(indices, prepend=-2) != 1)
+    distances = np.diff(indices, prepend=-2)
+    starts = np.flatnonzero(distances != 1)
     ends = np.append(starts[1:], len(indices)) - 1
-    return tuple(zip(indices[starts].tolist(), (indices[ends] + 1).tolist(), strict=True))
+    firsts: list[int] = indices[starts].tolist()
+    stops: list[int] = (indices[ends] + 1).tolist()
+    return tuple(zip(firsts, stops, strict=True))
 
 
 @lru_cache(64)  # the layers of a model are alike
@@ -112,11 +144,13 @@ def blocks_of(placement: Placement, dims: tuple[int, ...]) -> tuple[Block, ...] 
         return None
     blocks: list[Block] = []
     for head, row in placement.heads.items():
-        number = len(np.unique(row[row >= 0])) * placement.count
-        if prod(len(of_dim[head]) for of_dim in placement.indices) != number:
+        features = np.unique(row[row >= 0])
+        size = prod(len(of_dim[head]) for of_dim in placement.indices)
+        if size != len(features) * placement.count:
             return None
-        columns = [(run,) for run in placement.runs[dims[1]][head]] if len(dims) > 1 else [()]
-        blocks += [(head, (run, *column)) for run in placement.runs[dims[0]][head] for column in columns]
+        runs = [placement.runs[dim][head] for dim in dims]
+        for block in product(*runs):
+            blocks.append((head, block))
     return tuple(blocks)
 
 
@@ -126,33 +160,44 @@ def blocks_of(placement: Placement, dims: tuple[int, ...]) -> tuple[Block, ...] 
 def varying_dim(placements: Sequence[Placement]) -> int | None:
     """Return the dimension along which parts and heads lie; None if there are several."""
     first = placements[0]
-    varying = []
-    for dim in range(len(first.shape)):
-        of_heads = {indices.tobytes() for part in placements for indices in part.indices[dim].values()}
-        if len(of_heads) > 1:
-            varying.append(dim)
+    dims = range(len(first.shape))
+    varying = [dim for dim in dims if _varies(placements, dim)]
     if not varying:
-        varying = [dim for dim, size in enumerate(first.shape) if size > 1 and dim not in first.inner_dims]
+        varying = [dim for dim in first.outer_dims if first.shape[dim] > 1]
     return varying[0] if len(varying) == 1 else None
+
+
+def _varies(placements: Sequence[Placement], dim: int) -> bool:
+    """Return whether heads have different indices along a dimension."""
+    distinct: set[bytes] = set()
+    for placement in placements:
+        for indices in placement.indices[dim].values():
+            distinct.add(indices.tobytes())
+    return len(distinct) > 1
 
 
 def are_in_blocks(placements: Sequence[Placement], dim: int) -> bool:
     """Return whether each head, or each group of heads with one key, has one block of the dimension, in order."""
-    size, count = placements[0].shape[dim], min(len(part.heads) for part in placements)
+    size = placements[0].shape[dim]
+    count = min(len(placement.heads) for placement in placements)
     if size % count:
         return False
-    for part in placements:
-        group = len(part.heads) // count
-        for head, indices in part.indices[dim].items():
-            if (indices // (size // count) != head // group).any():
+    block = size // count
+    for placement in placements:
+        group = len(placement.heads) // count
+        for head, indices in placement.indices[dim].items():
+            if (indices // block != head // group).any():
                 return False
     return True
 
 
 @lru_cache(64)
 def axes_of(
-    placements: tuple[Placement, ...], packed: str, words: tuple[str, str], ones: tuple[str, ...]
-) -> list[str] | None:
+    placements: tuple[Placement, ...],
+    packed: str,
+    words: tuple[str, str],
+    ones: tuple[str, ...],
+) -> tuple[str, ...] | None:
     """Return the name of each dimension, `1` or its size without heads; None if no pattern describes the layout.
 
     Args:
@@ -162,35 +207,77 @@ def axes_of(
         ones: the names that an axis of size one gets too.
     """
     first = placements[0]
-    rows = [row for part in placements for row in part.heads.values()]
-    if len({len(part.heads) for part in placements}) > 1 or len({len(row) for row in rows}) > 1:
+    table = _table_of(placements)
+    if table is None:
         return None
-    # The place of each part, head and feature along the outer dimensions.
-    table = np.stack(rows).reshape(len(placements), -1, len(rows[0]))
-    along, place = places_along(table, first.shape, first.stride), np.zeros_like(table)
-    outer = [dim for dim in range(len(first.shape)) if dim not in first.inner_dims]
-    for dim in outer:
-        place = place * first.shape[dim] + along[dim]
-    if place.size != prod(first.shape[dim] for dim in outer) or (table < 0).any():
+    outer = first.outer_dims
+    size = prod(first.shape[dim] for dim in outer)
+    if table.size != size or (table < 0).any():
         return None
+    place = _places_among(outer, table, first)
     names = (packed, *words)
     for order in permutations(range(3)):
-        sizes = [(names[axis], place.shape[axis]) for axis in order]
-        if np.array_equal(np.arange(place.size).reshape([size for _, size in sizes]), place.transpose(order)):
-            return _in_dims(first.shape, outer, [(name, size) for name, size in sizes if size > 1 or name in ones])
+        ordered = place.transpose(order)
+        if not np.array_equal(np.arange(size).reshape(ordered.shape), ordered):
+            continue
+        axes: list[_Axis] = []
+        for number in order:
+            axis = _Axis(names[number], place.shape[number])
+            if axis.size > 1 or axis.name in ones:
+                axes.append(axis)
+        return _in_dims(first.shape, outer, axes)
     return None
 
 
-def _in_dims(shape: Sequence[int], outer: Sequence[int], axes: list[tuple[str, int]]) -> list[str] | None:
+def _places_among(dims: Sequence[int], table: Indices, placement: Placement) -> Indices:
+    """Return the place of each part, head and feature along these dimensions together, counted row by row."""
+    along = places_along(table, placement.shape, placement.stride)
+    place = np.zeros_like(table)
+    for dim in dims:
+        place = place * placement.shape[dim]
+        place = place + along[dim]
+    return place
+
+
+def _table_of(placements: Sequence[Placement]) -> Indices | None:
+    """Return the places in memory as `part head feature`; None if parts differ in their heads or features."""
+    rows: list[Indices] = []
+    for placement in placements:
+        rows += placement.heads.values()
+        if len(placement.heads) != len(placements[0].heads):
+            return None
+    width = len(rows[0])
+    if any(len(row) != width for row in rows):
+        return None
+    return np.stack(rows).reshape(len(placements), -1, width)
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of parts, of heads or of features."""
+
+    name: str
+    size: int
+
+
+def _in_dims(
+    shape: Sequence[int],
+    outer: Sequence[int],
+    axes: list[_Axis],
+) -> tuple[str, ...] | None:
     """Return the name of each dimension, filled with the axes in order; None if an axis lies across two dimensions."""
-    dims: dict[int, list[str]] = {}
-    last = max((dim for dim in outer if shape[dim] > 1), default=max(outer, default=0))
+    words = list(map(str, shape))
+    large = [dim for dim in outer if shape[dim] > 1]
+    last = max(large or outer, default=0)
+    left = deque(axes)
     for dim in outer:
-        size, dims[dim] = 1, []
-        while axes and (size < shape[dim] or dim == last):
-            name, number = axes.pop(0)
-            dims[dim].append(name)
-            size *= number
+        size = 1
+        names: list[str] = []
+        while left and (size < shape[dim] or dim == last):
+            axis = left.popleft()
+            names.append(axis.name)
+            size *= axis.size
         if size != shape[dim]:
             return None
-    return [in_words([dims[dim] or ["1"]]) if dim in dims else str(size) for dim, size in enumerate(shape)]
+        words[dim] = in_words([names or ["1"]])
+    return tuple(words)

@@ -7,9 +7,10 @@ rotation, whatever its code, exactly the results are multiplied by the same numb
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from math import pi
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,10 +23,11 @@ from ..record.ops import Op, TensorRef
 from ..record.sight import MASKED_BELOW
 from ..reports.trace import Position
 from .axes import AxisNames
-from .operand_path import OperandPath
+from .operand_path import OperandPath, last_place
 
 Layout = Literal["half", "interleaved"]
-_LAYOUTS: tuple[Layout, Layout] = ("half", "interleaved")
+_ALTERNATIVES: dict[Layout, Layout] = {"half": "interleaved", "interleaved": "half"}
+"""Each layout, and the other one."""
 _FAR = 60
 """Tensors after which a walk gives up."""
 _NEAR = 1e-5
@@ -38,7 +40,8 @@ _LARGEST = 1 << 24
 """Heads with more elements are not computed again."""
 
 
-class Rotation(NamedTuple):
+@dataclass(frozen=True)
+class Rotation:
     """A rotation of queries or keys by their positions."""
 
     layout: Layout
@@ -49,12 +52,37 @@ class Rotation(NamedTuple):
     """The angle between neighbours in each pair that is rotated; empty if it is unknown."""
 
 
-Turned = tuple[Rotation, range]
-"""A rotation, and the indices of its operations."""
+@dataclass(frozen=True)
+class Turned:
+    """A rotation, and its operations."""
+
+    rotation: Rotation
+    span: range
+    """The indices of its operations, and of those between."""
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A tensor that heads are multiplied by, feature by feature."""
+
+    op: Op
+    tensor: TensorRef
+
+
+@dataclass(frozen=True)
+class _Region:
+    """The operations between two tensors on the way of queries or keys."""
+
+    before: TensorRef
+    after: TensorRef
 
 
 def rotation_of(
-    path: OperandPath, names: AxisNames, *, constants: Constants, known: dict[Any, Rotation | None]
+    path: OperandPath,
+    names: AxisNames,
+    *,
+    constants: Constants,
+    rotations: dict[Any, Rotation | None],
 ) -> Turned | None:
     """Return the rotation between a projection and the scores; None without one, or if its table has no values.
 
@@ -62,135 +90,349 @@ def rotation_of(
         path: the operations of queries or keys.
         names: the axes.
         constants: values of tables.
-        known: rotations by their operations, so that layers with one table are computed once.
+        rotations: those that were read before by their operations, so that layers with one table are computed once.
     """
-    tables = [(op, table) for op in path.ops for table in _tables(path, op)]
-    width, single = names.head_dim, names.lengths[0] == 1
-    # A matrix of its own for each pair of features is multiplied and summed.
-    read = [reader for op, _ in tables for reader in path.graph.recording.consumers.get(op.output.id, ())]
-    ends = _region(path, [*(op for op, _ in tables), *(op for op in read if op.base_name == "sum")]) if tables else None
-    if ends is None:
+    tables = list(_tables(path))
+    region = _region_of_heads(path, tables, names.head_dim)
+    if region is None:
         return None
-    before, after = (_widest(path, end, width, backward=end is ends[0]) for end in ends)
-    if before is None or after is None or _features(before) != _features(after) or before.numel > _LARGEST:
+    ops = between(path.graph.recording, {region.before.id}, region.after)
+    key = tuple(_signature(path, op) for op in ops)
+    if key not in rotations:
+        again = _Again(constants, tuple(ops), region.before, region.after)
+        starts = _Starts(path.graph, constants, tuple(table.tensor for table in tables))
+        queries, _ = names.lengths
+        rotations[key] = _read(again, starts, is_single=queries == 1)
+    rotation = rotations[key]
+    if rotation is None or not ops:
         return None
-    ops = between(path.graph.recording, {before.id}, after)
-    key = tuple((op.name, op.output.shape, *((t.storage, t.offset, t.stride) for t in path.others(op))) for op in ops)
-    if key not in known:
-        known[key] = _read(path, constants, ops, (before, after), [table for _, table in tables], single=single)
-    rotation = known[key]
-    return None if rotation is None or not ops else (rotation, range(ops[0].index, ops[-1].index + 1))
+    first, last = ops[0].index, ops[-1].index
+    return Turned(rotation, range(first, last + 1))
 
 
-def _tables(path: OperandPath, op: Op) -> Iterator[TensorRef]:
-    """Yield what an operation multiplies heads by, feature by feature, other than learned gains."""
-    multiplies = op.base_name.rstrip("_") in ("mul", "addcmul") or op.does("product")
-    for tensor in path.others(op) if multiplies else ():
-        gain = path.graph.is_weight(tensor) and tensor.id in path.graph.learned
-        if tensor.shape[-1:] not in ((), (1,)) and not gain:
-            yield tensor
+def _signature(path: OperandPath, op: Op) -> tuple[Any, ...]:
+    """Return what two operations have in common if they compute the same of a tensor: name, shape and tables."""
+    places: list[tuple[Any, ...]] = []
+    for tensor in path.others(op):
+        places.append((tensor.storage, tensor.offset, tensor.stride))
+    return (op.name, op.output.shape, *places)
 
 
-def _region(path: OperandPath, ops: list[Op]) -> tuple[TensorRef, TensorRef] | None:
+# -- where a rotation is ----------------------------------------------------------------------------------------------
+
+
+def _tables(path: OperandPath) -> Iterator[_Table]:
+    """Yield what heads are multiplied by, feature by feature, other than learned gains."""
+    graph = path.graph
+    for op in path.ops:
+        name = op.base_name.rstrip("_")
+        if name not in ("mul", "addcmul") and not op.does("product"):
+            continue
+        for tensor in path.others(op):
+            is_gain = graph.is_weight(tensor) and tensor.id in graph.learned
+            has_features = tensor.shape[-1:] not in ((), (1,))
+            if has_features and not is_gain:
+                yield _Table(op, tensor)
+
+
+def _region_of_heads(path: OperandPath, tables: Sequence[_Table], width: int) -> _Region | None:
+    """Return where heads of at most this width are multiplied by tables; None if that is not in one region."""
+    if not tables:
+        return None
+    ops: list[Op] = []
+    consumers = path.graph.recording.consumers
+    for table in tables:
+        ops.append(table.op)
+        # A matrix of its own for each pair of features is multiplied and summed.
+        for reader in consumers.get(table.op.output.id, ()):
+            if reader.base_name == "sum":
+                ops.append(reader)
+    region = _region(path, ops)
+    if region is None:
+        return None
+    before = _widest(path, region.before, width, _step_back)
+    after = _widest(path, region.after, width, _step_ahead)
+    if before is None or after is None:
+        return None
+    if _features(before) != _features(after) or before.numel > _LARGEST:
+        return None
+    return _Region(before, after)
+
+
+def _region(path: OperandPath, ops: Iterable[Op]) -> _Region | None:
     """Return the last tensor before all of these operations, and the first after them; None if there is no such."""
-    recording, inside = path.graph.recording, {op.index for op in path.ops}
-    ends: list[TensorRef] = []
-    for backward in (True, False):
-        nearest = max if backward else min
-        sides = (op.inputs if backward else path.graph.results(op) for op in ops)
-        front = {t.id: t for side in sides for t in side if t.id in path.reached}
-        while len(front) > 1:
-            tensor = front.pop(nearest(front, key=lambda number: recording.producers.get(number, -1)))
-            maker = recording.producer(tensor)
-            if backward:
-                after = maker.inputs if maker is not None and maker.index in inside else ()
-            else:
-                readers = (op for op in recording.consumers.get(tensor.id, ()) if op.index in inside)
-                after = tuple(output for op in readers for output in path.graph.results(op))
-            more = {t.id: t for t in after if t.id in path.reached}
-            if not more:
-                return None
-            front |= more
-        ends += front.values()
-    return (ends[0], ends[1]) if len(ends) == 2 else None
+    graph = path.graph
+    on_path = {op.index for op in path.ops}
+
+    def before(tensor: TensorRef) -> Iterator[TensorRef]:
+        op = graph.recording.producer(tensor)
+        if op is not None and op.index in on_path:
+            yield from op.inputs
+
+    def after(tensor: TensorRef) -> Iterator[TensorRef]:
+        for reader in graph.recording.consumers.get(tensor.id, ()):
+            if reader.index in on_path:
+                yield from graph.results(reader)
+
+    inputs: list[TensorRef] = []
+    results: list[TensorRef] = []
+    for op in ops:
+        inputs += op.inputs
+        results += graph.results(op)
+
+    def index_of(number: int) -> int:
+        return graph.recording.producers.get(number, -1)
+
+    def index_from_end(number: int) -> int:
+        return -index_of(number)
+
+    first = _meeting(path, inputs, before, furthest=index_of)
+    last = _meeting(path, results, after, furthest=index_from_end)
+    if first is None or last is None:
+        return None
+    return _Region(first, last)
+
+
+def _meeting(
+    path: OperandPath,
+    tensors: Iterable[TensorRef],
+    beyond: Callable[[TensorRef], Iterable[TensorRef]],
+    *,
+    furthest: Callable[[int], int],
+) -> TensorRef | None:
+    """Return the one tensor in which the ways from all of these meet; None if they end before.
+
+    Args:
+        path: the operations on the way.
+        tensors: where the ways begin.
+        beyond: returns the next tensors of a way.
+        furthest: returns a number by the id of a tensor: of several ways, that with the largest one goes on.
+    """
+    front = _on_way(path, tensors)
+    while len(front) > 1:
+        tensor = front.pop(max(front, key=furthest))
+        further = _on_way(path, beyond(tensor))
+        if not further:
+            return None
+        front |= further
+    return next(iter(front.values()), None)
+
+
+def _on_way(path: OperandPath, tensors: Iterable[TensorRef]) -> dict[int, TensorRef]:
+    """Return the tensors that are on the way of queries or keys, by id."""
+    return {tensor.id: tensor for tensor in tensors if tensor.id in path.reached}
 
 
 def _features(tensor: TensorRef) -> int:
     """Return the number of real features in the last dimension."""
-    return (tensor.shape[-1] if tensor.shape else 0) * (1 + tensor.dtype.startswith("complex"))
+    if not tensor.shape:
+        return 0
+    size = tensor.shape[-1]
+    return 2 * size if _is_complex(tensor) else size
 
 
-def _widest(path: OperandPath, tensor: TensorRef, width: int, *, backward: bool) -> TensorRef | None:
+def _is_complex(tensor: TensorRef) -> bool:
+    return tensor.dtype.startswith("complex")
+
+
+_Step = Callable[[OperandPath, TensorRef], TensorRef | None]
+"""From a tensor to the next one that is a whole view or copy of it; None if there is none."""
+
+
+def _widest(
+    path: OperandPath,
+    tensor: TensorRef,
+    width: int,
+    step: _Step,
+) -> TensorRef | None:
     """Return the last tensor with the most features, at most those of a head, that this is a whole view or copy of.
 
     Otherwise the last that is a view or copy of it.
     """
-    best: TensorRef | None = None
+    widest: TensorRef | None = None
     dimensions = path.graph.dimensions
     features = dimensions.along(tensor, -1)
-    while True:
-        known = (0, 0) if best is None else (_features(best), len(best.shape))
-        is_last = not features or bool(features & dimensions.along(tensor, -1))  # and not the positions, if transposed
-        if is_last and width >= _features(tensor) and (_features(tensor), len(tensor.shape)) >= known:
-            best = tensor
-        recording = path.graph.recording
-        made = (
-            [op for op in (recording.producer(tensor),) if op] if backward else recording.consumers.get(tensor.id, ())
-        )
-        near = [op for op in made if op in path.ops]
-        ends = _region(path, near) if near and (not backward or len(near) == len(made)) else None
-        if ends is None or len({end.numel * (1 + end.dtype.startswith("complex")) for end in ends}) > 1:
-            return best
-        steps = between(recording, {ends[0].id}, ends[1])
-        if not all(path.graph.moves(op) or op.does("joins") for op in steps):
-            return best
-        tensor = ends[not backward]
+    place: TensorRef | None = tensor
+    while place is not None:
+        # And not the positions, if transposed.
+        last = dimensions.along(place, -1)
+        has_features = not features or not features.isdisjoint(last)
+        if has_features and _features(place) <= width and _is_as_wide(place, widest):
+            widest = place
+        place = step(path, place)
+    return widest
 
 
-def _read(
-    path: OperandPath,
-    constants: Constants,
-    ops: list[Op],
-    ends: tuple[TensorRef, TensorRef],
-    tables: list[TensorRef],
-    *,
-    single: bool,
-) -> Rotation | None:
-    """Return the rotation that operations compute; None if they compute something else."""
-    (before, after), width = ends, _features(ends[0])
-    # Features that are not rotated may be joined with the rotated ones in one step.
-    parts = sorted(
-        {size for table in tables for size in (table.shape[-1], 2 * table.shape[-1]) if size < width and size % 2 == 0}
-    )
-    tried: list[tuple[Layout, int]] = [*((each, width) for each in _LAYOUTS), *(("half", size) for size in parts)]
-    draw = torch.Generator().manual_seed(0)
-    # Rounded, so that features that are left alone are exactly the same in every dtype.
-    values, factors = torch.complex(*torch.randn(2, 2, width // 2, generator=draw).bfloat16().double())
-    dtype = getattr(torch, before.dtype)
+def _is_as_wide(tensor: TensorRef, widest: TensorRef | None) -> bool:
+    """Return whether a tensor has as many features as another one, and then as many dimensions."""
+    if widest is None:
+        return True
+    size = (_features(tensor), len(tensor.shape))
+    return size >= (_features(widest), len(widest.shape))
 
-    def computed(order: Tensor, numbers: Tensor) -> Tensor | None:
+
+def _step_back(path: OperandPath, tensor: TensorRef) -> TensorRef | None:
+    """Return the tensor that this is a whole view or copy of; None if there is none."""
+    op = path.graph.recording.producer(tensor)
+    if op is None or op not in path.ops:
+        return None
+    region = _moving_region(path, [op])
+    return None if region is None else region.before
+
+
+def _step_ahead(path: OperandPath, tensor: TensorRef) -> TensorRef | None:
+    """Return the tensor that is a whole view or copy of this one; None if there is none."""
+    consumers = path.graph.recording.consumers
+    readers = [op for op in consumers.get(tensor.id, ()) if op in path.ops]
+    region = _moving_region(path, readers) if readers else None
+    return None if region is None else region.after
+
+
+def _moving_region(path: OperandPath, ops: Sequence[Op]) -> _Region | None:
+    """Return the region around operations that move all elements of a tensor; None if they do more."""
+    region = _region(path, ops)
+    if region is None or _real_numbers(region.before) != _real_numbers(region.after):
+        return None
+    for op in between(path.graph.recording, {region.before.id}, region.after):
+        if not path.graph.moves(op) and not op.does("joins"):
+            return None
+    return region
+
+
+def _real_numbers(tensor: TensorRef) -> int:
+    """Return the number of real numbers in a tensor."""
+    return 2 * tensor.numel if _is_complex(tensor) else tensor.numel
+
+
+# -- what is computed there -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Again:
+    """Operations of queries or keys, to run again on other features."""
+
+    constants: Constants
+    ops: tuple[Op, ...]
+    before: TensorRef
+    after: TensorRef
+
+    @property
+    def width(self) -> int:
+        """The number of real features."""
+        return _features(self.before)
+
+    def of_pairs(self, order: Tensor, numbers: Tensor) -> Tensor | None:
+        """Return the results for pairs of features, given as complex numbers; None if they cannot be computed.
+
+        Args:
+            order: the places of the two features of each pair, `pair 2`.
+            numbers: the features of each pair.
+        """
+        dtype = getattr(torch, self.before.dtype)
         features = torch.view_as_real(numbers).flatten()[order.flatten().argsort()]
         if dtype.is_complex:
             features = torch.view_as_complex(features.view(-1, 2))
-        return _run(constants, ops, before, features.to(dtype).expand(before.shape), after)
+        return self._run(features.to(dtype).expand(self.before.shape))
 
-    near = max(1e-4, 8 * torch.finfo(dtype).eps) * float(values.abs().max()) * float(factors.abs().max())
-    for layout, dims in tried if width % 2 == 0 else ():
+    def _run(self, value: Tensor) -> Tensor | None:
+        """Return the results for another value; None if one of the operations cannot be run again."""
+        if any(op.does("draws") for op in self.ops):
+            return None
+        contents = {self.before.id: self._in_recorded_layout(value)}
+
+        def content(tensor: TensorRef) -> Tensor:
+            number = contents.get(tensor.id)
+            if number is None:
+                number = self.constants.value(tensor)
+            if number is None:
+                raise ValueError("no value")
+            return number
+
+        try:
+            with torch.no_grad():
+                for op in self.ops:
+                    contents.update(run_again(self.constants.graph, op, content))
+        except Exception:  # an operation may raise anything when called directly
+            return None
+        return contents.get(self.after.id)
+
+    def _in_recorded_layout(self, value: Tensor) -> Tensor:
+        """Return a value in memory as it was recorded, which writes need."""
+        before = self.before
+        last = last_place(before)
+        for op in self.ops:
+            for tensor in (*op.inputs, *op.outputs):
+                if tensor.storage == before.storage:
+                    last = max(last, last_place(tensor))
+        memory = torch.full((last + 1,), torch.nan, dtype=value.dtype)
+        copied = memory.as_strided(before.shape, before.stride, before.offset)
+        # An expanded key is one in memory.
+        once = tuple(slice(None) if step else slice(1) for step in before.stride)
+        copied[once] = value[once]
+        return copied
+
+
+def _read(again: _Again, starts: _Starts, *, is_single: bool) -> Rotation | None:
+    """Return the rotation that operations compute; None if they compute something else.
+
+    With `is_single` there is one query, and no other position to compare with.
+    """
+    width = again.width
+    if width % 2:
+        return None
+    values, factors = _drawn(width // 2)
+    eps = torch.finfo(getattr(torch, again.before.dtype)).eps
+    largest = float(values.abs().max()) * float(factors.abs().max())
+    near = largest * max(1e-4, 8 * eps)
+    for layout, dims in _guesses(width, starts.tables):
         order = _order(layout, dims, width)
-        plain, multiplied = computed(order, values), computed(order, values * factors)
+        plain = again.of_pairs(order, values)
+        multiplied = again.of_pairs(order, values * factors)
         if plain is None or multiplied is None:
             return None
-        for other in (layout, *(each for each in _LAYOUTS if each != layout)):
-            first, second = (_pairs(value, _order(other, dims, width)) for value in (plain, multiplied))
+        # The results may be in the other layout.
+        for result_layout in (layout, _ALTERNATIVES[layout]):
+            order = _order(result_layout, dims, width)
+            first, second = _pairs(plain, order), _pairs(multiplied, order)
             if bool(((first * factors - second).abs() <= near).all()):
-                return _measured(path, constants, layout, first / values, tables, single=single)
+                return _measured(layout, first / values, starts, is_single=is_single)
     return None
+
+
+def _drawn(pairs: int) -> tuple[Tensor, Tensor]:
+    """Return random features, and random factors of them, as complex numbers: one for each pair.
+
+    They are rounded, so that features that are left alone are exactly the same in every dtype.
+    """
+    draw = torch.Generator().manual_seed(0)
+    numbers = torch.randn(2, 2, pairs, generator=draw)
+    real, imaginary = numbers.bfloat16().double()
+    values, factors = torch.complex(real, imaginary)
+    return values, factors
+
+
+def _guesses(width: int, tables: Iterable[TensorRef]) -> list[tuple[Layout, int]]:
+    """Return the layouts to try, with the number of features that are rotated: all, or as many as a table has."""
+    guesses: list[tuple[Layout, int]] = []
+    for layout in _ALTERNATIVES:
+        guesses.append((layout, width))
+    # Features that are not rotated may be joined with the rotated ones in one step.
+    parts: set[int] = set()
+    for table in tables:
+        pairs = table.shape[-1]
+        parts |= {pairs, 2 * pairs}
+    for size in sorted(parts):
+        if size < width and size % 2 == 0:
+            guesses.append(("half", size))
+    return guesses
 
 
 def _order(layout: Layout, dims: int, width: int) -> Tensor:
     """Return the features of each pair, `pair 2`; features after the first `dims` are paired with their neighbours."""
-    first, rest = torch.arange(dims), torch.arange(dims, width)
-    return torch.cat((first.view(2, -1).T if layout == "half" else first.view(-1, 2), rest.view(-1, 2)))
+    rotated = torch.arange(dims)
+    rest = torch.arange(dims, width).view(-1, 2)
+    pairs = rotated.view(2, -1).T if layout == "half" else rotated.view(-1, 2)
+    return torch.cat((pairs, rest))
 
 
 def _pairs(value: Tensor, order: Tensor) -> Tensor:
@@ -200,57 +442,67 @@ def _pairs(value: Tensor, order: Tensor) -> Tensor:
     return torch.view_as_complex(value.double()[..., order].contiguous())
 
 
-def _run(constants: Constants, ops: list[Op], before: TensorRef, value: Tensor, after: TensorRef) -> Tensor | None:
-    """Return what operations compute of another value; None if one of them cannot be run again."""
-    same = [t for op in ops for t in (*op.inputs, *op.outputs) if t.storage == before.storage]
-    ends = [t.offset + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) for t in same]
-    # Writes need the recorded layout.
-    memory = torch.full((max(ends) + 1,), torch.nan, dtype=value.dtype)
-    known = {before.id: memory.as_strided(before.shape, before.stride, before.offset)}
-    once = tuple(slice(None) if step else slice(1) for step in before.stride)  # an expanded key is one in memory
-    known[before.id][once] = value[once]
-
-    def content(tensor: TensorRef) -> Tensor:
-        number = known[tensor.id] if tensor.id in known else constants.value(tensor)
-        if number is None:
-            raise ValueError("no value")
-        return number
-
-    try:
-        with torch.no_grad():
-            for op in ops:
-                if op.does("draws"):
-                    return None
-                known.update(run_again(constants.graph, op, content))
-    except Exception:  # an operation may raise anything when called directly
-        return None
-    return known.get(after.id)
-
-
 def _measured(
-    path: OperandPath, constants: Constants, layout: Layout, turns: Tensor, tables: list[TensorRef], *, single: bool
+    layout: Layout,
+    turns: Tensor,
+    starts: _Starts,
+    *,
+    is_single: bool,
 ) -> Rotation | None:
     """Return a rotation by its complex numbers, `... pair`; None if they do not turn, or do not vary by position."""
-    angles = (turns / turns.abs().clamp(min=1e-12)).imag.abs().flatten(0, -2).amax(0)
-    turned = angles[angles > 1e-9]
-    # Slow pairs hardly turn: a table that leaves pairs alone does so beside pairs that turn visibly.
-    dims = 2 * (len(turned) if len(turned) and float(turned.min()) > 1e-3 else len(angles))
-    near = _NEAR * turns.abs().max()
-    places = [dim for dim in range(turns.dim() - 1) if bool(((turns - turns.narrow(dim, 0, 1)).abs() > near).any())]
-    starts = [start for table in tables if (start := _start(path.graph, constants, table)) is not None]
+    angles = _units(turns).imag.abs().flatten(0, -2).amax(0)
+    is_turned = angles > 1e-9
+    dims = 2 * _number_of_turned(angles[is_turned], len(angles))
+    guesses = starts.all()
+    places = _places_of_positions(turns)
     if not places:
-        return Rotation(layout, dims, starts[0] if starts else None) if single else None
+        if not is_single:
+            return None
+        return Rotation(layout, dims, guesses[0] if guesses else None)
     if float(angles.max()) < _NEAR:
         return None
-    rows = turns.movedim(places[-1], -2).reshape(-1, turns.shape[places[-1]], turns.shape[-1])[0]
-    rows = rows / rows.abs().clamp(min=1e-12)
-    # Padding on the left gives batch items positions of their own, and a position may repeat.
+    by_position = turns.movedim(places[-1], -2)
+    first_item = by_position.reshape(-1, *by_position.shape[-2:])[0]
+    rows = _units(first_item)
     steps = rows[1:] / rows[:-1]
-    even = len(places) == 1 and len(rows) > 1 + single and bool(((steps - steps[:1]).abs() < _UNEVEN).all())
-    if not even:
+    # Padding on the left gives batch items positions of their own, and a position may repeat.
+    if len(places) > 1 or not _are_even(steps, fewest=2 if is_single else 1):
         return Rotation(layout, dims, None)
-    frequencies = steps.angle().abs().median(0).values[angles > 1e-9]
-    return Rotation(layout, dims, _offset(rows, starts), tuple(frequencies.tolist()))
+    frequencies = steps.angle().abs().median(0).values[is_turned]
+    return Rotation(layout, dims, _offset(rows, guesses), tuple(frequencies.tolist()))
+
+
+def _units(turns: Tensor) -> Tensor:
+    """Return complex numbers with the same angles, of length one."""
+    return turns / turns.abs().clamp(min=1e-12)
+
+
+def _number_of_turned(angles: Tensor, pairs: int) -> int:
+    """Return the number of rotated pairs, given the angles of those that turn; all pairs if some hardly turn.
+
+    Slow pairs hardly turn: a table that leaves pairs alone does so beside pairs that turn visibly.
+    """
+    if len(angles) and float(angles.min()) > 1e-3:
+        return len(angles)
+    return pairs
+
+
+def _places_of_positions(turns: Tensor) -> list[int]:
+    """Return the dimensions of complex numbers, `... pair`, along which they change."""
+    near = _NEAR * turns.abs().max()
+    places: list[int] = []
+    for dim in range(turns.dim() - 1):
+        changes = (turns - turns.narrow(dim, 0, 1)).abs()
+        if bool((changes > near).any()):
+            places.append(dim)
+    return places
+
+
+def _are_even(steps: Tensor, fewest: int) -> bool:
+    """Return whether the turns from position to position, `position pair`, are about the same."""
+    if len(steps) < fewest:
+        return False
+    return bool(((steps - steps[:1]).abs() < _UNEVEN).all())
 
 
 def _offset(turns: Tensor, guesses: list[int]) -> int | None:
@@ -258,55 +510,131 @@ def _offset(turns: Tensor, guesses: list[int]) -> int | None:
 
     The step from row to row is the angle of one position. Its rounding error grows with the position.
     """
-    start, steps = turns[0].angle(), (turns[1] / turns[0]).angle()
-    slow = int(torch.where(steps.abs() > 1e-7, steps.abs(), torch.inf).argmin())
+    start = turns[0]
+    steps = (turns[1] / start).angle()
+    first_guesses = torch.tensor(guesses, dtype=torch.long)
+    further = _positions_by_slow_pair(start.angle(), steps)
+    numbers = torch.cat((first_guesses, further))[:, None]
+    rounding = 4e-7 * numbers**2 * steps.abs()
+    near = 1e-3 + 1e-7 * numbers.abs() + rounding
+    length = torch.ones((), dtype=torch.float64)
+    angles = torch.polar(length, numbers * steps)
+    is_near = ((angles - start).abs() <= near).all(-1)
+    is_sharp = (near < steps.abs() / 2).any(-1)
+    fitting: list[int] = numbers[is_near & is_sharp].flatten().tolist()
+    return min(fitting, key=lambda number: (number not in guesses, abs(number)), default=None)
+
+
+def _positions_by_slow_pair(start: Tensor, steps: Tensor) -> Tensor:
+    """Return integers that may be the first position, by the pair that turns slowest, in each lap of its circle."""
+    sizes = steps.abs()
+    slow = int(torch.where(sizes > 1e-7, sizes, torch.inf).argmin())
     step = float(steps[slow])
-    first, circle = (float(start[slow]) / step, 2 * pi / abs(step)) if abs(step) > 1e-7 else (0.0, 0.0)
-    laps = torch.tensor([first + lap * circle for lap in range(-1, 9)]).round().long()
-    numbers = torch.cat((torch.tensor(guesses, dtype=torch.long), (laps[:, None] + torch.arange(-8, 9)).flatten()))
-    near = 1e-3 + 1e-7 * numbers.abs()[:, None] + 4e-7 * numbers[:, None] ** 2 * steps.abs()
-    angles = torch.polar(torch.ones((), dtype=torch.float64), numbers[:, None] * steps)
-    fits = ((angles - turns[0]).abs() <= near).all(-1) & (near < steps.abs() / 2).any(-1)
-    return min(numbers[fits].tolist(), key=lambda number: (number not in guesses, abs(number)), default=None)
+    first = circle = 0.0
+    if abs(step) > 1e-7:
+        first = float(start[slow]) / step
+        circle = 2 * pi / abs(step)
+    positions = [first + lap * circle for lap in range(-1, 9)]
+    laps = torch.tensor(positions).round().long()
+    nearby = laps[:, None] + torch.arange(-8, 9)
+    return nearby.flatten()
 
 
-def _start(graph: Graph, constants: Constants, table: TensorRef) -> int | None:
-    """Return the position that a table begins at, from the integers or the slice that it was made with."""
-    queue = [table]
-    for tensor, _ in zip(queue, range(_FAR), strict=False):  # which grows meanwhile
-        numbers = constants.numbers(tensor) if tensor.dtype in ("int64", "int32") and tensor.numel else []
-        if numbers:
-            return numbers[0]
-        op = graph.recording.producer(tensor)
+# -- where a table begins ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Starts:
+    """The positions that tables begin at."""
+
+    graph: Graph
+    constants: Constants
+    tables: tuple[TensorRef, ...]
+
+    def all(self) -> list[int]:
+        """Return the position that each table begins at, where it is known."""
+        starts: list[int] = []
+        for table in self.tables:
+            start = self._of(table)
+            if start is not None:
+                starts.append(start)
+        return starts
+
+    def _of(self, table: TensorRef) -> int | None:
+        """Return the position that a table begins at, from the integers or the slice that it was made with."""
+        queue = [table]
+        for tensor, _ in zip(queue, range(_FAR), strict=False):  # which grows meanwhile
+            start = self._in(tensor)
+            if start is not None:
+                return start
+            op = self.graph.recording.producer(tensor)
+            if op is not None:
+                queue += [read for read in op.inputs if read not in queue]
+        return None
+
+    def _in(self, tensor: TensorRef) -> int | None:
+        """Return the position that is first in a tensor of integers, or where it begins in a longer table."""
+        if tensor.dtype in ("int64", "int32") and tensor.numel:
+            numbers = self.constants.numbers(tensor)
+            if numbers:
+                return numbers[0]
+        op = self.graph.recording.producer(tensor)
         if op is None:
-            continue
+            return None
+        if op.base_name in ("slice", "select"):
+            return self._cut_by(op)
         if op.base_name in ("add", "sub") and len(op.inputs) == 1:  # positions counted from a number
-            shifted = constants.value(tensor)
-            if shifted is not None and shifted.numel() and bool((shifted == shifted.round()).all()):
+            shifted = self.constants.value(tensor)
+            if shifted is not None and _are_integers(shifted):
                 return int(shifted.flatten()[0])
-        if op.base_name in ("slice", "select") and isinstance((*op.args, None, None)[2], int):
-            shape, place = op.inputs[0].shape, int(op.args[1]) % len(op.inputs[0].shape)
-            first = place == 0 or (set(shape[:place]) == {1} and place < len(shape) - 1)  # the last has the pairs
-            shorter = first and (op.base_name == "select" or op.output.shape[place] < shape[place])
-            rows = constants.value(op.inputs[0]) if shorter else None
-            # Equal rows are the directions of an image, and not positions.
-            if shorter and (rows is None or not rows.equal(rows.narrow(place, 0, 1).expand_as(rows))):
-                return int(op.args[2]) % shape[place]
-        if op.base_name == "arange" and (only := constants.value(tensor)) is not None and only.numel() == 1:
-            return int(only)
-        queue += [read for read in op.inputs if read not in queue]
-    return None
+        if op.base_name == "arange":
+            position = self.constants.value(tensor)
+            if position is not None and position.numel() == 1:
+                return int(position)
+        return None
+
+    def _cut_by(self, op: Op) -> int | None:
+        """Return the first row that a slice takes of a table, `position pair`; None if it takes all rows."""
+        start = op.args[2] if len(op.args) > 2 else None
+        if not isinstance(start, int):
+            return None
+        table = op.inputs[0]
+        place = int(op.args[1]) % len(table.shape)
+        if not _counts_rows(table.shape, place):
+            return None
+        count = table.shape[place]
+        if op.base_name == "slice" and op.output.shape[place] >= count:
+            return None
+        rows = self.constants.value(table)
+        # Equal rows are the directions of an image, and not positions.
+        if rows is not None and rows.equal(rows.narrow(place, 0, 1).expand_as(rows)):
+            return None
+        return start % count
+
+
+def _are_integers(numbers: Tensor) -> bool:
+    """Return whether a tensor has numbers, and all of them are integers."""
+    return numbers.numel() > 0 and bool((numbers == numbers.round()).all())
+
+
+def _counts_rows(shape: tuple[int, ...], place: int) -> bool:
+    """Return whether a dimension counts the rows of a table: the first one larger than one, and not the last."""
+    if place == 0:
+        return True
+    has_pairs = place == len(shape) - 1
+    return set(shape[:place]) == {1} and not has_pairs
 
 
 # -- numbers added to the scores --------------------------------------------------------------------------------------
 
 
-class Added(NamedTuple):
-    """What is added to scores by one operation."""
+@dataclass(frozen=True)
+class Added:
+    """Numbers that one operation adds to scores."""
 
-    bias: bool
+    bias: bool = False
     """Whether it has finite numbers that are no mask."""
-    mask: bool
+    mask: bool = False
     """Whether it masks keys out."""
     position: Position | None = None
     of_scores: bool = False
@@ -316,95 +644,190 @@ class Added(NamedTuple):
 
 
 def added_by(
-    graph: Graph, constants: Constants, attention: Attention, operands: Callable[[Op], list[TensorRef]]
+    graph: Graph,
+    constants: Constants,
+    attention: Attention,
+    operands: Callable[[Op], list[TensorRef]],
 ) -> dict[int, Added]:
     """Return what each operation that masks scores adds, by its index; `operands` gives what it reads besides them."""
     added: dict[int, Added] = {}
-    product = attention.score_product.op
-    own = made_of({product.output.id}, graph.recording.ops[product.index + 1 : attention.softmax.index])
+    product, softmax = attention.score_product.op, attention.softmax
+    between_both = graph.recording.ops[product.index + 1 : softmax.index]
+    of_scores = made_of({product.output.id}, between_both)
     for op in attention.masks:
-        is_of_scores = op.index <= attention.softmax.index  # after exponentials nothing is added to the scores
-        if is_of_scores and not op.does("fills") and not op.does("scales"):
-            read = [tensor for tensor in operands(op) if tensor.numel > 1]
-            others = [tensor for tensor in read if tensor.id not in own]
-            taken_off = op.inputs[1].id if op.base_name.rstrip("_") == "sub" and len(op.inputs) == 2 else None
-            parts = [_added(graph, constants, tensor, is_taken_off=tensor.id == taken_off) for tensor in others]
-            position = next((part.position for part in parts if part.position is not None), None)
-            other = next((part.product for part in parts if part.product is not None), None)
-            # A number that is added for each softmax changes no weight.
-            bias = op not in attention.shifts and any(part.bias for part in parts)
-            mask = any(part.mask for part in parts)
-            added[op.index] = Added(bias, mask, position, bool(read) and not others, other)
+        # After exponentials nothing is added to the scores.
+        if op.index > softmax.index or op.does("fills") or op.does("scales"):
+            continue
+        read = [tensor for tensor in operands(op) if tensor.numel > 1]
+        beside = [tensor for tensor in read if tensor.id not in of_scores]
+        if read and not beside:
+            added[op.index] = Added(of_scores=True)
+            continue
+        parts: list[Added] = []
+        for tensor in beside:
+            is_subtracted = _subtracts(op, tensor)
+            parts.append(_added(graph, constants, tensor, is_subtracted=is_subtracted))
+        # A number that is added for each softmax changes no weight.
+        is_shift = op in attention.shifts
+        added[op.index] = _together(parts, is_shift=is_shift)
     return added
 
 
-def _added(graph: Graph, constants: Constants, tensor: TensorRef, *, is_taken_off: bool = False) -> Added:
-    """Return what a tensor adds to the scores, or is taken off them."""
-    for step in graph.back(tensor, lambda op: graph.moves(op) or graph.is_scale(op)):
+def _subtracts(op: Op, tensor: TensorRef) -> bool:
+    """Return whether an operation subtracts a tensor: `scores - tensor`."""
+    if op.base_name.rstrip("_") != "sub" or len(op.inputs) != 2:
+        return False
+    return tensor.id == op.inputs[1].id
+
+
+def _together(parts: Iterable[Added], *, is_shift: bool) -> Added:
+    """Return what several tensors add by one operation."""
+    bias = mask = False
+    position: Position | None = None
+    product: Product | None = None
+    for part in parts:
+        bias = bias or (part.bias and not is_shift)
+        mask = mask or part.mask
+        position = part.position if position is None else position
+        product = part.product if product is None else product
+    return Added(bias=bias, mask=mask, position=position, product=product)
+
+
+def _added(
+    graph: Graph,
+    constants: Constants,
+    tensor: TensorRef,
+    *,
+    is_subtracted: bool,
+) -> Added:
+    """Return what a tensor adds to the scores; with `is_subtracted` the opposite of it."""
+    product = _second_product(graph, tensor)
+    if product is not None:
+        return Added(product=product)
+    op = graph.recording.producer(tensor)
+    if op is not None and _chooses_between_numbers(op):
+        return Added(mask=True)
+    numbers = Added()
+    value = constants.value(tensor)
+    if value is not None and value.dtype != torch.bool:
+        is_negative = is_subtracted and value.is_floating_point()
+        numbers = _added_numbers(-value if is_negative else value)
+        if numbers.position is not None:
+            return numbers
+    origin = _origin(graph, tensor)
+    position = Position("relative bias") if origin.is_by_distance else None
+    return Added(bias=numbers.bias or origin.is_learned, mask=numbers.mask, position=position)
+
+
+def _chooses_between_numbers(op: Op) -> bool:
+    """Return whether the results have one number where a key may be seen, and another one where not."""
+    if op.base_name != "where":
+        return False
+    chosen = op.inputs[1:]
+    return all(tensor.numel == 1 for tensor in chosen)
+
+
+def _second_product(graph: Graph, tensor: TensorRef) -> Product | None:
+    """Return the product of queries and keys that a tensor is, at most moved and scaled; None for anything else."""
+
+    def is_passed(op: Op) -> bool:
+        return graph.moves(op) or graph.is_scale(op)
+
+    for step in graph.back(tensor, is_passed):
         op = graph.recording.producer(step.tensor)
         product = None if op is None else graph.product(op)
-        if product is not None and _is_given(graph, product.left) and _is_given(graph, product.right):
-            return Added(False, False, product=product)
-    op = graph.recording.producer(tensor)
-    if op is not None and op.base_name == "where" and all(read.numel == 1 for read in op.inputs[1:]):
-        return Added(False, True)  # one number where a key may be seen, and another one where not
-    value = constants.value(tensor)
-    value = -value if is_taken_off and value is not None and value.is_floating_point() else value
-    finite = None if value is None or value.dtype == torch.bool else value.isfinite() & (value > MASKED_BELOW)
-    bias, mask = False, finite is not None and not bool(finite.all())
-    if value is not None and finite is not None:
-        numbers = value[finite]
-        low, high = map(float, numbers.aminmax()) if numbers.numel() else (0.0, 0.0)
-        hides, ends = low < _HIDES and high == 0, (numbers == low) | (numbers == high)
-        few = bool(ends.all()) and (hides or (low in (0, 1) and high in (0, 1)))
-        mask, bias = mask or (few and hides), not few
-        if bias and _is_linear(value, finite):
-            return Added(True, mask, Position("alibi"))
-    learned, relative = _origin(graph, tensor)
-    return Added(bias or learned, mask, Position("relative bias") if relative else None)
+        if product is None:
+            continue
+        if _is_given(graph, product.left) and _is_given(graph, product.right):
+            return product
+    return None
 
 
-def _origin(graph: Graph, tensor: TensorRef) -> tuple[bool, bool]:
+def _added_numbers(value: Tensor) -> Added:
+    """Return whether numbers, `... query key`, are a mask, a bias, or slopes of ALiBi."""
+    finite = value.isfinite() & (value > MASKED_BELOW)
+    hides = not bool(finite.all())
+    numbers = value[finite]
+    low = high = 0.0
+    if numbers.numel():
+        low, high = map(float, numbers.aminmax())
+    has_two = bool(((numbers == low) | (numbers == high)).all())
+    if has_two and high == 0 and low < _HIDES:
+        return Added(mask=True)
+    if has_two and low in (0, 1) and high in (0, 1):
+        return Added(mask=hides)
+    position = Position("alibi") if _is_linear(value, finite) else None
+    return Added(bias=True, mask=hides, position=position)
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where numbers come from that are added to the scores."""
+
+    is_learned: bool
+    """Whether they depend on parameters."""
+    is_by_distance: bool
+    """Whether they are read from a table of distances, or projected from distances."""
+
+
+def _origin(graph: Graph, tensor: TensorRef) -> _Origin:
     """Return whether a tensor depends on parameters, and whether by a table of distances.
 
     A table of distances is read by integers that do not come from the inputs, or is a projection of such numbers.
     """
-    learned = False
+    is_learned = False
 
     def through(op: Op) -> bool:
-        like = op.base_name.startswith("new_") or op.base_name.endswith("_like")
-        return not like and not (graph.is_projection(op) and _is_given(graph, graph.projected(op)))
+        if op.base_name.startswith("new_") or op.base_name.endswith("_like"):
+            return False
+        return not graph.is_projection(op) or not _is_given(graph, graph.projected(op))
 
     for step in graph.back(tensor, through):
         op = graph.recording.producer(step.tensor)
-        learned = learned or step.tensor.id in graph.recording.parameter_names
+        is_learned = is_learned or step.tensor.id in graph.recording.parameter_names
         if op is None or not op.inputs:
             continue
         if graph.is_projection(op):
-            learned = True
+            is_learned = True
             if not _is_given(graph, graph.projected(op)):
-                return True, True
-        indices = [read for read in op.inputs if read.dtype in ("int64", "int32")]
-        by_distance = bool(indices) and not any(_is_given(graph, read) for read in indices)
-        if op.does("gathers") and by_distance and op.inputs[0].id in graph.learned:
-            return True, True
-    return learned, False
+                return _Origin(is_learned=True, is_by_distance=True)
+        if _reads_by_distance(graph, op):
+            return _Origin(is_learned=True, is_by_distance=True)
+    return _Origin(is_learned, is_by_distance=False)
+
+
+def _reads_by_distance(graph: Graph, op: Op) -> bool:
+    """Return whether an operation reads a learned table by integers that do not come from the inputs."""
+    if not op.does("gathers") or op.inputs[0].id not in graph.learned:
+        return False
+    indices = [tensor for tensor in op.inputs if tensor.dtype in ("int64", "int32")]
+    return bool(indices) and not any(_is_given(graph, index) for index in indices)
 
 
 def _is_given(graph: Graph, tensor: TensorRef) -> bool:
     """Return whether a tensor depends on an argument of the forward."""
-    return bool(graph.inputs_of(tensor)) if graph.recording.inputs else graph.comes_from_inputs(tensor)
+    if graph.recording.inputs:
+        return bool(graph.inputs_of(tensor))
+    return graph.comes_from_inputs(tensor)
 
 
 def _is_linear(value: Tensor, finite: Tensor) -> bool:
     """Return whether numbers, `... query key`, change from key to key by a constant of each head, up to its sign."""
     if value.dim() < 2 or value.shape[-1] < 3 or not value.is_floating_point():
         return False
-    value, eps = value.double(), torch.finfo(value.dtype).eps
-    both = finite[..., 1:] & finite[..., :-1]
-    steps = torch.where(both, (value[..., 1:] - value[..., :-1]).abs(), torch.nan)
-    rows = steps.reshape(-1, steps.shape[-2] * steps.shape[-1])
-    high, low = rows.nan_to_num(-torch.inf).amax(-1), rows.nan_to_num(torch.inf).amin(-1)
-    near = (1e-3 * high).clamp(min=2 * eps * float(value[finite].abs().max()))  # of the steps between rounded numbers
+    eps = torch.finfo(value.dtype).eps
+    value = value.double()
+    has_next = finite[..., 1:] & finite[..., :-1]
+    steps = value.diff(dim=-1).abs()
+    steps = torch.where(has_next, steps, torch.nan)
+    queries, keys = steps.shape[-2:]
+    rows = steps.reshape(-1, queries * keys)
+    high = rows.nan_to_num(-torch.inf).amax(-1)
+    low = rows.nan_to_num(torch.inf).amin(-1)
+    # The steps between rounded numbers are rounded too.
+    largest = float(value[finite].abs().max())
+    rounding = 2 * eps * largest
+    near = (1e-3 * high).clamp(min=rounding)
     # A head may be without a slope, and a row without two keys.
-    return bool(both.any() and (high > 0).any()) and bool((high - low <= near).all())
+    has_slopes = bool(has_next.any() and (high > 0).any())
+    return has_slopes and bool((high - low <= near).all())

@@ -60,7 +60,8 @@ class Part:
     @cached_property
     def placement(self) -> Placement:
         """Where its heads lie along the dimensions of the parameter."""
-        tensor, rows = self.parameter.tensor, tuple((head, row.tobytes()) for head, row in self.heads.items())
+        tensor = self.parameter.tensor
+        rows = tuple((head, row.tobytes()) for head, row in self.heads.items())
         return placement_of(tensor.shape, tensor.stride, rows, self.inner, self.taps)
 
     @property
@@ -96,28 +97,48 @@ class Projection:
         The parameters may be those of another module with the same layout.
         """
         numbers = content_of(self.parameters[0]).detach().new_zeros(self.shape)
-        for part, by_head, features, where in self._pieces(numbers):
-            by_head[features] = content_of(part.parameter.name).detach()[where]
+        for piece in self._pieces(numbers):
+            parameter = content_of(piece.parameter).detach()
+            piece.numbers[piece.features] = parameter[piece.places]
         return numbers
 
     def write(self, content_of: Content, numbers: Tensor) -> None:
         """Copy numbers by head into the parameters; features that a head does not read are skipped."""
-        for part, by_head, features, where in self._pieces(numbers):
-            parameter = content_of(part.parameter.name).detach()
-            parameter[where] = by_head[features].to(parameter)
+        for piece in self._pieces(numbers):
+            parameter = content_of(piece.parameter).detach()
+            parameter[piece.places] = piece.numbers[piece.features].to(parameter)
 
-    def _pieces(self, numbers: Tensor) -> Iterator[tuple[Part, Tensor, Indices, tuple[Indices, ...]]]:
-        """Yield for each head a view of its numbers, the features that a parameter has, and their places in it."""
+    def _pieces(self, numbers: Tensor) -> Iterator[_Piece]:
+        """Yield the numbers of each head in each parameter."""
         for part in self.parts:
             for head, row in part.heads.items():
                 by_head = numbers if len(self.shape) == 1 else numbers[head]
                 features = np.flatnonzero(row >= 0)
                 places = row[features]
                 if part.inner is not None:
+                    count, step = part.inner
                     start = 0 if part.reads is None else part.reads.get(head, 0)
-                    by_head = by_head[:, start : start + part.inner[0]]
-                    places = places[:, None] + part.inner[1] * np.arange(part.inner[0])
-                yield part, by_head, features, coordinates(places, part.parameter.tensor)
+                    by_head = by_head[:, start : start + count]
+                    places = places[:, None] + step * np.arange(count)
+                yield _Piece(
+                    parameter=part.parameter.name,
+                    numbers=by_head,
+                    features=features,
+                    places=coordinates(places, part.parameter.tensor),
+                )
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """The numbers of one head in one parameter."""
+
+    parameter: str
+    numbers: Tensor
+    """A view of the numbers of the head, `head_dim embed` of a matrix."""
+    features: Indices
+    """The features that the parameter has."""
+    places: tuple[Indices, ...]
+    """The indices of these in the parameter, along each dimension."""
 
 
 def coordinates(places: Indices, tensor: TensorRef) -> tuple[Indices, ...]:
@@ -127,14 +148,19 @@ def coordinates(places: Indices, tensor: TensorRef) -> tuple[Indices, ...]:
 
 def have_in_common(heads: dict[int, Indices]) -> bool:
     """Return whether two heads have elements in common."""
+    if len(heads) < 2:
+        return False
     rows = [np.unique(row[row >= 0]) for row in heads.values()]
-    return len(rows) > 1 and len(np.unique(np.concatenate(rows))) < sum(map(len, rows))
+    every = np.concatenate(rows)
+    return len(np.unique(every)) < len(every)
 
 
 def of_no_head(part: Part) -> Part:
     """Return a part of the output as belonging to no head."""
-    every = {0: np.arange(part.parameter.tensor.numel)} if part.kind in ("b", "joined b") else {}
-    return replace(part, heads=every, is_shared=part.kind not in ("b", "joined b"))
+    if part.kind not in ("b", "joined b"):
+        return replace(part, heads={}, is_shared=True)
+    every = np.arange(part.parameter.tensor.numel)
+    return replace(part, heads={0: every}, is_shared=False)
 
 
 def with_projections_of_heads(parts: list[Part]) -> list[Part]:
@@ -143,42 +169,71 @@ def with_projections_of_heads(parts: list[Part]) -> list[Part]:
     The first of several projections side by side is `W`, and gives its own heads only. Another one that gives heads
     that no other has is their matrix; one that adds to heads is not.
     """
-    sided = [part for part in parts if part.kind in ("W", *_FURTHER) and part.heads and not part.is_shared]
-    widest = max((part.width for part in sided), default=0)
-    sided = [part for part in sided if part.inner is None or part.width == widest]  # without low-rank adapters
-    counts = Counter(head for part in sided if part.inner is not None for head in part.heads)
-    if not any(part.kind == "W" for part in sided) or max(counts.values(), default=0) != 1:
+    beside = _side_by_side(parts)
+    kinds = {part.kind for part in beside}
+    counts: Counter[int] = Counter()
+    for part in beside:
+        if part.inner is not None:
+            counts.update(part.heads)
+    if "W" not in kinds or max(counts.values(), default=0) != 1:
         return parts
-    return [
-        _as_own(part) if part.kind == "joined b" or (part in sided and part.kind != "W") else part for part in parts
-    ]
+    result: list[Part] = []
+    for part in parts:
+        is_further = part.kind != "W" and part in beside
+        if is_further or part.kind == "joined b":
+            result.append(_as_own(part))
+        else:
+            result.append(part)
+    return result
+
+
+def _side_by_side(parts: list[Part]) -> list[Part]:
+    """Return the projections of heads that read equally many features: low-rank adapters read fewer."""
+    beside: list[Part] = []
+    widest = 0
+    for part in parts:
+        if part.heads and not part.is_shared and part.kind in ("W", *_FURTHER):
+            beside.append(part)
+            widest = max(widest, part.width)
+    return [part for part in beside if part.inner is None or part.width == widest]
 
 
 def _as_own(part: Part) -> Part:
     """Return a part of another projection as one of the matrix or bias of its heads."""
-    return replace(part, kind="b" if len(part.parameter.tensor.shape) == 1 else "W")
+    is_bias = len(part.parameter.tensor.shape) == 1
+    return replace(part, kind="b" if is_bias else "W")
 
 
 def of_whole_rows(part: Part) -> Part:
     """Return a part of a factor `B` of `B @ A` with all its numbers of each feature, if it has rows of features."""
-    shape, stride = part.parameter.tensor.shape, part.parameter.tensor.stride
-    if not part.heads or len(shape) != 2:
+    tensor = part.parameter.tensor
+    if not part.heads or len(tensor.shape) != 2:
         return part
-    along = coordinates(np.concatenate([*part.heads.values()]), part.parameter.tensor)
-    summed = [dim for dim, places in enumerate(along) if not places.any()]
+    places = np.concatenate(list(part.heads.values()))
+    along = coordinates(places, tensor)
+    summed = [dim for dim, indices in enumerate(along) if not indices.any()]
     if len(summed) != 1:
         return part
-    return replace(part, inner=(shape[summed[0]], stride[summed[0]]), width=shape[summed[0]])
+    (dim,) = summed
+    size = tensor.shape[dim]
+    return replace(part, inner=(size, tensor.stride[dim]), width=size)
 
 
 def merged(parts: Iterable[Part]) -> list[Part]:
     """Return one part per parameter and kind of use, with the heads of all turns."""
-    merged: dict[tuple[str, str], Part] = {}
+    by_use: dict[tuple[str, str], Part] = {}
     for part in parts:
-        known = merged.setdefault((part.parameter.name, part.kind), part)
-        if known is not part:
-            heads = dict(sorted({**part.heads, **known.heads}.items()))
-            reads = {**(part.reads or {}), **(known.reads or {})} or None
-            is_shared = part.is_shared or known.is_shared or have_in_common(heads)
-            merged[part.parameter.name, part.kind] = replace(known, heads=heads, reads=reads, is_shared=is_shared)
-    return [*merged.values()]
+        use = (part.parameter.name, part.kind)
+        if use in by_use:
+            by_use[use] = _together(by_use[use], part)
+        else:
+            by_use[use] = part
+    return list(by_use.values())
+
+
+def _together(first: Part, part: Part) -> Part:
+    """Return two parts of one parameter as one, with the places of the first where both have a head."""
+    heads = dict(sorted({**part.heads, **first.heads}.items()))
+    reads = {**(part.reads or {}), **(first.reads or {})}
+    is_shared = part.is_shared or first.is_shared or have_in_common(heads)
+    return replace(first, heads=heads, reads=reads or None, is_shared=is_shared)

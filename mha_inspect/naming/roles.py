@@ -18,7 +18,9 @@ not, so it is the heads.
 from __future__ import annotations
 
 from collections.abc import Container
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 from ..graph.attention import Attention, positions_of
 from ..graph.dimensions import Axis, Dim, Dimensions, resolve, size_of, wide
@@ -27,80 +29,103 @@ Group = tuple[str, Dim]
 """A name and its atoms, in row-major order."""
 
 
+@dataclass(frozen=True)
+class _Folded:
+    """The axes that a product runs over, by role."""
+
+    batch: Dim
+    heads: Dim = ()
+    windows: Dim = ()
+
+
 class Roles:
     """The axes of the two products of an attention, by role."""
 
     def __init__(self, attention: Attention, dimensions: Dimensions) -> None:
-        self._attention, self._dimensions = attention, dimensions
+        self._attention = attention
+        self._dimensions = dimensions
         self._averaged = attention.value_product.axes(dimensions)
         axes = attention.score_product.axes(dimensions)
-        query, key = (axes.columns, axes.rows) if attention.key_first else (axes.rows, axes.columns)
+        query, key = axes.rows, axes.columns
         # The axes of the factors, before the product unifies them.
-        sources = (axes.left_rows, axes.right_columns)
-        self._source_query, self._source_key = sources[:: -1 if attention.key_first else 1]
+        self._source_query, self._source_key = axes.left_rows, axes.right_columns
+        if attention.key_first:
+            query, key = key, query
+            self._source_query, self._source_key = self._source_key, self._source_query
         self.head_dim: Dim = axes.left_inner
         # Usually the same axis as in the left factor; different if the two could not be unified.
-        self._other_dim: Dim = axes.right_inner
-        beside = self._beside_keys(key)
+        self._right_head_dim: Dim = axes.right_inner
         # Key axes that the softmax does not run over count as axes that the product runs over.
-        folded, self.key = (*axes.batch, *beside), _without(key, beside)
+        beside = self._beside_keys(key)
+        self.key = _without(key, beside)
         self._source_key = _without(self._source_key, beside)
         batch_rows = self._batch_of_queries(query)
-        folded, query = (*batch_rows, *folded), _without(query, batch_rows)
+        query = _without(query, batch_rows)
         self._source_query = _without(self._source_query, batch_rows)
+        folded = (*batch_rows, *axes.batch, *beside)
         outside = self._outside()
-        rows, summed = set(wide(query)), set(wide(self.head_dim))
-        self.over_features = bool(rows and summed) and summed <= outside and rows <= self._features() - outside
+        self.over_features = self._is_over_features(outside, query)
         """Whether features attend to features: the product of scores sums over positions."""
-        head_rows: Dim = ()
-        if outside and not self.over_features:
-            # With a single key head, the query heads are rows of one product, beside the queries.
-            many_rows = len(wide(query)) > 1
-            step = "query" in attention.stages and not wide(*positions_of(attention, dimensions, "query")[1:])
-            of_queries, of_output = (self._features(side, by_head=step) for side in ("query", "output"))
-            features = self._features() if many_rows else of_queries & of_output
-            head_rows = _without(_within(query, features), outside)
         self.within_tokens = self._is_within_tokens(outside, query, folded)
         """Whether the heads of one token attend to one another: they are the rows and the columns of its scores."""
-        if self.within_tokens:
-            head_rows = query
+        head_rows = query if self.within_tokens else self._head_rows(outside, query)
         self.mixes_positions = not self.within_tokens and self._mixes_positions(outside, head_rows, query)
         """Whether a view without a transpose splits the heads, so that each head sees features of a few positions."""
-        head_rows = () if self.mixes_positions else head_rows
-        self.query, self._source_query = _without(query, head_rows), _without(self._source_query, head_rows)
+        if self.mixes_positions:
+            head_rows = ()
+        self.query = _without(query, head_rows)
+        self._source_query = _without(self._source_query, head_rows)
         # A product with a single query per step gathers separate keys for each query.
         self.own_keys: Dim = () if wide(self.query) else self._apart(folded)
         """The query axes if every query has its own gathered keys, e.g. unfolded windows; otherwise empty."""
         if self.own_keys:
             self.query = self._source_query = self.own_keys
-        self.batch, heads, self.windows = self._split(_without(folded, self.own_keys), outside, head_rows)
-        self.maps = self._maps_of_a_head(heads)
+        split = self._split(_without(folded, self.own_keys), outside, head_rows)
+        self.batch = split.batch
+        self.windows = split.windows
+        self.maps = self._maps_of_a_head(split.heads)
         """The axes that count several weight maps of one head, e.g. in differential attention; otherwise empty."""
-        self.heads = _without(heads, self.maps)
+        self.heads = _without(split.heads, self.maps)
         if self.mixes_positions:
-            self.heads, self.windows = (*self.windows, *self.heads), ()
-        sides = (self._averaged.rows, self._averaged.columns)
-        value_query, self.value_dim = sides[:: -1 if attention.value_first else 1]
-        self._value_key = self._averaged.left_inner if attention.value_first else self._averaged.right_inner
+            self.heads = (*self.windows, *self.heads)
+            self.windows = ()
+        self._read_values()
+
+    def _read_values(self) -> None:
+        """Take the axes of the product of weights and values."""
+        averaged = self._averaged
+        value_query, self.value_dim = averaged.rows, averaged.columns
+        self._value_key = averaged.right_inner
+        if self._attention.value_first:
+            value_query, self.value_dim = self.value_dim, value_query
+            self._value_key = averaged.left_inner
         # The query axes of the context.
-        self._value_query = self.own_keys or _without(value_query, {*self.heads, *self.batch, *self.windows})
+        beside = {*self.heads, *self.batch, *self.windows}
+        self._value_query = self.own_keys or _without(value_query, beside)
         self.own_value_width = size_of(self.value_dim) != size_of(self.head_dim)
         if self.over_features:  # features and positions are exchanged in the product of scores
             self.query, self.head_dim = self.head_dim, self.query
-            self.key, self._other_dim = self._other_dim, self.key
+            self.key, self._right_head_dim = self._right_head_dim, self.key
             self.value_dim, self._value_key = self._value_key, self.value_dim
             self.own_value_width = False
+
+    # -- axes of the input --------------------------------------------------------------------------------------------
 
     def _atoms(self, stage: str) -> set[Axis]:
         """Return the atoms of a stage; empty if the stage is absent."""
         tensor = self._attention.stages.get(stage)
-        return set() if tensor is None else {atom for dim in self._dimensions.of(tensor) for atom in dim}
+        if tensor is None:
+            return set()
+        return set(chain(*self._dimensions.of(tensor)))
 
     def _beside_keys(self, key: Dim) -> Dim:
         """Return axes beside the keys in the product of scores that are a batch of the softmax and of the values."""
         attention = self._attention
+        if attention.over_queries:
+            return ()
         over = self._dimensions.along(attention.softmax.output, attention.softmax_dim)
-        return () if attention.over_queries else _within(_without(wide(key), over), {*self._averaged.batch})
+        beside = _without(wide(key), over)
+        return _within(beside, self._averaged.batch)
 
     def _batch_of_queries(self, query: Dim) -> Dim:
         """Return the batch among the rows of `batch query embed` times the keys of a memory, which have no batch."""
@@ -109,7 +134,7 @@ class Roles:
         dims = positions_of(self._attention, self._dimensions, "query")
         if len(dims) < 2:
             return ()
-        return _within(wide(query), set(wide(dims[0])))
+        return _within(wide(query), wide(dims[0]))
 
     def _outside(self) -> set[Axis]:
         """Return the atoms of the inputs before their projections, except those of their features.
@@ -125,50 +150,12 @@ class Roles:
             op = self._attention.projections.get(side)
             if op is not None and op.base_name == "convolution":  # a strided convolution has new positions
                 dims += self._dimensions.of(op.output)[2:]
-            outside |= {atom for dim in dims for atom in dim}
+            outside.update(*dims)
         if outside and "key" not in stages:
             # Keys that are given without a projection have their batch first.
-            outside |= {*self._dimensions.of(stages["k_heads"])[0]} & self._dimensions.given_whole
+            first = self._dimensions.of(stages["k_heads"])[0]
+            outside |= set(first) & self._dimensions.given_whole
         return outside
-
-    def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
-        """Return whether queries and keys mix positions with features, or the view to heads cuts across features."""
-        if head_rows and set(wide(self._source_key)) & self._features() - outside:
-            return bool(outside & set(wide(query)))
-        stages, projections = self._attention.stages, self._attention.projections
-        shapes = [stages[stage].shape for stage in ("q_proj", "q_heads", "k_heads") if stage in stages]
-        if [len(shape) for shape in shapes] != [3, 4, 4]:
-            return False
-        projected = {atom for dim in self._dimensions.of(stages["q_proj"])[1:] for atom in dim}
-        # Queries that are columns of a product of one sequence with itself have another axis in it than before.
-        lost = not projected & {*query, *self._source_query, *self.head_dim}
-        width, (batch, heads, length, head_dim) = shapes[0][-1], shapes[1]
-        packed = sum(op is projections["query"] for op in projections.values())
-        return lost and shapes[0] == (batch, length, width) and width in (heads * head_dim, heads * head_dim * packed)
-
-    def _is_within_tokens(self, outside: set[Axis], query: Dim, folded: Dim) -> bool:
-        """Return whether rows and columns of the scores are features of one token, and each token has its own scores.
-
-        The features of a vector, `batch embed`, may be split into tokens on purpose: in front of the projections.
-        """
-        stages = self._attention.stages
-        if "q_proj" not in stages or "k_proj" not in stages or len(stages["q_proj"].shape) < 2:
-            return False
-        rows, columns = set(wide(self._source_query)), set(wide(self._source_key))
-        if not rows or not columns or not set(wide(query)) <= rows:
-            return False
-        of_features = rows <= self._features("query") - outside and columns <= self._features("key") - outside
-        return of_features and set(wide(folded)) == set(wide(tuple(outside)))
-
-    def _apart(self, folded: Dim) -> Dim:
-        """Return the axes of the input's positions that the product of scores runs over; otherwise empty."""
-        given = "query" in self._attention.stages and wide(self._source_key)  # otherwise one query and one key
-        dims = positions_of(self._attention, self._dimensions, "query") if given else []
-        apart = _within(wide(folded), {atom for dim in dims[1:] for atom in dim})
-        heads = [atom for dim in self._dimensions.of(self._attention.stages["k_heads"]) for atom in dim]
-        twice = all(heads.count(atom) > 1 and atom in self._source_key for atom in apart)
-        # Otherwise the single query has all keys.
-        return apart if twice or not self._atoms("k_proj") & set(wide(self._source_key)) else ()
 
     def _features(self, *sides: str, by_head: bool = False) -> set[Axis]:
         """Return the atoms of the dimensions in which projections of these sides put heads and their features.
@@ -178,141 +165,340 @@ class Roles:
         features: set[Axis] = set()
         for stage, side in (("q_proj", "query"), ("k_proj", "key"), ("concat", "output")):
             tensor = self._attention.stages.get(stage)
-            if tensor is not None and tensor.shape and (not sides or side in sides):
+            if tensor is None or not tensor.shape:
+                continue
+            if sides and side not in sides:
+                continue
+            # A projection that gives the heads a dimension (einsum) may put them anywhere outside the queries.
+            may_be_anywhere = by_head or (stage == "q_proj" and not sides)
+            if len(tensor.shape) > 3 and may_be_anywhere:
+                features |= self._atoms(stage)
+            else:
                 place = self._attention.feature_place(side, len(tensor.shape))
-                # A projection that gives the heads a dimension (einsum) may put them anywhere outside the queries.
-                anywhere = len(tensor.shape) > 3 and (by_head or (stage == "q_proj" and not sides))
-                features |= self._atoms(stage) if anywhere else {*self._dimensions.of(tensor)[place]}
+                features.update(self._dimensions.of(tensor)[place])
         return features
 
-    def _split(self, folded: Dim, outside: set[Axis], head_rows: Dim) -> tuple[Dim, Dim, Dim]:
+    # -- kinds of attention -------------------------------------------------------------------------------------------
+
+    def _is_over_features(self, outside: set[Axis], query: Dim) -> bool:
+        """Return whether the product of scores sums over positions, and its rows are features."""
+        rows = set(wide(query))
+        summed = set(wide(self.head_dim))
+        if not rows or not summed or not summed <= outside:
+            return False
+        return rows <= self._features() - outside
+
+    def _head_rows(self, outside: set[Axis], query: Dim) -> Dim:
+        """Return the query heads that are rows of one product, beside the queries: those of a single key head."""
+        if not outside or self.over_features:
+            return ()
+        if len(wide(query)) > 1:
+            features = self._features()
+        else:
+            has_queries = "query" in self._attention.stages
+            is_step = has_queries and not wide(*self._after_first_dim())
+            of_queries = self._features("query", by_head=is_step)
+            of_output = self._features("output", by_head=is_step)
+            features = of_queries & of_output
+        return _without(_within(query, features), outside)
+
+    def _after_first_dim(self) -> list[Dim]:
+        """Return the positions of the queries that are given, without their first dimension: the batch, usually."""
+        return list(positions_of(self._attention, self._dimensions, "query")[1:])
+
+    def _mixes_positions(self, outside: set[Axis], head_rows: Dim, query: Dim) -> bool:
+        """Return whether queries and keys mix positions with features, or the view to heads cuts across features."""
+        features = self._features() - outside
+        if head_rows and not features.isdisjoint(wide(self._source_key)):
+            return not outside.isdisjoint(wide(query))
+        stages = self._attention.stages
+        if "q_proj" not in stages:
+            return False
+        ranks = [len(stages[stage].shape) for stage in ("q_proj", "q_heads", "k_heads")]
+        if ranks != [3, 4, 4]:
+            return False
+        # Queries that are columns of a product of one sequence with itself have another axis in it than before.
+        _, *dims = self._dimensions.of(stages["q_proj"])
+        projected = set(chain(*dims))
+        if not projected.isdisjoint((*query, *self._source_query, *self.head_dim)):
+            return False
+        batch, heads, length, head_dim = stages["q_heads"].shape
+        *rows, width = stages["q_proj"].shape
+        if rows != [batch, length]:
+            return False
+        width_of_side = heads * head_dim
+        return width in (width_of_side, width_of_side * self._sides_in_matrix())
+
+    def _sides_in_matrix(self) -> int:
+        """Return how many sides the projection of the queries gives: 3 if keys and values are packed with them."""
+        projections = self._attention.projections
+        same = [op for op in projections.values() if op is projections["query"]]
+        return len(same)
+
+    def _is_within_tokens(self, outside: set[Axis], query: Dim, folded: Dim) -> bool:
+        """Return whether rows and columns of the scores are features of one token, and each token has its own scores.
+
+        The features of a vector, `batch embed`, may be split into tokens on purpose: in front of the projections.
+        """
+        stages = self._attention.stages
+        if "q_proj" not in stages or "k_proj" not in stages:
+            return False
+        if len(stages["q_proj"].shape) < 2:
+            return False
+        rows = set(wide(self._source_query))
+        columns = set(wide(self._source_key))
+        if not rows or not columns or not rows.issuperset(wide(query)):
+            return False
+        if not rows <= self._features("query") - outside:
+            return False
+        if not columns <= self._features("key") - outside:
+            return False
+        return set(wide(folded)) == set(wide(tuple(outside)))
+
+    def _apart(self, folded: Dim) -> Dim:
+        """Return the axes of the input's positions that the product of scores runs over; otherwise empty."""
+        keys = set(wide(self._source_key))
+        if "query" not in self._attention.stages or not keys:  # one query and one key
+            return ()
+        positions = set(chain(*self._after_first_dim()))
+        apart = _within(wide(folded), positions)
+        if keys.isdisjoint(self._atoms("k_proj")):
+            return apart
+        dims = self._dimensions.of(self._attention.stages["k_heads"])
+        heads = list(chain(*dims))
+        for atom in apart:
+            if heads.count(atom) < 2 or atom not in self._source_key:
+                return ()  # the single query has all keys
+        return apart
+
+    # -- batch, heads and windows -------------------------------------------------------------------------------------
+
+    def _split(self, folded: Dim, outside: set[Axis], head_rows: Dim) -> _Folded:
         """Return the batch, the heads and the windows among the axes that the product of scores runs over."""
-        q_heads = self._dimensions.of(self._attention.stages["q_heads"])
         if self.within_tokens:
-            return _within(folded, outside), head_rows, ()
-        if not outside:  # without a projection: batch comes before heads
-            rank, windows = len(q_heads), self._cut_from_sequence(folded)
-            if windows:
-                whole = _without(folded, windows)
-                return whole[:1], wide(whole[1:]), windows
-            if (rank <= 3 and len(folded) < 2) or (rank < 3 and not self._attention.is_dot):
-                return folded, (), ()
-            batch = _within(folded, q_heads[0] if rank > 3 else folded[:-1] if rank == 3 else ())
-            rest = _without(folded, batch)
-            several = sum(bool({*wide(dim)} & {*rest}) for dim in q_heads[1:]) > 1
-            if several and {*wide(rest)} <= self._given_keys():
-                return batch, (), ()  # nothing shows which of them are heads
-            return batch, wide(rest) or rest[:1], ()
+            return _Folded(_within(folded, outside), heads=head_rows)
+        if not outside:
+            return self._split_by_order(folded)
+        return self._split_by_input(folded, outside, head_rows)
+
+    def _split_by_order(self, folded: Dim) -> _Folded:
+        """Return the batch, the heads and the windows without a projection: batch comes before heads."""
+        q_heads = self._dimensions.of(self._attention.stages["q_heads"])
+        rank = len(q_heads)
+        windows = self._cut_from_sequence(folded)
+        if windows:
+            whole = _without(folded, windows)
+            return _Folded(whole[:1], heads=wide(whole[1:]), windows=windows)
+        is_single = rank <= 3 and len(folded) < 2
+        if is_single or (rank < 3 and not self._attention.is_dot):
+            return _Folded(folded)
+        batch: Dim = ()
+        if rank > 3:
+            batch = _within(folded, q_heads[0])
+        elif rank == 3:
+            batch = _within(folded, folded[:-1])
+        rest = _without(folded, batch)
+        in_dims = [dim for dim in q_heads[1:] if _within(wide(dim), rest)]
+        if len(in_dims) > 1 and self._given_keys().issuperset(wide(rest)):
+            return _Folded(batch)  # nothing shows which of them are heads
+        return _Folded(batch, heads=wide(rest) or rest[:1])
+
+    def _split_by_input(self, folded: Dim, outside: set[Axis], head_rows: Dim) -> _Folded:
+        """Return the batch, the heads and the windows: the batch and the windows are axes of the input's positions."""
         batch, rest = _within(folded, outside), _without(folded, outside)
-        # Windows are cut from the sequence, so they are next to the rest of it somewhere; the batch never is.
-        not_cut = {*batch[:1], *self._dimensions.given_whole}
-        rows = set(wide(self.query, self.key))
-        cut = self._dimensions.beside(rows, apart_from=not_cut) if not set(batch) <= not_cut else set()
-        windows = _within(_without(batch, not_cut), cut)
-        batch, heads, features = _without(batch, windows), wide(rest), self._features()
-        if "query" in self._attention.stages and features & {*heads, *head_rows}:
-            windows, heads = (*windows, *_without(heads, features)), _within(heads, features)
+        windows = self._windows_in(batch)
+        heads = wide(rest)
+        features = self._features()
+        has_features = not features.isdisjoint((*heads, *head_rows))
+        if has_features and "query" in self._attention.stages:
+            windows = (*windows, *_without(heads, features))
+            heads = _within(heads, features)
         heads += head_rows
-        # A single head shows only as a dimension of size one, if there is exactly one such dimension.
         if not heads and not self._attention.branches:
-            ones = _without((*rest, *(dim[0] for dim in q_heads if size_of(dim) == len(dim) == 1)), outside)
-            heads = ones[:1] if len(set(ones)) == 1 else ()
-        return batch, heads, windows
+            heads = self._single_head(rest, outside)
+        return _Folded(_without(batch, windows), heads, windows)
+
+    def _windows_in(self, batch: Dim) -> Dim:
+        """Return the windows among axes of the input.
+
+        They are cut from the sequence, so they are next to the rest of it somewhere; the batch never is.
+        """
+        not_cut = {*batch[:1], *self._dimensions.given_whole}
+        left = _without(batch, not_cut)
+        if not left:
+            return ()
+        rows = set(wide(self.query, self.key))
+        return _within(left, self._dimensions.beside(rows, apart_from=not_cut))
+
+    def _single_head(self, rest: Dim, outside: set[Axis]) -> Dim:
+        """Return the axis of a single head: it shows only as a dimension of size one, if there is exactly one such."""
+        ones = list(rest)
+        for dim in self._dimensions.of(self._attention.stages["q_heads"]):
+            if len(dim) == 1 and dim[0].size == 1:
+                ones.append(dim[0])
+        heads = _without(tuple(ones), outside)
+        return heads[:1] if len(set(heads)) == 1 else ()
 
     def _given_keys(self) -> set[Axis]:
         """Return the axes of the keys before any repeat."""
-        return {*wide(*self._dimensions.of(self._attention.before_repeats["key"]))}
+        keys = self._attention.before_repeats["key"]
+        return set(wide(*self._dimensions.of(keys)))
 
     def _cut_from_sequence(self, folded: Dim) -> Dim:
         """Return the axes that the product of scores runs over and that are cut from the sequence: the windows."""
         rows = set(wide(self.query, self.key))
-        cut = self._dimensions.beside(rows, apart_from=self._dimensions.given_whole)
-        return _within(_without(wide(folded), self._dimensions.given_whole), cut)
+        given = self._dimensions.given_whole
+        cut = self._dimensions.beside(rows, apart_from=given)
+        return _within(_without(wide(folded), given), cut)
 
     @property
     def own_values(self) -> Dim:
         """Query axes if every query averages its own gathered values (top-k attention); otherwise empty."""
-        return self.query if {*wide(self.query)} <= {*self._averaged.batch} and not self.own_keys else ()
+        batch = set(self._averaged.batch)
+        if self.own_keys or not batch.issuperset(wide(self.query)):
+            return ()
+        return self.query
 
     def _maps_of_a_head(self, heads: Dim) -> Dim:
         """Return head axes of the scores whose weights are combined before the values; otherwise empty."""
-        averaged = {*self._averaged.batch, *self._averaged.rows, *self._averaged.columns}
-        combined = any(op.base_name.rstrip("_") in ("add", "sub", "sum") for op in self._attention.weights_path)
-        known = combined and not self._attention.mixed_weights and averaged & set(wide(heads))
-        return _without(wide(heads), averaged) if known else ()
+        attention = self._attention
+        if attention.mixed_weights:
+            return ()
+        names = {op.base_name.rstrip("_") for op in attention.weights_path}
+        if names.isdisjoint(("add", "sub", "sum")):
+            return ()
+        axes = self._averaged
+        averaged = {*axes.batch, *axes.rows, *axes.columns}
+        if averaged.isdisjoint(wide(heads)):
+            return ()
+        return _without(wide(heads), averaged)
+
+    # -- heads of keys ------------------------------------------------------------------------------------------------
 
     @cached_property
     def kv_heads(self) -> Dim:
         """The head axes that keys and values were projected to."""
+        is_dot = self._attention.is_dot
         if self.mixes_positions or self.within_tokens:
             return self.heads
+        given = self._given_keys()
+        heads = wide(self.heads)
+        fewer = _within(heads, given)
         if "k_proj" not in self._attention.stages:
-            return _within(wide(self.heads), self._given_keys()) if self._attention.is_dot else self.heads
-        projected = self._atoms("k_proj")
-        once = set(wide(*self._dimensions.of(self._attention.before_repeats["key"])))
-        count = size_of(self.heads)
-        pieces = (atom for atom in self.heads if 1 < atom.size < count or (atom.size == count and atom in once))
-        shared = _within(self.heads, projected) or tuple(
-            # A piece of an axis, if one projection gives different numbers of query and key heads, or if a few heads
-            # are computed at a time.
-            atom
-            for atom in pieces
-            if projected & {*resolve(atom.origins.get(atom.size, ((), 0))[0])}
-        )
+            return fewer if is_dot else self.heads
+        projected = _within(self.heads, self._atoms("k_proj"))
+        shared = projected or self._cut_heads(given)
+        if shared:
+            return shared
         # Otherwise the heads before they are repeated, if they could not be followed to the projection.
-        fewer = _within(wide(self.heads), once)
-        shared = shared or (fewer if len(fewer) < len(wide(self.heads)) else ())
-        if not shared and fewer:  # picked by index
-            features = self._features("key") - {*self.head_dim, *self._other_dim}
-            picked = tuple(atom for atom in features if 1 < atom.size < count and count % atom.size == 0)
-            # Keys that are split into all heads have them, where more than queries, keys and values are packed.
-            shared = picked if len(picked) == 1 else fewer
-        if not shared and not self._attention.is_dot and not {*self.heads} & {*wide(tuple(self._atoms("k_heads")))}:
+        if fewer:
+            is_repeated = len(fewer) < len(heads)
+            return fewer if is_repeated else self._picked_heads() or fewer
+        if not is_dot and not _within(self.heads, wide(self._atoms("k_heads"))):
             return self.heads  # the reduction of the features gives the heads
-        return shared
+        return ()
+
+    def _cut_heads(self, given: set[Axis]) -> Dim:
+        """Return the head axes that are cut from the projection of the keys.
+
+        They are pieces of an axis, if one projection gives different numbers of query and key heads, or if a few heads
+        are computed at a time.
+        """
+        projected = self._atoms("k_proj")
+        count = size_of(self.heads)
+        cut: list[Axis] = []
+        for atom in self.heads:
+            is_piece = 1 < atom.size < count
+            is_all = atom.size == count and atom in given
+            origin, _ = atom.origins.get(atom.size, ((), 0))
+            if (is_piece or is_all) and not projected.isdisjoint(resolve(origin)):
+                cut.append(atom)
+        return tuple(cut)
+
+    def _picked_heads(self) -> Dim:
+        """Return the one axis of the projected keys that may count heads which are picked by index; empty for several.
+
+        Keys that are split into all heads have these, where more than queries, keys and values are packed.
+        """
+        count = size_of(self.heads)
+        features = self._features("key") - {*self.head_dim, *self._right_head_dim}
+        picked: list[Axis] = []
+        for atom in features:
+            if 1 < atom.size < count and count % atom.size == 0:
+                picked.append(atom)
+        return tuple(picked) if len(picked) == 1 else ()
 
     @cached_property
     def group_first(self) -> bool:
         """Whether neighbouring query heads, in the rows of W_q, use different key heads."""
         tensor = self._attention.stages.get("q_proj", self._attention.stages["q_heads"])
         shared = set(wide(self.kv_heads))
-        heads = [atom in shared for dim in self._dimensions.of(tensor) for atom in dim if atom in self.heads]
-        return True in heads[1:] and not heads[0]
+        atoms = tuple(chain(*self._dimensions.of(tensor)))
+        heads = _within(atoms, self.heads)
+        if not heads or heads[0] in shared:
+            return False
+        return not shared.isdisjoint(heads)
+
+    # -- groups -------------------------------------------------------------------------------------------------------
 
     def groups(self, side: str) -> list[Group]:
         """Return names and atoms of one side: `q`, `k`, `v`, `s` for scores and weights, `o` for context and output."""
-        shared, heads = self.kv_heads, self.heads
-        groups: list[Group] = [("batch", self.batch), ("heads", heads)]
+        groups: list[Group] = [("batch", self.batch), ("heads", self.heads)]
+        groups += self._groups_in_heads(side)
+        groups.append(("windows", self.windows))
+        if self.over_features:
+            groups += self._groups_over_features(side)
+        else:
+            groups += self._groups_over_positions(side)
+        # Axes of size one are dropped beside others: a view puts them next to any axis.
+        return [(name, wide(dim) or dim) for name, dim in groups]
+
+    def _groups_in_heads(self, side: str) -> list[Group]:
+        """Return names and atoms of parts of the heads."""
         if self.maps:
-            groups += [("maps", self.maps)] if side in "qks" else []
-        elif heads and wide(shared) != wide(heads):
-            groups += [("kv_heads", shared), ("group", _without(heads, shared))]
-        value_dim = "v_head_dim" if self.own_value_width else "head_dim"
-        left, right, values = ("head_dim", self.head_dim), ("head_dim", self._other_dim), (value_dim, self.value_dim)
-        queries, keys = ("query", self.query), ("key", self.key)
-        sources = {"q": ("query", self._source_query), "k": ("key", self._source_key)}
+            return [("maps", self.maps)] if side in "qks" else []
+        if not self.heads or wide(self.kv_heads) == wide(self.heads):
+            return []
+        group = _without(self.heads, self.kv_heads)
+        return [("kv_heads", self.kv_heads), ("group", group)]
+
+    def _groups_over_positions(self, side: str) -> list[Group]:
+        """Return names and atoms of one side of an attention in which positions attend to positions."""
+        left = ("head_dim", self.head_dim)
+        right = ("head_dim", self._right_head_dim)
+        value_width = "v_head_dim" if self.own_value_width else "head_dim"
+        values = (value_width, self.value_dim)
+        queries = ("query", self.query)
+        keys = ("key", self.key)
+        given_queries = ("query", self._source_query)
         by_side: dict[str, list[Group]] = {
-            "q": [left, right, sources["q"], queries],
-            "k": [left, right, sources["k"], keys],
+            "q": [left, right, given_queries, queries],
+            "k": [left, right, ("key", self._source_key), keys],
             "v": [values, left, right, ("key", self._value_key), keys],
             "s": [left, right, queries, keys],
-            "o": [values, ("query", self._value_query), queries, sources["q"]],
+            "o": [values, ("query", self._value_query), queries, given_queries],
         }
-        if self.over_features:
-            by_side = {
-                "q": [left, queries],
-                "k": [right, keys],
-                "v": [right, values, ("key", self._value_key)],
-                "s": [left, ("key_head_dim", self._other_dim), ("key_head_dim", self.value_dim)],
-                "o": [left, ("head_dim", self._value_query), ("query", self._value_key)],
-            }
-        # Axes of size one are dropped beside others: a view puts them next to any axis.
-        return [(name, wide(dim) or dim) for name, dim in (*groups, ("windows", self.windows), *by_side[side])]
+        return by_side[side]
+
+    def _groups_over_features(self, side: str) -> list[Group]:
+        """Return names and atoms of one side of an attention in which features attend to features."""
+        left = ("head_dim", self.head_dim)
+        right = ("head_dim", self._right_head_dim)
+        by_side: dict[str, list[Group]] = {
+            "q": [left, ("query", self.query)],
+            "k": [right, ("key", self.key)],
+            "v": [right, ("head_dim", self.value_dim), ("key", self._value_key)],
+            "s": [left, ("key_head_dim", self._right_head_dim), ("key_head_dim", self.value_dim)],
+            "o": [left, ("head_dim", self._value_query), ("query", self._value_key)],
+        }
+        return by_side[side]
 
 
 def _within(dim: Dim, atoms: Container[Axis]) -> Dim:
+    """Return the atoms of a dimension that are among these."""
     return tuple([atom for atom in dim if atom in atoms])
 
 
 def _without(dim: Dim, atoms: Container[Axis]) -> Dim:
+    """Return the atoms of a dimension that are not among these."""
     return tuple([atom for atom in dim if atom not in atoms])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import isclose
 
 from ..graph.attention import Attention
@@ -23,35 +24,69 @@ _ADDED = {
 _SIGNS = {"add": "+", "sub": "-", "mul": "·", "div": "/"}
 
 
+_JOINED = {"add": "{} + {}", "sub": "{} - {}", "cat": "[{}, {}]"}
+"""How queries and keys meet without a product; any other way is a distance."""
+_REDUCTIONS = {"sum": "Σ", "mean": "mean of"}
+
+
+@dataclass(frozen=True)
+class _Formula:
+    """A formula, and whether it can be a factor without brackets: `softmax(a)`, not `a + b`."""
+
+    text: str
+    is_whole: bool
+
+    @property
+    def inside(self) -> str:
+        """The formula as a factor: `(a + b)`."""
+        return self.text if self.is_whole else f"({self.text})"
+
+    def as_argument(self, function: str) -> _Formula:
+        """Return a function of it: `tanh(a + b)`."""
+        return _Formula(f"{function}({self.text})", is_whole=True)
+
+    def plus(self, term: str) -> _Formula:
+        """Return the sum with a term."""
+        return _Formula(f"{self.text} + {term}", is_whole=False)
+
+
 def joint_text(graph: Graph, scored: Joint, *, key_first: bool) -> str:
     """Return the formula of scores without a dot product: `w · tanh(q_heads + k_heads)`."""
     sides = ("k_heads", "q_heads") if key_first else ("q_heads", "k_heads")
-    joined, ends = {"add": (" + ", ""), "sub": (" - ", ""), "cat": (", ", "[]")}.get(
-        scored.multiply.base_name.rstrip("_"), (" - ", "||")
-    )
-    text, whole = joined.join(sides).join(ends or ("", "")), bool(ends)
+    text = _JOINED.get(scored.multiply.base_name.rstrip("_"), "|{} - {}|").format(*sides)
+    formula = _Formula(text, is_whole=text.startswith(("[", "|")))
     for op in scored.between:
-        name, inside = op.base_name.rstrip("_"), text if whole else f"({text})"
-        if name in ("sum", "mean") or graph.is_projection(op):
-            text = f"{ {'sum': 'Σ', 'mean': 'mean of'}.get(name, 'W ·') } {inside}"
+        name = op.base_name.rstrip("_")
+        if name in _REDUCTIONS or graph.is_projection(op):
+            sign = _REDUCTIONS.get(name, "W ·")
+            formula = replace(formula, text=f"{sign} {formula.inside}")
         elif graph.bends(op):
-            text, whole = f"{name}{inside if inside.startswith('(') else f'({inside})'}", True
+            formula = formula.as_argument(name)
         elif any(map(graph.is_weight, op.inputs)):
-            text = f"W ∘ {inside}" if op.does("scales") else f"{inside} + b"
+            inside = formula.inside
+            formula = replace(formula, text=f"W ∘ {inside}" if op.does("scales") else f"{inside} + b")
         elif further_term(graph, scored, op) is not None:
-            text, whole = f"{text} + another term", False
-    return text
+            formula = formula.plus("another term")
+    return formula.text
 
 
 def _is_by_a_number(op: Op) -> bool:
-    return len(op.inputs) == 1 < len(op.args) and op.base_name.rstrip("_") in _SIGNS
+    """Return whether an operation is `+`, `-`, `·` or `/` with a number."""
+    if op.base_name.rstrip("_") not in _SIGNS:
+        return False
+    return len(op.inputs) == 1 and len(op.args) > 1
 
 
 def weighs_by_others(graph: Graph, attention: Attention) -> bool:
     """Return whether weights without a softmax also depend on other scores of the same query, e.g. on their sum."""
-    steps = (op for op in attention.weighing if op not in attention.masks)
-    steps = (op for op in steps if not (graph.is_scale(op) or graph.bends(op) or graph.moves(op)))
-    return not all(map(_is_by_a_number, steps))
+    for op in attention.weighing:
+        if op in attention.masks:
+            continue
+        if graph.is_scale(op) or graph.bends(op) or graph.moves(op):
+            continue
+        if not _is_by_a_number(op):
+            return True
+    return False
 
 
 def weighed_text(graph: Graph, attention: Attention, scores: str) -> str:
@@ -71,7 +106,9 @@ def weighed_text(graph: Graph, attention: Attention, scores: str) -> str:
 
 def unlike_dot(run: NamedRun) -> tuple[str, ...]:
     """Return a sentence for each way in which the scores of a run are no dot products."""
-    return tuple(dict.fromkeys(filter(None, (without_dot(attention) for attention, _ in run.attentions))))
+    sentences = dict.fromkeys(without_dot(attention) for attention, _ in run.attentions)
+    sentences.pop("", None)
+    return tuple(sentences)
 
 
 def without_dot(attention: Attention) -> str:
@@ -92,33 +129,48 @@ def masked_text(scores: str, steps: Sequence[tuple[str, float | None]]) -> str:
         scores: the formula to begin with.
         steps: as in `dataflow.scoring.Scoring.steps`. Several masks in a row are written once.
     """
-    text, whole, last = scores, " " not in scores, ""
+    formula = _Formula(scores, is_whole=" " not in scores)
+    kinds = ["", *(kind for kind, _ in steps), ""]
     for place, (kind, number) in enumerate(steps):
-        inside = text if whole else f"({text})"
-        if kind in _ADDED:
-            text, whole = text if last == kind else f"{text} + {_ADDED[kind]}", False
-        elif kind in ("fill", "mixed"):
-            name = "mask" if kind == "fill" else "mix"
-            text, whole = text if last == kind == "fill" else f"{name}({text})", True
-        elif kind == "times":
-            text, whole = f"{inside} · mask", False
-        elif kind == "scale":
-            beside = {last, steps[place + 1][0] if place + 1 < len(steps) else ""}
-            bends = bool(number) and bool(beside - {"", "scale", "fill", "times", "mixed", *_ADDED})
-            text, whole = _scaled(inside, number, as_a_root=not bends), False
-        elif " " in kind:
-            text, whole = f"{inside} {kind}", False
-        else:
-            text, whole = f"{kind}({text})", True
-        last = kind
-    return text
+        before, after = kinds[place], kinds[place + 2]
+        is_again = kind == before and kind in ("fill", *_ADDED)
+        if not is_again:
+            formula = _after_step(formula, kind, number, beside={before, after})
+    return formula.text
+
+
+def _after_step(
+    formula: _Formula,
+    kind: str,
+    number: float | None,
+    *,
+    beside: set[str],
+) -> _Formula:
+    """Return a formula after one more step; `beside` are the kinds of the steps before and after it."""
+    if kind in _ADDED:
+        return formula.plus(_ADDED[kind])
+    if kind == "fill":
+        return formula.as_argument("mask")
+    if kind == "mixed":
+        return formula.as_argument("mix")
+    if kind == "times":
+        return _Formula(f"{formula.inside} · mask", is_whole=False)
+    if kind == "scale":
+        functions = beside - {"", "scale", "fill", "times", "mixed", *_ADDED}
+        bends = bool(number) and bool(functions)
+        return _Formula(_scaled(formula.inside, number, as_a_root=not bends), is_whole=False)
+    if " " in kind:
+        return _Formula(f"{formula.inside} {kind}", is_whole=False)
+    return formula.as_argument(kind)
 
 
 def _scaled(text: str, number: float | None, *, as_a_root: bool) -> str:
     """Return a product with a number; the argument of a function is divided by 30 rather than √900."""
     if number is None or as_a_root:
         return f"{text}{scale_text(number)}"
-    return f"{number:g} · {text}" if abs(number) >= 1 or not number else f"{text} / {1 / number:g}"
+    if number and abs(number) < 1:
+        return f"{text} / {1 / number:g}"
+    return f"{number:g} · {text}"
 
 
 def scale_text(scale: float | None) -> str:

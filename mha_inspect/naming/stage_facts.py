@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 from ..graph.attention import Attention
 from ..graph.axis import setting
 from ..graph.dataflow import Graph, made_of
@@ -10,7 +12,7 @@ from ..graph.products import Joint
 from ..graph.projections import reduction_of
 from ..graph.values import power_of
 from ..record.ops import Op, TensorRef
-from ..reports.trace import Cache, Memory
+from ..reports.trace import Cache, Memory, QKNorm
 from .inner_steps import InnerSteps, OperandSteps, bias_steps
 from .pattern import dims_of, rearrangement
 from .score_formulas import joint_text, masked_text, scale_text, weighed_text
@@ -39,7 +41,12 @@ class StageFacts:
     """Formula, operations and memory of the stages of one attention."""
 
     def __init__(
-        self, graph: Graph, attention: Attention, axes: dict[str, str], inner: InnerSteps | None = None, group: int = 1
+        self,
+        graph: Graph,
+        attention: Attention,
+        axes: dict[str, str],
+        inner: InnerSteps | None = None,
+        group: int = 1,
     ) -> None:
         """Take the axes of each stage, and the number of query heads that share a key head."""
         self._graph = graph
@@ -48,45 +55,135 @@ class StageFacts:
         self._inner = inner or InnerSteps()
         self._group = group
 
+    # -- formulas -----------------------------------------------------------------------------------------------------
+
     def formula(self, stage: str, *, brief: bool = False) -> str:
         """Return the formula with the real numbers, or an einops pattern where elements only move.
 
         A `brief` formula says `split` or `merge` instead of the pattern.
         """
-        attention, stages = self._attention, self._attention.stages
-        scores = "masked_scores" if "masked_scores" in stages else "scores"
         if stage in _INPUTS:
-            before = (name for name in _INPUTS[: _INPUTS.index(stage)] if name in stages)
-            same = next((f"the {name}" for name in before if stages[name].id == stages[stage].id), "")
-            source, ops = ("", ()) if same else reduction_of(self._graph, attention, stage)
-            names = ", ".join(dict.fromkeys(op.base_name for op in ops))
-            return same or (f"{source}, then {names}" if names else self._origin(stages[stage]))
+            return self._given(stage)
         if stage in _PROJECTED:
             return self._projection(stage)
-        if stage in ("scores", "masked_scores"):
-            return self._scores(stage)
+        if stage == "scores":
+            return self._scores()
+        if stage == "masked_scores":
+            return masked_text("scores", bias_steps(self._attention, self._inner.added))
         if stage == "weights":
-            over = " over the queries" if attention.over_queries else ""
-            if brief and not attention.weighing and scores != "scores":
-                return f"softmax{over}"
-            if attention.weighing:
-                return weighed_text(self._graph, attention, scores)
-            return f"softmax{over}({self._softmaxed(scores)})"
-        if stage != "context":
-            joined = ", joined with those of another projection" if self.joins_projections(stage) else ""
-            return self._rearranged(stage, brief=brief) + joined
-        if attention.divided is not None:
-            is_masked = any(op.index > attention.softmax.index for op in attention.masks)
-            exponentials = f"mask(exp({scores}))" if is_masked else f"exp({scores})"
-            total = f"Σ {exponentials}" if attention.average_of_ones is None else "…"
-            return f"{exponentials} · v_heads / {total}"
-        weights = "dropout(weights)" if self.drops() else "weights"
-        powers = [power_of(self._graph, op.output, stages["weights"]) for op in attention.weights_path]
-        if max(powers, default=0) > 1:
-            weights = f"({' · '.join([weights] * max(powers))})"
-        weights = f"mix({weights})" if attention.mixed_weights else weights
-        others = dict.fromkeys(op.base_name.rstrip("_") for op in attention.weights_path if self._changes(op))
-        return f"({weights}, then {', '.join(others)}) · v_heads" if others else f"{weights} · v_heads"
+            return self._weights(brief=brief)
+        if stage == "context":
+            return self._context()
+        text = self._rearranged(stage, brief=brief)
+        if self.joins_projections(stage):
+            return f"{text}, joined with those of another projection"
+        return text
+
+    def _given(self, stage: str) -> str:
+        """Return where an input comes from: `the query`, `given`, or `x, then mean` if it is pooled before."""
+        stages = self._attention.stages
+        tensor = stages[stage]
+        for earlier in _INPUTS[: _INPUTS.index(stage)]:
+            if earlier in stages and stages[earlier].id == tensor.id:
+                return f"the {earlier}"
+        source, ops = reduction_of(self._graph, self._attention, stage)
+        if not ops:
+            return self._origin(tensor)
+        names = dict.fromkeys(op.base_name for op in ops)
+        return f"{source}, then {', '.join(names)}"
+
+    def _origin(self, tensor: TensorRef) -> str:
+        """Return where the first stage of a side comes from: `given` for an input or the result of another layer."""
+        recording = self._graph.recording
+        if self._graph.comes_from_inputs(tensor):
+            return "given"
+        storage = self._graph.before_moves(tensor).storage
+        for parameter in recording.parameters:
+            if parameter.tensor.storage == storage:
+                return f"the parameter {parameter.name}"
+        for buffer in recording.buffers:
+            if buffer.tensor.storage == storage:
+                return f"the buffer {buffer.name}"
+        if tensor.id in self._graph.learned:
+            return "computed from parameters"
+        return "computed from no input"
+
+    def _projection(self, stage: str) -> str:
+        """Return the formula of a projection: `query · W_qᵀ + b_q`."""
+        side = _PROJECTED[stage]
+        letter = side[0]
+        op = self._attention.projections[side]
+        source = self._projected_source(side, op)
+        earlier = len(self._attention.earlier.get(side, ()))
+        if earlier:
+            source += f", through {earlier} {_counted('down-projection', earlier)}"
+        cache = self._cache_before(stage)
+        if cache is not None:
+            source = f"(cache ({cache.past}) + {source} ({cache.new}))"
+        bias = f" + b_{letter}" if self._adds_bias(stage, op) else ""
+        return f"{source} · W_{letter}ᵀ{bias}"
+
+    def _projected_source(self, side: str, op: Op) -> str:
+        """Return the stage that a projection reads; `a part of query` if the input is split before its projection."""
+        attention = self._attention
+        if side == "output":
+            return "concat" if "concat" in attention.stages else "context"
+        if attention.earlier or attention.pieces or side not in attention.stages:
+            return side
+        if self._graph.projected(op).numel < attention.stages[side].numel:
+            return f"a part of {side}"
+        return side
+
+    def _adds_bias(self, stage: str, op: Op) -> bool:
+        """Return whether a projection has a bias; that of the output may be added by a later operation."""
+        if self._graph.has_bias(op):
+            return True
+        if stage != "output":
+            return False
+        last = self._graph.recording.producer(self._attention.stages[stage])
+        return last is not None and self._graph.adds_bias(last)
+
+    def _cache_before(self, stage: str) -> Cache | None:
+        """Return the cache of what a projection reads, e.g. of latents; None if the projected keys are cached."""
+        cache = self._steps_to(f"{stage[0]}_heads").cache
+        if cache is None or not cache.past:
+            return None
+        slots = cache.past + cache.new + cache.empty
+        return cache if self._keys_in(stage) == slots else None
+
+    def _steps_to(self, stage: str) -> OperandSteps:
+        """Return the norm, the rotation and the cache on the way to a stage by heads."""
+        return self._inner.operands.get(stage, OperandSteps())
+
+    def _keys_in(self, stage: str) -> int | None:
+        """Return the number of keys in a stage, `batch key embed`; None if no dimension has only keys."""
+        dims = dims_of(self._axes[stage])
+        if ["key"] not in dims:
+            return None
+        return self._attention.stages[stage].shape[dims.index(["key"])]
+
+    def _scores(self) -> str:
+        """Return the formula of the scores: `q_heads · k_headsᵀ / √64`."""
+        attention = self._attention
+        product = attention.score_product
+        if isinstance(product, Joint):
+            return joint_text(self._graph, product, key_first=attention.key_first)
+        return f"q_heads · k_headsᵀ{scale_text(attention.scores_scale)}"
+
+    def _weights(self, *, brief: bool) -> str:
+        """Return the formula of the weights: `softmax(scores)`, or in brief `softmax` where scores were masked."""
+        attention = self._attention
+        scores = self._last_scores()
+        if attention.weighing:
+            return weighed_text(self._graph, attention, scores)
+        softmax = "softmax over the queries" if attention.over_queries else "softmax"
+        if brief and scores == "masked_scores":
+            return softmax
+        return f"{softmax}({self._softmaxed(scores)})"
+
+    def _last_scores(self) -> str:
+        """Return the stage that the weights are made of."""
+        return "masked_scores" if "masked_scores" in self._attention.stages else "scores"
 
     def _softmaxed(self, scores: str) -> str:
         """Return what the softmax is computed of, with what happens to the exponentials before they are summed.
@@ -98,99 +195,68 @@ class StageFacts:
         text = f"{scores}{scale_text(attention.weights_scale)}"
         if attention.has_factors:
             text = f"{text} + bias"
-        hides = attention.seen is not None and scores == "scores" and not bool(attention.seen.all())
-        text = f"mask({text})" if hides else text
-        return f"[{text}, sinks]" if attention.sinks is not None else text
+        has_mask = attention.seen is not None and not bool(attention.seen.all())
+        if has_mask and scores == "scores":
+            text = f"mask({text})"
+        if attention.sinks is not None:
+            text = f"[{text}, sinks]"
+        return text
 
-    def flops(self, stage: str) -> int:
-        """Return the floating-point operations of the stage's matrix products; a multiply-add counts as two.
-
-        The cost of one product for several stages (a packed projection) is divided by their numbers of elements.
-        """
+    def _context(self) -> str:
+        """Return the formula of the context: `weights · v_heads`, `(dropout(weights), then mul) · v_heads`."""
         attention = self._attention
-        op = attention.projections.get(_PROJECTED.get(stage, ""))
-        if stage == "output" and attention.summed:
-            return sum(map(_product_flops, attention.summed))
-        if op is not None:
-            tensor = attention.stages[stage]
-            users = [s for s, side in _PROJECTED.items() if attention.projections.get(side) is op]
-            equal = [name for name in users if name == stage or attention.stages.get(name) == tensor]
-            part = tensor.numel / max(op.output.numel, 1)
-            # Of the output a rank may keep a piece.
-            part = max(part, 1.0) if stage == "output" else part
-            return round(_product_flops(op) * part / len(equal))
-        if stage == "scores":
-            return attention.score_product.flops
-        return attention.value_product.flops if stage == "context" else 0
+        if attention.divided is not None:
+            return self._divided_context()
+        weights = self._averaging_weights()
+        changing = filter(self._changes, attention.weights_path)
+        changes = dict.fromkeys(op.base_name.rstrip("_") for op in changing)
+        if not changes:
+            return f"{weights} · v_heads"
+        return f"({weights}, then {', '.join(changes)}) · v_heads"
 
-    def memory(self, stage: str) -> Memory:
-        """Return how a stage got its memory: `input`, `view` of an earlier stage, `copy` of its elements, or `new`."""
-        made = self._made(stage) if stage not in _INPUTS else []
-        if not made:
-            return "input"
-        return "new" if any(map(_computes, made)) else "view" if all(op.kind == "view" for op in made) else "copy"
+    def _divided_context(self) -> str:
+        """Return the formula of a context that is divided by the sum of the weights: `exp(scores) · v_heads / Σ …`."""
+        attention = self._attention
+        exponentials = f"exp({self._last_scores()})"
+        if any(op.index > attention.softmax.index for op in attention.masks):
+            exponentials = f"mask({exponentials})"
+        total = f"Σ {exponentials}" if attention.average_of_ones is None else "…"
+        return f"{exponentials} · v_heads / {total}"
 
-    def _made(self, stage: str) -> list[Op]:
-        """Return the operations between a stage and the stages that it is made of, the last first."""
-        stages, turns = self._attention.stages, (self._attention, *self._attention.turns)
-        turns = turns if stage == "concat" or self._attention.pieces else turns[:1]
-        names = (*_BEFORE.get(stage, ()), *_INPUTS)
-        before = {turn.stages[name].id for turn in turns for name in names if name in turn.stages}
-        own = self._attention.projections.get(_SIDES.get(stage, ""))
-        since = len(self._graph.recording.ops) if own is None else own.index
-        made: dict[int, Op] = {}
-        queue = [stages[stage]]
-        while queue:
-            tensor = queue.pop()
-            op = self._graph.recording.producer(tensor)
-            if op is not None and op.index not in made and tensor.id not in before:
-                made[op.index] = op
-                through = self._graph.is_by_head(op) or op.index > since or not self._graph.is_projection(op)
-                queue += op.inputs if through else ()
-        return [*made.values()]
+    def _averaging_weights(self) -> str:
+        """Return the factor of the values: `weights`, `dropout(weights)`, `mix((weights · weights))`."""
+        attention = self._attention
+        text = "dropout(weights)" if self.drops() else "weights"
+        power = 1
+        for op in attention.weights_path:
+            weights = attention.stages["weights"]
+            power = max(power, power_of(self._graph, op.output, weights))
+        if power > 1:
+            text = f"({' · '.join([text] * power)})"
+        return f"mix({text})" if attention.mixed_weights else text
 
-    def _projection(self, stage: str) -> str:
-        attention, source = self._attention, _PROJECTED[stage]
-        letter, op = source[0], attention.projections[source]
-        earlier = len(attention.earlier.get(source, ()))
-        given = getattr(attention.stages.get(source), "numel", 0)
-        if source == "output":
-            source = "concat" if "concat" in attention.stages else "context"
-        elif not (attention.earlier or attention.pieces) and self._graph.projected(op).numel < given:
-            source = f"a part of {source}"  # the input itself was split, before any projection
-        ends = [self._graph.recording.producer(attention.stages[stage])] if letter == "o" else []
-        adds_bias = self._graph.has_bias(op) or any(end is not None and self._graph.adds_bias(end) for end in ends)
-        bias = f" + b_{letter}" if adds_bias else ""
-        through = f", through {earlier} down-projection{'s' if earlier > 1 else ''}" if earlier else ""
-        read, cache = source + through, self._cache_before(stage)
-        read = f"(cache ({cache.past}) + {read} ({cache.new}))" if cache is not None else read
-        return f"{read} · W_{letter}ᵀ{bias}"
-
-    def _cache_before(self, stage: str) -> Cache | None:
-        """Return the cache of what a projection reads, e.g. of latents; None if the projected keys are cached."""
-        cache, dims = self._inner.operands.get(f"{stage[0]}_heads", OperandSteps()).cache, dims_of(self._axes[stage])
-        if cache is None or ["key"] not in dims:
-            return None
-        keys = self._attention.stages[stage].shape[dims.index(["key"])]
-        return cache if cache.past and keys == cache.past + cache.new + cache.empty else None
-
-    def _scores(self, stage: str) -> str:
-        attention, scored = self._attention, self._attention.score_product
-        if stage == "masked_scores":
-            return masked_text("scores", bias_steps(attention, self._inner.added))
-        if isinstance(scored, Joint):
-            return joint_text(self._graph, scored, key_first=attention.key_first)
-        return f"q_heads · k_headsᵀ{scale_text(attention.scores_scale)}"
+    # -- what happens to the weights and the keys ---------------------------------------------------------------------
 
     def has_other_keys(self) -> bool:
         """Return whether the scores are joined with scores of other keys from a second product, instead of sinks."""
-        joined, graph = self._attention.sinks, self._graph
-        for tensor in joined.inputs if joined is not None else ():
-            makers = [graph.recording.producer(step.tensor) for step in graph.back(tensor, graph.passes_on)]
-            products = [op.index for op in makers if op is not None and graph.product(op) is not None]
-            if products and self._attention.score_product.op.index not in products:
+        sinks = self._attention.sinks
+        if sinks is None:
+            return False
+        product = self._attention.score_product.op
+        for tensor in sinks.inputs:
+            products = self._products_behind(tensor)
+            if products and product.index not in products:
                 return True
         return False
+
+    def _products_behind(self, tensor: TensorRef) -> set[int]:
+        """Return the indices of the matrix products whose results are passed on to a tensor."""
+        products: set[int] = set()
+        for step in self._graph.back(tensor, self._graph.passes_on):
+            op = self._graph.recording.producer(step.tensor)
+            if op is not None and self._graph.product(op) is not None:
+                products.add(op.index)
+        return products
 
     def drops(self) -> bool:
         """Return whether there is a dropout between the softmax and the product with the values."""
@@ -198,190 +264,408 @@ class StageFacts:
 
     def _drops(self, op: Op) -> bool:
         """Return whether an operation is a dropout, or multiplies by a random mask as in a decomposed dropout."""
-        return op.does("draws") or (op.does("scales") and len(op.inputs) == 2 and any(map(self._is_drawn, op.inputs)))
+        if op.does("draws"):
+            return True
+        if not op.does("scales") or len(op.inputs) != 2:
+            return False
+        return any(map(self._is_drawn, op.inputs))
 
     def _is_drawn(self, tensor: TensorRef) -> bool:
         """Return whether a tensor was drawn at random, and at most changed elementwise after that."""
         op = self._graph.recording.producer(tensor)
-        while op is not None and not op.does("draws") and len(op.inputs) == 1 and op.pointwise:
+        while op is not None and not op.does("draws"):
+            if len(op.inputs) != 1 or not op.pointwise:
+                return False
             op = self._graph.recording.producer(op.inputs[0])
-        return op is not None and op.does("draws")
-
-    def joins_projections(self, stage: str) -> bool:
-        """Return whether heads are joined, along their positions, with those of a projection by other weights."""
-        graph, own = self._graph, self._attention.projections.get(_SIDES.get(stage, ""))
-        if own is None:
-            return False
-
-        def weights_of(op: Op) -> set[int]:
-            return {read.storage for read in op.inputs if graph.is_weight(read)}
-
-        for op in self._made(stage):
-            rank = len(op.output.shape)
-            joins = op.base_name == "cat" and setting(op, 1, "dim", 0) % rank < rank - 1
-            for read in op.inputs if joins else ():
-                steps = graph.back(read, lambda passed: not graph.is_projection(passed))
-                makers = [graph.recording.producer(step.tensor) for step in steps]
-                known = [weights_of(maker) for maker in makers if maker is not None and graph.is_projection(maker)]
-                if known and not any(weights & weights_of(own) for weights in known):
-                    return True
-        return False
+        return op is not None
 
     def _changes(self, op: Op) -> bool:
         """Return whether an operation changes the weights after the softmax, other than by dropout or mixing."""
-        changes = op.kind == "compute" and op.base_name != "_to_copy" and not op.does("product")
-        computes = changes or (op.does("gathers") and op.inputs[-1].dtype.startswith("int"))
-        mixes = any(mixing.op is op for mixing in self._attention.mixed_weights)
-        makes_noise = op.base_name.endswith("_like") or (bool(op.outputs) and self._is_drawn(op.output))
-        return computes and not mixes and not makes_noise and not self._drops(op)
+        if not (_computes_elements(op) or _picks_by_index(op)):
+            return False
+        if any(mixing.op is op for mixing in self._attention.mixed_weights):
+            return False
+        # Noise is made beside the weights.
+        if op.base_name.endswith("_like"):
+            return False
+        if op.outputs and self._is_drawn(op.output):
+            return False
+        return not self._drops(op)
 
-    def _origin(self, tensor: TensorRef) -> str:
-        """Return where the first stage of a side comes from: `given` for an input or the result of another layer."""
-        if self._graph.comes_from_inputs(tensor):
-            return "given"
-        source, recording = self._graph.before_moves(tensor), self._graph.recording
-        for kind, named in (("parameter", recording.parameters), ("buffer", recording.buffers)):
-            for each in named:
-                if each.tensor.storage == source.storage:
-                    return f"the {kind} {each.name}"
-        if tensor.id in self._graph.learned:
-            return "computed from parameters"
-        return "computed from no input"
+    def joins_projections(self, stage: str) -> bool:
+        """Return whether heads are joined, along their positions, with those of a projection by other weights."""
+        projection = self._attention.projections.get(_SIDES.get(stage, ""))
+        if projection is None:
+            return False
+        weights = self._weights_of(projection)
+        for op in self._way_to(stage):
+            if not _joins_positions(op):
+                continue
+            for tensor in op.inputs:
+                others = list(self._weights_behind(tensor))
+                if others and all(weights.isdisjoint(storages) for storages in others):
+                    return True
+        return False
+
+    def _weights_of(self, projection: Op) -> set[int]:
+        """Return the storages of the parameters that a projection reads."""
+        return {tensor.storage for tensor in projection.inputs if self._graph.is_weight(tensor)}
+
+    def _weights_behind(self, tensor: TensorRef) -> Iterator[set[int]]:
+        """Yield the storages of the parameters of each projection that a tensor comes from."""
+        for step in self._graph.back(tensor, lambda op: not self._graph.is_projection(op)):
+            op = self._graph.recording.producer(step.tensor)
+            if op is not None and self._graph.is_projection(op):
+                yield self._weights_of(op)
+
+    # -- cost and memory ----------------------------------------------------------------------------------------------
+
+    def flops(self, stage: str) -> int:
+        """Return the floating-point operations of the stage's matrix products; a multiply-add counts as two.
+
+        The cost of one product for several stages (a packed projection) is divided by their numbers of elements.
+        """
+        attention = self._attention
+        if stage == "scores":
+            return attention.score_product.flops
+        if stage == "context":
+            return attention.value_product.flops
+        if stage == "output" and attention.summed:
+            return sum(map(_product_flops, attention.summed))
+        op = attention.projections.get(_PROJECTED.get(stage, ""))
+        if op is None:
+            return 0
+        part = attention.stages[stage].numel / max(op.output.numel, 1)
+        if stage == "output":
+            # Of the output a rank may keep a piece.
+            part = max(part, 1.0)
+        flops = _product_flops(op) * part
+        return round(flops / self._stages_alike(stage, op))
+
+    def _stages_alike(self, stage: str, op: Op) -> int:
+        """Return how many stages are the same tensor as this one, made by the same projection."""
+        attention = self._attention
+        tensor = attention.stages[stage]
+        count = 0
+        for name, side in _PROJECTED.items():
+            if attention.projections.get(side) is not op:
+                continue
+            if name == stage or attention.stages.get(name) == tensor:
+                count += 1
+        return count
+
+    def memory(self, stage: str) -> Memory:
+        """Return how a stage got its memory: `input`, `view` of an earlier stage, `copy` of its elements, or `new`."""
+        ops = [] if stage in _INPUTS else self._way_to(stage)
+        if not ops:
+            return "input"
+        if any(map(_computes, ops)):
+            return "new"
+        if all(op.kind == "view" for op in ops):
+            return "view"
+        return "copy"
+
+    def _way_to(self, stage: str) -> list[Op]:
+        """Return the operations between a stage and the stages that it is made of, in order."""
+        attention = self._attention
+        sources = self._sources_of(stage)
+        projection = attention.projections.get(_SIDES.get(stage, ""))
+        ops: dict[int, Op] = {}
+        queue = [attention.stages[stage]]
+        while queue:
+            tensor = queue.pop()
+            op = self._graph.recording.producer(tensor)
+            if op is None or op.index in ops or tensor.id in sources:
+                continue
+            ops[op.index] = op
+            if self._continues_before(op, projection):
+                queue += op.inputs
+        return [ops[index] for index in sorted(ops)]
+
+    def _sources_of(self, stage: str) -> set[int]:
+        """Return the ids of the tensors that a stage may be made of, in all turns of a loop where it joins them."""
+        attention = self._attention
+        turns = [attention]
+        if stage == "concat" or attention.pieces:
+            turns += attention.turns
+        sources: set[int] = set()
+        for turn in turns:
+            for name in (*_BEFORE.get(stage, ()), *_INPUTS):
+                if name in turn.stages:
+                    sources.add(turn.stages[name].id)
+        return sources
+
+    def _continues_before(self, op: Op, projection: Op | None) -> bool:
+        """Return whether the inputs of an operation are on the way too: those of the projection are not."""
+        if projection is not None and op.index > projection.index:
+            return True
+        return self._graph.is_by_head(op) or not self._graph.is_projection(op)
+
+    # -- stages that move elements ------------------------------------------------------------------------------------
 
     def _rearranged(self, stage: str, *, brief: bool) -> str:
         """Return how a stage rearranges its source, with anything computed or repeated on the way."""
-        stages, branches = self._attention.stages, self._attention.branches
-        source = next((name for name in _BEFORE[stage] if name in stages), None)
-        if source is None:
+        stages = self._attention.stages
+        present = [name for name in _BEFORE[stage] if name in stages]
+        if not present:
             return self._origin(stages[stage])
-        made, before, after = self._made(stage)[::-1], stages[source].numel, stages[stage].numel
-        joined = after > before and any(op.does("joins") or op.kind == "write" for op in made)
-        if stage == "concat" and not branches and joined:
-            joins = [op for op in made if op.does("joins")]
-            alone = not joins and sum(op.kind == "write" for op in made) == 1
-            if alone or any(read.shape != op.inputs[0].shape for op in joins for read in op.inputs):
-                return f"context in heads, beside other {'positions' if alone else 'features'}"
-        if stage == "concat" and (branches or joined):
-            parts = "ranks" if any(op.is_collective for op in made) else "attentions"
-            count, apart = (len(branches), "heads") if branches else (after // max(before, 1), parts)
-            return f"contexts of {count} {apart} side by side"
-        made.sort(key=lambda op: op.index)
-        # Operations that make positions and masks do not read the source, and are skipped.
-        turns = (self._attention, *(self._attention.turns if self._attention.pieces else ()))
-        derived = made_of({turn.stages[source].id for turn in turns}, made)
-        steps = self._inner.operands.get(stage, OperandSteps())
-        changing = [op for op in made if _computes(op) or _reorders(op)]
-        computing = [op for op in changing if any(read.id in derived for read in op.inputs)]
-        ordered = {op.index: op.base_name for op in computing if not _moves_in_place(op)} | dict(steps.names)
-        gated = [turn.stages[source] for turn in turns]
-        ordered |= {gate.op.index: gate.name for gate in gates_of(self._graph, gated, made)}
-        computed = [*filter(None, dict.fromkeys(ordered[index] for index in sorted(ordered)))]
+        source = present[0]
+        ops = self._way_to(stage)
+        if stage == "concat":
+            beside = self._beside_contexts(source, ops)
+            if beside is not None:
+                return beside
+        computed = self._computed(stage, source, ops)
+        steps = self._steps_to(stage)
         if computed or steps != OperandSteps():
             return self._in_heads(stage, source, steps, computed, brief=brief)
-        left, right = self._axes[source], self._axes[stage]
-        pattern = rearrangement(left, right, (stages[source].shape, stages[stage].shape))
-        if brief and pattern:
-            pattern = "merge" if stage == "concat" else "split"
-        same = left == right or stages[source].id == stages[stage].id
-        moved = source if same else pattern or f"{source} in heads"
+        moved = self._moved(source, stage, brief=brief)
         return moved + self._grown(source, stage, brief=brief)
 
-    def _in_heads(self, stage: str, source: str, steps: OperandSteps, computed: list[str], *, brief: bool) -> str:
+    def _beside_contexts(self, source: str, ops: Sequence[Op]) -> str | None:
+        """Return what the context is joined with in `concat`; None if it is alone.
+
+        Example: `contexts of 4 heads side by side`, with `batch query head_dim` of one turn of a loop each.
+        """
+        attention = self._attention
+        if attention.branches:
+            return f"contexts of {len(attention.branches)} heads side by side"
+        before = attention.stages[source].numel
+        after = attention.stages["concat"].numel
+        joins = [op for op in ops if op.does("joins")]
+        writes = [op for op in ops if op.kind == "write"]
+        if after <= before or not (joins or writes):
+            return None
+        if not joins and len(writes) == 1:
+            return "context in heads, beside other positions"
+        if not all(map(_joins_equal_shapes, joins)):
+            return "context in heads, beside other features"
+        parts = "ranks" if any(op.is_collective for op in ops) else "attentions"
+        return f"contexts of {after // max(before, 1)} {parts} side by side"
+
+    def _computed(self, stage: str, source: str, ops: Sequence[Op]) -> list[str]:
+        """Return the names of what is computed on the way from its source to a stage, in order, each once.
+
+        Example: `rms_norm`, `rotary` for keys that are normed and then rotated.
+        """
+        attention = self._attention
+        turns = (attention, *attention.turns) if attention.pieces else (attention,)
+        sources = [turn.stages[source] for turn in turns]
+        derived = made_of({tensor.id for tensor in sources}, ops)
+        names: dict[int, str] = {}
+        for op in ops:
+            # Operations that make positions and masks do not read the source, and are skipped.
+            reads_source = any(tensor.id in derived for tensor in op.inputs)
+            if reads_source and _has_a_name(op):
+                names[op.index] = op.base_name
+        names.update(self._steps_to(stage).names)
+        for gate in gates_of(self._graph, sources, ops):
+            names[gate.op.index] = gate.name
+        in_order = dict.fromkeys(names[index] for index in sorted(names))
+        return [name for name in in_order if name]
+
+    def _moved(self, source: str, stage: str, *, brief: bool) -> str:
+        """Return an einops pattern, `batch query (heads head_dim) -> batch heads query head_dim`, or a word for it."""
+        stages = self._attention.stages
+        before, after = stages[source], stages[stage]
+        left, right = self._axes[source], self._axes[stage]
+        if left == right or before.id == after.id:
+            return source
+        pattern = rearrangement(left, right, (before.shape, after.shape))
+        if not pattern:
+            return f"{source} in heads"
+        return _brief_move(stage) if brief else pattern
+
+    def _in_heads(
+        self,
+        stage: str,
+        source: str,
+        steps: OperandSteps,
+        computed: list[str],
+        *,
+        brief: bool,
+    ) -> str:
         """Return the norm, the rotation, the cache and the repeated heads on the way to a stage.
 
         A brief text lists them: `split, rms_norm, rotary`.
         """
-        text, norm, last = f"{source} in heads", "" if steps.norm is None else f"{steps.norm.kind}_norm", ""
-        for name in computed:
-            if name == norm and text == f"{source} in heads" and steps.norm is not None and steps.norm.over == "all":
-                text = f"{name}({source}) in heads"
-            elif name in (norm, "rotary"):
-                text = f"{name}({text})"
-            else:
-                text += f"{',' if last not in ('', norm, 'rotary') else ', then'} {name}"
-            last = name
-        text = ", ".join(("merge" if stage == "concat" else "split", *computed)) if brief else text
+        names = (_brief_move(stage), *computed)
+        text = ", ".join(names) if brief else _applied(source, steps.norm, computed)
         cache = steps.cache
         if cache is not None and self._cache_before(source) is None:
             text += self._further_keys(stage, source, cache)
-            past, empty = f"cache ({cache.past}) + " if cache.past else "", f" + empty ({cache.empty})"
-            text = f"{past}{f'({text})' if ', ' in text else text} ({cache.new}){empty if cache.empty else ''}"
+            text = _with_cache(text, cache)
         return text + self._repeated(stage, brief=brief)
 
     def _further_keys(self, stage: str, source: str, cache: Cache) -> str:
         """Return how many keys of this call are not of the projection, e.g. those of global tokens; empty for none."""
-        dims = dims_of(self._axes[source])
-        own = self._attention.stages[source].shape[dims.index(["key"])] if ["key"] in dims else cache.new
-        if own >= cache.new:
+        keys = self._keys_in(source)
+        if keys is None or keys >= cache.new:
             return ""
-        more = cache.new - own
-        return f", plus {more} further {'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
+        more = cache.new - keys
+        return f", plus {more} further {_counted(_unit(stage), more)}"
 
     def _grown(self, source: str, stage: str, *, brief: bool) -> str:
         """Return what was added on the way: keys that the layer appends, repeated heads; otherwise empty."""
-        stages, (left, right) = self._attention.stages, (dims_of(self._axes[name]) for name in (source, stage))
-        if stage in ("k_heads", "v_heads") and any("query" in dim for dim in right):
+        words = _words_of(self._axes[stage])
+        if stage in ("k_heads", "v_heads") and "query" in words:
             return ", gathered for each query"
+        before, after = self._keys_in(source), self._keys_in(stage)
         # A key several times is one in overlapping windows, or one of another projection.
-        windows = {"windows"} & {word for dim in right for word in dim} or self.joins_projections(stage)
-        is_known = ["key"] in left and ["key"] in right and not windows
-        more = stages[stage].shape[right.index(["key"])] - stages[source].shape[left.index(["key"])] if is_known else 0
-        if more > 0:
-            return f", plus {self._more(source, stage, more)}"
-        return self._repeated(stage, brief=brief)
+        repeats_keys = "windows" in words or self.joins_projections(stage)
+        if before is None or after is None or repeats_keys or after <= before:
+            return self._repeated(stage, brief=brief)
+        return f", plus {self._more(source, stage, after - before)}"
 
     def _more(self, source: str, stage: str, more: int) -> str:
         """Return how many keys or values the layer has of its own, and where: `2 prepended keys`, `1 appended key`."""
-        word = f"{'value' if stage == 'v_heads' else 'key'}{'s' if more > 1 else ''}"
-        first, last = self._beside(source, stage)
+        word = _counted(_unit(stage), more)
+        first, last = self._joined_positions(source, stage)
         if first + last != more or not first:
             return f"{more} appended {word}"
         if not last:
             return f"{more} prepended {word}"
         return f"{more} {word}, {first} prepended and {last} appended"
 
-    def _beside(self, source: str, stage: str) -> tuple[int, int]:
+    def _joined_positions(self, source: str, stage: str) -> tuple[int, int]:
         """Return how many positions are joined before and after those of the source, by concatenations."""
-        made = sorted(self._made(stage), key=lambda op: op.index)
-        derived = made_of({self._attention.stages[source].id}, made)
+        ops = self._way_to(stage)
+        derived = made_of({self._attention.stages[source].id}, ops)
         first = last = 0
-        for op in made:
-            mine = [place for place, read in enumerate(op.inputs) if read.id in derived]
-            if op.base_name != "cat" or not mine or len(mine) == len(op.inputs):
+        for op in ops:
+            if op.base_name != "cat":
+                continue
+            places = [place for place, tensor in enumerate(op.inputs) if tensor.id in derived]
+            if not places or len(places) == len(op.inputs):
                 continue
             dim = setting(op, 1, "dim", 0)
-            first += sum(read.shape[dim] for read in op.inputs[: mine[0]])
-            last += sum(read.shape[dim] for read in op.inputs[mine[-1] + 1 :])
+            sizes = [tensor.shape[dim] for tensor in op.inputs]
+            first += sum(sizes[: places[0]])
+            last += sum(sizes[places[-1] + 1 :])
         return first, last
 
     def _repeated(self, stage: str, *, brief: bool) -> str:
         """Return how often each key or value head is repeated for its query heads; empty if it is not."""
-        words = {word for dim in dims_of(self._axes[stage]) for word in dim}
-        if self._group < 2 or stage not in ("k_heads", "v_heads") or not words & {"heads", "group"}:
+        if self._group < 2 or stage not in ("k_heads", "v_heads"):
+            return ""
+        if _words_of(self._axes[stage]).isdisjoint(("heads", "group")):
             return ""
         return f", ×{self._group}" if brief else f", each head repeated {self._group} times"
 
 
+# -- texts ------------------------------------------------------------------------------------------------------------
+
+
+def _brief_move(stage: str) -> str:
+    """Return the word for the rearrangement to a stage."""
+    return "merge" if stage == "concat" else "split"
+
+
+def _applied(source: str, norm: QKNorm | None, computed: list[str]) -> str:
+    """Return what is computed of a source: `rotary(rms_norm(k_proj in heads))`, `k_proj in heads, then mul, add`."""
+    text = f"{source} in heads"
+    norm_name = "" if norm is None else f"{norm.kind}_norm"
+    if norm is not None and norm.over == "all" and computed[:1] == [norm_name]:
+        # A norm over the features of all heads comes before they are split.
+        text = f"{norm_name}({source}) in heads"
+        computed = computed[1:]
+    functions = ("rotary", norm_name)
+    is_list = False
+    for name in computed:
+        if name in functions:
+            text = f"{name}({text})"
+        elif is_list:
+            text += f", {name}"
+        else:
+            text += f", then {name}"
+        is_list = name not in functions
+    return text
+
+
+def _with_cache(text: str, cache: Cache) -> str:
+    """Return the keys of a call beside those of the cache: `cache (12) + k_proj in heads (1) + empty (3)`."""
+    if ", " in text:
+        text = f"({text})"
+    text = f"{text} ({cache.new})"
+    if cache.past:
+        text = f"cache ({cache.past}) + {text}"
+    if cache.empty:
+        text = f"{text} + empty ({cache.empty})"
+    return text
+
+
+def _unit(stage: str) -> str:
+    """Return what the positions of a stage by heads are: `value` or `key`."""
+    return "value" if stage == "v_heads" else "key"
+
+
+def _counted(word: str, number: int) -> str:
+    """Return a word as it follows a number: `key` after 1, `keys` after 2."""
+    return word if number == 1 else f"{word}s"
+
+
+def _words_of(pattern: str) -> set[str]:
+    """Return the names of all axes in a pattern: batch, heads, key for `(batch heads) key`."""
+    return {word for dim in dims_of(pattern) for word in dim}
+
+
+# -- operations -------------------------------------------------------------------------------------------------------
+
+
+def _has_a_name(op: Op) -> bool:
+    """Return whether a formula names an operation: it computes numbers, or changes the order of elements."""
+    return (_computes(op) or _reorders(op)) and not _moves_in_place(op)
+
+
 def _moves_in_place(op: Op) -> bool:
     """Return whether an operation only copies into memory, or makes memory to copy into."""
-    made = op.base_name.removeprefix("new_").removesuffix("_like")
-    return made in ("copy_", "index_copy_", "index_put_", "empty", "zeros")
+    name = op.base_name.removeprefix("new_").removesuffix("_like")
+    return name in ("copy_", "index_copy_", "index_put_", "empty", "zeros")
 
 
 def _reorders(op: Op) -> bool:
     """Return whether an operation copies all elements in another order of one axis, e.g. with the heads reversed."""
-    return op.base_name in _REORDERS and op.output.shape == op.inputs[0].shape
-
-
-def _product_flops(op: Op) -> int:
-    """Return 2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
-    if op.base_name == "convolution":
-        weight = op.inputs[1]
-        each = op.inputs[0] if setting(op, 6, "transposed", False) else op.output
-        return 2 * each.numel * (weight.numel // max(weight.shape[0], 1))
-    return 2 * op.output.numel * op.inputs[-2].shape[-1]
+    if op.base_name not in _REORDERS:
+        return False
+    return op.output.shape == op.inputs[0].shape
 
 
 def _computes(op: Op) -> bool:
     """Return whether an operation computes new numbers from its inputs."""
     return op.kind in ("compute", "write") and bool(op.inputs)
+
+
+def _computes_elements(op: Op) -> bool:
+    """Return whether an operation computes new numbers, other than by a cast or a matrix product."""
+    return op.kind == "compute" and op.base_name != "_to_copy" and not op.does("product")
+
+
+def _picks_by_index(op: Op) -> bool:
+    """Return whether an operation gathers elements by integers."""
+    return op.does("gathers") and op.inputs[-1].dtype.startswith("int")
+
+
+def _joins_equal_shapes(op: Op) -> bool:
+    """Return whether all operands have one shape, as the contexts of several attentions have."""
+    return len({tensor.shape for tensor in op.inputs}) <= 1
+
+
+def _joins_positions(op: Op) -> bool:
+    """Return whether an operation concatenates tensors along another dimension than the last, that of features."""
+    if op.base_name != "cat":
+        return False
+    rank = len(op.output.shape)
+    dim = setting(op, 1, "dim", 0) % rank
+    return bool(dim < rank - 1)
+
+
+def _product_flops(op: Op) -> int:
+    """Return 2 · batch · n · k · m for `batch n k, batch k m -> batch n m`, as `torch.utils.flop_counter` counts."""
+    if op.base_name != "convolution":
+        summed = op.inputs[-2].shape[-1]
+        return 2 * op.output.numel * summed
+    weight = op.inputs[1]
+    is_transposed = setting(op, 6, "transposed", False)
+    positions = op.inputs[0] if is_transposed else op.output
+    summed = weight.numel // max(weight.shape[0], 1)
+    return 2 * positions.numel * summed

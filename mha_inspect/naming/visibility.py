@@ -6,9 +6,8 @@ tensors are kept. On meta, and in kernels with too many scores, there are no wei
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from ..reports.trace import PIECES_OF_TOKENS, WITHIN_TOKENS
 from .axes import AxisNames
 from .canonical import canonical, sizes_in
 from .named_run import NamedRun
-from .operand_path import OperandPath
-from .pattern import dims_of
+from .operand_path import OperandPath, fills_memory
+from .pattern import Dims, dims_of
 
 _FAR = 60
 """Operations after which a walk gives up: masks need fewer."""
@@ -46,9 +45,10 @@ def sees(weights: Tensor, scores: Tensor | None = None) -> Tensor:
 def sees_by_head(weights: Tensor, scores: Tensor | None = None) -> Tensor:
     """Return which query attends to which key in each head, as `sees` does: a bool `batch heads query key`."""
     seen = weights.nan_to_num(0.0) != 0
-    if scores is not None and scores.shape == weights.shape:
-        seen = seen & (scores.amax(-1, keepdim=True) > MASKED_BELOW) | scores.isnan()
-    return seen
+    if scores is None or scores.shape != weights.shape:
+        return seen
+    has_keys = scores.amax(-1, keepdim=True) > MASKED_BELOW
+    return (seen & has_keys) | scores.isnan()
 
 
 def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
@@ -60,12 +60,24 @@ def is_causal(seen: Tensor, shifts: Iterable[int] | None = None) -> bool:
     queries, keys = seen.shape
     if queries < 2 or keys < 2:
         return False
-    return any(
-        bool(seen.any(0)[1 + shift :].any())
-        and not bool(seen.triu(1 + shift).any())
-        and bool((own := seen.diagonal(shift)).any() and (shift == 0 or (own | ~seen.any(1)[: len(own)]).all()))
-        for shift in ({0, max(keys - queries, 0)} if shifts is None else shifts)
-    )
+    if shifts is None:
+        shifts = {0, max(keys - queries, 0)}
+    return any(_is_causal_at(seen, shift) for shift in shifts)
+
+
+def _is_causal_at(seen: Tensor, shift: int) -> bool:
+    """Return whether no query attends to a later position, if the first query is at this key."""
+    if bool(seen.triu(1 + shift).any()):
+        return False
+    # Keys after the first query that no query attends to at all are padding: then nothing is masked out.
+    if not bool(seen.any(0)[1 + shift :].any()):
+        return False
+    diagonal = seen.diagonal(shift)
+    if shift == 0:
+        return bool(diagonal.any())
+    # A query without any key says nothing about its position.
+    sees_nothing = ~seen.any(1)[: len(diagonal)]
+    return bool(diagonal.any() and (diagonal | sees_nothing).all())
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,105 +95,212 @@ class Visibility:
 
 def visibility(graph: Graph, attention: Attention, names: AxisNames) -> Visibility | None:
     """Return which query attends to which key in a run; None if the weights were never made, or an axis has no name."""
-    turns = [_of_turn(graph, turn, attention, names) for turn in attention.branches or (attention,)]
-    known = [turn for turn in turns if turn is not None]
-    if not known or len(known) < len(turns):
-        return None
-    pairs = [turn.seen for turn in known if turn.seen is not None]
-    whole = len(pairs) == len(known) and len({seen.shape for seen in pairs}) == 1
-    blind = sorted({row for turn in known for row in turn.blind})
-    heads = known[0].blind_heads if len(known) == 1 else _blind_heads_of_turns(known, attention, names)
-    return Visibility(torch.stack(pairs).any(0) if whole else None, tuple(blind), heads)
+    turns: list[Visibility] = []
+    for turn in attention.branches or (attention,):
+        visible = _of_turn(graph, turn, attention, names)
+        if visible is None:
+            return None
+        turns.append(visible)
+    blind: set[tuple[int, int]] = set()
+    for visible in turns:
+        blind.update(visible.blind)
+    heads = turns[0].blind_heads
+    if len(turns) > 1:
+        heads = _blind_heads_of_turns(turns, attention, names)
+    return Visibility(_seen_in_any(turns), tuple(sorted(blind)), heads)
 
 
-def _blind_heads_of_turns(turns: list[Visibility], attention: Attention, names: AxisNames) -> tuple[int, ...] | None:
+def _seen_in_any(turns: Iterable[Visibility]) -> Tensor | None:
+    """Return which query attends to which key in any turn of a loop; None if it is unknown in one, or sizes differ."""
+    whole: Tensor | None = None
+    for turn in turns:
+        if turn.seen is None:
+            return None
+        if whole is None:
+            whole = turn.seen
+        elif whole.shape != turn.seen.shape:
+            return None
+        else:
+            whole = whole | turn.seen
+    return whole
+
+
+def _blind_heads_of_turns(
+    turns: list[Visibility],
+    attention: Attention,
+    names: AxisNames,
+) -> tuple[int, ...] | None:
     """Return `Visibility.blind_heads` of a loop over heads, from that of each turn."""
-    blind = {turn.blind for turn in turns if turn.blind}
-    if len(turns) != names.num_heads or not attention.branches or len(blind) != 1:
+    heads: list[int] = []
+    distinct: set[Rows] = set()
+    for head, turn in enumerate(turns):
+        if turn.blind:
+            heads.append(head)
+            distinct.add(turn.blind)
+    if len(turns) != names.num_heads or not attention.branches or len(distinct) != 1:
         return None
-    heads = tuple(head for head, turn in enumerate(turns) if turn.blind)
-    return () if len(heads) == len(turns) else heads
+    return () if len(heads) == len(turns) else tuple(heads)
 
 
 def _blind_heads(rows: Tensor) -> tuple[int, ...] | None:
     """Return `Visibility.blind_heads` of marked rows, `batch heads query`."""
-    heads = {tuple(rows[item, :, query].nonzero().flatten().tolist()) for item, query in rows.any(1).nonzero().tolist()}
-    if len(heads) != 1:
+    distinct: set[tuple[int, ...]] = set()
+    for item, query in rows.any(1).nonzero().tolist():
+        of_query = rows[item, :, query]
+        distinct.add(tuple(of_query.nonzero().flatten().tolist()))
+    if len(distinct) != 1:
         return None
-    (same,) = heads
-    return () if len(same) == rows.shape[1] else same
+    (heads,) = distinct
+    return () if len(heads) == rows.shape[1] else heads
 
 
-def _of_turn(graph: Graph, turn: Attention, attention: Attention, names: AxisNames) -> Visibility | None:
+def _of_turn(
+    graph: Graph,
+    turn: Attention,
+    attention: Attention,
+    names: AxisNames,
+) -> Visibility | None:
     """Return which query attends to which key in one turn of a loop over heads, or in an attention without a loop."""
     sight = noted(graph, turn)
-    stage = next((name for name in ("weights", "scores") if name in turn.stages), None)
-    if sight is None or stage is None:
+    present = [stage for stage in ("weights", "scores") if stage in turn.stages]
+    if sight is None or not present:
         return None
-    axes, shape = names.of_stage(stage), turn.stages[stage].shape
-    dims, sizes = dims_of(axes), sizes_in(attention, names, stage)
-    queries, keys = ([place for place, dim in enumerate(dims) if name in dim] for name in ("query", "key"))
-    if len(keys) == 1 and not queries and names.lengths == (1, shape[keys[0]]):  # a single query has no axis
-        pair = _pair(sight, 0, keys[0]) if keys[0] else None
+    stage = present[0]
+    shape = turn.stages[stage].shape
+    dims = dims_of(names.of_stage(stage))
+    queries, keys = _places_of("query", dims), _places_of("key", dims)
+    if len(keys) != 1 or len(queries) > 1 or queries == keys:
+        return None
+    (key,) = keys
+    if not queries:  # a single query has no axis
+        if names.lengths != (1, shape[key]):
+            return None
+        pair = _pair(sight, 0, key) if key else None
         return Visibility(None if pair is None else pair.any(0)[None], ())
-    if len(queries) != 1 or len(keys) != 1 or queries == keys:
-        return None
-    query, key = queries[0], keys[0]
-    seen = _pair(sight, query, key)
+    (query,) = queries
+    sizes = sizes_in(attention, names, stage)
+    seen = _seen_by_position(sight, dims, query, key, sizes, names.lengths)
+    blind = _blind_rows(sight, stage, shape, key, sizes, names)
+    if blind is None:
+        return Visibility(seen, ())
+    rows: list[list[int]] = blind.any(1).nonzero().tolist()
+    pairs = tuple((item, row) for item, row in rows)
+    return Visibility(seen, pairs, _blind_heads(blind))
+
+
+def _places_of(name: str, dims: Dims) -> list[int]:
+    """Return the dimensions with a name in them: 1 for `query` in `batch (query positions) key`."""
+    return [place for place, dim in enumerate(dims) if name in dim]
+
+
+def _seen_by_position(
+    sight: Sight,
+    dims: Dims,
+    query: int,
+    key: int,
+    sizes: dict[str, int],
+    lengths: tuple[int, int],
+) -> Tensor | None:
+    """Return `query key`: whether the query attends to the key; None if it is unknown."""
     if not sight.pairs:
-        seen = torch.ones(*names.lengths, dtype=torch.bool)
-    elif seen is not None:
-        of_query = _by_position(seen, dims[query], "query", sizes)
-        of_both = None if of_query is None else _by_position(of_query.T, dims[key], "key", sizes)
-        seen = None if of_both is None else of_both.T
-    if seen is not None and seen.shape[1] > names.lengths[1]:  # sinks, which are no keys, come last or first
-        is_last = bool(seen[:, names.lengths[1] :].all())
-        seen = seen[:, : names.lengths[1]] if is_last else seen[:, -names.lengths[1] :]
-    blind: Rows = ()
-    heads: tuple[int, ...] | None = None
-    if sight.blind is not None and sight.blind.shape[key] == 1:  # otherwise the softmax is over another axis
-        whole = sight.blind.expand([1 if place == key else size for place, size in enumerate(shape)])
-        rows = canonical(whole, stage, axes, sizes, names.head_order)
-        if rows is not None:
-            blind = tuple((row, at) for row, at in rows.any(1)[..., 0].nonzero().tolist())
-            heads = _blind_heads(rows[..., 0])
-    return Visibility(seen, blind, heads)
+        return torch.ones(*lengths, dtype=torch.bool)
+    seen = _pair(sight, query, key)
+    if seen is not None:
+        seen = _by_position(seen, dims[query], "query", sizes)
+    if seen is not None:
+        seen = _by_position(seen.T, dims[key], "key", sizes)
+    return None if seen is None else _without_sinks(seen.T, lengths[1])
+
+
+def _without_sinks(seen: Tensor, keys: int) -> Tensor:
+    """Return `query key` without sinks, which are no keys, and come last or first."""
+    if seen.shape[1] <= keys:
+        return seen
+    are_last = bool(seen[:, keys:].all())
+    return seen[:, :keys] if are_last else seen[:, -keys:]
+
+
+def _blind_rows(
+    sight: Sight,
+    stage: str,
+    shape: tuple[int, ...],
+    key: int,
+    sizes: dict[str, int],
+    names: AxisNames,
+) -> Tensor | None:
+    """Return `batch heads query`: whether every key is masked out; None if it is for no query, or unknown."""
+    if sight.blind is None or sight.blind.shape[key] != 1:  # the softmax is over another axis
+        return None
+    one_key = list(shape)
+    one_key[key] = 1
+    whole = sight.blind.expand(one_key)
+    rows = canonical(whole, stage, names.of_stage(stage), sizes, names.head_order)
+    return None if rows is None else rows[..., 0]
 
 
 def _pair(sight: Sight, first: int, second: int) -> Tensor | None:
     """Return for two dimensions of the weights where any weight is not zero."""
-    pair = sight.pairs.get((min(first, second), max(first, second)))
-    return pair if pair is None or first < second else pair.T
+    if first < second:
+        return sight.pairs.get((first, second))
+    pair = sight.pairs.get((second, first))
+    return None if pair is None else pair.T
 
 
 def noted(graph: Graph, turn: Attention) -> Sight | None:
     """Return the note about the weights of an attention, or about the exponentials of a softmax written by hand."""
     if turn.pieces:
-        known = [sight for piece in turn.pieces if (sight := noted(graph, piece)) is not None]
-        whole, *shapes = (each.softmax.output.shape for each in (turn, *turn.pieces))
-        if len(shapes[0]) != len(whole):
-            return None
-        place = next((at for at, size in enumerate(whole) if size != shapes[0][at]), None)
-        dim, complete = turn.softmax_dim % len(whole), len(known) == len(shapes)
-        return joined_sight(known, shapes, place, dim) if complete and place is not None else None
-    sights, queue = graph.recording.sights, [turn.softmax.output]
-    first, shape = turn.score_product.op.index, turn.softmax.output.shape
+        return _noted_in_pieces(graph, turn)
+    sights = graph.recording.sights
+    first = turn.score_product.op.index
+    weights = turn.softmax.output
+    shape = weights.shape
+    queue = [weights]
     for tensor, _ in zip(queue, range(_FAR), strict=False):  # the queue grows in this loop
         if tensor.id in sights and tensor.shape == shape:
             sight = sights[tensor.id]
-            return sight if turn.seen is None else narrowed(sight, turn.seen, turn.softmax_dim)
+            if turn.seen is None:
+                return sight
+            return narrowed(sight, turn.seen, turn.softmax_dim)
         op = graph.recording.producer(tensor)
         if op is not None and op.index > first:
             queue += [read for read in op.inputs if read.shape == shape]
     return None
 
 
-def _by_position(seen: Tensor, dim: list[str], name: str, sizes: dict[str, int]) -> Tensor | None:
+def _noted_in_pieces(graph: Graph, turn: Attention) -> Sight | None:
+    """Return the note about weights that are computed in pieces; None if it lacks one, or their place is unknown."""
+    whole = turn.softmax.output.shape
+    sights: list[Sight] = []
+    shapes: list[tuple[int, ...]] = []
+    for piece in turn.pieces:
+        sight = noted(graph, piece)
+        if sight is None:
+            return None
+        sights.append(sight)
+        shapes.append(piece.softmax.output.shape)
+    if len(shapes[0]) != len(whole):
+        return None
+    for place, size in enumerate(whole):
+        if size != shapes[0][place]:
+            return joined_sight(sights, shapes, place, turn.softmax_dim % len(whole))
+    return None
+
+
+def _by_position(
+    seen: Tensor,
+    dim: list[str],
+    name: str,
+    sizes: dict[str, int],
+) -> Tensor | None:
     """Return a bool whose first dimension is the positions of one name; other axes of it are joined by or."""
-    known = [sizes.get(word, -1) for word in dim]
-    if len(dim) == 1 or known.count(-1) > 1:
-        return seen if len(dim) == 1 else None
-    return seen.reshape(*known, seen.shape[-1]).any([place for place, word in enumerate(dim) if word != name])
+    if len(dim) == 1:
+        return seen
+    shape = [sizes.get(word, -1) for word in dim]
+    if shape.count(-1) > 1:
+        return None
+    others = [place for place, word in enumerate(dim) if word != name]
+    split = seen.reshape(*shape, seen.shape[-1])
+    return split.any(others)
 
 
 # -- causal -----------------------------------------------------------------------------------------------------------
@@ -195,27 +314,50 @@ def _is_causal_attention(graph: Graph, attention: Attention, names: AxisNames) -
     queries, keys = names.lengths
     if queries < 2 or keys < 2:
         return False
-    known = visibility(graph, attention, names)
-    if known is None or known.seen is None:
-        masks = (tensor for op in attention.masks for tensor in masks_of(graph, attention, op))
-        makers = (op for tensor in masks for op in _makers(graph, tensor))
-        return any(op.base_name.startswith(("tril", "triu")) for op in (*attention.masks, *makers))
+    visible = visibility(graph, attention, names)
+    if visible is None or visible.seen is None:
+        return _has_triangular_mask(graph, attention)
+    seen = visible.seen
     if names.num_windows > 1:
-        return is_causal(known.seen, _shifts_of_windows(graph, attention, names))
-    filled = filled_slots(graph, attention, known.seen)
+        return is_causal(seen, _shifts_of_windows(graph, attention, names))
     # Keys that the layer appends have no position, and sinks have none either.
-    axes = dims_of(names.of_stage("key")) if "key" in attention.stages else []
-    given = attention.stages["key"].shape[axes.index(["key"])] if ["key"] in axes else keys
-    return any(map(is_causal, (filled, known.seen[:, :given], known.seen[:, -given:])))
+    given = keys
+    if "key" in attention.stages:
+        axes = dims_of(names.of_stage("key"))
+        if ["key"] in axes:
+            given = attention.stages["key"].shape[axes.index(["key"])]
+    filled = filled_slots(graph, attention, seen)
+    first = seen[:, :given]
+    last = seen[:, -given:]
+    return is_causal(filled) or is_causal(first) or is_causal(last)
+
+
+def _has_triangular_mask(graph: Graph, attention: Attention) -> bool:
+    """Return whether a mask is made with tril or triu."""
+    for op in attention.masks:
+        if _is_triangular(op):
+            return True
+        for tensor in masks_of(graph, attention, op):
+            if any(map(_is_triangular, _makers(graph, tensor))):
+                return True
+    return False
+
+
+def _is_triangular(op: Op) -> bool:
+    return op.base_name.startswith(("tril", "triu"))
 
 
 def filled_slots(graph: Graph, attention: Attention, seen: Tensor) -> Tensor:
     """Return the columns of `query key` up to the last seen key, if keys are written into memory of fixed size."""
     if bool(seen[:, -1:].any()):
         return seen
-    path = OperandPath(graph, attention.turns[0], "key", from_first="key" in attention.turns[0].earlier)
-    is_cache = any(op.kind == "write" and op.inputs and op.inputs[0].id not in path.reached for op in path.ops)
-    return seen[:, : int(seen.any(0).nonzero().max()) + 1] if is_cache and bool(seen.any()) else seen
+    turn = attention.turns[0]
+    path = OperandPath(graph, turn, "key", from_first="key" in turn.earlier)
+    is_cache = any(fills_memory(path, op) for op in path.ops)
+    if not is_cache or not bool(seen.any()):
+        return seen
+    last = int(seen.any(0).nonzero().max())
+    return seen[:, : last + 1]
 
 
 def window_of(seen: Tensor) -> int | None:
@@ -224,23 +366,75 @@ def window_of(seen: Tensor) -> int | None:
     The queries are the first or the last of the keys. Keys that no query sees are padding.
     """
     queries, keys = seen.shape
-    known = seen.any(0)
-    if queries < 2 or bool(seen[:, known].all()):
+    is_used = seen.any(0)
+    if queries < 2 or bool(seen[:, is_used].all()):
         return None
-    rows = seen.any(1).nonzero().flatten()
-    numbers = seen.to(torch.uint8)
-    first, last = numbers.argmax(1), keys - 1 - numbers.flip(1).argmax(1)
-    number = torch.cat((torch.zeros(1, dtype=torch.long), known.cumsum(0)))  # of known keys before each
-    if bool((number[last + 1] - number[first] != seen.sum(1))[rows].any()):
+    spans = _Spans.of(seen)
+    if not spans.are_filled():
         return None
     for shift in sorted({0, keys - queries}):
-        back, ahead = int((rows + shift - first[rows]).max()), int((last[rows] - rows - shift).max())
-        lowest, highest = (rows + shift - back).clamp(0), (rows + shift + ahead + 1).clamp(0, keys)
-        whole = bool((number[highest.clamp(lowest)] - number[lowest] == seen.sum(1)[rows]).all()) and back >= 0 <= ahead
-        limited = bool((number[lowest] > 0).any()), bool((number[highest] < number[-1]).any())
-        if whole and limited[0] and (ahead == 0 or limited[1]):
-            return back + 1
+        window = spans.window_at(shift)
+        if window is not None:
+            return window
     return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Spans:
+    """The keys of the queries that see any: a number each of the first seen key, the last one, and their count."""
+
+    rows: Tensor
+    """The queries."""
+    first: Tensor
+    last: Tensor
+    counts: Tensor
+    used_before: Tensor
+    """For each key, and after the last, the number of keys before it that any query sees."""
+
+    @classmethod
+    def of(cls, seen: Tensor) -> _Spans:
+        """Return the keys of each query, of a bool `query key`."""
+        rows = seen.any(1).nonzero().flatten()
+        numbers = seen[rows].to(torch.uint8)
+        behind = numbers.flip(1).argmax(1)
+        none = torch.zeros(1, dtype=torch.long)
+        return cls(
+            rows=rows,
+            first=numbers.argmax(1),
+            last=seen.shape[1] - 1 - behind,
+            counts=seen[rows].sum(1),
+            used_before=torch.cat((none, seen.any(0).cumsum(0))),
+        )
+
+    def _number_of_used(self, start: Tensor, stop: Tensor) -> Tensor:
+        """Return for each query how many keys between two places any query sees."""
+        return self.used_before[stop] - self.used_before[start]
+
+    def are_filled(self) -> bool:
+        """Return whether each query sees all used keys between its first and its last one."""
+        numbers = self._number_of_used(self.first, self.last + 1)
+        return bool((numbers == self.counts).all())
+
+    def window_at(self, shift: int) -> int | None:
+        """Return how many keys a query sees back, if the first query is at this key; None without a limit."""
+        places = self.rows + shift
+        back = int((places - self.first).max())
+        ahead = int((self.last - places).max())
+        if back < 0 or ahead < 0:
+            return None
+        lowest = (places - back).clamp(0)
+        keys = len(self.used_before) - 1
+        highest = (places + ahead + 1).clamp(0, keys)
+        numbers = self._number_of_used(lowest, highest.clamp(lowest))
+        if not bool((numbers == self.counts).all()):
+            return None
+        used_before = self.used_before[lowest]
+        used_to_end = self.used_before[highest]
+        is_limited_before = bool((used_before > 0).any())
+        is_limited_after = bool((used_to_end < self.used_before[-1]).any())
+        if not is_limited_before or (ahead > 0 and not is_limited_after):
+            return None
+        return back + 1
 
 
 def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> list[int]:
@@ -249,13 +443,24 @@ def _shifts_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> 
     With keys `[before, own, after]` the first window has no keys before it, so it shows where its own keys begin.
     """
     queries, keys = names.lengths
+    start = _first_key_of_windows(graph, attention, names) // queries * queries
+    if start:
+        return [start]
+    return list(range(0, keys - queries + 1, queries))
+
+
+def _first_key_of_windows(graph: Graph, attention: Attention, names: AxisNames) -> int:
+    """Return the first key that the queries of the first window see; 0 if it is unknown."""
     stage = "weights" if "weights" in attention.stages else "scores"
-    dims, sight = dims_of(names.of_stage(stage)), noted(graph, attention)
-    named = sight is not None and ["windows"] in dims and ["key"] in dims
-    pair = _pair(sight, dims.index(["windows"]), dims.index(["key"])) if sight is not None and named else None
-    seen = [] if pair is None else pair[0].nonzero().flatten().tolist()
-    start = seen[0] // queries * queries if seen else 0
-    return [start] if start else list(range(0, keys - queries + 1, queries))
+    dims = dims_of(names.of_stage(stage))
+    sight = noted(graph, attention)
+    if sight is None or ["windows"] not in dims or ["key"] not in dims:
+        return 0
+    windows, keys = dims.index(["windows"]), dims.index(["key"])
+    pair = _pair(sight, windows, keys)
+    if pair is None or not bool(pair[0].any()):
+        return 0
+    return int(pair[0].nonzero()[0])
 
 
 def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
@@ -264,22 +469,26 @@ def masks_of(graph: Graph, attention: Attention, op: Op) -> list[TensorRef]:
     mixing = {mixing.op.index for mixing in attention.mixed_scores}
 
     def through(op: Op) -> bool:
-        return (graph.passes_on(op) and not op.base_name.endswith("_like")) or op.index in mixing
+        if op.index in mixing:
+            return True
+        return graph.passes_on(op) and not op.base_name.endswith("_like")
 
     def is_scores(tensor: TensorRef) -> bool:
-        return any(step.tensor.id == product.output.id for step in graph.back(tensor, through))
+        steps = graph.back(tensor, through)
+        return any(step.tensor.id == product.output.id for step in steps)
 
     return [tensor for tensor in op.inputs if not is_scores(tensor)]
 
 
 def _makers(graph: Graph, tensor: TensorRef) -> Iterator[Op]:
     """Yield the operations behind a tensor, as many as a mask needs at most."""
-    queue, known = [tensor], set[int]()
-    while queue and len(known) < _FAR:
+    queue = [tensor]
+    passed: set[int] = set()
+    while queue and len(passed) < _FAR:
         op = graph.recording.producer(queue.pop())
-        if op is not None and op.index not in known:
+        if op is not None and op.index not in passed:
             yield op
-            known.add(op.index)
+            passed.add(op.index)
             queue += op.inputs
 
 
@@ -296,22 +505,32 @@ def kinds_of(run: NamedRun) -> list[tuple[str, ...]]:
 
 
 def _kind_of(run: NamedRun, attention: Attention, names: AxisNames) -> tuple[str, ...]:
-    causal = "causal" if _is_causal_attention(run.graph, attention, names) else ""
-    grouped = "grouped" if names.num_kv_heads < names.num_heads else ""
+    """Return the words for the kind of one attention: `self`, `causal`."""
     within = ""
     if names.within_tokens:
-        within, causal = WITHIN_TOKENS, ""
+        within = WITHIN_TOKENS
     elif names.mixes_positions and names.num_heads > 1:
         within = PIECES_OF_TOKENS
-    return tuple(word for word in (_source(run, attention), within, causal, grouped) if word)
+    words = [_source(run, attention), within]
+    if not names.within_tokens and _is_causal_attention(run.graph, attention, names):
+        words.append("causal")
+    if names.num_kv_heads < names.num_heads:
+        words.append("grouped")
+    return tuple(word for word in words if word)
 
 
 def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
     """Return a sentence if a mask of 0 and 1 is added to the scores; its numbers are in `leaves` or in a kept run."""
-    added = {tensor.id for masks in run.read_once(_added_masks) for tensor in masks}
-    for value in (leaves[number] for number in leaves.keys() & added):
+    added: set[int] = set()
+    for masks in run.read_once(_added_masks):
+        added.update(tensor.id for tensor in masks)
+    for number in leaves.keys() & added:
+        value = leaves[number]
+        if value.is_meta:
+            continue
         # Ones alone change no weight: a bias may start as ones.
-        if not value.is_meta and torch.unique(value.float()).tolist() == [0.0, 1.0]:
+        numbers = torch.unique(value.float()).tolist()
+        if numbers == [0.0, 1.0]:
             return (
                 "The mask has the numbers 0 and 1 and is added to the scores, so it masks out no key. "
                 "Use bool, or -inf for each masked key.",
@@ -321,31 +540,62 @@ def mask_notes(run: NamedRun, leaves: Mapping[int, Tensor]) -> tuple[str, ...]:
 
 def _added_masks(run: NamedRun, attention: Attention, names: AxisNames) -> tuple[TensorRef, ...]:
     """Return the masks that are added to the scores, as they were before they were viewed or copied."""
-    added = []
+    added: list[TensorRef] = []
     for op in attention.masks:
         masks = [] if op.does("fills") else masks_of(run.graph, attention, op)
-        if len(masks) == 1 and masks[0].dtype != "bool" and 1 < masks[0].numel <= _LARGEST:
-            added.append(run.graph.before_moves(masks[0]))
+        if len(masks) != 1:
+            continue
+        mask = masks[0]
+        if mask.dtype != "bool" and 1 < mask.numel <= _LARGEST:
+            added.append(run.graph.before_moves(mask))
     return tuple(added)
 
 
 def _source(run: NamedRun, attention: Attention) -> str:
     """Return `self` or `cross`; empty if the recording does not show the origin of query and key."""
-    stages, before = attention.stages, run.graph.before_moves
-    query, key = stages.get("query", stages["q_heads"]), stages.get("key", stages["k_heads"])
-    left, right = before(query), before(key)
-    memory = {(side.storage, side.offset, side.shape, side.stride) for side in (left, right)}
-    makers = [run.recording.producer(side) for side in (left, right)]  # another projection may come before
-    made_of = {before(run.graph.projected(op)).id if op and run.graph.is_projection(op) else None for op in makers}
-    alike = left.id == right.id or len(memory) == 1 or (len(made_of) == 1 and None not in made_of)
-    if alike or _within(run, attention, query) & _within(run, attention, key):
+    stages = attention.stages
+    query = stages.get("query", stages["q_heads"])
+    key = stages.get("key", stages["k_heads"])
+    if _are_one_tensor(run, query, key):
+        return "self"
+    within_query = _within(run, attention, query)
+    if not within_query.isdisjoint(_within(run, attention, key)):
         return "self"
     if "query" in stages and "key" in stages:
         return "cross"
-    given = [run.graph.inputs_of(side) for side in (query, key)]
+    graph = run.graph
+    of_query = graph.inputs_of(query)
+    of_key = graph.inputs_of(key)
+    if not of_query or not of_key or of_query == of_key:
+        return ""
+    if "query" in stages or "key" in stages:
+        return "cross"
     # If both came in as heads, they may have been projected from one tensor outside.
-    made = "query" in stages or "key" in stages or not any(inputs <= {left.id, right.id} for inputs in given)
-    return "cross" if made and all(given) and given[0] != given[1] else ""
+    heads = {graph.before_moves(query).id, graph.before_moves(key).id}
+    return "" if of_query <= heads or of_key <= heads else "cross"
+
+
+def _are_one_tensor(run: NamedRun, query: TensorRef, key: TensorRef) -> bool:
+    """Return whether a query and a key are one tensor, at most moved, or are projected from one."""
+    left = run.graph.before_moves(query)
+    right = run.graph.before_moves(key)
+    if left.id == right.id or _memory_of(left) == _memory_of(right):
+        return True
+    source = _before_projection(run, left)  # another projection may come before
+    return source is not None and source == _before_projection(run, right)
+
+
+def _memory_of(tensor: TensorRef) -> tuple[object, ...]:
+    """Return the place of a tensor in memory."""
+    return tensor.storage, tensor.offset, tensor.shape, tensor.stride
+
+
+def _before_projection(run: NamedRun, tensor: TensorRef) -> int | None:
+    """Return the id of the tensor that is projected to this one; None if this is not the result of a projection."""
+    op = run.recording.producer(tensor)
+    if op is None or not run.graph.is_projection(op):
+        return None
+    return run.graph.before_moves(run.graph.projected(op)).id
 
 
 def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
@@ -353,26 +603,46 @@ def _within(run: NamedRun, attention: Attention, side: TensorRef) -> set[int]:
 
     Norms, down-projections and a pooling of positions may come before the stage `query` or `key`.
     """
-    ops = [attention.projections[name] for name in ("query", "key") if name in attention.projections]
-    paths = zip(*(path.split(".") for path in (attention.module, *(op.module for op in ops))), strict=False)
-    owner = ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, paths))
-    graph, reached, queue = run.graph, set[int](), [side]
+    modules = [attention.module]
+    for name in ("query", "key"):
+        if name in attention.projections:
+            modules.append(attention.projections[name].module)
+    owner = _common_owner(modules)
+    reached: set[int] = set()
+    queue = [side]
     while queue and len(reached) < _FAR:
         tensor = queue.pop()
         if tensor.id in reached:
             continue
-        if graph.comes_from_inputs(tensor):
+        if run.graph.comes_from_inputs(tensor):
             reached.add(tensor.id)
         op = run.recording.producer(tensor)
-        if op is None or not inside(op.module, owner):
-            continue
-        if graph.is_projection(op) or graph.is_by_channel(op):
-            queue.append(graph.projected(op))
-        elif op.does("joins"):  # e.g. a learned token, and the tensors of an input
-            given = [read for read in op.inputs if read.numel and graph.comes_from_inputs(read)]
-            queue += given if len(given) == 1 else []
-        elif op.does("pools") or axes_rule(op.base_name) == "reduce":
-            queue.append(op.inputs[0])
-        elif graph.moves(op) or op.pointwise or op.does("norms"):
-            queue += [read for read in op.inputs if read.numel == tensor.numel or graph.moves(op)]
+        if op is not None and inside(op.module, owner):
+            queue += _with_same_positions(run.graph, op, tensor)
     return reached
+
+
+def _common_owner(modules: Iterable[str]) -> str:
+    """Return the innermost module with all of these inside: `block` of `block.attention` and `block.query`."""
+    owner: list[str] = []
+    for names in zip(*(module.split(".") for module in modules), strict=False):
+        if len(set(names)) > 1:
+            break
+        owner.append(names[0])
+    return ".".join(owner)
+
+
+def _with_same_positions(graph: Graph, op: Op, tensor: TensorRef) -> Sequence[TensorRef]:
+    """Return what an operation reads that has the positions of its result, before a pooling of these."""
+    if graph.is_projection(op) or graph.is_by_channel(op):
+        return [graph.projected(op)]
+    if op.does("joins"):  # e.g. a learned token, and the tensors of an input
+        given = [read for read in op.inputs if read.numel and graph.comes_from_inputs(read)]
+        return given if len(given) == 1 else []
+    if op.does("pools") or axes_rule(op.base_name) == "reduce":
+        return op.inputs[:1]
+    if graph.moves(op):
+        return op.inputs
+    if op.pointwise or op.does("norms"):
+        return [read for read in op.inputs if read.numel == tensor.numel]
+    return []
