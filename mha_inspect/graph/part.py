@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
@@ -24,56 +24,107 @@ def whole(tensor: TensorRef) -> Part:
     return Part(tensor, tuple(map(range, tensor.shape)))
 
 
-def may_overlap(tensor: TensorRef, other: TensorRef) -> bool:
+def may_overlap(tensor: TensorRef, like: TensorRef) -> bool:
     """Return whether two tensors may have elements in common; True if that is unknown."""
-    if tensor.storage != other.storage:
+    if tensor.storage != like.storage:
         return False
-    inside = zip(_box_in(tensor, whole(other)), tensor.shape, strict=True)
-    return all(max(places.start, 0) < min(places.stop, size) for places, size in inside)
+    box = _box_in(tensor, whole(like))
+    everything = tuple(map(range, tensor.shape))
+    return _overlap(box, everything)
+
+
+def _overlap(left: Box, right: Box) -> bool:
+    """Return whether two parts of one tensor have an element in common."""
+    places = zip(left, right, strict=False)
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in places)
 
 
 def parts_behind(op: Op, result: TensorRef, part: Part) -> Iterator[tuple[TensorRef, Part]]:
     """Yield the inputs that a part of a result is made of, each with its own part, which may be too large."""
-    if op.kind in ("view", "write") and op.inputs and op.inputs[0].storage == part.tensor.storage:
-        # Complex numbers have other places than their parts.
-        yield op.inputs[0], part if part.tensor.dtype == op.inputs[0].dtype else whole(op.inputs[0])
-        written = _box_in(part.tensor, whole(op.inputs[0]))
-        overlaps = (max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(written, part.box, strict=False))
-        if op.kind == "view" or all(overlaps):
-            yield from ((tensor, whole(tensor)) for tensor in op.inputs[1:])
-        return
-    box = _box_in(result, part)
-    if op.base_name not in ("cat", "stack"):
+    is_in_same_memory = bool(op.inputs) and op.inputs[0].storage == part.tensor.storage
+    if op.kind in ("view", "write") and is_in_same_memory:
+        yield from _behind_memory(op, part)
+    elif op.base_name in ("cat", "stack"):
+        yield from _behind_join(op, _box_in(result, part))
+    else:
+        box = _box_in(result, part)
+        keeps_places = op.pointwise or op.kind == "copy"
         for tensor in op.inputs:
-            alike = (op.pointwise or op.kind == "copy") and tensor.shape == result.shape
-            yield tensor, Part(tensor, box) if alike else whole(tensor)
-        return
-    place, is_cat, first = setting(op, 1, "dim", 0) % len(result.shape), op.base_name == "cat", 0
+            is_alike = keeps_places and tensor.shape == result.shape
+            yield tensor, Part(tensor, box) if is_alike else whole(tensor)
+
+
+def _behind_memory(op: Op, part: Part) -> Iterator[tuple[TensorRef, Part]]:
+    """Yield the inputs behind a part of memory that an operation views, or writes into."""
+    memory, *operands = op.inputs
+    # Complex numbers have other places than their parts.
+    yield memory, part if part.tensor.dtype == memory.dtype else whole(memory)
+    if op.kind == "view" or _overlap(_box_in(part.tensor, whole(memory)), part.box):
+        for tensor in operands:
+            yield tensor, whole(tensor)
+
+
+def _behind_join(op: Op, box: Box) -> Iterator[tuple[TensorRef, Part]]:
+    """Yield the operands of a concatenation or a stack that have elements in a part of its result."""
+    place = setting(op, 1, "dim", 0) % len(op.output.shape)
+    before, joined, after = box[:place], box[place], box[place + 1 :]
+    is_stack = op.base_name == "stack"
+    start = 0
     for tensor in op.inputs:
-        if tensor.numel:
-            size = tensor.shape[place] if is_cat else 1
-            cut = range(max(box[place].start - first, 0), min(box[place].stop - first, size))
-            if cut:
-                yield tensor, Part(tensor, (*box[:place], *([cut] if is_cat else []), *box[place + 1 :]))
-            first += size
+        if not tensor.numel:
+            continue
+        size = 1 if is_stack else tensor.shape[place]
+        cut = range(max(joined.start - start, 0), min(joined.stop - start, size))
+        if cut:
+            inner = (*before, *after) if is_stack else (*before, cut, *after)
+            yield tensor, Part(tensor, inner)
+        start += size
 
 
 def _box_in(tensor: TensorRef, part: Part) -> Box:
     """Return the places of a part in a tensor of the same memory; they may be outside of it."""
-    view, everything = part.tensor, tuple(map(range, tensor.shape))
+    view = part.tensor
+    everything = tuple(map(range, tensor.shape))
     if view.storage != tensor.storage or view.dtype != tensor.dtype or not view.numel:
         return everything
-    steps = {step: size for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1}
-    if any(step < other < step * size for step, size in steps.items() for other in steps):
-        return everything  # its elements overlap
-    reaches = [((len(places) - 1) * step, step) for places, step in zip(part.box, view.stride, strict=True)]
+    steps = sorted(step for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1)
+    if _elements_overlap(tensor):
+        return everything
     first = view.offset - tensor.offset
-    first += sum(places.start * step for places, step in zip(part.box, view.stride, strict=True))
-    found = []
+    reaches: list[tuple[int, int]] = []
+    for places, step in zip(part.box, view.stride, strict=True):
+        first += places.start * step
+        reaches.append((step, (len(places) - 1) * step))
+    box = []
     for size, step in zip(tensor.shape, tensor.stride, strict=True):
-        wider = min((other for other in steps if other > step), default=0)
-        start = first % wider if wider else first
-        end = start + sum(reach for reach, by in reaches if not wider or by < wider)
-        places = range(start // max(step, 1), end // max(step, 1) + 1)
-        found.append(places if size > 1 and step and (not wider or end < wider) else range(size))
-    return tuple(found)
+        wider = min((longer for longer in steps if longer > step), default=0)
+        cut = _places_along(step, wider, first, reaches)
+        box.append(range(size) if size < 2 or cut is None else cut)
+    return tuple(box)
+
+
+def _elements_overlap(tensor: TensorRef) -> bool:
+    """Return whether elements of a tensor share memory, as those of overlapping windows."""
+    sizes = {step: size for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1}
+    return any(_is_between(sizes, step, step * size) for step, size in sizes.items())
+
+
+def _is_between(steps: Iterable[int], low: int, high: int) -> bool:
+    """Return whether one of these strides is between two numbers."""
+    return any(low < step < high for step in steps)
+
+
+def _places_along(step: int, wider: int, first: int, reaches: Sequence[tuple[int, int]]) -> range | None:
+    """Return the places that a part of memory has along one dimension of a tensor; None for all of them.
+
+    Args:
+        step: the stride of the dimension.
+        wider: the next longer stride of the tensor; 0 if there is none.
+        first: the position of the first element of the part, from the first of the tensor.
+        reaches: the stride of each dimension of the part, and how far the part goes along it.
+    """
+    start = first % wider if wider else first
+    end = start + sum(reach for stride, reach in reaches if not wider or stride < wider)
+    if not step or (wider and end >= wider):
+        return None
+    return range(start // step, end // step + 1)
