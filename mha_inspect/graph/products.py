@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Dim, setting, wide
+from .axis import Axis, Dim, setting, wide
 from .dimensions import Dimensions
 from .rules import reduced_places
 
@@ -37,37 +37,52 @@ class Product:
         """2 · batch · rows · inner · columns, as `torch.utils.flop_counter` counts; half without a sum; Joint: 0."""
         if self.multiply.does("product"):
             return 2 * self.op.output.numel * self.left.shape[-1]
-        return self.is_dot * (1 + (self.op is not self.multiply)) * self.multiply.output.numel
+        if not self.is_dot:
+            return 0
+        multiplied = self.multiply.output.numel
+        return multiplied if self.op is self.multiply else 2 * multiplied
 
     def axes(self, dimensions: Dimensions) -> ProductAxes:
         """Return the role of each dimension of the factors and of the result."""
-        result = dimensions.of(self.op.output)
         if self.multiply.does("product"):
-            left, right = dimensions.of(self.left), dimensions.of(self.right)
-            if len(right) < 2:  # mv, dot
-                rows = result[0] if result else ()
-                return ProductAxes((), rows, (), rows, left[-1], right[-1], ())
-            batch = tuple([atom for dim in result[:-2] for atom in dim])
-            return ProductAxes(batch, result[-2], result[-1], left[-2], left[-1], right[-2], right[-1])
-        result_atoms = [atom for dim in result for atom in dim]
-        sides = [*sides_of(dimensions, self.multiply)]
+            return self._axes_of_matrices(dimensions)
+        result_atoms = [atom for dim in dimensions.of(self.op.output) for atom in dim]
+        in_result = set(result_atoms)
         axes: dict[str, Dim] = defaultdict(tuple)
-        for whole, first, second in sides:
+        multiplied: set[Axis] = set()
+        for whole, first, second in sides_of(dimensions, self.multiply):
+            multiplied.update(whole)
             if not second:
                 axes["rows"] += whole
                 axes["left_rows"] += first
             elif not first:
                 axes["columns"] += whole
                 axes["right_columns"] += second
-            elif whole and set(whole) <= set(result_atoms):
+            elif whole and in_result.issuperset(whole):
                 axes["batch"] += whole
             else:
                 axes["left_inner"] += first
                 axes["right_inner"] += second
         # The reduction of the features may give several scores, one for each head.
-        known = {atom for whole, _, _ in sides for atom in whole}
-        axes["batch"] += tuple(atom for atom in wide(result_atoms) if atom not in known)
+        axes["batch"] += tuple([atom for atom in wide(result_atoms) if atom not in multiplied])
         return ProductAxes(**axes)
+
+    def _axes_of_matrices(self, dimensions: Dimensions) -> ProductAxes:
+        """Return the role of each dimension in a product of matrices, or of a matrix and a vector."""
+        result = dimensions.of(self.op.output)
+        left, right = dimensions.of(self.left), dimensions.of(self.right)
+        if len(right) < 2:  # mv, dot
+            rows = result[0] if result else ()
+            return ProductAxes(rows=rows, left_rows=rows, left_inner=left[-1], right_inner=right[-1])
+        return ProductAxes(
+            batch=tuple([atom for dim in result[:-2] for atom in dim]),
+            rows=result[-2],
+            columns=result[-1],
+            left_rows=left[-2],
+            left_inner=left[-1],
+            right_inner=right[-2],
+            right_columns=right[-1],
+        )
 
 
 @dataclass(frozen=True)
@@ -130,49 +145,84 @@ def product_of(recording: Recording, op: Op) -> Product | None:
     """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None."""
     if op.does("product"):
         return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
-    multiply = recording.producer(op.inputs[0]) if op.base_name == "sum" and op.outputs else None
+    if op.base_name != "sum" or not op.outputs:
+        return None
+    multiply = recording.producer(op.inputs[0])
     if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2 or not multiply.output.shape:
         return None
     left, right = multiply.inputs
     rank = len(multiply.output.shape)
     summed = reduced_places(op)
-    wide_places = [tuple(is_wide(tensor, rank, place) for place in range(rank)) for tensor in (left, right)]
+    of_left = [is_wide(left, rank, place) for place in range(rank)]
+    of_right = [is_wide(right, rank, place) for place in range(rank)]
     # Both factors have every summed dimension, and their other dimensions differ: otherwise it is e.g. a norm.
-    whole = all(places[place] for place in summed for places in wide_places)
-    return Product(op, multiply, left, right) if summed and whole and wide_places[0] != wide_places[1] else None
+    have_summed = all(of_left[place] and of_right[place] for place in summed)
+    if not summed or not have_summed or of_left == of_right:
+        return None
+    return Product(op, multiply, left, right)
 
 
-def sides_of(dimensions: Dimensions, op: Op) -> Iterator[tuple[Dim, Dim, Dim]]:
+class Side(NamedTuple):
+    """One axis of the result of a join, and of its factors; empty in a factor that is repeated along it."""
+
+    whole: Dim
+    left: Dim
+    right: Dim
+
+
+def sides_of(dimensions: Dimensions, op: Op) -> Iterator[Side]:
     """Yield each axis of the result of a join, with its axis in the left and in the right factor.
 
     An axis is empty in a factor that is broadcast or repeated along it. Concatenated features are no axis of the
     result.
     """
-    left, right = (dimensions.of(factor) for factor in op.inputs)
-    whole = dimensions.of(op.output)
     if op.does("distances"):
-        batch = zip(whole[:-2], left[:-2], right[:-2], strict=False)
-        yield from (*batch, (whole[-2], left[-2], ()), (whole[-1], (), right[-2]), ((), left[-1], right[-1]))
+        yield from _sides_of_distance(dimensions, op)
         return
+    whole = dimensions.of(op.output)
     rank = len(whole)
     joined = setting(op, 1, "dim", 0) % rank if op.base_name == "cat" else None
-    left, right = (((),) * (rank - len(dims)) + dims for dims in (left, right))
+    left, right = (_factor_sides(dimensions, factor, rank, joined) for factor in op.inputs)
     for place, dim in enumerate(whole):
-        first, second = (
-            wide(dims[place]) if place == joined or is_wide(factor, rank, place) else ()
-            for dims, factor in zip((left, right), op.inputs, strict=True)
-        )
-        out = wide(dim)
+        first, second, out = left[place], right[place], wide(dim)
         if place == joined:
-            yield (), first, second
+            yield Side((), first, second)
         elif not out:
-            yield dim, dim, dim
-        elif any(len(side) != len(out) for side in (first, second) if side):
-            yield out, first, second
+            yield Side(dim, dim, dim)
+        elif len(first) not in (0, len(out)) or len(second) not in (0, len(out)):
+            yield Side(out, first, second)
         else:
             for at, atom in enumerate(out):
-                a, b = (side[at : at + 1] if side and not side[at].repeats else () for side in (first, second))
-                yield (atom,), a, b
+                yield Side((atom,), _unrepeated(first, at), _unrepeated(second, at))
+
+
+def _sides_of_distance(dimensions: Dimensions, op: Op) -> Iterator[Side]:
+    """Yield the axes of distances: `batch rows features, batch columns features -> batch rows columns`."""
+    left, right = (dimensions.of(factor) for factor in op.inputs)
+    whole = dimensions.of(op.output)
+    for batch in zip(whole[:-2], left[:-2], right[:-2], strict=False):
+        yield Side(*batch)
+    yield Side(whole[-2], left[-2], ())
+    yield Side(whole[-1], (), right[-2])
+    yield Side((), left[-1], right[-1])
+
+
+def _factor_sides(dimensions: Dimensions, factor: TensorRef, rank: int, joined: int | None) -> list[Dim]:
+    """Return the axes of a factor by the dimension of the result; empty where it is broadcast or repeated."""
+    dims = dimensions.of(factor)
+    missing = rank - len(dims)
+    sides: list[Dim] = []
+    for place in range(rank):
+        has_place = place == joined or is_wide(factor, rank, place)
+        sides.append(wide(dims[place - missing]) if has_place and place >= missing else ())
+    return sides
+
+
+def _unrepeated(side: Dim, place: int) -> Dim:
+    """Return one axis of a factor; empty if the factor is repeated along it."""
+    if not side or side[place].repeats:
+        return ()
+    return side[place : place + 1]
 
 
 def is_wide(tensor: TensorRef, rank: int, place: int) -> bool:
