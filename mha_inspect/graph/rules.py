@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate
+from typing import NamedTuple
 
 from ..record.catalog import axes_rule
-from ..record.ops import Op
+from ..record.ops import Op, TensorRef
 from .axis import Axis, Dim, Dims, fresh, join, piece, reshape, resolve, setting, size_of, twin, unify, wide
 
 Rule = Callable[[Op, tuple[Dims, ...]], Sequence[Dims]]
@@ -18,14 +18,21 @@ Rule = Callable[[Op, tuple[Dims, ...]], Sequence[Dims]]
 def rule_of(name: str, kind: str, pointwise: bool) -> Rule:
     """Return the rule for an operation: the rule in `record.catalog`, or the default of its kind."""
     rule = RULES.get(axes_rule(name.split(".")[1]))
-    return rule or (_pointwise if pointwise else _strided if kind == "view" else _same_sizes)
+    if rule is not None:
+        return rule
+    if pointwise:
+        return _pointwise
+    return _strided if kind == "view" else _same_sizes
 
 
 def reduced_places(op: Op) -> tuple[int, ...]:
     """Return the dimensions that a sum, a mean or another reduction runs over."""
     rank = len(op.inputs[0].shape)
-    dims = setting(op, 2 if "norm" in op.base_name else 1, "dim", 0 if op.base_name == "unbind" else None)
-    places = range(rank) if dims is None else dims if isinstance(dims, tuple) else (dims,)
+    default = 0 if op.base_name == "unbind" else None
+    dims = setting(op, 2 if "norm" in op.base_name else 1, "dim", default)
+    if dims is None:
+        return tuple(range(rank))
+    places = dims if isinstance(dims, tuple) else (dims,)
     return tuple(sorted({int(place) % max(rank, 1) for place in places}))
 
 
@@ -36,12 +43,18 @@ def _place(op: Op, argument: int, rank: int) -> int:
 
 def _same_sizes(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Keep the dimensions whose size is unchanged; two outputs of one shape have the same axes."""
-    known: dict[tuple[int, ...], Dims] = {}
+    if not inputs:
+        return [()] * len(op.outputs)
+    by_shape: dict[tuple[int, ...], Dims] = {}
     for output in op.outputs:
-        if inputs and len(inputs[0]) == len(output.shape):
-            sizes = zip(inputs[0], output.shape, strict=True)
-            known.setdefault(output.shape, tuple(dim if size_of(dim) == size else fresh(size) for dim, size in sizes))
-    return [known.get(output.shape, ()) for output in op.outputs]
+        if output.shape not in by_shape and len(inputs[0]) == len(output.shape):
+            by_shape[output.shape] = tuple(map(_resized, inputs[0], output.shape))
+    return [by_shape.get(output.shape, ()) for output in op.outputs]
+
+
+def _resized(dim: Dim, size: int) -> Dim:
+    """Return a dimension if it has this size; otherwise a new one."""
+    return dim if size_of(dim) == size else fresh(size)
 
 
 def _pointwise(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
@@ -55,46 +68,90 @@ def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
 
     In `x[:, None] * x[None]` each operand has the axis of x where the other is repeated: these are two axes.
     """
-    out: list[list[tuple[Axis, int | None]]] = []  # each atom, and the only operand that has it; None if both do
-    for back, size in zip(range(len(shape), 0, -1), shape, strict=True):
-        there = [at for at, dims in enumerate(operands) if len(dims) >= back and size_of(dims[-back]) == size]
-        pairs = _repeated_pairs(*(operands[at][-back] for at in there)) if len(there) == 2 else ()
+    out = [_shared(operands, back, size) for back, size in zip(range(len(shape), 0, -1), shape, strict=True)]
+    of_first: set[Axis] = set()
+    for dim in out:
+        for atom in dim:
+            if atom.operand == 0:
+                of_first.update(resolve((atom.axis,)))
+    return tuple([_apart_from(of_first, dim) for dim in out])
+
+
+class _Atom(NamedTuple):
+    """An axis of a result of several operands."""
+
+    axis: Axis
+    operand: int | None
+    """The only operand that has it; None if several have it."""
+
+
+def _shared(operands: Sequence[Dims], back: int, size: int) -> list[_Atom]:
+    """Return the axes of one dimension of a result, counted from the last one, and unify those of the operands."""
+    places = [place for place, dims in enumerate(operands) if len(dims) >= back and size_of(dims[-back]) == size]
+    if not places:
+        return [_Atom(axis, None) for axis in fresh(size)]
+    first = places[0]
+    dim = operands[first][-back]
+    if len(places) == 1:
+        operand = first if size > 1 else None
+        return [_Atom(axis, operand) for axis in dim]
+    if len(places) == 2:
+        pairs = _repeated_pairs(dim, operands[places[1]][-back])
         if pairs:
-            out.append([])
-            for x, y in pairs:
-                if x.repeats == y.repeats:
-                    unify((x,), (y,))
-                alone = None if x.repeats == y.repeats else there[x.repeats]
-                out[-1].append((y if x.repeats > y.repeats else x, alone))
-            continue
-        for at in there[1:]:
-            _meet(operands[there[0]], operands[at], back)
-        alone = there[0] if len(there) == 1 and size > 1 else None
-        out.append([(atom, alone) for atom in (operands[there[0]][-back] if there else fresh(size))])
-    first = {leaf for dim in out for atom, alone in dim if alone == 0 for leaf in resolve((atom,))}
-    return tuple(
-        tuple(leaf for atom, alone in dim for leaf in (twin((atom,), first) if alone == 1 else (atom,))) for dim in out
-    )
+            return [_of_pair(left, right, places) for left, right in pairs]
+    for place in places[1:]:
+        _meet(operands[first], operands[place], back)
+    return [_Atom(axis, None) for axis in dim]
+
+
+def _of_pair(left: Axis, right: Axis, places: Sequence[int]) -> _Atom:
+    """Return the axis that two operands give: of the one that is not repeated along it, or of both."""
+    if left.repeats == right.repeats:
+        unify((left,), (right,))
+        return _Atom(left, None)
+    return _Atom(right, places[1]) if left.repeats else _Atom(left, places[0])
+
+
+def _apart_from(of_first: set[Axis], dim: Sequence[_Atom]) -> Dim:
+    """Return a dimension of a result, with twins of the axes that the second operand has like the first."""
+    atoms: list[Axis] = []
+    for axis, operand in dim:
+        if operand == 1:
+            atoms += twin((axis,), of_first)
+        else:
+            atoms.append(axis)
+    return tuple(atoms)
 
 
 def _meet(left: Dims, right: Dims, back: int) -> None:
     """Make two dimensions one axis, unless a tensor would have it twice, as where a bias is made of pairs."""
-    others = [atom for dims in (left, right) for at, dim in enumerate(dims, back) for atom in dim if at != len(dims)]
-    if not {*resolve(tuple(others))} & {*wide(resolve(left[-back]), resolve(right[-back]))}:
+    beside: list[Axis] = []
+    for dims in (left, right):
+        place = len(dims) - back
+        for dim in (*dims[:place], *dims[place + 1 :]):
+            beside += dim
+    axes = wide(resolve(left[-back]), resolve(right[-back]))
+    if set(axes).isdisjoint(resolve(tuple(beside))):
         unify(left[-back], right[-back])
 
 
 def _repeated_pairs(left: Dim, right: Dim) -> Sequence[tuple[Axis, Axis]]:
     """Return the atoms of two dimensions in pairs, if an atom is repeated in one of them only; otherwise empty."""
     left, right = wide(resolve(left)), wide(resolve(right))
-    if not any(atom.repeats for atom in (*left, *right)) or [a.size for a in left] != [a.size for a in right]:
+    if len(left) != len(right):
         return ()
-    pairs = [*zip(left, right, strict=True)]
-    return pairs if any(x.repeats != y.repeats for x, y in pairs) else ()
+    is_repeated = False
+    for x, y in zip(left, right, strict=True):
+        if x.size != y.size:
+            return ()
+        is_repeated = is_repeated or x.repeats != y.repeats
+    return [*zip(left, right, strict=True)] if is_repeated else ()
 
 
 def _reshape(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
-    return [inputs[0] if op.output.shape == op.inputs[0].shape else reshape(inputs[0], op.output.shape)]
+    if op.output.shape == op.inputs[0].shape:
+        return [inputs[0]]
+    return [reshape(inputs[0], op.output.shape)]
 
 
 def _permute(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
@@ -104,27 +161,36 @@ def _permute(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     elif len(order) > 1:
         a, b = op.args[1:3] if len(op.args) > 2 else (0, 1)
         order[a], order[b] = order[b], order[a]
-    return [tuple(inputs[0][place] for place in order)]
+    return [tuple([inputs[0][place] for place in order])]
 
 
 def _repeat(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Expand or repeat a dimension: the axis of copies comes before it."""
     shape = op.output.shape
-    dims = ((),) * (len(shape) - len(inputs[0])) + inputs[0]
-    times = [size // max(size_of(dim), 1) for dim, size in zip(dims, shape, strict=True)]
-    return [
-        tuple(
-            dim if n == 1 and dim else (Axis(n, repeats=True), *wide(dim)) for n, dim in zip(times, dims, strict=True)
-        )
-    ]
+    missing = len(shape) - len(inputs[0])
+    return [tuple(map(_repeated, ((),) * missing + inputs[0], shape))]
+
+
+def _repeated(dim: Dim, size: int) -> Dim:
+    """Return a dimension repeated to a size: `(copies features)`."""
+    times = size // max(size_of(dim), 1)
+    if times == 1 and dim:
+        return dim
+    return (Axis(times, repeats=True), *wide(dim))
 
 
 def _reduce(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Remove dimensions, or make them 1: sum, mean, select or squeeze."""
-    places, keep = set(reduced_places(op)), len(op.output.shape) == len(inputs[0])
+    places = set(reduced_places(op))
     if op.does("reshapes"):
         places = {place for place in places if op.inputs[0].shape[place] == 1}
-    dims = [fresh(1) if at in places else dim for at, dim in enumerate(inputs[0]) if keep or at not in places]
+    keeps_places = len(op.output.shape) == len(inputs[0])
+    dims: list[Dim] = []
+    for place, dim in enumerate(inputs[0]):
+        if place not in places:
+            dims.append(dim)
+        elif keeps_places:
+            dims.append(fresh(1))
     return [tuple(dims)] * len(op.outputs)
 
 
@@ -135,10 +201,16 @@ def _unsqueeze(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
 def split_pieces(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
     """Return the dimensions of each piece of a split; with `is_even` False the pieces are not alike."""
-    dims, place = inputs[0], _place(op, 2, len(inputs[0]))
+    dims = inputs[0]
+    place = _place(op, 2, len(dims))
     sizes = [output.shape[place] for output in op.outputs]
-    starts, is_even = accumulate(sizes, initial=0), is_even and len(set(sizes)) == 1
-    return [_cut(op, dims, place, start, size, is_even=is_even) for start, size in zip(starts, sizes, strict=False)]
+    is_even = is_even and len(set(sizes)) == 1
+    pieces = []
+    start = 0
+    for size in sizes:
+        pieces.append(_cut(op, dims, place, start, size, is_even=is_even))
+        start += size
+    return pieces
 
 
 def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Sequence[Dims]:
@@ -152,7 +224,8 @@ def slice_piece(op: Op, inputs: tuple[Dims, ...], *, is_even: bool = True) -> Se
     start, step = setting(op, 2, "start", 0) or 0, setting(op, 4, "step", 1)
     is_even = is_even and place == len(dims) - 1 and size > 1
     if step == 1:
-        return [_cut(op, dims, place, start + (whole if start < 0 else 0), size, is_even=is_even)]
+        first = start + whole if start < 0 else start
+        return [_cut(op, dims, place, first, size, is_even=is_even)]
     if is_even and whole == size * step:
         return [_without_counter(reshape(dims, (*shape[:place], size, step)), place, place + 1)]
     return [(*dims[:place], fresh(size), *dims[place + 1 :])]
@@ -178,13 +251,15 @@ def _without_counter(dims: Dims, piece_place: int, counter_place: int) -> Dims:
 def _counter(dim: Dim) -> Dim:
     """Return the axis that counts equal pieces like this one; empty if this is no equal piece."""
     atoms = resolve(dim)
-    return atoms[0].counters.get(size_of(atoms), ()) if atoms else ()
+    if not atoms:
+        return ()
+    return atoms[0].counters.get(size_of(atoms), ())
 
 
 def _counter_of(dim: Dim, count: int) -> Dim:
     """Return the axis that counts equal pieces like this one, if it counts as many; otherwise a new axis."""
-    known = _counter(dim)
-    return known if known and size_of(known) == count else fresh(count)
+    counter = _counter(dim)
+    return counter if counter and size_of(counter) == count else fresh(count)
 
 
 def _are_alike(operands: Sequence[Dims]) -> bool:
@@ -196,18 +271,33 @@ def _join(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     rank = len(op.output.shape)
     place = _place(op, 1, rank)
     if op.base_name == "stack":
-        first = _broadcast(inputs, op.inputs[0].shape)
-        last = first[-1] if first and (place == len(first) or _are_alike(inputs)) else ()
-        return [(*first[:place], _counter_of(last, op.output.shape[place]), *first[place:])]
-    operands = [dims for dims, tensor in zip(inputs, op.inputs, strict=True) if len(dims) == rank and tensor.numel]
-    parts = [dims[place] for dims in operands]
-    if len(parts) < 2:
+        return [_stacked(op, inputs, place)]
+    operands = []
+    for dims, tensor in zip(inputs, op.inputs, strict=True):
+        if len(dims) == rank and tensor.numel:
+            operands.append(dims)
+    if len(operands) < 2:
         return operands
-    shape = (*op.output.shape[:place], *op.output.shape[place + 1 :])
-    first = _broadcast([(*dims[:place], *dims[place + 1 :]) for dims in operands], shape)
+    return [_concatenated(op, operands, place)]
+
+
+def _stacked(op: Op, operands: tuple[Dims, ...], place: int) -> Dims:
+    """Return the dimensions of a stack along a new dimension."""
+    dims = _broadcast(operands, op.inputs[0].shape)
+    is_last = place == len(dims) or _are_alike(operands)
+    last = dims[-1] if dims and is_last else ()
+    return (*dims[:place], _counter_of(last, op.output.shape[place]), *dims[place:])
+
+
+def _concatenated(op: Op, operands: Sequence[Dims], place: int) -> Dims:
+    """Return the dimensions of a concatenation."""
+    shape = op.output.shape
+    parts = [dims[place] for dims in operands]
+    beside = [_without(dims, place) for dims in operands]
+    first = _broadcast(beside, (*shape[:place], *shape[place + 1 :]))
     if len({tensor.id for tensor in op.inputs}) == 1:
         joined = (*fresh(len(parts)), *parts[0])
-    elif place == rank - 1 and len(set(map(size_of, parts))) == 1:
+    elif place == len(shape) - 1 and len(set(map(size_of, parts))) == 1:
         for part in parts[1:]:
             unify(parts[0], part)
         joined = (*_counter_of(parts[0], len(parts)), *parts[0])
@@ -215,7 +305,11 @@ def _join(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
         joined = (*_counter(first[-1]), *parts[0])  # equal pieces of the features in another dimension: heads first
     else:
         joined = join(parts)
-    return [(*first[:place], joined, *first[place:])]
+    return (*first[:place], joined, *first[place:])
+
+
+def _without(dims: Dims, place: int) -> Dims:
+    return (*dims[:place], *dims[place + 1 :])
 
 
 def _pad(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
@@ -223,9 +317,17 @@ def _pad(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     dims = list(inputs[0])
     pads = setting(op, 1, "pad")
     for back, (before, after) in enumerate(zip(pads[::2], pads[1::2], strict=True), 1):
-        parts = [dim for dim in (fresh(max(before, 0)), dims[-back], fresh(max(after, 0))) if size_of(dim)]
-        dims[-back] = join(parts) if len(parts) > 1 and min(before, after) >= 0 else dims[-back]
+        dims[-back] = _padded(dims[-back], before, after)
     return [tuple(dims)]
+
+
+def _padded(dim: Dim, before: int, after: int) -> Dim:
+    """Return a dimension joined with so much padding; the dimension itself if elements are cut off."""
+    padding = fresh(max(before, 0)), fresh(max(after, 0))
+    parts = [part for part in (padding[0], dim, padding[1]) if size_of(part)]
+    if len(parts) < 2 or min(before, after) < 0:
+        return dim
+    return join(parts)
 
 
 def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
@@ -236,12 +338,21 @@ def _product(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     unify(a[-1], b[-2])
     for left, right in zip(a[:-2], b[:-2], strict=False):
         unify(left, right)
-    left_atoms, columns = {atom for dim in a[:-1] for atom in resolve(dim)}, set(resolve(b[-1]))
-    dims = (*a[:-1], twin(b[-1], columns) if left_atoms & columns else b[-1])
-    for back, dim in enumerate(reversed(added[0]), 1) if added else ():
+    beside: set[Axis] = set()
+    for dim in a[:-1]:
+        beside.update(resolve(dim))
+    columns = set(resolve(b[-1]))
+    dims = (*a[:-1], b[-1] if beside.isdisjoint(columns) else twin(b[-1], columns))
+    if added:
+        _unify_added(op, added[0], dims)
+    return [dims]
+
+
+def _unify_added(op: Op, added: Dims, dims: Dims) -> None:
+    """Make the dimensions of a term that is added to a product those of the product, where it is not broadcast."""
+    for back, dim in enumerate(reversed(added), 1):
         if op.inputs[0].shape[-back] == op.output.shape[-back]:
             unify(dims[-back], dim)
-    return [dims]
 
 
 def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
@@ -249,43 +360,54 @@ def _convolution(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
 
     The weight of a transposed convolution is `in out/groups *kernel`.
     """
-    (source, weight), (before, after) = inputs[:2], (op.inputs[0].shape, op.output.shape)
-    groups, place = setting(op, 8, "groups", 1), 1 if setting(op, 6, "transposed", False) else 0
-    made = weight[place] if size_of(weight[place]) == after[1] else fresh(after[1])
-    channels = source[1] if groups == after[1] == before[1] else made
-    space = zip(source[2:], before[2:], after[2:], strict=True)
-    return [(source[0], channels, *(dim if was == now else fresh(now) for dim, was, now in space))]
+    source, weight = inputs[:2]
+    before, after = op.inputs[0].shape, op.output.shape
+    groups = setting(op, 8, "groups", 1)
+    if groups == after[1] == before[1]:
+        channels = source[1]
+    else:
+        is_transposed = setting(op, 6, "transposed", False)
+        channels = _resized(weight[1 if is_transposed else 0], after[1])
+    space = []
+    for dim, was, size in zip(source[2:], before[2:], after[2:], strict=True):
+        space.append(dim if was == size else fresh(size))
+    return [(source[0], channels, *space)]
 
 
 def _index(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Read `table[..., indices, ...]` with one tensor of indices, whose axes replace the indexed dimension."""
-    table, place = inputs[0], _place(op, 1, len(inputs[0])) if op.base_name == "index_select" else 0
-    if op.base_name == "index":
-        given = [place for place, index in enumerate(op.args[1]) if index is not None]
-        if len(given) != 1 or op.inputs[-1].dtype == "bool":
+    table, place = inputs[0], 0
+    if op.base_name == "index_select":
+        place = _place(op, 1, len(table))
+    elif op.base_name == "index":
+        indexed = [place for place, index in enumerate(op.args[1]) if index is not None]
+        if len(indexed) != 1 or op.inputs[-1].dtype == "bool":
             return []
-        place = given[0]
+        place = indexed[0]
     return [(*table[:place], *inputs[-1], *table[place + 1 :])]
 
 
 def written_places(op: Op) -> tuple[int, int] | None:
     """Return the dimension that an indexed write replaces, and the rank of its indices; None if there are several."""
-    if op.base_name.startswith("index_put"):
-        given = [(place, index) for place, index in enumerate(op.args[1]) if index is not None]
-        single = len(given) == 1 and given[0][1].dtype != "bool"
-        return (given[0][0], len(given[0][1].shape)) if single else None
-    return _place(op, 1, len(op.inputs[0].shape)), 1
+    if not op.base_name.startswith("index_put"):
+        return _place(op, 1, len(op.inputs[0].shape)), 1
+    indexed = [(place, index) for place, index in enumerate(op.args[1]) if index is not None]
+    if len(indexed) != 1:
+        return None
+    place, index = indexed[0]
+    return None if index.dtype == "bool" else (place, len(index.shape))
 
 
 def _index_write(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Write `table[..., indices, ...] = values`, e.g. into a cache: the other dimensions are the same axes."""
     written, table, values = written_places(op), inputs[0], inputs[-1]
-    if written is not None and len(inputs) > 2:
-        place, rank = written
-        others = [*table[:place], *[None] * rank, *table[place + 1 :]]
-        for known, value in zip(reversed(others), reversed(values), strict=False):
-            if known is not None and size_of(known) == size_of(value):
-                unify(known, value)
+    if written is None or len(inputs) < 3:
+        return [table]
+    place, rank = written
+    expected = [*table[:place], *[None] * rank, *table[place + 1 :]]
+    for dim, value in zip(reversed(expected), reversed(values), strict=False):
+        if dim is not None and size_of(dim) == size_of(value):
+            unify(dim, value)
     return [table]
 
 
@@ -295,37 +417,55 @@ def _gather(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     Fewer dimensions come from a scalar, which torch gathers from too.
     """
     source, indices = inputs[0], inputs[-1]
-    place = _place(op, 1, len(source))
-    dims = [
-        b if at == place or size_of(a) != size_of(b) or any(atom.repeats for atom in resolve(a)) else a
-        for at, (a, b) in enumerate(zip(source, indices, strict=False))
-    ]
+    gathered = _place(op, 1, len(source))
+    dims = []
+    for place, (dim, index) in enumerate(zip(source, indices, strict=False)):
+        is_same_size = size_of(dim) == size_of(index)
+        is_repeated = any(atom.repeats for atom in resolve(dim))
+        keeps_axis = place != gathered and is_same_size and not is_repeated
+        dims.append(dim if keeps_axis else index)
     return [tuple(dims)]
 
 
 def _strided(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Follow a view by strides: a split or permutation exactly, otherwise the dimensions with an unchanged stride."""
     source, out = op.inputs[0], op.output
-    if all(
-        1 + sum((n - 1) * step for n, step in zip(t.shape, t.stride, strict=True)) == t.numel for t in (source, out)
-    ):
-        before, after = (
-            sorted(range(len(t.shape)), key=lambda place: (-t.stride[place], -t.shape[place])) for t in (source, out)
-        )
+    if _is_dense(source) and _is_dense(out):
+        before, after = _by_stride(source), _by_stride(out)
         dims = reshape([inputs[0][place] for place in before], [out.shape[place] for place in after])
-        return [tuple(dims[after.index(place)] for place in range(len(after)))]
-    known = {(n, step): dim for n, step, dim in zip(source.shape, source.stride, inputs[0], strict=True) if n > 1}
+        return [tuple([dims[after.index(place)] for place in range(len(after))])]
+    unchanged: dict[tuple[int, int], Dim] = {}
+    for size, step, dim in zip(source.shape, source.stride, inputs[0], strict=True):
+        if size > 1:
+            unchanged[size, step] = dim
     places = [*zip(out.shape, out.stride, strict=True)]
-    others = [step for n, step in places if n > 1 and (n, step) not in known]
-    apart = [not any(step < other < n * step for other in others) for n, step in places]  # no overlapping windows
-    return [tuple((is_apart and known.get(at)) or fresh(at[0]) for at, is_apart in zip(places, apart, strict=True))]
+    new_steps = [step for size, step in places if size > 1 and (size, step) not in unchanged]
+    result = []
+    for size, step in places:
+        old_dim = unchanged.get((size, step))
+        # Windows overlap where another step is shorter than this dimension.
+        overlaps = any(step < new_step < size * step for new_step in new_steps)
+        result.append(old_dim if old_dim and not overlaps else fresh(size))
+    return [tuple(result)]
+
+
+def _is_dense(tensor: TensorRef) -> bool:
+    """Return whether a tensor fills the memory from its first element to its last."""
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride, strict=True))
+    return last + 1 == tensor.numel
+
+
+def _by_stride(tensor: TensorRef) -> list[int]:
+    """Return the dimensions of a tensor in the order of memory, the outermost first."""
+    return sorted(range(len(tensor.shape)), key=lambda place: (-tensor.stride[place], -tensor.shape[place]))
 
 
 def _columns(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     """Unfold (im2col) `*batch channels height width -> *batch (channels kernel) positions`."""
     *batch, channels, _, _ = inputs[0]
-    shape = op.output.shape
-    return [(*batch, (*channels, *fresh(shape[-2] // max(op.inputs[0].shape[-3], 1))), fresh(shape[-1]))]
+    *_, rows, positions = op.output.shape
+    kernel = rows // max(op.inputs[0].shape[-3], 1)
+    return [(*batch, (*channels, *fresh(kernel)), fresh(positions))]
 
 
 def _complex(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
@@ -333,7 +473,9 @@ def _complex(op: Op, inputs: tuple[Dims, ...]) -> Sequence[Dims]:
     dims = inputs[0]
     if op.base_name == "view_as_real":
         return [(*dims, _counter_of(dims[-1], 2) if dims else fresh(2))]
-    return [_without_counter(dims, len(dims) - 2, len(dims) - 1) if len(dims) > 1 else dims[:-1]]
+    if len(dims) < 2:
+        return [dims[:-1]]
+    return [_without_counter(dims, len(dims) - 2, len(dims) - 1)]
 
 
 RULES: dict[str, Rule] = {
