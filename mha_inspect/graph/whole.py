@@ -35,6 +35,10 @@ _EXACT = 1e-6
 _NOTHING = 1e-12
 
 
+_ORDER = ("batch", "token", "heads", "head_dim", "features")
+"""The order of the names of dimensions in `batch token features`."""
+
+
 @dataclass(frozen=True)
 class Layout:
     """How the dimensions of a tensor are those of `batch token heads head_dim`."""
@@ -42,19 +46,21 @@ class Layout:
     dims: tuple[str, ...]
     """For each dimension `batch`, `token`, `heads`, `head_dim` or `features`."""
 
+    @property
+    def _places(self) -> list[int]:
+        """The dimensions in the order of `batch token heads head_dim`."""
+        return sorted(range(len(self.dims)), key=lambda place: _ORDER.index(self.dims[place]))
+
     def features_last(self, numbers: Tensor) -> Tensor:
         """Return numbers as `batch token features`."""
-        order = ["batch", "token", "heads", "head_dim", "features"]
-        places = sorted(range(len(self.dims)), key=lambda place: order.index(self.dims[place]))
-        moved = numbers.permute(places)
+        moved = numbers.permute(self._places)
         if "batch" not in self.dims:
             moved = moved.unsqueeze(0)
         return moved.flatten(2)
 
     def as_given(self, numbers: Tensor, shape: Sequence[int]) -> Tensor:
         """Return `batch token features` in the dimensions of the tensor."""
-        order = ["batch", "token", "heads", "head_dim", "features"]
-        places = sorted(range(len(self.dims)), key=lambda place: order.index(self.dims[place]))
+        places = self._places
         moved = numbers.reshape([shape[place] for place in places])
         return moved.permute([places.index(place) for place in range(len(places))])
 
@@ -127,8 +133,8 @@ def _operands(graph: Graph, context: TensorRef, constants: Constants) -> list[Tr
     if len(sources) != 3:
         return []
     ways = _Ways(graph, ops, sources)
-    first, second, third = (ways.last_alone(source) for source in sources)
     triples: list[Triple] = []
+    first, second, third = (ways.last_alone(source) for source in sources)
     if first is not None and second is not None and third is not None:
         triples.append((first, second, third))
     first, second, third = (ways.read_once(source) for source in sources)
@@ -155,12 +161,15 @@ def operations_behind(graph: Graph, context: TensorRef) -> list[Op] | None:
 
 def _sources(graph: Graph, ops: Sequence[Op], constants: Constants) -> list[TensorRef]:
     """Return the results of projections, and the inputs, that operations read."""
-    made = {output.id for op in ops for output in op.outputs}
-    made |= {tensor.id for op in ops if op.kind == "write" for tensor in graph.results(op)}
+    results: set[int] = set()
+    for op in ops:
+        results.update(output.id for output in op.outputs)
+        if op.kind == "write":
+            results.update(tensor.id for tensor in graph.results(op))
     sources: dict[int, TensorRef] = {}
     for op in ops:
         for tensor in op.inputs:
-            if tensor.id in made or not graph.comes_from_inputs(tensor):
+            if tensor.id in results or not graph.comes_from_inputs(tensor):
                 continue
             if constants.value(tensor) is None:
                 sources[tensor.id] = tensor
@@ -169,22 +178,30 @@ def _sources(graph: Graph, ops: Sequence[Op], constants: Constants) -> list[Tens
 
 def _sliced(graph: Graph, ops: Sequence[Op], sources: list[TensorRef]) -> list[TensorRef]:
     """Return the slices that packed queries, keys and values are cut into, in the place of the packed ones."""
-    slices: list[TensorRef] = []
     inside = {op.index for op in ops}
+    slices: list[TensorRef] = []
     for source in sources:
-        tensor = source
-        while True:
-            readers = [op for op in graph.recording.consumers.get(tensor.id, ()) if op.index in inside]
-            cutting = [op for op in readers if op.does("cuts") or op.base_name in ("select", "unbind")]
-            if cutting and len(cutting) == len(readers):
-                pieces = {output.id: output for op in cutting for output in op.outputs}
-                slices += pieces.values()
-                break
-            if len(readers) != 1 or not (graph.moves(readers[0]) or graph.adds_bias(readers[0])):
-                slices.append(source)
-                break
-            tensor = readers[0].output
+        slices += _slices_of(graph, source, inside) or [source]
     return slices
+
+
+def _slices_of(graph: Graph, source: TensorRef, inside: set[int]) -> list[TensorRef]:
+    """Return the slices that a tensor is cut into, at most moved and with a bias before; empty if it is not cut."""
+    tensor = source
+    while True:
+        readers = [op for op in graph.recording.consumers.get(tensor.id, ()) if op.index in inside]
+        if readers and all(map(_cuts, readers)):
+            pieces: dict[int, TensorRef] = {}
+            for op in readers:
+                pieces.update((output.id, output) for output in op.outputs)
+            return list(pieces.values())
+        if len(readers) != 1 or not (graph.moves(readers[0]) or graph.adds_bias(readers[0])):
+            return []
+        tensor = readers[0].output
+
+
+def _cuts(op: Op) -> bool:
+    return op.does("cuts") or op.base_name in ("select", "unbind")
 
 
 class _Ways:
@@ -196,12 +213,19 @@ class _Ways:
         self._inside = {op.index for op in ops}
         self._behind: dict[int, frozenset[int]] = {source.id: frozenset({source.id}) for source in sources}
         for op in ops:
-            read = frozenset[int]().union(*(self._behind.get(tensor.id, frozenset()) for tensor in op.inputs))
+            read = self._read_by(op)
             for output in op.outputs:
                 self._behind.setdefault(output.id, read)
             if op.kind == "write":
                 for tensor in graph.results(op):
                     self._behind[tensor.id] = read | self._behind.get(tensor.id, frozenset())
+
+    def _read_by(self, op: Op) -> frozenset[int]:
+        """Return the sources that the inputs of an operation are computed from."""
+        read: set[int] = set()
+        for tensor in op.inputs:
+            read |= self._behind.get(tensor.id, frozenset())
+        return frozenset(read)
 
     def last_alone(self, source: TensorRef) -> TensorRef | None:
         """Return the last tensor of one source alone, that all that meets other sources is moved from; else None."""
@@ -255,6 +279,59 @@ class _Ways:
 # -- the measurement --------------------------------------------------------------------------------------------------
 
 
+_LAYOUTS_OF_CONTEXT: dict[int, tuple[Layout, ...]] = {
+    2: (Layout(("token", "features")),),
+    3: (
+        Layout(("batch", "token", "features")),
+        Layout(("token", "batch", "features")),
+        Layout(("heads", "token", "head_dim")),
+    ),
+    4: (Layout(("batch", "heads", "token", "head_dim")), Layout(("batch", "token", "heads", "head_dim"))),
+}
+"""The number of dimensions of a context to the layouts that it may have."""
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A run with drawn operands."""
+
+    drawn: Mapping[int, Tensor]
+    """The id of each operand to its numbers."""
+    answer: Tensor
+    """The context."""
+
+
+@dataclass(frozen=True)
+class _Operands:
+    """The operands of an attention, and its context."""
+
+    query: Operand
+    key: Operand
+    value: Operand
+    context: Operand
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Drawn queries and keys, and the weights that they give."""
+
+    query: Tensor
+    key: Tensor
+    weights: _Weights
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """The formula of the weights."""
+
+    scale: float
+    seen: Tensor
+    """Which query sees which key: `query key`."""
+    bias: Tensor | None
+    """`heads query key` or `query key`; None if there is none."""
+    key_heads: int
+
+
 class _Measurement:
     """Asks a part of a run with three operands whether it is an attention."""
 
@@ -278,116 +355,112 @@ class _Measurement:
     def attention(self) -> WholeAttention | None:
         """Return the attention; None if it is none."""
         drawn = {source.id: self._draw(source) for source in self._part.sources}
-        answer = self._run(drawn)
-        if not bool(answer.isfinite().all()) or len(answer.shape) not in (2, 3, 4):
+        run = _Run(drawn, self._run(drawn))
+        if not bool(run.answer.isfinite().all()) or len(run.answer.shape) not in _LAYOUTS_OF_CONTEXT:
             return None
-        values = [source for source in self._part.sources if self._is_value(source, drawn, answer)]
+        operands = self._operands(run)
+        return None if operands is None else self._fitted(operands)
+
+    def _operands(self, run: _Run) -> _Operands | None:
+        """Return which of the sources is the queries, the keys and the values; None if that is unclear."""
+        values = [source for source in self._part.sources if self._is_value(source, run)]
         if len(values) != 1:
             return None
-        out = self._layout_of_context(values[0], drawn, answer)
+        value = values[0]
+        out = self._layout_of_context(value, run)
         if out is None:
             return None
-        layouts: dict[int, Layout] = {}
+        operands: dict[int, Operand] = {}
         for source in self._part.sources:
-            layout = self._layout(source, drawn, answer, out)
+            layout = self._layout(source, run, out)
             if layout is None:
                 return None
-            layouts[source.id] = layout
-        others = [source for source in self._part.sources if source.id != values[0].id]
-        queries = [source for source in others if self._is_query(source, layouts[source.id], drawn, answer, out)]
+            operands[source.id] = Operand(source, layout)
+        of_values = operands.pop(value.id)
+        queries = [operand for operand in operands.values() if self._is_query(operand, run, out)]
         if len(queries) != 1:
             return None
-        keys = [source for source in others if source.id != queries[0].id]
-        return self._fitted(
-            Operand(queries[0], layouts[queries[0].id]),
-            Operand(keys[0], layouts[keys[0].id]),
-            Operand(values[0], layouts[values[0].id]),
-            Operand(self._context, out),
-        )
+        query = queries[0]
+        del operands[query.tensor.id]
+        key = next(iter(operands.values()))
+        return _Operands(query, key, of_values, Operand(self._context, out))
 
-    def _is_value(self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> bool:
+    def _is_value(self, source: TensorRef, run: _Run) -> bool:
         """Return whether the answer is twice as large when this is twice as large, and else unchanged."""
-        twice = self._run({**drawn, source.id: drawn[source.id] * 2})
-        return _is_near(twice, answer * 2)
+        twice = self._run({**run.drawn, source.id: run.drawn[source.id] * 2})
+        return _is_near(twice, run.answer * 2)
 
-    def _touched(
-        self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor, place: int, index: int
-    ) -> Tensor:
+    def _touched(self, source: TensorRef, run: _Run, place: int, index: int) -> Tensor:
         """Return where the answer changes when one index of a dimension changes."""
-        changed = drawn[source.id].clone()
+        changed = run.drawn[source.id].clone()
         part = changed.select(place, index)
         part.copy_(torch.randn(part.shape, generator=self._generator, dtype=torch.float64))
-        again = self._run({**drawn, source.id: changed})
-        return (again - answer).abs() > _NOTHING
+        again = self._run({**run.drawn, source.id: changed})
+        return (again - run.answer).abs() > _NOTHING
 
-    def _layout_of_context(self, value: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> Layout | None:
+    def _layout_of_context(self, value: TensorRef, run: _Run) -> Layout | None:
         """Return the dimensions of the answer, as every answer of an attention in these layouts has them."""
-        layouts: dict[int, list[tuple[str, ...]]] = {
-            2: [("token", "features")],
-            3: [("batch", "token", "features"), ("token", "batch", "features"), ("heads", "token", "head_dim")],
-            4: [("batch", "heads", "token", "head_dim"), ("batch", "token", "heads", "head_dim")],
-        }
-        for dims in layouts[len(answer.shape)]:
-            if self._keeps_apart(dims, value, drawn, answer):
-                return Layout(dims)
+        for layout in _LAYOUTS_OF_CONTEXT[len(run.answer.shape)]:
+            if self._keeps_apart(layout, value, run):
+                return layout
         return None
 
-    def _keeps_apart(self, dims: Sequence[str], value: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor) -> bool:
+    def _keeps_apart(self, layout: Layout, value: TensorRef, run: _Run) -> bool:
         """Return whether items of the batch, and features, of the values reach the answer apart, and tokens do not."""
-        if len(value.shape) != len(dims):
+        if len(value.shape) != len(layout.dims):
             return True
-        for place, name in enumerate(dims):
-            if value.shape[place] != answer.shape[place] or value.shape[place] < 2:
+        for place, name in enumerate(layout.dims):
+            size = value.shape[place]
+            if size != run.answer.shape[place] or size < 2:
                 continue
-            index = 0 if name != "features" and name != "head_dim" else value.shape[place] - 1
-            touched = self._touched(value, drawn, answer, place, index)
-            reached = touched.movedim(place, 0).flatten(1).any(1)
-            if name in ("batch", "heads", "head_dim") and int(reached.sum()) != 1:
+            index = size - 1 if name in ("features", "head_dim") else 0
+            touched = self._touched(value, run, place, index)
+            reached = int(touched.movedim(place, 0).flatten(1).any(1).sum())
+            if name in ("batch", "heads", "head_dim") and reached != 1:
                 return False
-            if name == "token" and int(reached.sum()) < 1:
-                return False
-            if name == "token" and int(reached.sum()) == 1 and index == 0:
+            # The first token reaches other ones too, also where later ones are masked out.
+            if name == "token" and reached < 2:
                 return False
         return True
 
-    def _layout(self, source: TensorRef, drawn: Mapping[int, Tensor], answer: Tensor, out: Layout) -> Layout | None:
+    def _layout(self, source: TensorRef, run: _Run, out: Layout) -> Layout | None:
         """Return the dimensions of an operand, by what changes in the answer when the last index of each changes."""
         rank = len(source.shape)
         if rank == 2 and "batch" not in out.dims:
             return Layout(("token", "features"))
         if rank not in (3, 4):
             return None
-        batch = out.dims.index("batch") if "batch" in out.dims else None
         names: list[str] = []
-        is_single = batch is not None and answer.shape[batch] == 1
         for place in range(rank - 1):
-            if is_single and source.shape[place] == 1 and "batch" not in names:
-                names.append("batch")
-                continue
-            touched = self._touched(source, drawn, answer, place, source.shape[place] - 1)
-            items = touched.movedim(batch, 0).flatten(1).any(1) if batch is not None else None
-            of_one_item = items is not None and int(items.sum()) == 1 and len(items) > 1
-            features = out.features_last(touched).flatten(0, 1).any(0)
-            if of_one_item and "batch" not in names:
-                names.append("batch")
-            elif not bool(features.all()) and rank == 4:
-                names.append("heads")
-            else:
-                names.append("token")
+            names.append(self._name_of(source, place, names, run, out))
         names.append("features" if rank == 3 else "head_dim")
         if len(set(names)) != rank or "token" not in names:
             return None
         return Layout(tuple(names))
 
-    def _is_query(
-        self, source: TensorRef, layout: Layout, drawn: Mapping[int, Tensor], answer: Tensor, out: Layout
-    ) -> bool:
+    def _name_of(self, source: TensorRef, place: int, before: Sequence[str], run: _Run, out: Layout) -> str:
+        """Return the name of a dimension of an operand, given the names of those before."""
+        may_be_batch = "batch" in out.dims and "batch" not in before
+        items = run.answer.shape[out.dims.index("batch")] if may_be_batch else 0
+        if items == 1 and source.shape[place] == 1:
+            return "batch"
+        touched = self._touched(source, run, place, source.shape[place] - 1)
+        if items > 1:
+            changed = touched.movedim(out.dims.index("batch"), 0).flatten(1).any(1)
+            if int(changed.sum()) == 1:
+                return "batch"
+        features = out.features_last(touched).flatten(0, 1).any(0)
+        is_of_heads = len(source.shape) == 4 and not bool(features.all())
+        return "heads" if is_of_heads else "token"
+
+    def _is_query(self, operand: Operand, run: _Run, out: Layout) -> bool:
         """Return whether each token of an operand changes the answer of that token alone."""
-        place = layout.dims.index("token")
+        source = operand.tensor
+        place = operand.layout.dims.index("token")
         count = source.shape[place]
         is_any = False
         for token in sorted({0, min(1, count - 1), count // 2, count - 1}):
-            touched = out.features_last(self._touched(source, drawn, answer, place, token))
+            touched = out.features_last(self._touched(source, run, place, token))
             reached = touched.any(2).any(0).nonzero().flatten().tolist()
             if reached not in ([], [token]):
                 return False
@@ -396,41 +469,47 @@ class _Measurement:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _fitted(self, query: Operand, key: Operand, value: Operand, context: Operand) -> WholeAttention | None:
+    def _fitted(self, operands: _Operands) -> WholeAttention | None:
+        value = operands.value
         tokens = value.layout.features_last(torch.zeros(value.tensor.shape)).shape[1]
         if tokens > _MOST_TOKENS or tokens < 2:
             return None
-        numbers = [(self._draw(query.tensor), self._draw(key.tensor)) for _ in range(2)]
-        weights = [self._weights(query, key, value, context, *pair) for pair in numbers]
-        if weights[0] is None or weights[1] is None or weights[0].heads != weights[1].heads:
+        numbers = [(self._draw(operands.query.tensor), self._draw(operands.key.tensor)) for _ in range(2)]
+        draws = []
+        for query, key in numbers:
+            weights = self._weights(operands, query, key)
+            if weights is None:
+                return None
+            draws.append(_Draw(query, key, weights))
+        heads = draws[0].weights.heads
+        if draws[1].weights.heads != heads:
             return None
         for unit in (False, True):
-            fit = self._fit(query, key, numbers, [weights[0], weights[1]], unit=unit)
-            if fit is not None:
-                scale, seen, bias, key_heads = fit
-                return WholeAttention(
-                    query=query,
-                    key=key,
-                    value=value,
-                    context=context,
-                    heads=weights[0].heads,
-                    key_heads=key_heads,
-                    scale=scale,
-                    unit=unit,
-                    seen=None if bool(seen.all()) else seen,
-                    bias=bias,
-                    ops=self._part.ops,
-                )
+            fit = _fit(operands, draws, unit=unit)
+            if fit is None:
+                continue
+            return WholeAttention(
+                query=operands.query,
+                key=operands.key,
+                value=value,
+                context=operands.context,
+                heads=heads,
+                key_heads=fit.key_heads,
+                scale=fit.scale,
+                unit=unit,
+                seen=None if bool(fit.seen.all()) else fit.seen,
+                bias=fit.bias,
+                ops=self._part.ops,
+            )
         return None
 
-    def _weights(
-        self, query: Operand, key: Operand, value: Operand, context: Operand, q: Tensor, k: Tensor
-    ) -> _Weights | None:
+    def _weights(self, operands: _Operands, query: Tensor, key: Tensor) -> _Weights | None:
         """Return the weights of each token: the answers to values that are zero but for that token."""
-        shape = value.layout.features_last(torch.zeros(value.tensor.shape)).shape
-        unit = 1 + torch.rand(shape[2], generator=self._generator, dtype=torch.float64)
+        value, context = operands.value, operands.context
         nothing = torch.zeros(value.tensor.shape, dtype=torch.float64)
-        given = {query.tensor.id: q, key.tensor.id: k, value.tensor.id: nothing}
+        shape = value.layout.features_last(nothing).shape
+        unit = 1 + torch.rand(shape[2], generator=self._generator, dtype=torch.float64)
+        given = {operands.query.tensor.id: query, operands.key.tensor.id: key, value.tensor.id: nothing}
         content = self._replay.run(self._laid(given))
         columns = []
         for token in range(shape[1]):
@@ -447,51 +526,73 @@ class _Measurement:
             return None
         return _heads_of(by_feature)
 
-    def _fit(
-        self,
-        query: Operand,
-        key: Operand,
-        numbers: Sequence[tuple[Tensor, Tensor]],
-        weights: Sequence[_Weights],
-        *,
-        unit: bool,
-    ) -> tuple[float, Tensor, Tensor | None, int] | None:
-        """Return the scale, who sees whom, the bias, and the heads of the keys; None if no scale and bias fit."""
-        heads = weights[0].heads
-        products = []
-        for q, k in numbers:
-            queries = split(query.layout.features_last(q), heads)
-            size = queries.shape[-1]
-            keys = key.layout.features_last(k)
-            if keys.shape[2] % size or heads % (keys.shape[2] // size):
-                return None
-            by_head = split(keys, keys.shape[2] // size)
-            if unit:
-                queries, by_head = (x / x.norm(dim=-1, keepdim=True) for x in (queries, by_head))
-            key_heads = by_head.shape[1]
-            products.append(queries @ by_head.repeat_interleave(heads // key_heads, 1).transpose(-1, -2))
-        logs = [each.by_head.log() for each in weights]
-        seen = logs[0].isfinite() & (weights[0].by_head > _NOTHING)
-        if not torch.equal(seen, logs[1].isfinite() & (weights[1].by_head > _NOTHING)):
+
+def _fit(operands: _Operands, draws: Sequence[_Draw], *, unit: bool) -> _Fit | None:
+    """Return the scale, who sees whom, the bias, and the heads of the keys; None if no scale and bias fit."""
+    products = []
+    for draw in draws:
+        product = _product(operands, draw, unit=unit)
+        if product is None:
             return None
-        pattern = seen[0, 0]
-        if not bool((seen == pattern).all()):
-            return None
-        difference = _centred(logs[1] - logs[0], seen)
-        given = _centred(products[1] - products[0], seen)
-        scale = float(f"{float((difference * given).sum() / (given * given).sum().clamp(min=_NOTHING)):.9g}")
-        if float((difference - scale * given).abs().max()) > _EXACT or not scale:
-            return None
-        rests = [
-            _centred(log, seen) - scale * _centred(product, seen) for log, product in zip(logs, products, strict=True)
-        ]
-        if not _is_near(rests[0], rests[1], _EXACT) or not _is_near(rests[0], rests[0][:1].expand_as(rests[0]), _EXACT):
-            return None
-        rest = rests[0][0]
-        if float(rest.abs().max()) <= _EXACT:
-            return scale, pattern, None, key_heads
-        same = _is_near(rest, rest[:1].expand_as(rest), _EXACT)
-        return scale, pattern, rest[0] if same else rest, key_heads
+        products.append(product)
+    seen = _seen(draws[0].weights)
+    pattern = seen[0, 0]
+    if not torch.equal(seen, _seen(draws[1].weights)) or not bool((seen == pattern).all()):
+        return None
+    logs = [draw.weights.by_head.log() for draw in draws]
+    difference = _centred(logs[1] - logs[0], seen)
+    given = _centred(products[1].numbers - products[0].numbers, seen)
+    square = (given * given).sum().clamp(min=_NOTHING)
+    scale = float(f"{float((difference * given).sum() / square):.9g}")
+    if float((difference - scale * given).abs().max()) > _EXACT or not scale:
+        return None
+    first, second = (
+        _centred(log, seen) - scale * _centred(product.numbers, seen)
+        for log, product in zip(logs, products, strict=True)
+    )
+    if not _is_near(first, second, _EXACT) or not _is_alike(first):
+        return None
+    bias = first[0]
+    key_heads = products[0].key_heads
+    if float(bias.abs().max()) <= _EXACT:
+        return _Fit(scale, pattern, None, key_heads)
+    return _Fit(scale, pattern, bias[0] if _is_alike(bias) else bias, key_heads)
+
+
+def _seen(weights: _Weights) -> Tensor:
+    """Return which query sees which key: `batch heads query key`."""
+    return weights.by_head.log().isfinite() & (weights.by_head > _NOTHING)
+
+
+def _is_alike(numbers: Tensor) -> bool:
+    """Return whether all parts along the first dimension have the same numbers."""
+    return _is_near(numbers, numbers[:1].expand_as(numbers), _EXACT)
+
+
+@dataclass(frozen=True)
+class _Products:
+    """The products of queries and keys."""
+
+    numbers: Tensor
+    """`batch heads query key`."""
+    key_heads: int
+
+
+def _product(operands: _Operands, draw: _Draw, *, unit: bool) -> _Products | None:
+    """Return the products of drawn queries and keys; None if the keys have no whole number of heads."""
+    heads = draw.weights.heads
+    queries = split(operands.query.layout.features_last(draw.query), heads)
+    size = queries.shape[-1]
+    features = operands.key.layout.features_last(draw.key)
+    if features.shape[2] % size or heads % (features.shape[2] // size):
+        return None
+    key_heads = features.shape[2] // size
+    keys = split(features, key_heads)
+    if unit:
+        queries = queries / queries.norm(dim=-1, keepdim=True)
+        keys = keys / keys.norm(dim=-1, keepdim=True)
+    repeated = keys.repeat_interleave(heads // key_heads, 1)
+    return _Products(queries @ repeated.transpose(-1, -2), key_heads)
 
 
 @dataclass(frozen=True, eq=False)
