@@ -81,7 +81,10 @@ def _resolved(dim: Dim) -> Dim:
 def _leaves(atom: Axis) -> Dim:
     """Return the final parts of an atom, and cache them in the atom."""
     while any(part.parts for part in atom.parts):
-        atom.parts = tuple([leaf for part in atom.parts for leaf in part.parts or (part,)])
+        leaves: list[Axis] = []
+        for part in atom.parts:
+            leaves += part.parts or (part,)
+        atom.parts = tuple(leaves)
     return atom.parts
 
 
@@ -130,9 +133,10 @@ def _cut_into(dims: Sequence[Dim]) -> Dim | None:
             return None
         end += size
     whole = resolve(sources[0])
-    if size_of(whole) != end or any(resolve(source) != whole for source in sources):
+    if size_of(whole) != end:
         return None
-    return whole
+    is_one_source = all(resolve(source) == whole for source in sources)
+    return whole if is_one_source else None
 
 
 def piece(whole: Dim, start: int, size: int) -> Dim:
@@ -161,7 +165,8 @@ def unify(left: Dim, right: Dim) -> bool:
     if size_of(a) != size_of(b) or not size_of(a):
         return False
     # Start at the last atom: leading atoms may be in another order, e.g. windows before or after the batch.
-    rest, others = [*wide(a)], [*wide(b)]
+    rest = [*wide(a)]
+    others = [*wide(b)]
     while rest and others:
         x, y = rest.pop(), others.pop()
         if x.parts or y.parts:  # an earlier merge may have split this atom
@@ -218,9 +223,11 @@ def _split_alike(twin_atom: Axis, atom: Axis) -> None:
     """Split the twin of an atom that was split, and make the parts of both twins."""
     first, last = atom.parts
     leaves = resolve((twin_atom,))
-    if len(leaves) == 1 and leaves[0].size == atom.size and leaves[0] is not atom:
-        _split(leaves[0], Axis(last.size))
-        leaves = leaves[0].parts
+    if len(leaves) == 1:
+        leaf = leaves[0]
+        if leaf.size == atom.size and leaf is not atom:
+            _split(leaf, Axis(last.size))
+            leaves = leaf.parts
     if [leaf.size for leaf in leaves] == [first.size, last.size]:
         for part, leaf in zip(atom.parts, leaves, strict=True):
             part.twins = (leaf, *part.twins)[:_MANY]
@@ -251,7 +258,8 @@ def reshape(dims: Sequence[Dim], shape: Sequence[int]) -> Dims:
     result: list[Dim] = []
     for place, size in enumerate(shape):
         if size == 1:
-            result.append((left.pop(),) if left and left[-1].size == 1 else fresh(1))
+            has_single = bool(left) and left[-1].size == 1
+            result.append((left.pop(),) if has_single else fresh(1))
             continue
         taken = _taken(left, size)
         if taken is None:  # the view cuts across an axis
@@ -288,4 +296,11 @@ def _taken(left: list[Axis], size: int) -> list[Axis] | None:
 
 def setting(op: Op, place: int, name: str, default: Any = None) -> Any:
     """Return a plain argument of an operation, by position or by name; `default` if it is absent."""
-    return op.args[place] if place < len(op.args) else op.kwargs.get(name, default)
+    if place < len(op.args):
+        return op.args[place]
+    return op.kwargs.get(name, default)
+
+
+def plain_name(op: Op) -> str:
+    """Return the name of an operation, also for the one that writes its result over its input: `add` for `add_`."""
+    return op.base_name.rstrip("_")
