@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
@@ -35,14 +35,21 @@ def may_overlap(tensor: TensorRef, like: TensorRef) -> bool:
 
 def _overlap(left: Box, right: Box) -> bool:
     """Return whether two parts of one tensor have an element in common."""
-    places = zip(left, right, strict=False)
-    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in places)
+    return all(map(_share_places, left, right))
 
 
-def parts_behind(op: Op, result: TensorRef, part: Part) -> Iterator[tuple[TensorRef, Part]]:
+def _share_places(left: range, right: range) -> bool:
+    start = max(left.start, right.start)
+    return start < min(left.stop, right.stop)
+
+
+def parts_behind(
+    op: Op,
+    result: TensorRef,
+    part: Part,
+) -> Iterator[tuple[TensorRef, Part]]:
     """Yield the inputs that a part of a result is made of, each with its own part, which may be too large."""
-    is_in_same_memory = bool(op.inputs) and op.inputs[0].storage == part.tensor.storage
-    if op.kind in ("view", "write") and is_in_same_memory:
+    if _is_in_memory(op, part):
         yield from _behind_memory(op, part)
     elif op.base_name in ("cat", "stack"):
         yield from _behind_join(op, _box_in(result, part))
@@ -54,27 +61,40 @@ def parts_behind(op: Op, result: TensorRef, part: Part) -> Iterator[tuple[Tensor
             yield tensor, Part(tensor, box) if is_alike else whole(tensor)
 
 
+def _is_in_memory(op: Op, part: Part) -> bool:
+    """Return whether an operation views the memory of a part, or writes into it."""
+    if op.kind not in ("view", "write") or not op.inputs:
+        return False
+    return op.inputs[0].storage == part.tensor.storage
+
+
 def _behind_memory(op: Op, part: Part) -> Iterator[tuple[TensorRef, Part]]:
     """Yield the inputs behind a part of memory that an operation views, or writes into."""
     memory, *operands = op.inputs
     # Complex numbers have other places than their parts.
-    yield memory, part if part.tensor.dtype == memory.dtype else whole(memory)
-    if op.kind == "view" or _overlap(_box_in(part.tensor, whole(memory)), part.box):
-        for tensor in operands:
-            yield tensor, whole(tensor)
+    has_same_places = part.tensor.dtype == memory.dtype
+    yield memory, part if has_same_places else whole(memory)
+    if op.kind == "write":
+        written = _box_in(part.tensor, whole(memory))
+        if not _overlap(written, part.box):
+            return
+    for tensor in operands:
+        yield tensor, whole(tensor)
 
 
 def _behind_join(op: Op, box: Box) -> Iterator[tuple[TensorRef, Part]]:
     """Yield the operands of a concatenation or a stack that have elements in a part of its result."""
     place = setting(op, 1, "dim", 0) % len(op.output.shape)
-    before, joined, after = box[:place], box[place], box[place + 1 :]
+    before, after = box[:place], box[place + 1 :]
+    joined = box[place]
     is_stack = op.base_name == "stack"
     start = 0
     for tensor in op.inputs:
         if not tensor.numel:
             continue
         size = 1 if is_stack else tensor.shape[place]
-        cut = range(max(joined.start - start, 0), min(joined.stop - start, size))
+        first = max(joined.start - start, 0)
+        cut = range(first, min(joined.stop - start, size))
         if cut:
             inner = (*before, *after) if is_stack else (*before, cut, *after)
             yield tensor, Part(tensor, inner)
@@ -85,28 +105,35 @@ def _box_in(tensor: TensorRef, part: Part) -> Box:
     """Return the places of a part in a tensor of the same memory; they may be outside of it."""
     view = part.tensor
     everything = tuple(map(range, tensor.shape))
-    if view.storage != tensor.storage or view.dtype != tensor.dtype or not view.numel:
+    is_in_memory = view.storage == tensor.storage and view.dtype == tensor.dtype
+    if not is_in_memory or not view.numel or _elements_overlap(tensor):
         return everything
-    steps = sorted(step for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1)
-    if _elements_overlap(tensor):
-        return everything
-    first = view.offset - tensor.offset
-    reaches: list[tuple[int, int]] = []
-    for places, step in zip(part.box, view.stride, strict=True):
-        first += places.start * step
-        reaches.append((step, (len(places) - 1) * step))
+    span = _Span.of(part, tensor.offset)
     box = []
-    for size, step in zip(tensor.shape, tensor.stride, strict=True):
-        wider = min((longer for longer in steps if longer > step), default=0)
-        cut = _places_along(step, wider, first, reaches)
-        box.append(range(size) if size < 2 or cut is None else cut)
+    for place, size in enumerate(tensor.shape):
+        step = tensor.stride[place]
+        cut = None if size < 2 else span.along(step, _next_step(tensor, step))
+        box.append(range(size) if cut is None else cut)
     return tuple(box)
+
+
+def _next_step(tensor: TensorRef, step: int) -> int:
+    """Return the next longer stride of a tensor, of its dimensions of more than one element; 0 if there is none."""
+    longer = []
+    for size, stride in zip(tensor.shape, tensor.stride, strict=True):
+        if size > 1 and stride > step:
+            longer.append(stride)
+    return min(longer, default=0)
 
 
 def _elements_overlap(tensor: TensorRef) -> bool:
     """Return whether elements of a tensor share memory, as those of overlapping windows."""
-    sizes = {step: size for size, step in zip(tensor.shape, tensor.stride, strict=True) if size > 1}
-    return any(_is_between(sizes, step, step * size) for step, size in sizes.items())
+    sizes: dict[int, int] = {}
+    for size, step in zip(tensor.shape, tensor.stride, strict=True):
+        if size > 1:
+            sizes[step] = size
+    places = sizes.items()
+    return any(_is_between(sizes, step, step * size) for step, size in places)
 
 
 def _is_between(steps: Iterable[int], low: int, high: int) -> bool:
@@ -114,17 +141,36 @@ def _is_between(steps: Iterable[int], low: int, high: int) -> bool:
     return any(low < step < high for step in steps)
 
 
-def _places_along(step: int, wider: int, first: int, reaches: Sequence[tuple[int, int]]) -> range | None:
-    """Return the places that a part of memory has along one dimension of a tensor; None for all of them.
+class _Span(NamedTuple):
+    """Where a part is in memory."""
 
-    Args:
-        step: the stride of the dimension.
-        wider: the next longer stride of the tensor; 0 if there is none.
-        first: the position of the first element of the part, from the first of the tensor.
-        reaches: the stride of each dimension of the part, and how far the part goes along it.
-    """
-    start = first % wider if wider else first
-    end = start + sum(reach for stride, reach in reaches if not wider or stride < wider)
-    if not step or (wider and end >= wider):
-        return None
-    return range(start // step, end // step + 1)
+    first: int
+    """The position of its first element, from the first of another tensor."""
+    reaches: tuple[tuple[int, int], ...]
+    """The stride of each of its dimensions, and how far it goes along it."""
+
+    @classmethod
+    def of(cls, part: Part, offset: int) -> _Span:
+        """Return where a part is, from a position in memory."""
+        first = part.tensor.offset - offset
+        reaches = []
+        for places, step in zip(part.box, part.tensor.stride, strict=True):
+            first += places.start * step
+            reaches.append((step, (len(places) - 1) * step))
+        return cls(first, tuple(reaches))
+
+    def along(self, step: int, wider: int) -> range | None:
+        """Return the places that the part has along a dimension with a stride; None for all of them.
+
+        The next longer stride of the tensor is `wider`, or 0 if there is none.
+        """
+        if not step:
+            return None
+        start = self.first % wider if wider else self.first
+        end = start
+        for stride, reach in self.reaches:
+            if not wider or stride < wider:
+                end += reach
+        if wider and end >= wider:
+            return None
+        return range(start // step, end // step + 1)
