@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import ClassVar, NamedTuple
 
 from ..record.ops import Op, Recording, TensorRef
-from .axis import Axis, Dim, setting, wide
+from .axis import Axis, Dim, plain_name, setting, wide
 from .dimensions import Dimensions
 from .rules import reduced_places
 
@@ -46,7 +47,7 @@ class Product:
         """Return the role of each dimension of the factors and of the result."""
         if self.multiply.does("product"):
             return self._axes_of_matrices(dimensions)
-        result_atoms = [atom for dim in dimensions.of(self.op.output) for atom in dim]
+        result_atoms = list(chain.from_iterable(dimensions.of(self.op.output)))
         in_result = set(result_atoms)
         axes: dict[str, Dim] = defaultdict(tuple)
         multiplied: set[Axis] = set()
@@ -70,12 +71,13 @@ class Product:
     def _axes_of_matrices(self, dimensions: Dimensions) -> ProductAxes:
         """Return the role of each dimension in a product of matrices, or of a matrix and a vector."""
         result = dimensions.of(self.op.output)
-        left, right = dimensions.of(self.left), dimensions.of(self.right)
+        left = dimensions.of(self.left)
+        right = dimensions.of(self.right)
         if len(right) < 2:  # mv, dot
             rows = result[0] if result else ()
             return ProductAxes(rows=rows, left_rows=rows, left_inner=left[-1], right_inner=right[-1])
         return ProductAxes(
-            batch=tuple([atom for dim in result[:-2] for atom in dim]),
+            batch=tuple(chain.from_iterable(result[:-2])),
             rows=result[-2],
             columns=result[-1],
             left_rows=left[-2],
@@ -113,7 +115,7 @@ class Joint(Product):
     @property
     def meeting(self) -> str:
         """The name of the join of queries and keys."""
-        name = self.multiply.base_name.rstrip("_")
+        name = plain_name(self.multiply)
         return {"add": "a sum", "cat": "concatenated features"}.get(name, "a difference")
 
 
@@ -144,19 +146,23 @@ class ProductPath(NamedTuple):
 def product_of(recording: Recording, op: Op) -> Product | None:
     """Return the product that this operation completes: a matrix product, or a sum over a multiplication; else None."""
     if op.does("product"):
-        return Product(op, op, *op.inputs[-2:]) if len(op.inputs) >= 2 else None
+        if len(op.inputs) < 2:
+            return None
+        left, right = op.inputs[-2:]
+        return Product(op, op, left, right)
     if op.base_name != "sum" or not op.outputs:
         return None
     multiply = recording.producer(op.inputs[0])
-    if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2 or not multiply.output.shape:
+    if multiply is None or multiply.base_name != "mul" or len(multiply.inputs) != 2:
         return None
     left, right = multiply.inputs
     rank = len(multiply.output.shape)
-    summed = reduced_places(op)
-    of_left = [is_wide(left, rank, place) for place in range(rank)]
-    of_right = [is_wide(right, rank, place) for place in range(rank)]
+    if not rank:
+        return None
+    summed = set(reduced_places(op))
+    of_left, of_right = wide_places(left, rank), wide_places(right, rank)
     # Both factors have every summed dimension, and their other dimensions differ: otherwise it is e.g. a norm.
-    have_summed = all(of_left[place] and of_right[place] for place in summed)
+    have_summed = summed <= of_left & of_right
     if not summed or not have_summed or of_left == of_right:
         return None
     return Product(op, multiply, left, right)
@@ -184,12 +190,13 @@ def sides_of(dimensions: Dimensions, op: Op) -> Iterator[Side]:
     joined = setting(op, 1, "dim", 0) % rank if op.base_name == "cat" else None
     left, right = (_factor_sides(dimensions, factor, rank, joined) for factor in op.inputs)
     for place, dim in enumerate(whole):
-        first, second, out = left[place], right[place], wide(dim)
+        first, second = left[place], right[place]
+        out = wide(dim)
         if place == joined:
             yield Side((), first, second)
         elif not out:
             yield Side(dim, dim, dim)
-        elif len(first) not in (0, len(out)) or len(second) not in (0, len(out)):
+        elif not {len(first), len(second)} <= {0, len(out)}:
             yield Side(out, first, second)
         else:
             for at, atom in enumerate(out):
@@ -198,23 +205,32 @@ def sides_of(dimensions: Dimensions, op: Op) -> Iterator[Side]:
 
 def _sides_of_distance(dimensions: Dimensions, op: Op) -> Iterator[Side]:
     """Yield the axes of distances: `batch rows features, batch columns features -> batch rows columns`."""
-    left, right = (dimensions.of(factor) for factor in op.inputs)
+    left, right = map(dimensions.of, op.inputs)
     whole = dimensions.of(op.output)
-    for batch in zip(whole[:-2], left[:-2], right[:-2], strict=False):
-        yield Side(*batch)
-    yield Side(whole[-2], left[-2], ())
-    yield Side(whole[-1], (), right[-2])
-    yield Side((), left[-1], right[-1])
+    *_, left_rows, left_features = left
+    *_, right_columns, right_features = right
+    *batch, rows, columns = whole
+    for dim, first, second in zip(batch, left[:-2], right[:-2], strict=False):
+        yield Side(dim, first, second)
+    yield Side(rows, left_rows, ())
+    yield Side(columns, (), right_columns)
+    yield Side((), left_features, right_features)
 
 
-def _factor_sides(dimensions: Dimensions, factor: TensorRef, rank: int, joined: int | None) -> list[Dim]:
+def _factor_sides(
+    dimensions: Dimensions,
+    factor: TensorRef,
+    rank: int,
+    joined: int | None,
+) -> list[Dim]:
     """Return the axes of a factor by the dimension of the result; empty where it is broadcast or repeated."""
     dims = dimensions.of(factor)
     missing = rank - len(dims)
     sides: list[Dim] = []
     for place in range(rank):
         has_place = place == joined or is_wide(factor, rank, place)
-        sides.append(wide(dims[place - missing]) if has_place and place >= missing else ())
+        is_there = has_place and place >= missing
+        sides.append(wide(dims[place - missing]) if is_there else ())
     return sides
 
 
@@ -228,4 +244,11 @@ def _unrepeated(side: Dim, place: int) -> Dim:
 def is_wide(tensor: TensorRef, rank: int, place: int) -> bool:
     """Return whether a factor has more than one element along a dimension of the broadcast or expanded result."""
     at = place - (rank - len(tensor.shape))
-    return at >= 0 and tensor.shape[at] > 1 and tensor.stride[at] != 0
+    if at < 0:
+        return False
+    return tensor.shape[at] > 1 and tensor.stride[at] != 0
+
+
+def wide_places(tensor: TensorRef, rank: int) -> set[int]:
+    """Return the dimensions of a result of `rank` dimensions along which a factor has more than one element."""
+    return {place for place in range(rank) if is_wide(tensor, rank, place)}
