@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..record.catalog import axes_rule
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
-from .axis import Axis, Dim, setting, wide
+from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside, made_of
 from .products import Joint, Product, ProductPath, product_of, sides_of
 from .rerun import between
@@ -33,7 +33,12 @@ _ORDERS = {"sort": 1, "topk": 2}
 """Operations that sort numbers, and the position of their dimension argument."""
 
 
-def score_product(graph: Graph, masked: TensorRef, dim: int, module: str) -> ProductPath | None:
+def score_product(
+    graph: Graph,
+    masked: TensorRef,
+    dim: int,
+    module: str,
+) -> ProductPath | None:
     """Return the product that gives the input of a softmax, or another join of queries and keys; None if there is none.
 
     A relative-position term is a product too, but it is gathered on the way or does not depend on the input.
@@ -56,7 +61,12 @@ class _Candidate(NamedTuple):
     scores: ProductPath
 
 
-def _likeliest_product(graph: Graph, masked: TensorRef, over: set[Axis], module: str) -> ProductPath | None:
+def _likeliest_product(
+    graph: Graph,
+    masked: TensorRef,
+    over: set[Axis],
+    module: str,
+) -> ProductPath | None:
     """Return the nearest product behind the input of a softmax with the fewest reasons against it; None without one."""
 
     def through(op: Op) -> bool:
@@ -64,7 +74,7 @@ def _likeliest_product(graph: Graph, masked: TensorRef, over: set[Axis], module:
 
     best: _Candidate | None = None
     for step in graph.back(masked, through):
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         if op is None:
             continue
         product = graph.product(op) or _of_learned_query(graph, op, over, module)
@@ -76,7 +86,8 @@ def _likeliest_product(graph: Graph, masked: TensorRef, over: set[Axis], module:
             not graph.comes_from_inputs(product.left, product.right),
         )
         if best is None or reasons < best.reasons:
-            best = _Candidate(reasons, ProductPath(product, step.path[::-1], product.op.output))
+            path = step.path[::-1]
+            best = _Candidate(reasons, ProductPath(product, path, product.op.output))
         if not any(reasons):
             break
     return None if best is None else best.scores
@@ -86,8 +97,12 @@ def _joint_behind(graph: Graph, masked: TensorRef, over: set[Axis]) -> ProductPa
     """Return the nearest join of queries and keys behind the input of a softmax; None if there is none."""
     if not over:
         return None
-    for step in graph.back(masked, lambda op: graph.passes_on(op) or graph.reduces(op)):
-        op = graph.recording.producer(step.tensor)
+
+    def through(op: Op) -> bool:
+        return graph.passes_on(op) or graph.reduces(op)
+
+    for step in graph.back(masked, through):
+        op = graph.producer(step.tensor)
         joint = None if op is None else _joined(graph, op, step.path[::-1], over)
         if joint is not None:
             return joint
@@ -102,12 +117,18 @@ def _through_writes(graph: Graph, scores: ProductPath) -> ProductPath:
         if op.kind == "compute":
             computed.add(op.output.storage)
         if op.base_name == "copy_" and op.inputs[0].storage in computed:
-            path = between(graph.recording, {scores.tensor.id}, op.inputs[-1]) or path
+            computing = between(graph.recording, {scores.tensor.id}, op.inputs[-1])
+            path = computing or path
         path.append(op)
     return scores._replace(path=tuple(path))
 
 
-def _of_learned_query(graph: Graph, op: Op, over: set[Axis], module: str) -> Product | None:
+def _of_learned_query(
+    graph: Graph,
+    op: Op,
+    over: set[Axis],
+    module: str,
+) -> Product | None:
     """Return a product of keys with a parameter in place of the queries; None for other operations.
 
     The softmax runs over positions of the keys: over the output features of a projection it would be a router's. A
@@ -115,17 +136,24 @@ def _of_learned_query(graph: Graph, op: Op, over: set[Axis], module: str) -> Pro
     """
     if not over or (op.base_name not in BATCHED and not inside(module, op.module)):
         return None
-    product = product_of(graph.recording, op)
-    if product is None or op.base_name == "addmm":
+    product = None if op.base_name == "addmm" else product_of(graph.recording, op)
+    if product is None:
         return None
-    keys = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
-    if len(keys) != 1 or not graph.comes_from_inputs(*keys):
+    keys = only_activation(graph, product)
+    if keys is None or not graph.comes_from_inputs(keys):
         return None
-    dims = graph.dimensions.of(keys[0])
+    dims = graph.dimensions.of(keys)
     if product.multiply.does("product"):
         # Without the leading dimensions, which the factors of a batched product have in common.
         dims = dims[-2:]
-    return product if any(over & set(dim) for dim in dims) else None
+    return None if over.isdisjoint(wide(*dims)) else product
+
+
+def only_activation(graph: Graph, product: Product) -> TensorRef | None:
+    """Return the one factor of a product that is no weight; None if both are, or none is."""
+    if graph.is_weight(product.left) == graph.is_weight(product.right):
+        return None
+    return product.right if graph.is_weight(product.left) else product.left
 
 
 def mixing_of(graph: Graph, op: Op) -> Mixing | None:
@@ -168,32 +196,44 @@ def _mixes_heads(graph: Graph, path: Iterable[Op], product: Product) -> bool:
     if not mixings:
         return True
     heads = set(wide(product.axes(graph.dimensions).batch))
-    return all(graph.dimensions.along(mixing.source, mixing.place) <= heads for mixing in mixings)
+    for mixing in mixings:
+        summed = graph.dimensions.along(mixing.source, mixing.place)
+        if not summed <= heads:
+            return False
+    return True
 
 
 # -- scores without a dot product -------------------------------------------------------------------------------------
 
 
-def _joined(graph: Graph, op: Op, path: tuple[Op, ...], over: set[Axis]) -> ProductPath | None:
+def _joined(
+    graph: Graph,
+    op: Op,
+    path: tuple[Op, ...],
+    over: set[Axis],
+) -> ProductPath | None:
     """Return the scores of queries and keys that this operation joins, and the path to the softmax; else None."""
-    name = "distance" if op.does("distances") else op.base_name.rstrip("_")
-    if name not in _LAYERS or len(op.inputs) != 2 or not graph.comes_from_inputs(*op.inputs):
+    name = "distance" if op.does("distances") else plain_name(op)
+    if name not in _LAYERS or len(op.inputs) != 2:
+        return None
+    if not graph.comes_from_inputs(*op.inputs):
         return None
     count = _count_to_scores(graph, name, path)
     if count is None:
         return None
-    keys = _sides_over(graph, op, over)
-    are_left = {bool(left) for left, _ in keys}
-    are_right = {bool(right) for _, right in keys}
-    # The axis of the softmax is that of the keys: one factor has it, and the queries have not.
-    if len(are_left) != 1 or len(are_right) != 1 or are_left == are_right:
+    keys = _Keys.of(graph, op, over)
+    if keys is None:
         return None
-    query = op.inputs[1] if keys[0][0] else op.inputs[0]
-    if _is_statistic(graph, query, _axes_of(keys)):
+    left, right = op.inputs
+    if _is_statistic(graph, right if keys.are_left else left, keys.axes):
         return None
-    last = path[count - 1] if count else op
-    left, right = (_before_broadcast(graph, factor) for factor in op.inputs)
-    joint = Joint(last, op, left, right, path[:count])
+    joint = Joint(
+        op=path[count - 1] if count else op,
+        multiply=op,
+        left=_before_broadcast(graph, left),
+        right=_before_broadcast(graph, right),
+        between=path[:count],
+    )
     return ProductPath(joint, path[count:], joint.op.output)
 
 
@@ -216,20 +256,29 @@ def _count_to_scores(graph: Graph, name: str, path: tuple[Op, ...]) -> int | Non
     return count
 
 
-def _sides_over(graph: Graph, op: Op, over: set[Axis]) -> list[tuple[Dim, Dim]]:
-    """Return the axes of the left and of the right factor for every axis of a join that the softmax runs over."""
-    sides = []
-    for out, left, right in sides_of(graph.dimensions, op):
-        if not over.isdisjoint(out):
-            sides.append((left, right))
-    return sides
+class _Keys(NamedTuple):
+    """The keys of a join of queries and keys."""
 
+    are_left: bool
+    """Whether they are its left factor."""
+    axes: set[Axis]
+    """The axes of the softmax in that factor."""
 
-def _axes_of(sides: Iterable[tuple[Dim, Dim]]) -> set[Axis]:
-    axes = set[Axis]()
-    for left, right in sides:
-        axes.update(left, right)
-    return axes
+    @classmethod
+    def of(cls, graph: Graph, op: Op, over: set[Axis]) -> _Keys | None:
+        """Return the factor that has the axes of the softmax; None if both have, or none."""
+        left: set[Axis] = set()
+        right: set[Axis] = set()
+        for side in sides_of(graph.dimensions, op):
+            if over.isdisjoint(side.whole):
+                continue
+            if bool(side.left) == bool(side.right):
+                return None
+            left.update(side.left)
+            right.update(side.right)
+        if bool(left) == bool(right):
+            return None
+        return cls(bool(left), left | right)
 
 
 def _before_broadcast(graph: Graph, factor: TensorRef) -> TensorRef:
@@ -240,10 +289,13 @@ def _before_broadcast(graph: Graph, factor: TensorRef) -> TensorRef:
 
 def further_term(graph: Graph, scored: Joint, op: Op) -> TensorRef | None:
     """Return what an operation adds to joined queries and keys that depends on the inputs too; None if nothing."""
-    if op.base_name.rstrip("_") != "add" or len(op.inputs) < 2:
+    if plain_name(op) != "add" or len(op.inputs) < 2:
         return None
     joined = made_of({scored.multiply.output.id}, scored.between)
-    terms = [tensor for tensor in op.inputs if tensor.id not in joined and graph.comes_from_inputs(tensor)]
+    terms = []
+    for tensor in op.inputs:
+        if tensor.id not in joined and graph.comes_from_inputs(tensor):
+            terms.append(tensor)
     return terms[0] if len(terms) == 1 else None
 
 
@@ -270,7 +322,7 @@ def with_keys_of(graph: Graph, scored: Product, values: TensorRef) -> Product:
 def _origins(graph: Graph, tensor: TensorRef) -> set[int]:
     """Return the ids of a tensor before it was moved, and of what its projection reads."""
     origin = graph.before_moves(tensor)
-    op = graph.recording.producer(origin)
+    op = graph.producer(origin)
     if op is None or not graph.is_projection(op):
         return {origin.id}
     return {origin.id, graph.before_moves(graph.projected(op)).id}
@@ -278,7 +330,7 @@ def _origins(graph: Graph, tensor: TensorRef) -> set[int]:
 
 def _is_statistic(graph: Graph, query: TensorRef, keys: set[Axis]) -> bool:
     """Return whether this is a statistic of the keys, e.g. the mean in a norm, or the sorted keys."""
-    op = graph.recording.producer(graph.before_moves(query))
+    op = graph.producer(graph.before_moves(query))
     if op is None or not op.inputs:
         return False
     dims = graph.dimensions.of(op.inputs[0])
@@ -356,7 +408,13 @@ def multiply(numbers: Iterable[float | None]) -> float | None:
     return product
 
 
-def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_input: TensorRef, dim: int) -> Scoring:
+def read_scoring(
+    graph: Graph,
+    scored: Product,
+    path: tuple[Op, ...],
+    softmax_input: TensorRef,
+    dim: int,
+) -> Scoring:
     """Read the steps of `path`, the operations from the product to the softmax over `dim`, in the order of the run.
 
     In `softmax(c · tanh(q·kᵀ · s / c) + mask)` the scores are `q·kᵀ · s`, and the steps are a `scale` of 1 / c, `tanh`,
@@ -375,7 +433,13 @@ def read_scoring(graph: Graph, scored: Product, path: tuple[Op, ...], softmax_in
 class _ScoringReader:
     """Collects the steps from the product of queries and keys to the softmax, one operation after another."""
 
-    def __init__(self, graph: Graph, product: Op, softmax_input: TensorRef, over: set[Axis]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        product: Op,
+        softmax_input: TensorRef,
+        over: set[Axis],
+    ) -> None:
         self._graph = graph
         self._product = product
         self._softmax_input = softmax_input
@@ -417,7 +481,7 @@ class _ScoringReader:
 
     def appends_sinks(self, op: Op, result: TensorRef) -> bool:
         """Return whether an operation appends sinks to the scores."""
-        name = op.base_name.rstrip("_")
+        name = plain_name(op)
         return name == "cat" or (name == "constant_pad_nd" and result.id == self._softmax_input.id)
 
     def before_sinks(self, op: Op) -> Scoring:
@@ -432,7 +496,7 @@ class _ScoringReader:
         self._tensor = result
 
     def _take(self, op: Op, result: TensorRef) -> None:
-        graph, name = self._graph, op.base_name.rstrip("_")
+        graph, name = self._graph, plain_name(op)
         mixing = mixing_of(graph, op)
         if mixing is not None:
             return self._mix(mixing)
@@ -486,7 +550,8 @@ class _ScoringReader:
 
         Along another axis it normalises the scores.
         """
-        shifted = set[Axis]().union(*self._graph.dimensions.of(op.inputs[1]))
+        dims = self._graph.dimensions.of(op.inputs[1])
+        shifted = set[Axis]().union(*dims)
         if not shifted.isdisjoint(self._over):
             self._steps.append(("log_softmax", None))
 
@@ -498,7 +563,7 @@ class _ScoringReader:
         self._steps.append((statistic, None))
 
     def _mask(self, op: Op) -> None:
-        is_subtracted = op.base_name.rstrip("_") == "sub" and op.inputs[1].id == self._tensor.id
+        is_subtracted = plain_name(op) == "sub" and op.inputs[1].id == self._tensor.id
         if is_subtracted and op.inputs[0].id != self._tensor.id:
             self._scale_late(-1.0)
         self._masks.append(op)
@@ -551,6 +616,6 @@ def adds_mask(op: Op) -> bool:
     """Return whether this adds or fills in something that the scores do not depend on."""
     if op.does("fills"):
         return True
-    if op.base_name.rstrip("_") not in ("add", "sub"):
+    if plain_name(op) not in ("add", "sub"):
         return False
     return sum(bool(tensor.shape) for tensor in op.inputs) > 1
