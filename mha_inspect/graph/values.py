@@ -11,11 +11,12 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
-from .axis import Axis, size_of, wide
+from .axis import Axis, plain_name, size_of, wide
 from .dataflow import Graph, Step, made_of
-from .products import Product, ProductAxes, ProductPath, is_wide
+from .ids import any_in, ids_of
+from .products import Product, ProductAxes, ProductPath, is_wide, wide_places
 from .rules import reduced_places
-from .scores import mixes, score_product
+from .scores import mixes, only_activation, score_product
 from .softmax import Softmax
 
 _DIVISORS = {"div": 1, "reciprocal": 0}
@@ -32,27 +33,40 @@ def value_product(graph: Graph, weights: TensorRef, dim: int) -> ProductPath | N
     def through(op: Op) -> bool:
         if op.outputs and power_of(graph, op.output, weights) > 1:
             return True
-        # If one weight of each query remains, keys are chosen instead of averaged.
-        if op.does("picks") and dim < len(op.output.shape) and op.output.shape[dim] > 1:
+        if _leaves_several(op, dim) or graph.passes_on(op):
             return True
-        return graph.passes_on(op) or mixes(graph, op, over) or _norms_heads(graph, op, over)
+        return mixes(graph, op, over) or _norms_heads(graph, op, over)
 
     for op, step in graph.forward(weights, through):
         product = graph.products.get(op.index) or graph.products_by_multiplication.get(op.index)
-        is_summed = product is not None and power_of(graph, op.output, weights) < 2
-        if product is not None and is_summed and _sums_over_keys(graph, product, step.path, over):
+        is_average = product is not None and power_of(graph, op.output, weights) < 2
+        if product is not None and is_average and _sums_over_keys(graph, product, step.path, over):
             return ProductPath(product, step.path, step.tensor)
         if single is None and weights.shape[dim] == 1:
             single = _over_single_key(graph, op, step)
     return single
 
 
-def _sums_over_keys(graph: Graph, product: Product, path: Iterable[Op], over: set[Axis]) -> bool:
+def _leaves_several(op: Op, dim: int) -> bool:
+    """Return whether several weights of each query are picked: if one remains, keys are chosen and not averaged."""
+    if not op.does("picks"):
+        return False
+    shape = op.output.shape
+    return dim < len(shape) and shape[dim] > 1
+
+
+def _sums_over_keys(
+    graph: Graph,
+    product: Product,
+    path: Iterable[Op],
+    over: set[Axis],
+) -> bool:
     """Return whether a product may be that of weights and values.
 
     Weights that are mixed by head, or multiplied out along other axes, are weights if they are summed over the keys.
     """
-    if not over or not any(graph.is_projection(op) or _is_outer(op) for op in path):
+    is_changed = any(graph.is_projection(op) or _is_outer(op) for op in path)
+    if not over or not is_changed:
         return True
     axes = product.axes(graph.dimensions)
     return not over.isdisjoint((*axes.left_inner, *axes.right_inner))
@@ -60,11 +74,12 @@ def _sums_over_keys(graph: Graph, product: Product, path: Iterable[Op], over: se
 
 def _over_single_key(graph: Graph, op: Op, step: Step) -> ProductPath | None:
     """Return a multiplication as the average over a single key, which needs no sum: einsum multiplies. Else None."""
-    if op.base_name != "mul" or len(op.inputs) != 2 or op.output.numel <= step.tensor.numel:
+    if op.base_name != "mul" or len(op.inputs) != 2:
         return None
     left, right = op.inputs
     values = right if left.id == step.tensor.id else left
-    if not graph.comes_from_inputs(values):
+    is_wider = op.output.numel > step.tensor.numel
+    if not is_wider or not graph.comes_from_inputs(values):
         return None
     return ProductPath(Product(op, op, left, right), step.path, step.tensor)
 
@@ -77,27 +92,39 @@ def power_of(graph: Graph, tensor: TensorRef, weights: TensorRef) -> int:
     source = graph.before_moves(tensor)
     if source.id == graph.before_moves(weights).id:
         return 1
-    op = graph.recording.producer(source)
+    op = graph.producer(source)
     product = None if op is None else graph.products.get(op.index)
     if product is None:
         return 0
     left = power_of(graph, product.left, weights)
-    if not left or graph.before_moves(product.left).id == graph.before_moves(product.right).id:
+    first = graph.before_moves(product.left)
+    second = graph.before_moves(product.right)
+    if not left or first.id == second.id:
         return 2 * left
     right = power_of(graph, product.right, weights)
     return left + right if right else 0
 
 
-def is_made_of_weights(graph: Graph, values: TensorRef, softmax: Softmax, scored: Product) -> bool:
+def is_made_of_weights(
+    graph: Graph,
+    values: TensorRef,
+    softmax: Softmax,
+    scored: Product,
+) -> bool:
     """Return whether these values are weights: a pseudo-inverse of them, or powers of an adjacency matrix.
 
     They depend on these very weights element by element, or are computed from weights and constants alone.
     """
-    if any(step.tensor.id == softmax.op.output.id for step in graph.back(values, graph.passes_on)):
+    weights = softmax.op.output.id
+    if any(step.tensor.id == weights for step in graph.back(values, graph.passes_on)):
         return True
     has_weights = False
-    for step in graph.back(values, lambda op: op is not scored.op and not _ends_values(graph, op)):
-        op = graph.recording.producer(step.tensor)
+
+    def through(op: Op) -> bool:
+        return op is not scored.op and not _ends_values(graph, op)
+
+    for step in graph.back(values, through):
+        op = graph.producer(step.tensor)
         if op is None:
             if step.tensor.id in graph.given_or_learned:
                 return False
@@ -136,13 +163,9 @@ def _is_outer(op: Op) -> bool:
     if op.base_name != "mul" or len(op.inputs) != 2:
         return False
     rank = len(op.output.shape)
-    left, right = (_wide_places(factor, rank) for factor in op.inputs)
-    return bool(left - right) and bool(right - left)
-
-
-def _wide_places(factor: TensorRef, rank: int) -> set[int]:
-    """Return the dimensions of a result of `rank` dimensions along which a factor has more than one element."""
-    return {place for place in range(rank) if is_wide(factor, rank, place)}
+    left = wide_places(op.inputs[0], rank)
+    right = wide_places(op.inputs[1], rank)
+    return not left <= right and not right <= left
 
 
 def _norms_heads(graph: Graph, op: Op, over: set[Axis]) -> bool:
@@ -166,7 +189,11 @@ class SoftmaxedSide(NamedTuple):
 
 
 def softmaxed_side(
-    graph: Graph, product: Product, values: ProductPath, masked: TensorRef, dim: int
+    graph: Graph,
+    product: Product,
+    values: ProductPath,
+    masked: TensorRef,
+    dim: int,
 ) -> SoftmaxedSide | None:
     """Return which side of the scores is the keys, and whether the softmax runs over the queries.
 
@@ -197,12 +224,13 @@ def softmaxed_side(
 
 def _is_over_votes(axes: ProductAxes, over: set[Axis], summed: set[Axis]) -> bool:
     """Return whether a softmax is one of capsules: over products of their own, or averaged over features."""
-    batch = set(axes.batch).difference(axes.rows, axes.columns)
-    has_queries = size_of(set(axes.rows)) > 1 and size_of(set(axes.columns)) > 1
+    rows, columns = set(axes.rows), set(axes.columns)
+    batch = set(axes.batch) - rows - columns
+    has_queries = size_of(rows) > 1 and size_of(columns) > 1
     if not over.isdisjoint(batch) and not has_queries:
         return True
     features = {*axes.left_inner, *axes.right_inner} - over
-    return bool(over) and bool(summed) and summed <= features
+    return bool(over and summed) and summed <= features
 
 
 def _hands_out_keys(graph: Graph, product: Product, values: ProductPath) -> bool:
@@ -210,11 +238,13 @@ def _hands_out_keys(graph: Graph, product: Product, values: ProductPath) -> bool
 
     These are experts or slots.
     """
-    activations = [factor for factor in (product.left, product.right) if not graph.is_weight(factor)]
-    if len(activations) != 1 or _unmoved(graph, activations[0]) != _unmoved(graph, values.values):
+    keys = only_activation(graph, product)
+    if keys is None or _unmoved(graph, keys) != _unmoved(graph, values.values):
         return False
-    readers = graph.forward(product.op.output, graph.passes_on)
-    softmaxes = {reader.index for reader, _ in readers if reader.index in graph.softmaxes}
+    softmaxes: set[int] = set()
+    for reader, _ in graph.forward(product.op.output, graph.passes_on):
+        if reader.index in graph.softmaxes:
+            softmaxes.add(reader.index)
     return len(softmaxes) > 1
 
 
@@ -240,7 +270,7 @@ def is_routing(graph: Graph, query: TensorRef, key: TensorRef, values: TensorRef
         visited.add(tensor.id)
         if _unmoved(graph, tensor) == votes:
             return False
-        op = graph.recording.producer(tensor)
+        op = graph.producer(tensor)
         if op is None:
             if tensor.id in graph.given_or_learned:
                 return False
@@ -259,8 +289,11 @@ def _is_width(graph: Graph, product: Product, over: set[Axis]) -> bool:
     """Return whether an axis of the scores is all output features of a projection of one factor."""
     for factor in (product.left, product.right):
         for step in graph.back(factor, lambda op: graph.moves(op) or op.pointwise):
-            op = graph.recording.producer(step.tensor)
-            if op is not None and graph.is_projection(op) and over.issuperset(graph.dimensions.of(op.output)[-1]):
+            op = graph.producer(step.tensor)
+            if op is None or not graph.is_projection(op):
+                continue
+            features = graph.dimensions.of(op.output)[-1]
+            if over.issuperset(features):
                 return True
     return False
 
@@ -269,7 +302,9 @@ def _unmoved(graph: Graph, tensor: TensorRef) -> int:
     """Return the id of a tensor before all of its elements were viewed or copied."""
 
     def is_whole(op: Op) -> bool:
-        return graph.moves(op) and op.inputs[0].numel <= op.output.numel
+        if not graph.moves(op):
+            return False
+        return op.inputs[0].numel <= op.output.numel
 
     return graph.before(tensor, is_whole).id
 
@@ -304,17 +339,21 @@ def find_pieces(graph: Graph) -> Iterator[tuple[Softmax, ProductPath, ProductPat
 
 def _shifted_before(graph: Graph, op: Op) -> TensorRef | None:
     """Return the scores in `exp(scores - maximum)`; None for other operations."""
-    if op.base_name.rstrip("_") != "exp" or not op.inputs:
+    if plain_name(op) != "exp" or not op.inputs:
         return None
-    shift = graph.recording.producer(op.inputs[0])
-    if shift is None or shift.base_name.rstrip("_") != "sub":
+    shift = graph.producer(op.inputs[0])
+    if shift is None or plain_name(shift) != "sub":
         return None
     return shift.inputs[0]
 
 
 def _sum_of_exponentials(graph: Graph, exponential: Op) -> Op | None:
     """Return the operation that sums these exponentials, at most masked before it; None if there is none."""
-    for reader, _ in graph.forward(exponential.output, lambda op: graph.moves(op) or op.does("fills")):
+
+    def through(op: Op) -> bool:
+        return graph.moves(op) or op.does("fills")
+
+    for reader, _ in graph.forward(exponential.output, through):
         if reader.base_name == "sum":
             return reader
     return None
@@ -325,24 +364,26 @@ def _division_of_sums(graph: Graph, exponential: Op, total: Op, product: Op) -> 
 
     It is the addition to other pieces after it, if there is one. None if nothing is divided so.
     """
-    after = [op for op in graph.recording.ops[exponential.index :] if not op.does("product")]
+    later = graph.recording.ops[exponential.index :]
+    after = [op for op in later if not op.does("product")]
     totals = made_of({total.output.id}, after)
     contexts = made_of({product.output.id}, after)
     inverse = made_of(_divided_by(after, totals), after)
     of_sums = totals - contexts
-    divisions = [
-        op
-        for op in after
-        if op.does("scales") and op.output.id in inverse and _reads(op, contexts) and _reads(op, of_sums)
-    ]
+    divisions: list[Op] = []
+    for op in after:
+        divides = op.does("scales") and op.output.id in inverse
+        if divides and any_in(op.inputs, contexts) and any_in(op.inputs, of_sums):
+            divisions.append(op)
     if not divisions:
         return None
-    first, last = divisions[0], divisions[-1]
-    if first.kind == "write":  # other queries may be in the same memory
-        last = [op for op in divisions if op.output.offset == first.output.offset][-1]
+    first = divisions[0].output
+    if divisions[0].kind == "write":  # other queries may be in the same memory
+        divisions = [op for op in divisions if op.output.offset == first.offset]
+    last = divisions[-1]
     both = totals | contexts
-    for reader in graph.recording.consumers.get(last.output.id, ()):
-        if reader.base_name == "add" and all(tensor.id in both for tensor in reader.inputs):
+    for reader in graph.readers(last.output):
+        if reader.base_name == "add" and both.issuperset(ids_of(reader.inputs)):
             return reader
     return last
 
@@ -351,15 +392,10 @@ def _divided_by(ops: Iterable[Op], divisors: set[int]) -> set[int]:
     """Return the ids of what is divided by one of these, or the inverse of it."""
     quotients = set()
     for op in ops:
-        place = _DIVISORS.get(op.base_name.rstrip("_"))
-        if place is not None and any(tensor.id in divisors for tensor in op.inputs[place:]):
+        place = _DIVISORS.get(plain_name(op))
+        if place is not None and any_in(op.inputs[place:], divisors):
             quotients.add(op.output.id)
     return quotients
-
-
-def _reads(op: Op, ids: set[int]) -> bool:
-    """Return whether an operation reads one of these tensors."""
-    return any(tensor.id in ids for tensor in op.inputs)
 
 
 # -- weights without a softmax ----------------------------------------------------------------------------------------
@@ -382,19 +418,32 @@ def find_weighings(graph: Graph, taken: set[int]) -> Iterator[Weighing]:
 def _weighing(graph: Graph, values: ProductPath, taken: set[int]) -> Weighing | None:
     """Return how one factor of a product was computed from scores; None if it was not."""
     over = set(wide(values.averaged(graph.dimensions)))
-    maker = graph.recording.producer(graph.before_moves(values.values))
-    if not over or (maker is not None and maker.index in graph.softmaxes):
-        return None  # values given by a softmax: votes for classes, or counts of clusters
+    if not over or _is_of_softmax(graph, values.values):
+        return None
     for step in graph.back(values.tensor, graph.passes_on):
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         if op is None or op.index in taken or op is values.product.multiply:
             continue
-        if _place_of(graph, op.output, over) is not None and (graph.product(op) or graph.reduces(op)):
-            return _weighing_from(graph, op, values._replace(path=step.path[::-1]), over, taken)
+        may_be_scores = graph.product(op) is not None or graph.reduces(op)
+        if may_be_scores and _place_of(graph, op.output, over) is not None:
+            path = step.path[::-1]
+            return _weighing_from(graph, op, values._replace(path=path), over, taken)
     return None
 
 
-def _weighing_from(graph: Graph, op: Op, values: ProductPath, over: set[Axis], taken: set[int]) -> Weighing | None:
+def _is_of_softmax(graph: Graph, values: TensorRef) -> bool:
+    """Return whether values are given by a softmax: they are votes for classes, or counts of clusters."""
+    maker = graph.producer(graph.before_moves(values))
+    return maker is not None and maker.index in graph.softmaxes
+
+
+def _weighing_from(
+    graph: Graph,
+    op: Op,
+    values: ProductPath,
+    over: set[Axis],
+    taken: set[int],
+) -> Weighing | None:
     """Return the weights that are computed of the result of an operation; None if these are no scores.
 
     The path of `values` begins at that operation.
@@ -405,14 +454,24 @@ def _weighing_from(graph: Graph, op: Op, values: ProductPath, over: set[Axis], t
         return None
     masked = _input_on_path(path, part.start)
     dim = _place_of(graph, masked, over)
-    scores = None if dim is None else score_product(graph, masked, dim, op.module)
-    if dim is None or scores is None:
+    if dim is None:
         return None
-    if scores.product.op.index in taken or not _compares(graph, scores.product):
+    scores = score_product(graph, masked, dim, op.module)
+    if scores is None or scores.product.op.index in taken:
         return None
-    masks = [mask for mask in path[part.bent : part.stop] if mask.does("fills_where") or len(mask.inputs) == 2]
-    softmax = Softmax(path[part.stop - 1], masked, dim, tuple(masks), ops=path[part.start : part.stop])
-    return softmax, scores, values._replace(path=path[part.stop :])
+    if not _compares(graph, scores.product):
+        return None
+    weighing = path[part.start : part.stop]
+    after_bend = path[part.bent : part.stop]
+    masks = tuple(filter(_applies_mask, after_bend))
+    softmax = Softmax(weighing[-1], masked, dim, masks, ops=weighing)
+    rest = path[part.stop :]
+    return softmax, scores, values._replace(path=rest)
+
+
+def _applies_mask(op: Op) -> bool:
+    """Return whether an operation applies a mask that is a tensor, and does not only scale by a number."""
+    return op.does("fills_where") or len(op.inputs) == 2
 
 
 def _input_on_path(path: tuple[Op, ...], place: int) -> TensorRef:
@@ -433,27 +492,42 @@ class _WeighingPart(NamedTuple):
     """The place after the masks."""
 
 
-def _weighing_part(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> _WeighingPart | None:
+def _weighing_part(
+    graph: Graph,
+    scores: TensorRef,
+    path: tuple[Op, ...],
+    over: set[Axis],
+) -> _WeighingPart | None:
     """Return where the steps from scores to weights begin, bend last, and end after masks; None without a bend."""
     places = _places_of_steps(graph, scores, path, over)
     if places is None or not any(graph.bends(path[place]) for place in places):
         return None
-    if path[places[-1]].base_name.rstrip("_") == "exp":
+    first, last = places[0], places[-1]
+    if plain_name(path[last]) == "exp":
         return None  # exponentials are divided later, one piece at a time
-    start, bent = places[0], places[-1] + 1
+    start = first
     while start and _adds_number(path[start - 1]):
         start -= 1
-    stop = bent
-    while stop < len(path) and (path[stop].does("masks") or graph.is_scale(path[stop])):
+    stop = last + 1
+    while stop < len(path) and _masks_or_scales(graph, path[stop]):
         stop += 1
-    return _WeighingPart(start, bent, stop)
+    return _WeighingPart(start, last + 1, stop)
+
+
+def _masks_or_scales(graph: Graph, op: Op) -> bool:
+    return op.does("masks") or graph.is_scale(op)
 
 
 def _adds_number(op: Op) -> bool:
     return op.base_name in ("add", "sub") and len(op.inputs) == 1
 
 
-def _places_of_steps(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over: set[Axis]) -> list[int] | None:
+def _places_of_steps(
+    graph: Graph,
+    scores: TensorRef,
+    path: tuple[Op, ...],
+    over: set[Axis],
+) -> list[int] | None:
     """Return the places on a path of what bends scores, or combines them with what depends on them too.
 
     None if weights are compared with those of other queries.
@@ -461,13 +535,15 @@ def _places_of_steps(graph: Graph, scores: TensorRef, path: tuple[Op, ...], over
     if not path:
         return []
     since = graph.recording.producers[scores.id] + 1
-    dependent = made_of({scores.id}, graph.recording.ops[since : path[-1].index])
+    between = graph.recording.ops[since : path[-1].index]
+    dependent = made_of({scores.id}, between)
     places = []
     came_by = path[0].inputs[:1]
     for place, op in enumerate(path):
         operands = [tensor for tensor in op.inputs if tensor.id in dependent and tensor not in came_by]
         for operand in operands:
-            if operand.numel > 1 and not _repeated(graph, operand, op.output) <= over:
+            is_of_query = _repeated(graph, operand, op.output) <= over
+            if operand.numel > 1 and not is_of_query:
                 return None
         if operands or graph.bends(op):
             places.append(place)
@@ -495,12 +571,14 @@ def _is_of_activations(graph: Graph, product: Product) -> bool:
     """Return whether both factors depend on inputs and are no matrices picked from a stack of parameters."""
     if not graph.comes_from_inputs(product.left, product.right):
         return False
-    return not any(_is_picked_weight(graph, factor) for factor in (product.left, product.right))
+    if _is_picked_weight(graph, product.left):
+        return False
+    return not _is_picked_weight(graph, product.right)
 
 
 def _is_picked_weight(graph: Graph, factor: TensorRef) -> bool:
     """Return whether a factor is picked from a stack of matrices that are parameters."""
-    op = graph.recording.producer(graph.before_moves(factor))
+    op = graph.producer(graph.before_moves(factor))
     if op is None or not op.does("gathers"):
         return False
     table = op.inputs[0]
