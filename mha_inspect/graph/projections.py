@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 from ..record.ops import Op, TensorRef
 from .attention import Attention, features_place
-from .axis import Axis, setting, wide
+from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside, made_of
+from .ids import ids_of
 from .part import may_overlap
 from .scores import mixing_of
 
@@ -36,7 +37,10 @@ class Projection:
 
 
 def projections_behind(
-    graph: Graph, heads: Mapping[str, TensorRef], module: str, positions: Mapping[str, set[Axis]]
+    graph: Graph,
+    heads: Mapping[str, TensorRef],
+    module: str,
+    positions: Mapping[str, set[Axis]],
 ) -> dict[str, Projection]:
     """Return the projections of query, key and value; a side without a projection is absent.
 
@@ -65,7 +69,11 @@ def projections_behind(
     return ends
 
 
-def _query_projection(graph: Graph, heads: Mapping[str, TensorRef], module: str) -> Projection | None:
+def _query_projection(
+    graph: Graph,
+    heads: Mapping[str, TensorRef],
+    module: str,
+) -> Projection | None:
     """Return the projection of the queries; None if they have none.
 
     If the heads are multiplied by a matrix each, as an absorbed projection of the keys does, it is the one before that.
@@ -85,7 +93,9 @@ def _query_projection(graph: Graph, heads: Mapping[str, TensorRef], module: str)
 
 
 def with_projections(
-    graph: Graph, heads: Mapping[str, TensorRef], ends: Mapping[str, Projection]
+    graph: Graph,
+    heads: Mapping[str, TensorRef],
+    ends: Mapping[str, Projection],
 ) -> dict[str, TensorRef]:
     """Return the stages up to the heads: the inputs of the projections, their results, and the heads."""
     inputs: dict[str, TensorRef] = {}
@@ -94,7 +104,8 @@ def with_projections(
     for name, end in ends.items():
         source = _projected_input(graph, end)
         inputs[name] = gathered.setdefault(_gathered(graph, source), source)
-        projected[f"{name[0]}_proj"] = _projected(graph, name, ends, heads[f"{name[0]}_heads"])
+        letter = name[0]
+        projected[f"{letter}_proj"] = _projected(graph, name, ends, heads[f"{letter}_heads"])
     return {**inputs, **projected, **heads}
 
 
@@ -108,7 +119,7 @@ def _projected_input(graph: Graph, end: Projection) -> TensorRef:
 
 def _gathered(graph: Graph, tensor: TensorRef) -> object:
     """Return a key that is equal for tensors that each side gathers from all ranks for itself; else the tensor's id."""
-    op = graph.recording.producer(graph.before(tensor, _keeps_gathered))
+    op = graph.producer(graph.before(tensor, _keeps_gathered))
     if op is None or not op.is_collective:
         return tensor.id
     return op.name, graph.before_moves(op.inputs[-1]).id, tensor.shape
@@ -118,7 +129,8 @@ def _keeps_gathered(op: Op) -> bool:
     """Return whether this views gathered parts, or joins those in one memory."""
     if op.kind == "view":
         return True
-    return op.does("joins") and len({read.storage for read in op.inputs}) == 1
+    storages = {read.storage for read in op.inputs}
+    return op.does("joins") and len(storages) == 1
 
 
 def _passes(graph: Graph, op: Op) -> bool:
@@ -160,7 +172,7 @@ def _projection(
 
     candidates = _Candidates(graph, module, positions, like)
     for step in graph.back(heads, through):
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         if op is None or not graph.is_projection(op) or not is_allowed(op):
             continue
         end = Projection(op, step.path[::-1])
@@ -172,7 +184,13 @@ def _projection(
 class _Candidates:
     """The projections on the walk back from heads, which are taken until one is surely theirs."""
 
-    def __init__(self, graph: Graph, module: str, positions: set[Axis], like: Origin | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        module: str,
+        positions: set[Axis],
+        like: Origin | None,
+    ) -> None:
         self._graph = graph
         self._module = module
         self._positions = positions
@@ -249,7 +267,10 @@ def _is_a_step(graph: Graph, end: Projection, positions: set[Axis]) -> bool:
         if op.base_name not in ("cat", "stack") or len(op.inputs) < 3:
             continue
         joined = graph.dimensions.of(op.output)[_place_of_join(op)]
-        if not positions.isdisjoint(joined) and graph.leads_to(op.inputs[0], op.inputs[1]):
+        if positions.isdisjoint(joined):
+            continue
+        first, second = op.inputs[:2]
+        if graph.leads_to(first, second):
             return True
     return False
 
@@ -272,11 +293,16 @@ def _gives(graph: Graph, op: Op, positions: set[Axis]) -> bool:
 
 def _adds_activations(graph: Graph, path: Iterable[Op]) -> bool:
     """Return whether two tensors that depend on the inputs are added on this path."""
-    additions = [op for op in path if op.base_name.rstrip("_") == "add"]
+    additions = [op for op in path if plain_name(op) == "add"]
     return any(sum(map(graph.comes_from_inputs, op.inputs)) > 1 for op in additions)
 
 
-def earlier_projections(graph: Graph, op: Op, module: str, like: Origin | None = None) -> tuple[Op, ...]:
+def earlier_projections(
+    graph: Graph,
+    op: Op,
+    module: str,
+    like: Origin | None = None,
+) -> tuple[Op, ...]:
     """Return the low-rank projections before a projection, in the same module, in order.
 
     Where latents of an earlier call are joined with new ones, it is the projection with the input `like`.
@@ -296,7 +322,12 @@ def earlier_projections(graph: Graph, op: Op, module: str, like: Origin | None =
     return tuple(earlier)
 
 
-def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: TensorRef) -> TensorRef:
+def _projected(
+    graph: Graph,
+    name: str,
+    ends: Mapping[str, Projection],
+    heads: TensorRef,
+) -> TensorRef:
     """Return the result of a projection; if several sides share the projection, the piece of this side.
 
     `q, k, v = linear(x).chunk(3, -1)` makes `batch position (qkv heads head_dim)`, and the piece of each side is
@@ -310,7 +341,9 @@ def _projected(graph: Graph, name: str, ends: Mapping[str, Projection], heads: T
     sharing = _sides_sharing(name, ends)
     if not sharing:
         return whole
-    shared_ops = {op.index for side in sharing for op in side.path}
+    shared_ops: set[int] = set()
+    for side in sharing:
+        shared_ops.update(op.index for op in side.path)
     producer_index = graph.recording.producers.get(whole.id, -1)
     since_whole = [op for op in end.path if op.index > producer_index]
     piece = whole
@@ -332,9 +365,14 @@ def _without_other_writes(path: Sequence[Op], heads: TensorRef) -> list[Op]:
     for op in path:
         if not _writes_elsewhere(op, heads):
             kept.append(op)
-        elif kept and kept[-1].outputs and kept[-1].output.id == op.inputs[0].id:
+        elif kept and _makes_target(kept[-1], op):
             kept.pop()
     return kept
+
+
+def _makes_target(op: Op, write: Op) -> bool:
+    """Return whether an operation makes the slice that another one writes into."""
+    return bool(op.outputs) and op.output.id == write.inputs[0].id
 
 
 def _writes_elsewhere(op: Op, heads: TensorRef) -> bool:
@@ -368,17 +406,22 @@ def _joins_projections_like(graph: Graph, op: Op, first: Op) -> bool:
         return False
     if len({read.shape for read in op.inputs}) == 1:
         return True
-    joins_features = op.base_name == "cat" and _place_of_join(op) == len(op.output.shape) - 1
-    return joins_features and op.output.shape[:-1] == graph.after_projection(first).shape[:-1]
+    rank = len(op.output.shape)
+    if op.base_name != "cat" or _place_of_join(op) != rank - 1:
+        return False
+    rows = graph.after_projection(first).shape[:-1]
+    return op.output.shape[:-1] == rows
 
 
 def _only_projection(graph: Graph, tensor: TensorRef) -> Op | None:
     """Return the projection that a tensor is the result of, with its bias, in any shape; None for anything else."""
 
     def through(op: Op) -> bool:
-        return not graph.is_projection(op) and (graph.moves(op) or graph.adds_bias(op))
+        if graph.is_projection(op):
+            return False
+        return graph.moves(op) or graph.adds_bias(op)
 
-    op = graph.recording.producer(graph.before(tensor, through))
+    op = graph.producer(graph.before(tensor, through))
     return op if op is not None and graph.is_projection(op) else None
 
 
@@ -400,7 +443,7 @@ def _with_readers(path: Sequence[Op]) -> Iterator[tuple[Op, Op | None]]:
 
 def _output_read(op: Op, read: Iterable[TensorRef]) -> TensorRef:
     """Return the output of `op` that is among the tensors `read`, as a split has one for each side; else the first."""
-    ids = {tensor.id for tensor in read}
+    ids = ids_of(read)
     for output in op.outputs:
         if output.id in ids:
             return output
@@ -413,9 +456,14 @@ def _has_rows_of(whole: TensorRef, part: TensorRef, projection: Op) -> bool:
     The features of a convolution are in the second dimension: `batch features position`.
     """
     rank = len(whole.shape)
+    rows, rows_of_part = list(whole.shape), list(part.shape)
     if features_place(projection, rank) == -1:
-        return len(part.shape) <= rank and part.shape[:-1] == whole.shape[:-1]
-    return len(part.shape) == rank and part.shape[:1] == whole.shape[:1] and part.shape[2:] == whole.shape[2:]
+        has_rank = len(rows_of_part) <= rank
+        return has_rank and rows_of_part[:-1] == rows[:-1]
+    if len(rows_of_part) != rank:
+        return False
+    del rows[1], rows_of_part[1]
+    return rows == rows_of_part
 
 
 def joined_projections(graph: Graph, first: Op, ops: Sequence[Op]) -> dict[int, set[int]]:
@@ -427,13 +475,16 @@ def joined_projections(graph: Graph, first: Op, ops: Sequence[Op]) -> dict[int, 
     derived: dict[int, set[int]] = {}
     outputs: dict[int, int] = {}
     for op in ops:
-        if op is first or not graph.is_projection(op) or graph.is_weight(op.output):
+        if op is first or not graph.is_projection(op):
+            continue
+        if graph.is_weight(op.output):
             continue
         ids = made_of({op.output.id}, ops)
         join = _join_of_both(ops, ids, of_first)
         if join is None or first.output.id in ids:
             continue
-        if join.base_name == "cat" and _place_of_join(join) < len(join.output.shape) - 1:
+        features = len(join.output.shape) - 1
+        if join.base_name == "cat" and _place_of_join(join) < features:
             derived[op.index] = ids
             outputs[op.index] = op.output.id
     joined: dict[int, set[int]] = {}
@@ -449,13 +500,17 @@ def _join_of_both(ops: Sequence[Op], left: set[int], right: set[int]) -> Op | No
     """Return the first operation that reads a tensor of each set that is not in the other one; None without one."""
     only_left, only_right = left - right, right - left
     for op in ops:
-        ids = {tensor.id for tensor in op.inputs}
+        ids = ids_of(op.inputs)
         if not ids.isdisjoint(only_left) and not ids.isdisjoint(only_right):
             return op
     return None
 
 
-def reduction_of(graph: Graph, attention: Attention, side: str) -> tuple[str, tuple[Op, ...]]:
+def reduction_of(
+    graph: Graph,
+    attention: Attention,
+    side: str,
+) -> tuple[str, tuple[Op, ...]]:
     """Return what a query, key or value is computed from, `the query` or `the input`, and the operations, in order.
 
     Empty without a convolution or pooling in the module of the attention.
@@ -465,7 +520,7 @@ def reduction_of(graph: Graph, attention: Attention, side: str) -> tuple[str, tu
     ops: list[Op] = []
     tensor: TensorRef | None = attention.stages.get(side)
     while tensor is not None:
-        op = graph.recording.producer(tensor)
+        op = graph.producer(tensor)
         is_query = graph.before_moves(tensor).id == origin
         if op is None or is_query or not inside(op.module, attention.module):
             if not any(passed.does("convolution", "pools") for passed in ops):
