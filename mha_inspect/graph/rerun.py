@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import cached_property
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from ..record.arguments import tensors_in
 from ..record.ops import Op, Recording, TensorRef
 from .dataflow import Graph, made_of
+from .ids import any_in, in_order
 from .instances import Translation, same_content
 
 _LARGEST = 1 << 20
@@ -28,10 +30,10 @@ def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     if reshaped is not None:
         return [reshaped]
     args = [as_argument(value, content) for value in op.args]
-    kwargs = {name: as_argument(value, content) for name, value in op.kwargs.items()}
+    kwargs = {}
     for name, value in op.kwargs.items():
-        if value == "meta":  # the steps of an opened kernel are recorded on meta
-            kwargs[name] = "cpu"
+        # The steps of an opened kernel are recorded on meta.
+        kwargs[name] = "cpu" if value == "meta" else as_argument(value, content)
     return call_again(op, args, kwargs)
 
 
@@ -60,10 +62,12 @@ def as_argument(value: Any, content: Callable[[TensorRef], Tensor]) -> Any:
 
 def call_again(op: Op, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Call an operation with other arguments, and return its outputs. Raise `ValueError` if their shapes differ."""
-    namespace, name, overload = op.name.split(".")
-    function = getattr(getattr(getattr(torch.ops, namespace), name), overload)
-    results = [tensor for _, tensor in tensors_in(function(*args, **kwargs))]
-    if [tuple(tensor.shape) for tensor in results] != [tensor.shape for tensor in op.outputs]:
+    function = attrgetter(op.name)(torch.ops)
+    results = []
+    for _, tensor in tensors_in(function(*args, **kwargs)):
+        results.append(tensor)
+    shapes = [tuple(tensor.shape) for tensor in results]
+    if shapes != [tensor.shape for tensor in op.outputs]:
         raise ValueError("the results have other shapes")
     return results
 
@@ -74,39 +78,71 @@ def memory_of(tensor: Tensor) -> Tensor:
     return tensor.as_strided((count,), (1,), 0)
 
 
-def run_again(graph: Graph, op: Op, content: Callable[[TensorRef], Tensor]) -> dict[int, Tensor]:
+def run_again(
+    graph: Graph,
+    op: Op,
+    content: Callable[[TensorRef], Tensor],
+) -> dict[int, Tensor]:
     """Run an operation again. Return its outputs, and what reads the memory that it wrote, by their ids."""
     if op.kind != "write":
         results = results_of(op, content)
-        return {output.id: result for output, result in zip(op.outputs, results, strict=False)}
+        return with_ids(op.outputs, results)
     written = op.inputs[0]
     before = content(written)
-    layout = before.storage_offset(), before.stride()
-    if layout != (written.offset, written.stride) or op.output.storage != written.storage:
+    if op.output.storage != written.storage or not has_layout_of(before, written):
         raise ValueError("the memory has another layout")
-    # A copy is written, so that what was read before keeps its content.
+    return write_again(op, before, content, graph.results(op))
+
+
+def with_ids(tensors: Iterable[TensorRef], contents: Iterable[Tensor]) -> dict[int, Tensor]:
+    """Return the content of tensors by their ids."""
+    return {tensor.id: content for tensor, content in zip(tensors, contents, strict=False)}
+
+
+def has_layout_of(tensor: Tensor, recorded: TensorRef) -> bool:
+    """Return whether a tensor is where a recorded one was in its memory."""
+    return tensor.storage_offset() == recorded.offset and tensor.stride() == recorded.stride
+
+
+def write_again(
+    op: Op,
+    before: Tensor,
+    content: Callable[[TensorRef], Tensor],
+    views: Iterable[TensorRef],
+) -> dict[int, Tensor]:
+    """Run an operation that writes into a tensor, `before`; return the views of the memory afterwards, by id.
+
+    A copy is written, so that what was read before keeps its content.
+    """
+    written = op.inputs[0]
     memory = memory_of(before).clone()
 
     def at(tensor: TensorRef) -> Tensor:
         return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
     results_of(op, lambda tensor: at(tensor) if tensor.id == written.id else content(tensor))
-    return {tensor.id: at(tensor) for tensor in graph.results(op)}
+    return {tensor.id: at(tensor) for tensor in views}
 
 
 def between(recording: Recording, sources: set[int], target: TensorRef) -> list[Op]:
     """Return the operations on the paths from sources to a tensor, in order."""
     # What was made before the first of them is on no path.
-    start = min((recording.producers.get(number, -1) for number in sources), default=-1)
+    places = [recording.producers.get(number, -1) for number in sources]
+    start = min(places, default=-1)
     ordered = _behind(recording, sources, target, start)
     reached = made_of(sources, ordered)
-    on_paths = [op for op in ordered if any(tensor.id in reached for tensor in op.inputs)]
+    on_paths = [op for op in ordered if any_in(op.inputs, reached)]
     if not on_paths or on_paths[-1] is not recording.producer(target):
         return []
     return on_paths
 
 
-def _behind(recording: Recording, ends: Container[int], target: TensorRef, start: int = -1) -> list[Op]:
+def _behind(
+    recording: Recording,
+    ends: Container[int],
+    target: TensorRef,
+    start: int = -1,
+) -> list[Op]:
     """Return the operations after `start` that a tensor is computed by from the tensors `ends`, in order."""
     needed: dict[int, Op] = {}
     queue = [target]
@@ -118,7 +154,7 @@ def _behind(recording: Recording, ends: Container[int], target: TensorRef, start
         if op is not None and op.index > start and op.index not in needed:
             needed[op.index] = op
             queue += op.inputs
-    return [needed[index] for index in sorted(needed)]
+    return in_order(needed)
 
 
 def _blank(tensor: TensorRef) -> Tensor:
@@ -129,7 +165,13 @@ def _blank(tensor: TensorRef) -> Tensor:
 class Constants:
     """Values of tensors that no projection has a part in, e.g. masks and tables of positions, computed when needed."""
 
-    def __init__(self, graph: Graph, leaves: Mapping[int, Tensor], *, kept: bool = True) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        leaves: Mapping[int, Tensor],
+        *,
+        kept: bool = True,
+    ) -> None:
         """Take the tensors of inputs, parameters and buffers by id; with `kept`, use what the recording kept too."""
         recording = graph.recording
         self._recording = recording
@@ -144,8 +186,14 @@ class Constants:
     def _activations(self) -> set[int]:
         """Ids of tensors that depend on a projection."""
         ops = self._recording.ops
-        projected = (op.output.id for op in ops if self.graph.is_projection(op))
-        return made_of(projected, [op for op in ops if op.base_name not in _FILLED])
+        projected: set[int] = set()
+        reading: list[Op] = []
+        for op in ops:
+            if self.graph.is_projection(op):
+                projected.add(op.output.id)
+            if op.base_name not in _FILLED:
+                reading.append(op)
+        return made_of(projected, reading)
 
     @cached_property
     def _written(self) -> set[int]:
@@ -195,8 +243,9 @@ class Constants:
         if op.does("draws") or (tensor.numel > _LARGEST and op.kind != "view"):
             return None
         try:
+            content = _blank if is_filled else self._computed
             with torch.no_grad():
-                self._values.update(run_again(self.graph, op, _blank if is_filled else self._computed))
+                self._values.update(run_again(self.graph, op, content))
         except Exception:  # an operation may raise anything when called directly
             return None
         return self._values[tensor.id]
@@ -209,13 +258,15 @@ class Constants:
 
     def are_alike(self, translation: Translation) -> bool:
         """Return whether everything that was read so far has the same content where a translation leads."""
-        return all(self._has_content_of(tensor, translation.tensor(tensor)) for tensor in self._read.values())
+        tensors = self._read.values()
+        return all(self._has_content_of(tensor, translation.tensor(tensor)) for tensor in tensors)
 
     def _has_content_of(self, tensor: TensorRef, like: TensorRef) -> bool:
         if tensor.id == like.id:
             return True
         for contents in (self._recording.values, self._leaves):
-            left, right = contents.get(tensor.id), contents.get(like.id)
+            left = contents.get(tensor.id)
+            right = contents.get(like.id)
             if left is not right and not same_content(left, right):
                 return False
         return True
