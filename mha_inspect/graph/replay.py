@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph, made_of
-from .rerun import Constants, as_argument, call_again, memory_of, reshaped_again
+from .ids import any_in, ids_of
+from .rerun import Constants, as_argument, call_again, has_layout_of, memory_of, reshaped_again, with_ids
 
 _MOST = 1 << 23
 """Numbers of all results of a part; a part with more is not run again."""
@@ -54,7 +55,7 @@ class Region:
 
     def from_outside(self) -> list[TensorRef]:
         """Return the tensors that the operations read and neither make nor have as a source."""
-        inside = {*self.results, *(source.id for source in self.sources)}
+        inside = {*self.results, *ids_of(self.sources)}
         tensors: dict[int, TensorRef] = {}
         for op in self.ops:
             for tensor in op.inputs:
@@ -70,17 +71,18 @@ def region(graph: Graph, sources: tuple[TensorRef, ...], target: TensorRef) -> R
     """
     recording = graph.recording
     last = recording.producers.get(target.id, -1)
-    first = min(recording.producers.get(source.id, -1) for source in sources) + 1
+    places = [recording.producers.get(source.id, -1) for source in sources]
+    first = min(places) + 1
     span = recording.ops[first : last + 1]
-    reached = made_of({source.id for source in sources}, span)
+    reached = made_of(ids_of(sources), span)
     needed = {target.id}
     ops: list[Op] = []
     results: set[int] = set()
     for op in reversed(span):
-        output_ids = {tensor.id for tensor in graph.results(op)}
+        output_ids = ids_of(graph.results(op))
         if output_ids.isdisjoint(needed):
             continue
-        input_ids = {tensor.id for tensor in op.inputs}
+        input_ids = ids_of(op.inputs)
         if input_ids.isdisjoint(reached):
             continue
         ops.append(op)
@@ -121,9 +123,10 @@ class Replay:
             value = self._constants.get(tensor.id)
             if tensor.storage not in self._sizes or value is None:
                 continue
-            memory = memories.get(tensor.storage)
-            if memory is None:
-                memory = memories[tensor.storage] = torch.zeros(self._sizes[tensor.storage], dtype=value.dtype)
+            if tensor.storage not in memories:
+                size = self._sizes[tensor.storage]
+                memories[tensor.storage] = torch.zeros(size, dtype=value.dtype)
+            memory = memories[tensor.storage]
             place = memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
             self._constants[tensor.id] = place.copy_(value)
 
@@ -141,7 +144,11 @@ class Replay:
         content.update(given)
         return self._through(self._part.ops, content)
 
-    def _through(self, ops: Sequence[Op], content: dict[int, Tensor]) -> dict[int, Tensor]:
+    def _through(
+        self,
+        ops: Sequence[Op],
+        content: dict[int, Tensor],
+    ) -> dict[int, Tensor]:
         """Run operations, and return the content with that of the tensors that they make."""
         try:
             with torch.no_grad():
@@ -154,7 +161,12 @@ class Replay:
             raise NotReplayedError(f"{type(error).__name__}: {error}") from None
         return content
 
-    def run_again(self, content: Mapping[int, Tensor], changed: TensorRef, numbers: Tensor) -> dict[int, Tensor]:
+    def run_again(
+        self,
+        content: Mapping[int, Tensor],
+        changed: TensorRef,
+        numbers: Tensor,
+    ) -> dict[int, Tensor]:
         """Return the content of each tensor where one source has other numbers: only what depends on it is run."""
         if changed.id not in self._after:
             self._after[changed.id] = self._ops_after(changed)
@@ -163,19 +175,21 @@ class Replay:
     def _ops_after(self, source: TensorRef) -> tuple[Op, ...]:
         """Return the operations of the region that depend on a source."""
         reached = made_of({source.id}, self._part.ops)
-        return tuple(op for op in self._part.ops if any(tensor.id in reached for tensor in op.inputs))
+        return tuple(op for op in self._part.ops if any_in(op.inputs, reached))
 
     def _in_own_memory(self, op: Op, results: dict[int, Tensor]) -> dict[int, Tensor]:
         """Return results laid out as they were recorded, if their memory is written into later."""
         read = {tensor.storage for tensor in op.inputs}
-        laid: dict[int, Tensor] = {}
+        laid = dict(results)
         for output in op.outputs:
-            result = results.get(output.id)
-            if result is None or output.storage not in self._sizes or output.storage in read:
+            storage = output.storage
+            if output.id not in results or storage not in self._sizes or storage in read:
                 continue
-            memory = torch.zeros(self._sizes[output.storage], dtype=result.dtype)
-            laid[output.id] = memory.as_strided(output.shape, output.stride, output.offset).copy_(result)
-        return results | laid
+            result = results[output.id]
+            memory = torch.zeros(self._sizes[storage], dtype=result.dtype)
+            place = memory.as_strided(output.shape, output.stride, output.offset)
+            laid[output.id] = place.copy_(result)
+        return laid
 
 
 def _require_runnable(part: Region) -> None:
@@ -205,8 +219,10 @@ def _sizes_of_written(part: Region) -> dict[int, int]:
 
 def _end(tensor: TensorRef) -> int:
     """Return the position in memory after the last element of a tensor."""
-    ends = zip(tensor.shape, tensor.stride, strict=True)
-    return tensor.offset + 1 + sum((size - 1) * step for size, step in ends)
+    last = tensor.offset
+    for size, step in zip(tensor.shape, tensor.stride, strict=True):
+        last += (size - 1) * step
+    return last + 1
 
 
 def drawn(tensor: TensorRef, generator: torch.Generator, size: float = 1.0) -> Tensor:
@@ -222,9 +238,9 @@ def drawn(tensor: TensorRef, generator: torch.Generator, size: float = 1.0) -> T
 
 def in_layout(numbers: Tensor, tensor: TensorRef) -> Tensor:
     """Return these numbers with the strides of a recorded tensor, where each element has memory of its own."""
-    steps = [step for step, length in zip(tensor.stride, tensor.shape, strict=True) if length > 1]
-    if 0 in steps:
-        return numbers
+    for step, length in zip(tensor.stride, tensor.shape, strict=True):
+        if length > 1 and step == 0:
+            return numbers
     laid = torch.empty_strided(tensor.shape, tensor.stride, dtype=numbers.dtype)
     return laid.copy_(numbers)
 
@@ -237,7 +253,11 @@ def as_double(value: Tensor) -> Tensor:
     return plain.double() if plain.is_floating_point() else plain
 
 
-def _run_again(graph: Graph, op: Op, content: Callable[[int], Tensor]) -> dict[int, Tensor]:
+def _run_again(
+    graph: Graph,
+    op: Op,
+    content: Callable[[int], Tensor],
+) -> dict[int, Tensor]:
     """Run an operation in double precision. Return its outputs, and what views the memory that it wrote, by id."""
 
     def of(tensor: TensorRef) -> Tensor:
@@ -245,34 +265,40 @@ def _run_again(graph: Graph, op: Op, content: Callable[[int], Tensor]) -> dict[i
 
     if op.kind == "write":
         return _write_again(graph, op, of)
-    results = results_of(op, of)
-    return {output.id: result for output, result in zip(op.outputs, results, strict=False)}
+    return with_ids(op.outputs, results_of(op, of))
 
 
-def _write_again(graph: Graph, op: Op, content: Callable[[TensorRef], Tensor]) -> dict[int, Tensor]:
+def _write_again(
+    graph: Graph,
+    op: Op,
+    content: Callable[[TensorRef], Tensor],
+) -> dict[int, Tensor]:
     """Run an operation that writes into a copy of its first operand, so that what was read before keeps its content."""
     written = op.inputs[0]
     before = content(written)
     if op.output.storage != written.storage:
         raise ValueError("it writes into other memory than that of its first operand")
     views = graph.results(op)
-    if all(_is_same_view(tensor, written) for tensor in views):
-        changed = before.clone()
-        results_of(op, lambda tensor: changed if tensor.id == written.id else content(tensor))
-        return {tensor.id: changed for tensor in views}
-    if (before.storage_offset(), before.stride()) != (written.offset, written.stride):
+    is_view_alone = all(_is_same_view(tensor, written) for tensor in views)
+    if not is_view_alone and not has_layout_of(before, written):
         raise ValueError("the memory has another layout")
-    memory = memory_of(before).clone()
+    memory = before if is_view_alone else memory_of(before)
+    changed = memory.clone()
 
     def at(tensor: TensorRef) -> Tensor:
-        return memory.as_strided(tensor.shape, tensor.stride, tensor.offset)
+        if is_view_alone:
+            return changed
+        return changed.as_strided(tensor.shape, tensor.stride, tensor.offset)
 
     results_of(op, lambda tensor: at(tensor) if tensor.id == written.id else content(tensor))
     return {tensor.id: at(tensor) for tensor in views}
 
 
 def _is_same_view(tensor: TensorRef, like: TensorRef) -> bool:
-    return (tensor.shape, tensor.stride, tensor.offset) == (like.shape, like.stride, like.offset)
+    """Return whether two tensors have the same place in a memory."""
+    if tensor.shape != like.shape or tensor.offset != like.offset:
+        return False
+    return tensor.stride == like.stride
 
 
 def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
@@ -287,14 +313,17 @@ def results_of(op: Op, content: Callable[[TensorRef], Tensor]) -> list[Tensor]:
     if reshaped is not None:
         return [reshaped]
     args = [_in_double(value, content) for value in op.args]
-    kwargs = {name: _in_double(value, content) for name, value in op.kwargs.items()}
-    if "device" in kwargs:
-        kwargs["device"] = "cpu"  # the steps of an opened kernel are recorded on meta
     place = _BY_DTYPE.get(op.base_name)
     if place is not None and place < len(args):
         args[place] = None if op.base_name == "_safe_softmax" else False
-    results = call_again(op, args, kwargs)
-    return [result.double() if result.is_floating_point() else result for result in results]
+    kwargs = {}
+    for name, value in op.kwargs.items():
+        # The steps of an opened kernel are recorded on meta.
+        kwargs[name] = "cpu" if name == "device" else _in_double(value, content)
+    results = []
+    for result in call_again(op, args, kwargs):
+        results.append(result.double() if result.is_floating_point() else result)
+    return results
 
 
 def _in_double(value: Any, content: Callable[[TensorRef], Tensor]) -> Any:
