@@ -13,7 +13,7 @@ is a step, and measured: it multiplies by a number, adds what the scores have no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -25,6 +25,7 @@ from torch import Tensor
 from ..record.ops import Op, TensorRef
 from .axis import wide
 from .dataflow import Graph
+from .ids import any_in, ids_of
 from .replay import NotReplayedError, Region, Replay, drawn, region, results_of
 from .rerun import Constants
 
@@ -105,6 +106,10 @@ class _Answers:
         """What changed from the first answer to the second."""
         return self.second - self.first
 
+    def of(self, seen: Tensor) -> _Answers:
+        """Return the answers for some of the scores."""
+        return _Answers(self.first[seen], self.second[seen])
+
 
 @dataclass(frozen=True)
 class _Rows:
@@ -122,6 +127,7 @@ def cuts_of(graph: Graph, part: Region) -> list[Cut]:
     With `e = exp(x - max(x))` and `e / sum(e)` these are x, x - max(x), e, and the result: no maximum, and no sum.
     """
     read_last = _last_reads(graph, part)
+    read_last[part.target.id] = len(part.ops)
     source = part.sources[0]
     on_the_way = {*part.results, source.id}
     cuts = [Cut(source, ())]
@@ -130,7 +136,7 @@ def cuts_of(graph: Graph, part: Region) -> list[Cut]:
     for place, op in enumerate(part.ops):
         since.append(op)
         alive.update(output.id for output in op.outputs if output.id in on_the_way)
-        alive = {number for number in alive if read_last.get(number, -1) > place or number == part.target.id}
+        alive = {number for number in alive if read_last.get(number, -1) > place}
         if len(alive) == 1 and op.output.id in alive:
             cuts.append(Cut(op.output, tuple(since)))
             since = []
@@ -157,7 +163,12 @@ class Response:
     """The answers of a region from scores to weights to drawn scores."""
 
     def __init__(
-        self, graph: Graph, scores: TensorRef, target: TensorRef, constants: Constants, size: float = 1.0
+        self,
+        graph: Graph,
+        scores: TensorRef,
+        target: TensorRef,
+        constants: Constants,
+        size: float = 1.0,
     ) -> None:
         """Draw scores of this size. Raise `NotReplayedError` if the region cannot be run again."""
         self.graph = graph
@@ -173,7 +184,8 @@ class Response:
         self._slopes: dict[tuple[int, Softmaxed | None, bool], Slope | None] = {}
         self._measured_steps: dict[tuple[int, Softmaxed], Step] = {}
         generator = torch.Generator().manual_seed(0)
-        first, second = (drawn(scores, generator, size) for _ in range(2))
+        first = drawn(scores, generator, size)
+        second = drawn(scores, generator, size)
         self._drawn = first, second
         self._answers = [self._replay.run({scores.id: numbers}) for numbers in self._drawn]
         self._places = _places(self.part, self._answers[0])
@@ -202,8 +214,10 @@ class Response:
         if order is None:
             return None
         real = order[order >= 0]
-        is_once = bool(real.numel()) and int(torch.bincount(real).max()) == 1
-        return order if is_once else None
+        if not real.numel():
+            return None
+        most = int(torch.bincount(real).max())
+        return order if most == 1 else None
 
     def _by_score(self, tensor: TensorRef, numbers: Tensor) -> Tensor | None:
         """Return the numbers of a tensor in the order of the scores, NaN where it has none; None if it has no order."""
@@ -229,10 +243,17 @@ class Response:
             return _Answers(first.flatten(), second.flatten())
         return self._both_by_score(self.cuts[place].tensor, self._answers)
 
-    def _both_by_score(self, tensor: TensorRef, answers: Sequence[dict[int, Tensor]]) -> _Answers | None:
+    def _both_by_score(
+        self,
+        tensor: TensorRef,
+        answers: Sequence[dict[int, Tensor]],
+    ) -> _Answers | None:
         """Return the numbers of a tensor in two answers, in the order of the scores; None if its order is unknown."""
-        first, second = (self._by_score(tensor, answer[tensor.id]) for answer in answers)
-        return None if first is None or second is None else _Answers(first, second)
+        in_order = [self._by_score(tensor, answer[tensor.id]) for answer in answers]
+        first, second = in_order
+        if first is None or second is None:
+            return None
+        return _Answers(first, second)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -248,22 +269,24 @@ class Response:
 
     def _sums_to_one(self, tensor: TensorRef) -> tuple[int, ...]:
         """Return the dimensions along which the numbers of a tensor sum to one in both answers; empty if none do."""
+        shape = tensor.shape
         answers = [answer[tensor.id] for answer in self._answers]
-        if answers[0].dtype != torch.float64 or not tensor.shape:
+        if answers[0].dtype != torch.float64 or not shape:
             return ()
         if any(bool((answer < -_ONE).any()) for answer in answers):
             return ()
-        single = [place for place in range(len(tensor.shape)) if _sum_to_one(answers, place)]
-        long = [place for place in single if tensor.shape[place] > 1]
-        if long:
-            return (long[-1],)
+        single = [place for place in range(len(shape)) if _sum_to_one(answers, place)]
+        for place in reversed(single):
+            if shape[place] > 1:
+                return (place,)
         # The exponential of a single score less the maximum is one too.
-        maker = self.graph.recording.producer(tensor)
+        maker = self.graph.producer(tensor)
         if single and maker is not None and maker.does("softmax"):
             return (single[-1],)
-        for place in range(len(tensor.shape) - 1):  # e.g. over the rows and the columns of an image
+        for place in range(len(shape) - 1):  # e.g. over the rows and the columns of an image
             pair = (place, place + 1)
-            if min(tensor.shape[place], tensor.shape[place + 1]) > 1 and _sum_to_one(answers, pair):
+            is_long = min(shape[place], shape[place + 1]) > 1
+            if is_long and _sum_to_one(answers, pair):
                 return pair
         return ()
 
@@ -279,7 +302,9 @@ class Response:
         order = self._order_of(tensor)
         if order is None:
             return None
-        shape = [1 if place in softmaxed.places else size for place, size in enumerate(tensor.shape)]
+        shape = list(tensor.shape)
+        for place in softmaxed.places:
+            shape[place] = 1
         numbers = torch.arange(prod(shape)).view(shape).expand(tensor.shape)
         is_score = order >= 0
         rows = torch.full((self.scores.numel,), -1)
@@ -288,21 +313,35 @@ class Response:
 
     def _with_rows(self, place: int, softmaxed: Softmaxed) -> _Rows | None:
         """Return a cut and the weights by the softmax that each score has a part in; None if any is unknown."""
-        rows, values, weights = self.rows(softmaxed), self.answers(place), self.answers(softmaxed.cut)
+        rows = self.rows(softmaxed)
+        values = self.answers(place)
+        weights = self.answers(softmaxed.cut)
         if rows is None or values is None or weights is None:
             return None
         return _Rows(rows, values, weights)
 
     # -- logits -------------------------------------------------------------------------------------------------------
 
-    def slope(self, place: int, softmaxed: Softmaxed | None, *, logarithm: bool) -> Slope | None:
+    def slope(
+        self,
+        place: int,
+        softmaxed: Softmaxed | None,
+        *,
+        logarithm: bool,
+    ) -> Slope | None:
         """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
         key = place, softmaxed, logarithm
         if key not in self._slopes:
             self._slopes[key] = self._measure_slope(place, softmaxed, logarithm=logarithm)
         return self._slopes[key]
 
-    def _measure_slope(self, place: int, softmaxed: Softmaxed | None, *, logarithm: bool) -> Slope | None:
+    def _measure_slope(
+        self,
+        place: int,
+        softmaxed: Softmaxed | None,
+        *,
+        logarithm: bool,
+    ) -> Slope | None:
         """Return by what a cut, or its logarithm, is multiplied when small scores grow; None if it is not linear."""
         rows = None
         if softmaxed is not None:
@@ -316,11 +355,18 @@ class Response:
                 return None
             slopes.append(slope)
         first, last = slopes[0], slopes[-1]
-        if first.number is None or last.number is None or not _near(first.number, last.number, 1e-5):
+        if first.number is None or last.number is None:
             return Slope(None)
-        return first
+        return first if _near(first.number, last.number, 1e-5) else Slope(None)
 
-    def _slope_in_draw(self, tensor: TensorRef, rows: Tensor | None, draw: int, *, logarithm: bool) -> Slope | None:
+    def _slope_in_draw(
+        self,
+        tensor: TensorRef,
+        rows: Tensor | None,
+        draw: int,
+        *,
+        logarithm: bool,
+    ) -> Slope | None:
         """Return the slope of a tensor, or of its logarithm, with the stand-ins of a draw; None if it is not linear."""
         small = self._small()
         answers = [self._replay.run({self.scores.id: numbers}, draw) for numbers in small]
@@ -342,7 +388,7 @@ class Response:
             logarithm = weight.log()
             seen = (rows >= 0) & logarithm.isfinite() & value.isfinite()
             apart = _centred(value, rows, seen) - _centred(logarithm, rows, seen)
-            if not bool(seen.any()) or float(apart[seen].abs().max()) > _LOGITS:
+            if not bool(seen.any()) or _largest(apart[seen]) > _LOGITS:
                 return False
         return True
 
@@ -357,18 +403,20 @@ class Response:
         if by_row is None:
             return None
         rows, values, weights = by_row.rows, by_row.values, by_row.weights
-        seen_first = (rows >= 0) & (weights.first > _FAINT) & values.first.isfinite()
-        seen_second = (rows >= 0) & (weights.second > _FAINT) & values.second.isfinite()
+        is_real = rows >= 0
+        seen_first = is_real & (weights.first > _FAINT) & values.first.isfinite()
+        seen_second = is_real & (weights.second > _FAINT) & values.second.isfinite()
         # Far below the largest score an exponential is zero in any case.
-        vanishes = (rows >= 0) & (weights.second == 0) & seen_first
-        appears = (rows >= 0) & (weights.first == 0) & seen_second
+        vanishes = (weights.second == 0) & seen_first
+        appears = (weights.first == 0) & seen_second
         if bool((vanishes | appears).any()):
             return None
         seen = seen_first & seen_second
         if not bool(seen.any()):
             return None
         given = _centred(values.difference, rows, seen)[seen]
-        answer = _centred(weights.second.log() - weights.first.log(), rows, seen)[seen]
+        logarithms = weights.second.log() - weights.first.log()
+        answer = _centred(logarithms, rows, seen)[seen]
         if not bool((given.abs() > _CLOSE).any()):
             return 1.0  # a single key for each query: its weight is one, whatever its score is
         return _factor(given, answer)
@@ -376,13 +424,18 @@ class Response:
     def seen(self, softmaxed: Softmaxed) -> Tensor:
         """Return which weights are not zero in either answer to small scores, in the layout of the weights."""
         tensor = self.cuts[softmaxed.cut].tensor
-        first, second = (self._replay.run({self.scores.id: numbers})[tensor.id] for numbers in self._small())
-        return (first != 0) | (second != 0)
+        seen = torch.zeros(tensor.shape, dtype=torch.bool)
+        for numbers in self._small():
+            answer = self._replay.run({self.scores.id: numbers})
+            seen = seen | (answer[tensor.id] != 0)
+        return seen
 
     def _small(self) -> list[Tensor]:
         """Return scores for which every smooth function is linear."""
         generator = torch.Generator().manual_seed(1)
-        return [drawn(self.scores, generator, _SMALL) for _ in range(2)]
+        first = drawn(self.scores, generator, _SMALL)
+        second = drawn(self.scores, generator, _SMALL)
+        return [first, second]
 
     def adds_inside(self, place: int, softmaxed: Softmaxed, exponent: float) -> bool:
         """Return whether weights are not the softmax of a cut alone: exponentials have factors of their own.
@@ -394,8 +447,9 @@ class Response:
             return False
         value, weight = by_row.values.first, by_row.weights.first
         seen = (by_row.rows >= 0) & (weight > _FAINT) & value.isfinite()
-        apart = _centred(weight.log() - exponent * value, by_row.rows, seen)[seen]
-        return bool(apart.numel()) and float(apart.abs().max()) > _LOGITS
+        rest = weight.log() - exponent * value
+        apart = _centred(rest, by_row.rows, seen)[seen]
+        return bool(apart.numel()) and _largest(apart) > _LOGITS
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
@@ -409,7 +463,8 @@ class Response:
     def _measure_step(self, place: int, softmaxed: Softmaxed) -> Step:
         """Return what happens between a cut and the one before."""
         before, after = self.answers(place - 1), self.answers(place)
-        order, rows = self._order_of(self.cuts[place].tensor), self.rows(softmaxed)
+        order = self._order_of(self.cuts[place].tensor)
+        rows = self.rows(softmaxed)
         if before is None or after is None or order is None:
             return Step("mix", None)
         if rows is None:
@@ -418,14 +473,16 @@ class Response:
             return Step("further")
         # A masked-out score times zero is NaN too: that is the user's, and no other step.
         for old, new in zip(before.both, after.both, strict=True):
-            if bool((new.isnan() & (old > _HIDDEN)).any()):
+            is_lost = new.isnan() & (old > _HIDDEN)
+            if bool(is_lost.any()):
                 return Step("mix", None)
         return self._measured(place, before, after, rows)
 
     def _plain(self, place: int, before: _Answers, after: _Answers) -> Step:
         """Return a step before the scores are mixed, e.g. averaged: `same` or `scale`, and `mix` for all others."""
-        if any(not bool(numbers.isfinite().all()) for numbers in (*before.both, *after.both)):
-            return Step("mix", None)
+        for numbers in (*before.both, *after.both):
+            if not bool(numbers.isfinite().all()):
+                return Step("mix", None)
         factor = _factor(torch.cat(before.both), torch.cat(after.both))
         if factor is None or not self._has_factor(place, factor):
             return Step("mix", None)
@@ -436,7 +493,9 @@ class Response:
     def is_extended(self, place: int) -> bool:
         """Return whether a cut has all scores, and other numbers beside them."""
         order = self._order_of(self.cuts[place].tensor)
-        return order is not None and bool((order < 0).any()) and int((order >= 0).sum()) == self.scores.numel
+        if order is None or not bool((order < 0).any()):
+            return False
+        return int((order >= 0).sum()) == self.scores.numel
 
     def is_reordered(self, place: int) -> bool:
         """Return whether scores are moved to other queries or keys at a cut, e.g. rolled, and not only transposed.
@@ -445,16 +504,20 @@ class Response:
         from everywhere.
         """
         order = self._order_of(self.cuts[place].tensor)
-        if order is None or order.dim() < 2 or bool((order < 0).any()) or not order.numel():
+        if order is None or order.dim() < 2 or not order.numel():
             return False
+        if bool((order < 0).any()):
+            return False
+        rank = order.dim()
         origin = order.flatten()[0]
         together = torch.zeros_like(order)
         for dim, size in enumerate(order.shape):
             first = order.movedim(dim, -1).flatten(0, -2)[0] - origin
-            steps = first.diff()
-            if dim >= order.dim() - 2 and bool((steps <= 0).any()):
+            if dim >= rank - 2 and bool((first.diff() <= 0).any()):
                 return True
-            together += first.view([size if at == dim else 1 for at in range(order.dim())])
+            shape = [1] * rank
+            shape[dim] = size
+            together += first.view(shape)
         return not torch.equal(together, order - origin)
 
     def has_others(self, place: int) -> bool:
@@ -462,34 +525,34 @@ class Response:
         order = self._order_of(self.cuts[place].tensor)
         return order is not None and bool((order < 0).any())
 
-    def _measured(self, place: int, before: _Answers, after: _Answers, rows: Tensor) -> Step:
+    def _measured(
+        self,
+        place: int,
+        before: _Answers,
+        after: _Answers,
+        rows: Tensor,
+    ) -> Step:
         """Return the step from one cut to the next, whose order is known."""
-        hidden_before = [_is_hidden(numbers) for numbers in before.both]
-        hidden_after = [_is_hidden(numbers) for numbers in after.both]
-        masked = hidden_after[0] & hidden_after[1] & ~hidden_before[0] & ~hidden_before[1]
-        seen = torch.ones_like(masked)
-        for is_hidden in (*hidden_before, *hidden_after):
-            seen = seen & ~is_hidden
+        shows_before = ~_is_hidden(before.first) & ~_is_hidden(before.second)
+        shows_after = ~_is_hidden(after.first) & ~_is_hidden(after.second)
+        masked = shows_before & _is_hidden(after.first) & _is_hidden(after.second)
+        seen = shows_before & shows_after
         for numbers in (*after.both, *before.both):
             seen = seen & numbers.isfinite()
         if not bool(seen.any()):
             return Step("fill")
-        change = _Change(
-            before=_Answers(before.first[seen], before.second[seen]),
-            after=_Answers(after.first[seen], after.second[seen]),
-            rows=rows[seen],
-        )
+        change = _Change(before.of(seen), after.of(seen), rows[seen])
         factor = _factor(change.before.difference, change.after.difference)
         if factor is not None:
             is_sure = self._has_factor(place, factor)
             return _linear_step(change, factor, is_sure=is_sure, masks=bool(masked.any()))
-        shift = _factor(change.centred(change.before.difference), change.centred(change.after.difference))
+        given = change.centred(change.before.difference)
+        shift = _factor(given, change.centred(change.after.difference))
         if shift and change.is_shift(shift):
             return Step("shift", shift)
-        factors = [new / old for old, new in zip(change.before.both, change.after.both, strict=True)]
-        is_finite = all(bool(numbers.isfinite().all()) for numbers in factors)
-        if is_finite and torch.allclose(factors[0], factors[1], rtol=1e-6, atol=1e-9):
-            return self._of_factors(factors[0], seen, rows)
+        factors = change.factors()
+        if factors is not None:
+            return self._of_factors(factors, seen, rows)
         return Step("bend" if self._is_elementwise(place) else "mix", None)
 
     def _has_factor(self, place: int, factor: float) -> bool:
@@ -517,9 +580,11 @@ class Response:
         whole = torch.full((self.scores.numel,), torch.nan, dtype=torch.float64)
         whole[seen] = factors
         heads = whole.view(-1, self._size_of_head())
-        spread = heads.nan_to_num(-torch.inf).amax(1) - heads.nan_to_num(torch.inf).amin(1)
-        is_by_head = bool((spread <= _CLOSE * heads.nan_to_num(0.0).abs().amax(1)).all())
-        return Step("scale", None) if is_by_head else Step("times", None)
+        highest = heads.nan_to_num(-torch.inf).amax(1)
+        lowest = heads.nan_to_num(torch.inf).amin(1)
+        size = heads.nan_to_num(0.0).abs().amax(1)
+        is_by_head = bool((highest - lowest <= _CLOSE * size).all())
+        return Step("scale" if is_by_head else "times", None)
 
     def _size_of_head(self) -> int:
         """Return the number of scores of one head: those of one query if they are `batch heads key`."""
@@ -528,23 +593,26 @@ class Response:
 
     def _has_one_query(self) -> bool:
         """Return whether the dimension before the keys is one of a batch: each query has keys of its own."""
-        op = self.graph.recording.producer(self.scores)
+        op = self.graph.producer(self.scores)
         product = None if op is None else self.graph.product(op)
-        if product is None or product.multiply.does("product") or len(self.scores.shape) < 2:
+        if product is None or len(self.scores.shape) < 2:
+            return False
+        if product.multiply.does("product"):
             return False
         dimensions = self.graph.dimensions
         beside_keys = set(wide(dimensions.of(self.scores)[-2]))
-        return bool(beside_keys) and beside_keys <= set(wide(product.axes(dimensions).batch))
+        batch = set(wide(product.axes(dimensions).batch))
+        return bool(beside_keys) and beside_keys <= batch
 
     def _is_elementwise(self, place: int) -> bool:
         """Return whether the operations of a step compute each number from a single one."""
         derived = {self.cuts[place - 1].tensor.id}
         for op in self.cuts[place].ops:
-            derived.update(output.id for output in op.outputs)
+            derived.update(ids_of(op.outputs))
         for op in self.cuts[place].ops:
             if not op.pointwise and op.kind not in ("view", "copy"):
                 return False
-            read = {tensor.id for tensor in op.inputs}
+            read = ids_of(op.inputs)
             if len(read & derived) > 1:
                 return False
         return True
@@ -562,8 +630,7 @@ class _Change:
     @property
     def limit(self) -> float:
         """The largest rounding error of what comes after."""
-        largest = max(float(numbers.abs().max()) for numbers in self.after.both)
-        return max(largest, 1.0) * _CLOSE
+        return max(_largest(self.after.first), _largest(self.after.second), 1.0) * _CLOSE
 
     def centred(self, numbers: Tensor) -> Tensor:
         """Return numbers less the mean of each softmax."""
@@ -572,9 +639,17 @@ class _Change:
     def is_shift(self, factor: float) -> bool:
         """Return whether the step multiplies by this factor, apart from a number for each softmax."""
         for old, new in zip(self.before.both, self.after.both, strict=True):
-            if float(self.centred(new - factor * old).abs().max()) > self.limit:
+            if _largest(self.centred(new - factor * old)) > self.limit:
                 return False
         return True
+
+    def factors(self) -> Tensor | None:
+        """Return the number that each score is multiplied by; None if it is not the same in both answers."""
+        first = self.after.first / self.before.first
+        second = self.after.second / self.before.second
+        if not bool(first.isfinite().all() and second.isfinite().all()):
+            return None
+        return first if torch.allclose(first, second, rtol=1e-6, atol=1e-9) else None
 
 
 def _is_hidden(numbers: Tensor) -> Tensor:
@@ -595,11 +670,11 @@ def _linear_step(change: _Change, factor: float, *, is_sure: bool, masks: bool) 
     if masks:
         return Step("fill", number)
     offset = change.after.first - factor * change.before.first
-    if float(change.centred(offset).abs().max()) > change.limit:
+    if _largest(change.centred(offset)) > change.limit:
         return Step("add", number)
     if number is None or not _near(number, 1, _CLOSE):
         return Step("scale", number)
-    return Step("same" if float(offset.abs().max()) <= change.limit else "shift")
+    return Step("same" if _largest(offset) <= change.limit else "shift")
 
 
 def _sum_to_one(answers: Sequence[Tensor], places: int | tuple[int, ...]) -> bool:
@@ -624,10 +699,16 @@ def _is_constant(numbers: Tensor, rows: Tensor) -> bool:
 
 
 def _near(left: float, right: float, error: float) -> bool:
-    return abs(left - right) <= error * max(abs(left), abs(right), 1e-12)
+    size = max(abs(left), abs(right), 1e-12)
+    return abs(left - right) <= error * size
 
 
-def _fitted(answer: Tensor, given: Tensor, rows: Tensor | None, shape: Sequence[int]) -> Slope | None:
+def _fitted(
+    answer: Tensor,
+    given: Tensor,
+    rows: Tensor | None,
+    shape: Sequence[int],
+) -> Slope | None:
     """Return the factor between the differences of two answers and of two scores, apart from a number for each row.
 
     None if the rest is more than a rounding error. Differences that are infinite or NaN are of masked-out keys.
@@ -635,23 +716,34 @@ def _fitted(answer: Tensor, given: Tensor, rows: Tensor | None, shape: Sequence[
     seen = answer.isfinite()
     if rows is not None:
         seen = seen & (rows >= 0)
-        answer, given = _centred(answer, rows, seen), _centred(given, rows, seen)
+        answer = _centred(answer, rows, seen)
+        given = _centred(given, rows, seen)
     if not bool(seen.any()):
         return None
-    answer, given = torch.where(seen, answer, 0.0), torch.where(seen, given, 0.0)
+    answer = torch.where(seen, answer, 0.0)
+    given = torch.where(seen, given, 0.0)
+    square = (given * given).sum()
     if not bool((given != 0).any()):
         return None
-    whole = float((answer * given).sum() / (given * given).sum())
-    limit = 1e-5 * max(float(answer.abs().max()), abs(whole) * float(given.abs().max()), 1e-12)
-    if float((answer - whole * given).abs().max()) <= limit:
-        return Slope(whole)
+    slope = float((answer * given).sum() / square)
+    expected = abs(slope) * _largest(given)
+    limit = 1e-5 * max(_largest(answer), expected, 1e-12)
+    if _largest(answer - slope * given) <= limit:
+        return Slope(slope)
     if len(shape) < 3:
         return None
     # Each head may have a factor of its own.
-    answer, given = (numbers.view(-1, shape[-2] * shape[-1]) for numbers in (answer, given))
-    squares = (given * given).sum(1, keepdim=True).clamp(min=1e-300)
-    factors = (answer * given).sum(1, keepdim=True) / squares
-    return Slope(None) if float((answer - factors * given).abs().max()) <= limit else None
+    size = shape[-2] * shape[-1]
+    answer = answer.view(-1, size)
+    given = given.view(-1, size)
+    squares = (given * given).sum(1, keepdim=True)
+    factors = (answer * given).sum(1, keepdim=True) / squares.clamp(min=1e-300)
+    return Slope(None) if _largest(answer - factors * given) <= limit else None
+
+
+def _largest(numbers: Tensor) -> float:
+    """Return the largest absolute number."""
+    return float(numbers.abs().max())
 
 
 def _factor(given: Tensor, answer: Tensor) -> float | None:
@@ -661,8 +753,8 @@ def _factor(given: Tensor, answer: Tensor) -> float | None:
         return None
     # Twelve digits are measured, and a scale of 1.5 is not 1.5000000000000002.
     factor = float(f"{float((given * answer).sum()) / square:.12g}")
-    limit = 1e-6 * max(float(answer.abs().max()), 1e-12)
-    return factor if float((answer - factor * given).abs().max()) <= limit else None
+    limit = 1e-6 * max(_largest(answer), 1e-12)
+    return factor if _largest(answer - factor * given) <= limit else None
 
 
 def _centred(numbers: Tensor, rows: Tensor, seen: Tensor) -> Tensor:
@@ -684,21 +776,33 @@ def _places(part: Region, answers: dict[int, Tensor]) -> dict[int, Tensor]:
     An operation that keeps the shape is taken to keep the places.
     """
     source = part.sources[0]
-    numbers = torch.arange(1, source.numel + 1, dtype=torch.float64).view(source.shape)
-    places = {source.id: numbers}
+    numbers = torch.arange(1, source.numel + 1, dtype=torch.float64)
+    counted = {source.id: numbers.view(source.shape)}
     for op in part.ops:
-        moved = [tensor for tensor in op.inputs if tensor.id in places]
         makes_numbers = op.base_name.endswith("_like") or op.base_name.startswith("new_")
-        if not moved or not op.outputs or makes_numbers:
+        if makes_numbers or not op.outputs or not any_in(op.inputs, counted):
             continue
         if _moves_elements(op):
-            places.update(_moved(op, places, answers))
-            continue
-        by_shape = {tensor.shape: places[tensor.id] for tensor in reversed(moved)}
-        for output in op.outputs:
-            if output.shape in by_shape and not output.dtype.startswith("int"):
-                places[output.id] = by_shape[output.shape]
-    return {number: (counted - 1).long().clamp(min=-1) for number, counted in places.items()}
+            counted.update(_moved(op, counted, answers))
+        else:
+            counted.update(_in_place(op, counted))
+    places = {}
+    for number, order in counted.items():
+        places[number] = (order - 1).long().clamp(min=-1)
+    return places
+
+
+def _in_place(op: Op, counted: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """Return the places after an operation that changes elements where they are: those of an input of the shape."""
+    by_shape: dict[tuple[int, ...], Tensor] = {}
+    for tensor in op.inputs:
+        if tensor.id in counted:
+            by_shape.setdefault(tensor.shape, counted[tensor.id])
+    places = {}
+    for output in op.outputs:
+        if output.shape in by_shape and not output.dtype.startswith("int"):
+            places[output.id] = by_shape[output.shape]
+    return places
 
 
 def _moves_elements(op: Op) -> bool:
@@ -707,7 +811,11 @@ def _moves_elements(op: Op) -> bool:
     return op.kind in ("view", "copy") or op.does("joins", "cuts", "gathers", "copies")
 
 
-def _moved(op: Op, places: dict[int, Tensor], answers: dict[int, Tensor]) -> dict[int, Tensor]:
+def _moved(
+    op: Op,
+    places: dict[int, Tensor],
+    answers: dict[int, Tensor],
+) -> dict[int, Tensor]:
     """Return the places after an operation that only moves elements; empty if it cannot be run on them."""
 
     def content(tensor: TensorRef) -> Tensor:
@@ -721,5 +829,8 @@ def _moved(op: Op, places: dict[int, Tensor], answers: dict[int, Tensor]) -> dic
         results = results_of(op, content)
     except Exception:  # an operation may raise anything when it is called directly
         return {}
-    finite = [result.nan_to_num(0.0, 0.0, 0.0).clamp(min=0) for result in results if result.is_floating_point()]
-    return {output.id: result for output, result in zip(op.outputs, finite, strict=False)}
+    floats = [result for result in results if result.is_floating_point()]
+    moved = {}
+    for output, result in zip(op.outputs, floats, strict=False):
+        moved[output.id] = result.nan_to_num(0.0, 0.0, 0.0).clamp(min=0)
+    return moved
