@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ..record.ops import Op, TensorRef
 from .attention import Mixing
+from .axis import plain_name
 from .dataflow import Graph
+from .ids import any_in, ids_of
 from .pairs import Pair
 from .products import ProductPath
 from .replay import NotReplayedError
@@ -106,14 +108,19 @@ class _Exponentials:
     """Whether exponentials are multiplied by numbers before the sum."""
 
 
-def _exponentials(response: Response, masked: int, weights: Softmaxed) -> _Exponentials | None:
+def _exponentials(
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+) -> _Exponentials | None:
     """Return how weights are made of the last scores; None if they are no exponentials as far as is known."""
     op = response.cuts[weights.cut].op
     is_softmax = op.does("softmax")
     exponent = response.exponent(masked, weights)
     if exponent is None:
-        reads_masked = is_softmax and op.inputs[0].id == response.cuts[masked].tensor.id
-        return _Exponentials(is_softmax, has_factors=False) if reads_masked else None
+        scores = response.cuts[masked].tensor
+        reads_scores = is_softmax and op.inputs[0].id == scores.id
+        return _Exponentials(is_softmax, has_factors=False) if reads_scores else None
     has_factors = response.adds_inside(masked, weights, exponent)
     if has_factors and is_softmax:
         return None  # scores are changed in a place that no cut shows, e.g. by writing into a part of them
@@ -136,12 +143,19 @@ def _path_before(response: Response, masked: int) -> tuple[Op, ...]:
     return tuple(path)
 
 
-def _weights_scale(response: Response, masked: int, weights: Softmaxed, scoring: Scoring, slope: Slope | None) -> float:
+def _weights_scale(
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+    scoring: Scoring,
+    slope: Slope | None,
+) -> float:
     """Return the number that the input of the softmax is multiplied by in it: the weights' slope over its own.
 
     Without a mask that input is the scores.
     """
-    if response.cuts[weights.cut].op.does("softmax") or slope is None or not slope.number:
+    is_softmax = response.cuts[weights.cut].op.does("softmax")
+    if is_softmax or slope is None or not slope.number:
         return 1.0
     before = response.slope(masked, None, logarithm=False)
     if before is None or not before.number:
@@ -157,9 +171,10 @@ def _weights_scale(response: Response, masked: int, weights: Softmaxed, scoring:
 def _hiding(response: Response, weights: Softmaxed) -> Op:
     """Return the operation, of those that compute weights at once, that sets some to zero."""
     cut = response.cuts[weights.cut]
-    outside = {tensor.id for tensor in response.part.from_outside()}
+    outside = ids_of(response.part.from_outside())
     for op in cut.ops:
-        if op.does("runs", "fills_where") or any(tensor.id in outside and tensor.shape for tensor in op.inputs):
+        reads_outside = any(tensor.shape for tensor in op.inputs if tensor.id in outside)
+        if reads_outside or op.does("runs", "fills_where"):
             return op
     return cut.op
 
@@ -169,7 +184,8 @@ def _path_after(response: Response, weights: Softmaxed) -> tuple[Op, ...]:
     path = []
     for cut in response.cuts[weights.cut + 1 :]:
         for op in cut.ops:
-            if op is cut.op or op.does("picks") or op.output.shape == cut.tensor.shape:
+            is_whole = op.output.shape == cut.tensor.shape
+            if is_whole or op is cut.op or op.does("picks"):
                 path.append(op)
     return tuple(path)
 
@@ -197,7 +213,7 @@ def _products_behind(graph: Graph, tensor: TensorRef) -> set[int]:
     """Return the indices of the products that scores are passed on from."""
     products = set()
     for step in graph.back(tensor, graph.passes_on):
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         if op is not None and graph.product(op) is not None:
             products.add(op.index)
     return products
@@ -235,15 +251,17 @@ def _is_divided_again(response: Response, weights: Softmaxed, later: Softmaxed) 
 def _is_same_partition(first: Tensor, rows: Tensor) -> bool:
     """Return whether two numberings put the same scores together."""
     pairs = torch.unique(torch.stack((first, rows)), dim=1)
-    counts = pairs.shape[1], torch.unique(first).numel(), torch.unique(rows).numel()
-    return len(set(counts)) == 1
+    count = pairs.shape[1]
+    return torch.unique(first).numel() == count == torch.unique(rows).numel()
 
 
 def _masked(response: Response, weights: Softmaxed) -> int:
     """Return the cut that the softmax is computed of: the last before exponentials, without shifts."""
-    cut = response.cuts[weights.cut]
-    if cut.op.does("softmax") and cut.op.inputs[0].id == response.cuts[weights.cut - 1].tensor.id:
-        return weights.cut - 1
+    op = response.cuts[weights.cut].op
+    last = weights.cut - 1
+    source = response.cuts[last].tensor
+    if op.does("softmax") and op.inputs[0].id == source.id:
+        return last
     masked = 0
     is_shifted = False
     for place in range(1, weights.cut):
@@ -259,7 +277,11 @@ def _masked(response: Response, weights: Softmaxed) -> int:
     return masked
 
 
-def _masks_of_exponentials(response: Response, masked: int, weights: Softmaxed) -> tuple[Op, ...]:
+def _masks_of_exponentials(
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+) -> tuple[Op, ...]:
     """Return the operations that set exponentials to zero, or multiply them by numbers, before their sum."""
     masks = []
     for place in range(masked + 1, weights.cut):
@@ -268,13 +290,25 @@ def _masks_of_exponentials(response: Response, masked: int, weights: Softmaxed) 
     return tuple(masks)
 
 
-def _scoring(graph: Graph, response: Response, masked: int, weights: Softmaxed, alpha: float) -> Scoring:
+def _scoring(
+    graph: Graph,
+    response: Response,
+    masked: int,
+    weights: Softmaxed,
+    alpha: float,
+) -> Scoring:
     """Return the steps from the scores to the softmax as they were measured."""
     reader = _Steps(graph, response, weights, alpha)
     for place in range(1, masked + 1):
         if not reader.take(place):
             break
     return reader.scoring()
+
+
+def _computing(ops: tuple[Op, ...]) -> list[Op]:
+    """Return the operations of a step that compute numbers; all of them if none does."""
+    computing = [op for op in ops if op.kind in ("compute", "write")]
+    return computing or list(ops)
 
 
 def _only_moves(op: Op) -> bool:
@@ -287,7 +321,13 @@ def _only_moves(op: Op) -> bool:
 class _Steps:
     """Collects the steps from scores to the softmax, one cut after another."""
 
-    def __init__(self, graph: Graph, response: Response, weights: Softmaxed, alpha: float) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        response: Response,
+        weights: Softmaxed,
+        alpha: float,
+    ) -> None:
         self._graph = graph
         self._response = response
         self._weights = weights
@@ -329,7 +369,8 @@ class _Steps:
         is_number = step.effect in ("same", "scale") and step.factor is not None
         if is_number and self._multiplies(cut.ops):
             return self._mask(cut.ops, "times", 1.0)  # in this run by one number
-        if step.effect == "same" or (step.effect == "mix" and all(map(_only_moves, cut.ops))):
+        only_moves = step.effect == "mix" and all(map(_only_moves, cut.ops))
+        if step.effect == "same" or only_moves:
             return self._move(place, cut)
         if step.effect == "scale":
             return self._multiply(self._as_written(cut.op, step.factor), cut.tensor)
@@ -356,14 +397,15 @@ class _Steps:
         op = self._with_operand(ops)
         if not op.does("scales") or len(op.inputs) != 2:
             return False
-        return any(size > 1 for size in min(op.inputs, key=lambda read: read.numel).shape[-2:])
+        factor = min(op.inputs, key=lambda read: read.numel)
+        return any(size > 1 for size in factor.shape[-2:])
 
     def _moved(self, ops: tuple[Op, ...]) -> TensorRef:
         """Return the scores after the operations at the beginning of a step that only move them."""
         moved = self._scores
         derived = {self._tensor.id}
         for op in ops[:-1]:
-            if not any(tensor.id in derived for tensor in op.inputs):
+            if not any_in(op.inputs, derived):
                 continue
             if not _only_moves(op):
                 break
@@ -377,9 +419,11 @@ class _Steps:
         """Return the last operation that reads something beside the scores; the last of all if none does."""
         derived = {self._tensor.id}
         for op in ops:
-            derived.update(output.id for output in op.outputs)
+            derived.update(ids_of(op.outputs))
         for op in reversed(ops):
-            if op.kind == "compute" and any(tensor.id not in derived and tensor.shape for tensor in op.inputs):
+            if op.kind != "compute":
+                continue
+            if any(tensor.shape for tensor in op.inputs if tensor.id not in derived):
                 return op
         return ops[-1]
 
@@ -457,25 +501,35 @@ class _Steps:
 
     def _bend(self, ops: tuple[Op, ...]) -> None:
         """Take a function of the scores: a norm, a combination with statistics of them, or a nonlinear function."""
-        computing = [op for op in ops if op.kind in ("compute", "write")] or list(ops)
-        name = computing[-1].base_name.rstrip("_")
-        norms = [norm for norm in map(self._graph.norm_name, ops) if norm]
+        computing = _computing(ops)
+        norms = list(filter(None, map(self._graph.norm_name, ops)))
         statistics = self._statistics(ops)
-        is_normed = any(is_shift(self._graph.recording, op) for op in ops)  # along another axis than the softmax
-        is_combined = bool(norms or statistics)
+        # A maximum is subtracted along another axis than that of the softmax.
+        is_normed = any(is_shift(self._graph.recording, op) for op in ops)
         adds_other = adds_mask(computing[-1]) and any(map(self._reads_others, ops))
-        if adds_other and not is_combined and not is_normed:
+        name = plain_name(computing[-1])
+        if norms or statistics:
+            is_scaled = bool(norms) or any(op.does("scales") for op in computing)
+            self._combine(name, norms[:1] or statistics, is_scaled=is_scaled)
+        elif adds_other and not is_normed:
             self._mask(ops, "add", 1.0)
-            return
+        else:
+            self._bend_alone(name, is_normed=is_normed)
+
+    def _combine(self, name: str, steps: list[str], *, is_scaled: bool) -> None:
+        """Take a norm of the scores, or statistics that they are combined with."""
         if name == "tanh" and self._may_be_capped:
             self._leave_cap()
-        elif is_combined:
+        else:
             self._leave_plain()
-            if norms or any(op.does("scales") for op in computing):
+            if is_scaled:
                 self._late_scales.append(None)
-        if is_combined:
-            self._steps.extend((step, None) for step in norms[:1] or statistics)
-            return
+        self._steps.extend((step, None) for step in steps)
+
+    def _bend_alone(self, name: str, *, is_normed: bool) -> None:
+        """Take a function of the scores alone."""
+        if name == "tanh" and self._may_be_capped:
+            self._leave_cap()
         if name in ("add", "sub"):
             # What is added is made of the scores too, e.g. their own transpose.
             name = "made"
@@ -499,7 +553,7 @@ class _Steps:
         if not self._is_plain:
             return
         self._scores = self._graph.before_moves(self._scores)
-        maker = self._graph.recording.producer(self._product)
+        maker = self._graph.producer(self._product)
         if self._scores.id == self._product.id and maker is not None:
             self._scores = self._graph.after_call(maker)
 
