@@ -16,6 +16,7 @@ from ..record.ops import Op, TensorRef
 from .attention import Attention
 from .axis import Axis, Dim, piece, resolve, size_of, unify, wide
 from .dataflow import Graph, made_of
+from .ids import any_in, ids_of, in_order
 from .layout import contiguous
 from .products import Product
 from .turns import common_scale, pieces_agree
@@ -40,28 +41,33 @@ def with_pieces_joined(graph: Graph, attentions: Sequence[Attention]) -> list[At
     The keys and values may be cut like the queries, by item of the batch and by head. Pieces of a sequence that have
     keys of their own, e.g. windows, stay separate.
     """
+    merged: dict[int, Attention] = {}
     groups: dict[tuple[object, ...], list[Attention]] = {}
     for attention in attentions:
+        merged[attention.softmax.index] = attention
         line = attention.softmax.source, attention.score_product.op.source, attention.module
         for source in _cuts(graph, _ends(graph, attention, "query")):
             groups.setdefault((*line, source), []).append(attention)
-    merged = {attention.softmax.index: attention for attention in attentions}
     for group in groups.values():
         is_unmerged = all(merged.get(attention.softmax.index) is attention for attention in group)
-        whole = _merged(graph, group) if is_unmerged and len(group) > 1 else None
+        if len(group) < 2 or not is_unmerged:
+            continue
+        whole = _merged(graph, group)
         if whole is None:
             continue
         for turn in group:
             del merged[turn.softmax.index]
         merged[whole.softmax.index] = whole
-    return [merged[index] for index in sorted(merged)]
+    return in_order(merged)
 
 
 def with_keys_joined(graph: Graph, turns: Sequence[Attention]) -> Attention:
     """Return one attention for those of pieces of the keys; without a known cut its stages are those of the first."""
     key = _cut_of_side(graph, turns, "key")
     value = _cut_of_side(graph, turns, "value")
-    joined = None if key is None or value is None else _joined(graph, turns, _Cuts(key=key, value=value))
+    joined = None
+    if key is not None and value is not None:
+        joined = _joined(graph, turns, _Cuts(key=key, value=value))
     if joined is None:
         joined = replace(turns[0], pieces=tuple(turns) if len(turns) > 1 else ())
     return replace(
@@ -89,8 +95,7 @@ def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
     """Return one attention for those of pieces of the queries; None if they have more than that in common."""
     if _follow_from_first(graph, turns):
         return None
-    is_one_scale = common_scale([turn.scale for turn in turns]) == turns[0].scale
-    if not is_one_scale or not pieces_agree(turns):
+    if not _compute_alike(turns):
         return None
     if _have_one(turns, "k_heads") and _have_one(turns, "v_heads"):
         cut = _cut(graph, [_ends(graph, turn, "query") for turn in turns])
@@ -106,26 +111,37 @@ def _merged(graph: Graph, turns: Sequence[Attention]) -> Attention | None:
     return _joined(graph, turns, cuts)
 
 
+def _compute_alike(turns: Sequence[Attention]) -> bool:
+    """Return whether turns compute alike, with one scale."""
+    scale = common_scale([turn.scale for turn in turns])
+    return scale == turns[0].scale and pieces_agree(turns)
+
+
 def _follow_from_first(graph: Graph, turns: Sequence[Attention]) -> bool:
     """Return whether the queries of a turn depend on the context of the first."""
     after = made_of({turns[0].stages["context"].id}, graph.recording.ops)
-    return any(turn.stages["q_heads"].id in after for turn in turns)
+    return any_in(_stage(turns, "q_heads"), after)
+
+
+def _stage(turns: Sequence[Attention], stage: str) -> list[TensorRef]:
+    """Return the tensor of a stage in each turn; the scores where a turn does not have the stage."""
+    return [turn.stages.get(stage, turn.stages["scores"]) for turn in turns]
 
 
 def _have_one(turns: Sequence[Attention], stage: str) -> bool:
     """Return whether the turns share one tensor in this stage."""
-    return len({turn.stages[stage].id for turn in turns}) == 1
+    return len(ids_of(_stage(turns, stage))) == 1
 
 
 def _cuts_of_all(graph: Graph, turns: Sequence[Attention]) -> _Cuts | None:
     """Return how queries, keys and values are cut; None if they, or the masks that differ, are no pieces of a whole."""
     cuts: list[Cut] = []
-    tensors = [[turn.stages[stage] for turn in turns] for stage in ("q_heads", "k_heads", "v_heads")]
+    heads = [_stage(turns, stage) for stage in ("q_heads", "k_heads", "v_heads")]
     masks = zip(*(_masks(graph, turn) for turn in turns), strict=False)
-    for pieces in (*tensors, *masks):
-        if len({piece.id for piece in pieces}) == 1:
+    for pieces in (*heads, *masks):
+        if len(ids_of(pieces)) == 1:
             continue
-        cut = _cut(graph, [[piece] for piece in pieces])
+        cut = _cut(graph, [[part] for part in pieces])
         if cut is None:
             return None
         cuts.append(cut)
@@ -134,12 +150,14 @@ def _cuts_of_all(graph: Graph, turns: Sequence[Attention]) -> _Cuts | None:
 
 def _make_cut_axes_one(graph: Graph, turn: Attention, cuts: _Cuts) -> None:
     """Make the axes one that were cut to pieces of size one, which leave nothing for a product or a write to do so."""
-    query, key, value = cuts.query, cuts.key, cuts.value
-    assert query is not None
-    axes = [cut.axis for cut in (key, value) if cut is not None]
-    axes += _axes_written_to(graph, turn.stages["context"], size_of(query.axis))
-    for axis in axes:
-        unify(query.axis, axis)
+    assert cuts.query is not None
+    axis = cuts.query.axis
+    written = _axes_written_to(graph, turn.stages["context"], size_of(axis))
+    for cut in (cuts.key, cuts.value):
+        if cut is not None:
+            unify(axis, cut.axis)
+    for dim in written:
+        unify(axis, dim)
 
 
 def _axes_written_to(graph: Graph, context: TensorRef, size: int) -> list[Dim]:
@@ -149,18 +167,23 @@ def _axes_written_to(graph: Graph, context: TensorRef, size: int) -> list[Dim]:
         if op.kind != "write" or op.inputs[-1].id != context.id:
             continue
         for source, slot in _cuts(graph, op.inputs[:1]).values():
-            sizes = zip(source.shape, slot.shape, graph.dimensions.of(source), strict=False)
-            axes += [dim for whole, part, dim in sizes if (whole, part) == (size, 1)]
+            dims = graph.dimensions.of(source)
+            for whole, part, dim in zip(source.shape, slot.shape, dims, strict=False):
+                if whole == size and part == 1:
+                    axes.append(dim)
     return axes
 
 
 def _masks(graph: Graph, attention: Attention) -> list[TensorRef]:
     """Return what is added to or filled into the scores."""
     product = attention.score_product.op
-    scores = made_of({product.output.id}, graph.recording.ops[product.index + 1 : attention.softmax.index])
+    ops = graph.recording.ops[product.index + 1 : attention.softmax.index]
+    scores = made_of({product.output.id}, ops)
     masks = []
     for op in attention.masks:
-        masks += [read for read in op.inputs if read.id not in scores and read.numel > 1]
+        for read in op.inputs:
+            if read.id not in scores and read.numel > 1:
+                masks.append(read)
     return masks
 
 
@@ -185,25 +208,29 @@ def _cuts(graph: Graph, ends: Sequence[TensorRef]) -> dict[int, _Slice]:
         return op.kind != "compute" or op.does("norms")
 
     # Sums lead back through every layer: they are followed from the heads alone.
-    steps = [*graph.back(ends[0], lambda op: keeps_positions(op) or op.pointwise)]
+    heads = ends[0]
+    steps = [*graph.back(heads, lambda op: keeps_positions(op) or op.pointwise)]
     for source in ends[1:]:
         steps += graph.back(source, keeps_positions)
     cuts: dict[int, _Slice] = {}
     for step in steps:
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         if op is not None and op.does("cuts"):
             cuts[op.inputs[0].id] = _Slice(op.inputs[0], step.tensor)
     return cuts
 
 
-def _cut(graph: Graph, turns: Sequence[Sequence[TensorRef]], *, whole: bool = True) -> Cut | None:
+def _cut(
+    graph: Graph,
+    turns: Sequence[Sequence[TensorRef]],
+    *,
+    whole: bool = True,
+) -> Cut | None:
     """Return the tensor that the turns have consecutive pieces of, of the `whole` or not; None if there is none."""
-    first, *later = [_cuts(graph, ends) for ends in turns]
-    for number, (source, part) in first.items():
-        if not all(number in cuts for cuts in later):
-            continue
-        pieces = [part, *(cuts[number].tensor for cuts in later)]
-        span = _span_of(source, pieces)
+    by_turn = [_cuts(graph, ends) for ends in turns]
+    for number, (source, part) in by_turn[0].items():
+        pieces = [cuts[number].tensor for cuts in by_turn if number in cuts]
+        span = _span_of(source, pieces) if len(pieces) == len(turns) else None
         if span is None:
             continue
         axis = graph.dimensions.of(source)[span.place]
@@ -227,7 +254,7 @@ class _Span(NamedTuple):
 def _span_of(source: TensorRef, pieces: Sequence[TensorRef]) -> _Span | None:
     """Return the indices that these pieces of a tensor have together; None if they are not consecutive."""
     first = pieces[0]
-    places = [place for place, size in enumerate(first.shape) if size != source.shape[place]]
+    places = _unlike_places(first.shape, source.shape)
     if len(places) != 1:
         return None
     place = places[0]
@@ -241,42 +268,89 @@ def _span_of(source: TensorRef, pieces: Sequence[TensorRef]) -> _Span | None:
     return _Span(place, start, end - start)
 
 
+def _unlike_places(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """Return the dimensions in which two shapes of as many dimensions differ."""
+    return [place for place, size in enumerate(left) if size != right[place]]
+
+
 def _joined(graph: Graph, turns: Sequence[Attention], cuts: _Cuts) -> Attention | None:
     """Return one attention for those of pieces of its queries, keys and values; None if the scores are no pieces."""
     first = max(turns, key=lambda turn: len(turn.masks))  # a mask may be needed for some pieces only
     # Only the walk from the last piece reaches the operations after the loop.
     last = turns[-1]
     scored = _of_scores(graph, turns[0], cuts)
-    left, right = (cuts.key, cuts.query) if first.key_first else (cuts.query, cuts.key)
-    scores = _whole_product(graph, [turn.score_product for turn in turns], first.score_product, (left, right, scored))
+    scores = _whole_scores(graph, turns, first, cuts, scored)
     if scores.op.output.numel == turns[0].score_product.op.output.numel:
         return None
     stages = _whole_stages(graph, turns, first, cuts, scored)
     keys = [turn.before_repeats["key"] for turn in turns]
-    before_repeats = _whole(graph, keys, cuts.key) or first.before_repeats["key"]
+    key = _whole(graph, keys, cuts.key) or first.before_repeats["key"]
     weights = _whole_or_first(graph, [turn.softmax.output for turn in turns], scored)
-    left, right = (cuts.value, scored) if first.value_first else (scored, cuts.value)
-    values = _whole_product(graph, [turn.value_product for turn in turns], first.value_product, (left, right, scored))
-    output = {"output": last.projections["output"]} if "output" in last.projections else {}
+    values = _whole_values(graph, turns, first, cuts, scored)
+    projections = dict(first.projections)
+    if "output" in last.projections:
+        projections["output"] = last.projections["output"]
     return replace(
         first,
         softmax=replace(first.softmax, outputs=(weights,)),
         score_product=scores,
         value_product=values,
         stages=stages,
-        projections=first.projections | output,
-        before_repeats={"key": before_repeats},
+        projections=projections,
+        before_repeats={"key": key},
         pieces=tuple(turns),
     )
 
 
-def _whole_or_first(graph: Graph, tensors: Sequence[TensorRef], cut: Cut | None) -> TensorRef:
+def _whole_scores(
+    graph: Graph,
+    turns: Sequence[Attention],
+    first: Attention,
+    cuts: _Cuts,
+    scored: Cut | None,
+) -> Product:
+    """Return the product of all queries and keys."""
+    factors = (cuts.key, cuts.query) if first.key_first else (cuts.query, cuts.key)
+    products = [turn.score_product for turn in turns]
+    return _whole_product(graph, products, first.score_product, _CutProduct(*factors, scored))
+
+
+def _whole_values(
+    graph: Graph,
+    turns: Sequence[Attention],
+    first: Attention,
+    cuts: _Cuts,
+    scored: Cut | None,
+) -> Product:
+    """Return the product of all weights and values."""
+    factors = (cuts.value, scored) if first.value_first else (scored, cuts.value)
+    products = [turn.value_product for turn in turns]
+    return _whole_product(graph, products, first.value_product, _CutProduct(*factors, scored))
+
+
+@dataclass(frozen=True)
+class _CutProduct:
+    """How the factors and the result of a product are cut."""
+
+    left: Cut | None
+    right: Cut | None
+    result: Cut | None
+
+
+def _whole_or_first(
+    graph: Graph,
+    tensors: Sequence[TensorRef],
+    cut: Cut | None,
+) -> TensorRef:
     """Return the whole of the pieces of an axis; the first of the tensors if they do not have that axis."""
     return _whole(graph, tensors, cut) or tensors[0]
 
 
 def _whole_product(
-    graph: Graph, products: Sequence[Product], like: Product, cuts: tuple[Cut | None, Cut | None, Cut | None]
+    graph: Graph,
+    products: Sequence[Product],
+    like: Product,
+    cuts: _CutProduct,
 ) -> Product:
     """Return the product of all pieces, of the operations of one of them.
 
@@ -284,15 +358,18 @@ def _whole_product(
         graph: the dataflow.
         products: the products of the pieces.
         like: the one whose operations and arguments it has.
-        cuts: how its left factor, its right factor and its result are cut.
+        cuts: how its factors and its result are cut.
     """
-    of_left, of_right, of_result = cuts
-    left = _whole_or_first(graph, [product.left for product in products], of_left)
-    right = _whole_or_first(graph, [product.right for product in products], of_right)
-    multiplied = _whole_or_first(graph, [product.multiply.output for product in products], of_result)
-    inputs = (*like.multiply.inputs[:-2], left, right)
-    multiply = replace(like.multiply, inputs=inputs, outputs=(multiplied,))
-    result = _whole_or_first(graph, [product.op.output for product in products], of_result)
+    left = _whole_or_first(graph, [product.left for product in products], cuts.left)
+    right = _whole_or_first(graph, [product.right for product in products], cuts.right)
+    multiplied = _whole_or_first(graph, [product.multiply.output for product in products], cuts.result)
+    added = like.multiply.inputs[:-2]
+    multiply = replace(
+        like.multiply,
+        inputs=(*added, left, right),
+        outputs=(multiplied,),
+    )
+    result = _whole_or_first(graph, [product.op.output for product in products], cuts.result)
     op = multiply
     if like.op is not like.multiply:
         op = replace(like.op, inputs=(multiplied,), outputs=(result,))
@@ -300,7 +377,11 @@ def _whole_product(
 
 
 def _whole_stages(
-    graph: Graph, turns: Sequence[Attention], first: Attention, cuts: _Cuts, scored: Cut | None
+    graph: Graph,
+    turns: Sequence[Attention],
+    first: Attention,
+    cuts: _Cuts,
+    scored: Cut | None,
 ) -> dict[str, TensorRef]:
     """Return the stages of all pieces, those after them as the last piece leads to them."""
     last = turns[-1]
@@ -311,8 +392,8 @@ def _whole_stages(
     sides = {"q": cuts.query, "k": cuts.key, "v": cuts.value}
     stages = {}
     for stage, end in ends.items():
-        pieces = [turn.stages.get(stage, turn.stages["scores"]) for turn in turns]
-        stages[stage] = _whole(graph, pieces, sides.get(stage[0], scored)) or end
+        cut = sides.get(stage[0], scored)
+        stages[stage] = _whole(graph, _stage(turns, stage), cut) or end
     return stages
 
 
@@ -322,18 +403,29 @@ def _of_scores(graph: Graph, turn: Attention, cuts: _Cuts) -> Cut | None:
     if cut is None:
         return None
     axes = turn.score_product.axes(graph.dimensions)
-    is_left = turn.key_first == (cuts.query is None)
-    factor, result = (axes.left_rows, axes.rows) if is_left else (axes.right_columns, axes.columns)
+    is_of_keys = cuts.query is None
+    if turn.key_first == is_of_keys:
+        factor, result = axes.left_rows, axes.rows
+    else:
+        factor, result = axes.right_columns, axes.columns
     part = resolve(cut.part)
-    twins = tuple([atom for read, atom in zip(factor, result, strict=False) if read in part])
-    if not twins or twins == part:
+    twins: list[Axis] = []
+    for read, atom in zip(factor, result, strict=False):
+        if read in part:
+            twins.append(atom)
+    if not twins or tuple(twins) == part:
         return cut
-    return cut._replace(axis=tuple(Axis(atom.size) for atom in resolve(cut.axis)), part=twins)
+    axis = tuple([Axis(atom.size) for atom in resolve(cut.axis)])
+    return cut._replace(axis=axis, part=tuple(twins))
 
 
-def _whole(graph: Graph, tensors: Sequence[TensorRef], cut: Cut | None) -> TensorRef | None:
+def _whole(
+    graph: Graph,
+    tensors: Sequence[TensorRef],
+    cut: Cut | None,
+) -> TensorRef | None:
     """Return the whole of the pieces of an axis; None if they do not have that axis."""
-    if cut is None or len({tensor.id for tensor in tensors}) == 1:
+    if cut is None or len(ids_of(tensors)) == 1:
         return None
     first = tensors[0]
     if cut.source is not None and cut.piece.id == first.id:
@@ -344,18 +436,25 @@ def _whole(graph: Graph, tensors: Sequence[TensorRef], cut: Cut | None) -> Tenso
     if place is None:
         return None
     at, start = place
-    before, after = dims[at][:start], dims[at][start + len(part) :]
+    before = dims[at][:start]
+    after = dims[at][start + len(part) :]
     dims[at] = (*before, *resolve(cut.axis), *after)
-    shape = tuple(map(size_of, dims))
-    joined = _unmade(tensors, shape)
-    # An axis that a piece repeats is repeated in the whole too.
-    stride = tuple(step if repeated else 0 for repeated, step in zip(first.stride, joined.stride, strict=True))
-    joined = replace(joined, stride=stride)
+    joined = _unmade(tensors, tuple(map(size_of, dims)))
+    joined = replace(joined, stride=_repeated_as(first, joined))
     graph.dimensions.put(joined, tuple(dims))
     # The product with a single key may be a multiplication, with other dimensions.
-    if not wide(before) and all(len(tensor.shape) == len(dims) for tensor in tensors):
+    has_rank = all(len(tensor.shape) == len(dims) for tensor in tensors)
+    if has_rank and not wide(before):
         _put_join(graph, tensors, joined, at)
     return joined
+
+
+def _repeated_as(part: TensorRef, whole: TensorRef) -> tuple[int, ...]:
+    """Return the strides of a tensor, zero along the dimensions that a piece of it repeats."""
+    strides = []
+    for step_of_part, step in zip(part.stride, whole.stride, strict=True):
+        strides.append(step if step_of_part else 0)
+    return tuple(strides)
 
 
 def _only_place(dims: Sequence[Dim], part: Dim) -> tuple[int, int] | None:
@@ -377,7 +476,12 @@ def _unmade(tensors: Sequence[TensorRef], shape: tuple[int, ...]) -> TensorRef:
 
 
 def _put_join(
-    graph: Graph, tensors: Sequence[TensorRef], joined: TensorRef, place: int, *, is_stack: bool = False
+    graph: Graph,
+    tensors: Sequence[TensorRef],
+    joined: TensorRef,
+    place: int,
+    *,
+    is_stack: bool = False,
 ) -> None:
     """Add the concatenation, or the stack, of pieces to a recording, and its numbers where they were kept."""
     recording = graph.recording
@@ -395,9 +499,10 @@ def _put_join(
         kind="view",
         call=-1,
     )
-    if all(tensor.id in recording.values for tensor in tensors):
+    numbers = [recording.values.get(tensor.id) for tensor in tensors]
+    if all(value is not None for value in numbers):
         join = torch.stack if is_stack else torch.cat
-        recording.values[joined.id] = join([recording.values[tensor.id] for tensor in tensors], place)
+        recording.values[joined.id] = join(numbers, place)
 
 
 # -- pieces of the softmax alone --------------------------------------------------------------------------------------
@@ -445,7 +550,10 @@ def with_softmaxes_joined(graph: Graph, attentions: Sequence[Attention]) -> list
     merged: list[Attention] = []
     for group in groups.values():
         whole = _with_softmax_joined(graph, group) if len(group) > 1 else None
-        merged += group if whole is None else [whole]
+        if whole is None:
+            merged += group
+        else:
+            merged.append(whole)
     return sorted(merged, key=lambda attention: attention.softmax.index)
 
 
@@ -454,7 +562,7 @@ def _with_softmax_joined(graph: Graph, turns: Sequence[Attention]) -> Attention 
     pieces = _scores_pieces(graph, turns)
     if pieces is None or not _are_all(pieces):
         return None
-    if not pieces_agree(turns) or common_scale([turn.scale for turn in turns]) != turns[0].scale:
+    if not _compute_alike(turns):
         return None
     first = pieces[0]
     weights = _whole_weights(graph, pieces)
@@ -512,9 +620,10 @@ def _scores_piece(graph: Graph, turn: Attention) -> _ScoresPiece | None:
     if softmax is None:
         return None
     shape = turn.softmax.output.shape
+    size = turn.score_product.op.output.numel
     read: dict[int, TensorRef] = {}
     for step in graph.back(softmax.masked, graph.passes_on):
-        op = graph.recording.producer(step.tensor)
+        op = graph.producer(step.tensor)
         # Pieces that were written before are further back: the nearest tensor of the memory is the piece.
         if step.tensor.shape == shape:
             read.setdefault(step.tensor.storage, step.tensor)
@@ -522,7 +631,7 @@ def _scores_piece(graph: Graph, turn: Attention) -> _ScoresPiece | None:
             continue
         source = op.inputs[0]
         part = read.get(source.storage)
-        if part is not None and source.numel == turn.score_product.op.output.numel:
+        if part is not None and source.numel == size:
             return _piece_of(turn, source, part)
     return None
 
@@ -547,25 +656,26 @@ def _piece_of(turn: Attention, source: TensorRef, part: TensorRef) -> _ScoresPie
 def _cut_place(source: TensorRef, part: TensorRef) -> int | None:
     """Return the one dimension of a tensor that a piece has a part of, or a single index; None for other views."""
     rank = len(source.shape)
-    if len(part.shape) == rank:
-        if part.stride != source.stride:
-            return None
-        places = [place for place in range(rank) if part.shape[place] != source.shape[place]]
-    else:
+    if len(part.shape) != rank:
         places = [place for place in range(rank) if _is_without(source, place, part)]
+    elif part.stride == source.stride:
+        places = _unlike_places(part.shape, source.shape)
+    else:
+        places = []
     return places[0] if len(places) == 1 else None
 
 
 def _is_without(source: TensorRef, place: int, part: TensorRef) -> bool:
     """Return whether a tensor has all dimensions of another one but this."""
-    shape = (*source.shape[:place], *source.shape[place + 1 :])
-    stride = (*source.stride[:place], *source.stride[place + 1 :])
-    return part.shape == shape and part.stride == stride
+    shape, stride = list(source.shape), list(source.stride)
+    del shape[place], stride[place]
+    return part.shape == tuple(shape) and part.stride == tuple(stride)
 
 
 def _whole_weights(graph: Graph, pieces: Sequence[_ScoresPiece]) -> TensorRef | None:
     """Return the first tensor with the weights of all pieces, of the shape of the scores; None if there is none."""
-    turn, shape = pieces[0].turn, pieces[0].source.shape
+    turn = pieces[0].turn
+    shape = pieces[0].source.shape
     product = turn.value_product
     factor = product.right if turn.value_first else product.left
     ops = graph.recording.ops[: product.multiply.index + 1]
@@ -578,7 +688,11 @@ def _whole_weights(graph: Graph, pieces: Sequence[_ScoresPiece]) -> TensorRef | 
     return whole
 
 
-def _stage_of_pieces(graph: Graph, pieces: Sequence[_ScoresPiece], stage: str) -> TensorRef | None:
+def _stage_of_pieces(
+    graph: Graph,
+    pieces: Sequence[_ScoresPiece],
+    stage: str,
+) -> TensorRef | None:
     """Return a stage before the softmax for all pieces; None if the pieces do not have it, or it is unknown."""
     first = min(pieces, key=lambda part: part.turn.softmax.index)
     tensor = first.turn.stages.get(stage)
@@ -586,13 +700,13 @@ def _stage_of_pieces(graph: Graph, pieces: Sequence[_ScoresPiece], stage: str) -
         return tensor
     if tensor.id == first.tensor.id:
         return first.source
+    turns = [part.turn for part in pieces]
     # Steps of a piece may include what was written for another one: only the input of the softmax is sure.
-    if stage != "masked_scores" and len({part.turn.scoring for part in pieces}) > 1:
-        return None
-    tensors = [part.turn.stages.get(stage, part.turn.stages["scores"]) for part in pieces]
-    if [tensor.shape for tensor in tensors] != [part.tensor.shape for part in pieces]:
-        return None
-    return _together(graph, tensors, first)
+    is_sure = stage == "masked_scores" or len({turn.scoring for turn in turns}) == 1
+    tensors = _stage(turns, stage)
+    for part, of_part in zip(pieces, tensors, strict=True):
+        is_sure = is_sure and of_part.shape == part.tensor.shape
+    return _together(graph, tensors, first) if is_sure else None
 
 
 def _together(graph: Graph, tensors: Sequence[TensorRef], cut: _ScoresPiece) -> TensorRef:
