@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..record.ops import Op, TensorRef
 from .dataflow import Graph
+from .ids import by_id, ids_of, in_order
 from .replay import NotReplayedError, Region, Replay, in_layout, region
 from .rerun import Constants
 
@@ -49,7 +50,8 @@ class Layout:
     @property
     def _places(self) -> list[int]:
         """The dimensions in the order of `batch token heads head_dim`."""
-        return sorted(range(len(self.dims)), key=lambda place: _ORDER.index(self.dims[place]))
+        places = range(len(self.dims))
+        return sorted(places, key=lambda place: _ORDER.index(self.dims[place]))
 
     def features_last(self, numbers: Tensor) -> Tensor:
         """Return numbers as `batch token features`."""
@@ -94,13 +96,18 @@ class WholeAttention:
     """The operations that compute it."""
 
 
-def whole_attention(graph: Graph, context: TensorRef, constants: Constants) -> WholeAttention | None:
+def whole_attention(
+    graph: Graph,
+    context: TensorRef,
+    constants: Constants,
+) -> WholeAttention | None:
     """Return the attention that gives a tensor; None if it is no attention, or if that cannot be measured."""
     for operands in _operands(graph, context, constants):
         part = region(graph, operands, context)
         if any(op.does("draws") for op in part.ops):
             continue  # what is dropped in the run is in its numbers
-        if sum(op.output.numel for op in part.ops) * max(operands[0].shape) > _MOST_WORK:
+        numbers = sum(op.output.numel for op in part.ops)
+        if numbers * max(operands[0].shape) > _MOST_WORK:
             continue
         try:
             replay = Replay(graph, part, constants)
@@ -149,23 +156,25 @@ def operations_behind(graph: Graph, context: TensorRef) -> list[Op] | None:
     queue = [context]
     while queue:
         tensor = queue.pop()
-        op = graph.recording.producer(tensor)
-        if op is None or op.index in needed or graph.is_projection(op) or not graph.comes_from_inputs(tensor):
+        op = graph.producer(tensor)
+        if op is None or op.index in needed:
+            continue
+        if graph.is_projection(op) or not graph.comes_from_inputs(tensor):
             continue
         needed[op.index] = op
         queue += op.inputs
         if len(needed) > _MOST_OPS:
             return None
-    return [needed[index] for index in sorted(needed)]
+    return in_order(needed)
 
 
 def _sources(graph: Graph, ops: Sequence[Op], constants: Constants) -> list[TensorRef]:
     """Return the results of projections, and the inputs, that operations read."""
     results: set[int] = set()
     for op in ops:
-        results.update(output.id for output in op.outputs)
+        results.update(ids_of(op.outputs))
         if op.kind == "write":
-            results.update(tensor.id for tensor in graph.results(op))
+            results.update(ids_of(graph.results(op)))
     sources: dict[int, TensorRef] = {}
     for op in ops:
         for tensor in op.inputs:
@@ -189,15 +198,23 @@ def _slices_of(graph: Graph, source: TensorRef, inside: set[int]) -> list[Tensor
     """Return the slices that a tensor is cut into, at most moved and with a bias before; empty if it is not cut."""
     tensor = source
     while True:
-        readers = [op for op in graph.recording.consumers.get(tensor.id, ()) if op.index in inside]
+        readers = _readers(graph, tensor, inside)
         if readers and all(map(_cuts, readers)):
             pieces: dict[int, TensorRef] = {}
             for op in readers:
-                pieces.update((output.id, output) for output in op.outputs)
+                pieces.update(by_id(op.outputs))
             return list(pieces.values())
-        if len(readers) != 1 or not (graph.moves(readers[0]) or graph.adds_bias(readers[0])):
+        if len(readers) != 1:
             return []
-        tensor = readers[0].output
+        reader = readers[0]
+        if not graph.moves(reader) and not graph.adds_bias(reader):
+            return []
+        tensor = reader.output
+
+
+def _readers(graph: Graph, tensor: TensorRef, inside: set[int]) -> list[Op]:
+    """Return the operations with these indices that read a tensor."""
+    return [op for op in graph.readers(tensor) if op.index in inside]
 
 
 def _cuts(op: Op) -> bool:
@@ -207,11 +224,18 @@ def _cuts(op: Op) -> bool:
 class _Ways:
     """The operations behind a context, and which sources each of their tensors is computed from."""
 
-    def __init__(self, graph: Graph, ops: Sequence[Op], sources: Sequence[TensorRef]) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        ops: Sequence[Op],
+        sources: Sequence[TensorRef],
+    ) -> None:
         self._graph = graph
         self._ops = ops
         self._inside = {op.index for op in ops}
-        self._behind: dict[int, frozenset[int]] = {source.id: frozenset({source.id}) for source in sources}
+        self._behind: dict[int, frozenset[int]] = {}
+        for source in sources:
+            self._behind[source.id] = frozenset({source.id})
         for op in ops:
             read = self._read_by(op)
             for output in op.outputs:
@@ -259,12 +283,15 @@ class _Ways:
 
     def _reader(self, tensor: TensorRef, alone: frozenset[int]) -> Op | None:
         """Return the one operation that reads a tensor, and nothing of other sources; None if there are several."""
-        readers = [op for op in self._graph.recording.consumers.get(tensor.id, ()) if op.index in self._inside]
-        if len(readers) != 1 or len(readers[0].outputs) != 1:
+        readers = _readers(self._graph, tensor, self._inside)
+        if len(readers) != 1:
             return None
-        output = readers[0].output
-        keeps = output.numel == tensor.numel and output.id != tensor.id
-        return readers[0] if keeps and self._behind.get(output.id) == alone else None
+        reader = readers[0]
+        if len(reader.outputs) != 1:
+            return None
+        output = reader.output
+        keeps_size = output.numel == tensor.numel and output.id != tensor.id
+        return reader if keeps_size and self._behind.get(output.id) == alone else None
 
     def _in_dimensions(self, tensor: TensorRef, alone: frozenset[int]) -> TensorRef:
         """Return a tensor after the view that gives its rows the dimensions of batch and tokens."""
@@ -346,7 +373,7 @@ class _Measurement:
 
     def _laid(self, given: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Return the content of sources in the memory layout that they were recorded with."""
-        tensors = {source.id: source for source in self._part.sources}
+        tensors = by_id(self._part.sources)
         return {number: in_layout(value, tensors[number]) for number, value in given.items()}
 
     def _run(self, given: Mapping[int, Tensor]) -> Tensor:
@@ -356,7 +383,9 @@ class _Measurement:
         """Return the attention; None if it is none."""
         drawn = {source.id: self._draw(source) for source in self._part.sources}
         run = _Run(drawn, self._run(drawn))
-        if not bool(run.answer.isfinite().all()) or len(run.answer.shape) not in _LAYOUTS_OF_CONTEXT:
+        if not bool(run.answer.isfinite().all()):
+            return None
+        if len(run.answer.shape) not in _LAYOUTS_OF_CONTEXT:
             return None
         operands = self._operands(run)
         return None if operands is None else self._fitted(operands)
@@ -387,7 +416,8 @@ class _Measurement:
 
     def _is_value(self, source: TensorRef, run: _Run) -> bool:
         """Return whether the answer is twice as large when this is twice as large, and else unchanged."""
-        twice = self._run({**run.drawn, source.id: run.drawn[source.id] * 2})
+        doubled = run.drawn[source.id] * 2
+        twice = self._run({**run.drawn, source.id: doubled})
         return _is_near(twice, run.answer * 2)
 
     def _touched(self, source: TensorRef, run: _Run, place: int, index: int) -> Tensor:
@@ -438,7 +468,14 @@ class _Measurement:
             return None
         return Layout(tuple(names))
 
-    def _name_of(self, source: TensorRef, place: int, before: Sequence[str], run: _Run, out: Layout) -> str:
+    def _name_of(
+        self,
+        source: TensorRef,
+        place: int,
+        before: Sequence[str],
+        run: _Run,
+        out: Layout,
+    ) -> str:
         """Return the name of a dimension of an operand, given the names of those before."""
         may_be_batch = "batch" in out.dims and "batch" not in before
         items = run.answer.shape[out.dims.index("batch")] if may_be_batch else 0
@@ -474,7 +511,11 @@ class _Measurement:
         tokens = value.layout.features_last(torch.zeros(value.tensor.shape)).shape[1]
         if tokens > _MOST_TOKENS or tokens < 2:
             return None
-        numbers = [(self._draw(operands.query.tensor), self._draw(operands.key.tensor)) for _ in range(2)]
+        numbers = []
+        for _ in range(2):
+            query = self._draw(operands.query.tensor)
+            key = self._draw(operands.key.tensor)
+            numbers.append((query, key))
         draws = []
         for query, key in numbers:
             weights = self._weights(operands, query, key)
@@ -503,28 +544,36 @@ class _Measurement:
             )
         return None
 
-    def _weights(self, operands: _Operands, query: Tensor, key: Tensor) -> _Weights | None:
+    def _weights(
+        self,
+        operands: _Operands,
+        query: Tensor,
+        key: Tensor,
+    ) -> _Weights | None:
         """Return the weights of each token: the answers to values that are zero but for that token."""
-        value, context = operands.value, operands.context
+        value = operands.value
         nothing = torch.zeros(value.tensor.shape, dtype=torch.float64)
-        shape = value.layout.features_last(nothing).shape
-        unit = 1 + torch.rand(shape[2], generator=self._generator, dtype=torch.float64)
-        given = {operands.query.tensor.id: query, operands.key.tensor.id: key, value.tensor.id: nothing}
+        batch, tokens, features = value.layout.features_last(nothing).shape
+        unit = 1 + torch.rand(features, generator=self._generator, dtype=torch.float64)
+        given = {
+            operands.query.tensor.id: query,
+            operands.key.tensor.id: key,
+            value.tensor.id: nothing,
+        }
         content = self._replay.run(self._laid(given))
         columns = []
-        for token in range(shape[1]):
-            numbers = torch.zeros(shape, dtype=torch.float64)
+        for token in range(tokens):
+            numbers = torch.zeros(batch, tokens, features, dtype=torch.float64)
             numbers[:, token] = unit
             alone = in_layout(value.layout.as_given(numbers, value.tensor.shape), value.tensor)
-            answer = self._replay.run_again(content, value.tensor, alone)[self._context.id]
-            answer = context.layout.features_last(answer)
-            if answer.shape[2] != shape[2] or answer.shape[0] != shape[0]:
+            content_of_token = self._replay.run_again(content, value.tensor, alone)
+            answer = operands.context.layout.features_last(content_of_token[self._context.id])
+            if answer.shape[0] != batch or answer.shape[2] != features:
                 return None
             columns.append(answer / unit)
         by_feature = torch.stack(columns, -1).permute(0, 2, 1, 3)  # batch features query key
-        if not _is_near(by_feature.sum(-1), torch.ones_like(by_feature[..., 0])):
-            return None
-        return _heads_of(by_feature)
+        sums = by_feature.sum(-1)
+        return _heads_of(by_feature) if _is_near(sums, torch.ones_like(sums)) else None
 
 
 def _fit(operands: _Operands, draws: Sequence[_Draw], *, unit: bool) -> _Fit | None:
@@ -535,28 +584,38 @@ def _fit(operands: _Operands, draws: Sequence[_Draw], *, unit: bool) -> _Fit | N
         if product is None:
             return None
         products.append(product)
-    seen = _seen(draws[0].weights)
+    first, second = draws
+    seen = _seen(first.weights)
     pattern = seen[0, 0]
-    if not torch.equal(seen, _seen(draws[1].weights)) or not bool((seen == pattern).all()):
+    is_one_pattern = bool((seen == pattern).all())
+    if not is_one_pattern or not torch.equal(seen, _seen(second.weights)):
         return None
-    logs = [draw.weights.by_head.log() for draw in draws]
-    difference = _centred(logs[1] - logs[0], seen)
-    given = _centred(products[1].numbers - products[0].numbers, seen)
+    logs = [_centred(draw.weights.by_head.log(), seen) for draw in draws]
+    scores = [_centred(product.numbers, seen) for product in products]
+    scale = _scale(
+        _centred(second.weights.by_head.log() - first.weights.by_head.log(), seen),
+        _centred(products[1].numbers - products[0].numbers, seen),
+    )
+    if scale is None:
+        return None
+    rest = logs[0] - scale * scores[0]
+    again = logs[1] - scale * scores[1]
+    if not _is_near(rest, again, _EXACT) or not _is_alike(rest):
+        return None
+    bias: Tensor | None = rest[0]
+    if float(rest[0].abs().max()) <= _EXACT:
+        bias = None
+    elif _is_alike(rest[0]):
+        bias = rest[0, 0]
+    return _Fit(scale, pattern, bias, products[0].key_heads)
+
+
+def _scale(difference: Tensor, given: Tensor) -> float | None:
+    """Return the number that the differences of products are multiplied by; None if there is none, or it is zero."""
     square = (given * given).sum().clamp(min=_NOTHING)
     scale = float(f"{float((difference * given).sum() / square):.9g}")
-    if float((difference - scale * given).abs().max()) > _EXACT or not scale:
-        return None
-    first, second = (
-        _centred(log, seen) - scale * _centred(product.numbers, seen)
-        for log, product in zip(logs, products, strict=True)
-    )
-    if not _is_near(first, second, _EXACT) or not _is_alike(first):
-        return None
-    bias = first[0]
-    key_heads = products[0].key_heads
-    if float(bias.abs().max()) <= _EXACT:
-        return _Fit(scale, pattern, None, key_heads)
-    return _Fit(scale, pattern, bias[0] if _is_alike(bias) else bias, key_heads)
+    rest = (difference - scale * given).abs().max()
+    return None if float(rest) > _EXACT or not scale else scale
 
 
 def _seen(weights: _Weights) -> Tensor:
@@ -584,9 +643,9 @@ def _product(operands: _Operands, draw: _Draw, *, unit: bool) -> _Products | Non
     queries = split(operands.query.layout.features_last(draw.query), heads)
     size = queries.shape[-1]
     features = operands.key.layout.features_last(draw.key)
-    if features.shape[2] % size or heads % (features.shape[2] // size):
+    key_heads, rest = divmod(features.shape[2], size)
+    if rest or heads % key_heads:
         return None
-    key_heads = features.shape[2] // size
     keys = split(features, key_heads)
     if unit:
         queries = queries / queries.norm(dim=-1, keepdim=True)
@@ -613,7 +672,8 @@ def _heads_of(by_feature: Tensor) -> _Weights | None:
         if not _is_near(by_feature[:, feature], by_feature[:, starts[-1]]):
             starts.append(feature)
     size = features // len(starts)
-    if starts != list(range(0, features, size)) or size * len(starts) != features:
+    is_even = size * len(starts) == features
+    if not is_even or starts != list(range(0, features, size)):
         return None
     return _Weights(by_feature[:, ::size])
 
@@ -626,7 +686,8 @@ def split(numbers: Tensor, heads: int) -> Tensor:
 def _centred(numbers: Tensor, seen: Tensor) -> Tensor:
     """Return numbers less the mean of what each query sees: `batch heads query key`."""
     kept = torch.where(seen, numbers, 0.0)
-    mean = kept.sum(-1, keepdim=True) / seen.sum(-1, keepdim=True).clamp(min=1)
+    count = seen.sum(-1, keepdim=True).clamp(min=1)
+    mean = kept.sum(-1, keepdim=True) / count
     return torch.where(seen, kept - mean, 0.0)
 
 
