@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from ..record.ops import Op, TensorRef
 from .attention import Attention, positions_of
-from .axis import Axis, setting, wide
+from .axis import Axis, plain_name, setting, wide
 from .dataflow import Graph, inside
 from .late import average_of_ones, with_exponentials_masked
 from .memory import memory_paths
@@ -48,8 +48,11 @@ def attentions_of(graph: Graph) -> list[Attention]:
     attentions = with_softmaxes_joined(graph, attentions)
     attentions = [attention for attention in attentions if not _is_dispatch(graph, attention, attentions)]
     # The projection of another attention's queries, keys or values is no W_o.
-    taken = {op.index for attention in attentions for op in attention.projections.values()}
-    contexts = {attention.stages["context"].id for attention in attentions}
+    taken: set[int] = set()
+    contexts: set[int] = set()
+    for attention in attentions:
+        taken.update(op.index for op in attention.projections.values())
+        contexts.add(attention.stages["context"].id)
     attentions = [_with_output(graph, attention, taken, contexts) for attention in attentions]
     return _with_turns_merged(graph, with_pieces_joined(graph, attentions), constants)
 
@@ -67,7 +70,11 @@ def _measured(graph: Graph, constants: Constants) -> list[Attention]:
     return list(attentions.values())
 
 
-def _of_softmaxes(graph: Graph, measured: Sequence[Attention], constants: Constants) -> list[Attention]:
+def _of_softmaxes(
+    graph: Graph,
+    measured: Sequence[Attention],
+    constants: Constants,
+) -> list[Attention]:
     """Return the attentions of softmaxes, without those that were measured."""
     averages = {attention.value_product.op.index for attention in measured}
     softmaxed = {attention.softmax.index for attention in measured}
@@ -96,7 +103,11 @@ def _of_softmax(graph: Graph, softmax: Softmax, averages: set[int]) -> Attention
     return None if over_memory is None else _attention_around(graph, softmax, *over_memory)
 
 
-def _of_pieces_and_weighings(graph: Graph, before: Sequence[Attention], constants: Constants) -> list[Attention]:
+def _of_pieces_and_weighings(
+    graph: Graph,
+    before: Sequence[Attention],
+    constants: Constants,
+) -> list[Attention]:
     """Return the attentions of softmaxes in pieces of the keys, and of weights without a softmax.
 
     Products of the attentions `before` are none of theirs. Pieces that give one context are one attention.
@@ -174,7 +185,11 @@ class _Parts:
 
 
 def _attention_around(
-    graph: Graph, softmax: Softmax, scores: ProductPath, values: ProductPath, reading: Reading | None = None
+    graph: Graph,
+    softmax: Softmax,
+    scores: ProductPath,
+    values: ProductPath,
+    reading: Reading | None = None,
 ) -> Attention | None:
     """Return the attention around a softmax or around other weights; None if this is no attention."""
     scores = scores._replace(product=with_keys_of(graph, scores.product, values.values))
@@ -244,7 +259,12 @@ def _scoring(graph: Graph, parts: _Parts) -> Scoring:
     return read_scoring(graph, parts.scores.product, parts.scores.path, softmax.masked, softmax.dim)
 
 
-def _stages_after_heads(graph: Graph, parts: _Parts, scoring: Scoring, reading: Reading | None) -> dict[str, TensorRef]:
+def _stages_after_heads(
+    graph: Graph,
+    parts: _Parts,
+    scoring: Scoring,
+    reading: Reading | None,
+) -> dict[str, TensorRef]:
     """Return the scores, the masked scores, the weights and the context; without those that are never made."""
     softmax = parts.softmax
     stages = {"scores": scoring.scores}
@@ -279,7 +299,14 @@ class _Heads(NamedTuple):
     """The number that it was multiplied by; None if it is unknown."""
 
 
-def _heads(graph: Graph, product: Product, operand: TensorRef, *, transposed: bool, unscaled: bool = True) -> _Heads:
+def _heads(
+    graph: Graph,
+    product: Product,
+    operand: TensorRef,
+    *,
+    transposed: bool,
+    unscaled: bool = True,
+) -> _Heads:
     """Return an operand before its transposition for the product, and if `unscaled` before its scaling; and its scale.
 
     The scale of queries and keys is a part of that of the scores. Values that are multiplied are other values.
@@ -288,7 +315,7 @@ def _heads(graph: Graph, product: Product, operand: TensorRef, *, transposed: bo
     swapped = False
     tensor = operand
     while True:
-        op = graph.recording.producer(tensor)
+        op = graph.producer(tensor)
         if op is None or not op.inputs:
             break
         if moved_for(graph, op, product):
@@ -311,7 +338,7 @@ def _is_result_of_scaling(graph: Graph, op: Op) -> bool:
     """Return whether this links a kernel's result to its last step, and the step is a scaling."""
     if not op.makes_result:
         return False
-    step = graph.recording.producer(op.inputs[0])
+    step = graph.producer(op.inputs[0])
     return step is not None and _scales(graph, step)
 
 
@@ -319,7 +346,7 @@ def _scales(graph: Graph, op: Op) -> bool:
     """Return whether this multiplies every element by one number, except as the second half of a mean."""
     if not graph.is_scale(op):
         return False
-    maker = graph.recording.producer(_largest_input(op))
+    maker = graph.producer(_largest_input(op))
     if maker is None or maker.base_name != "sum":
         return True
     summed = maker.inputs[0].numel / max(maker.output.numel, 1)
@@ -348,17 +375,20 @@ def _norms(graph: Graph, op: Op) -> bool:
 
 def _is_repeated_by_feature(tensor: TensorRef) -> bool:
     """Return whether a tensor has one number for all features, as a length has."""
-    return tensor.shape[-1:] == (1,) or tensor.stride[-1:] == (0,)
+    if not tensor.shape:
+        return False
+    return tensor.shape[-1] == 1 or tensor.stride[-1] == 0
 
 
 def _without_sinks(weights: TensorRef, dim: int, path: tuple[Op, ...]) -> TensorRef:
     """Return the weights without those of the sinks, which are cut off before the values product."""
     for op in path:
-        same_keys = len(op.output.shape) == len(weights.shape) and op.output.shape[dim] == weights.shape[dim]
-        if not op.does("cuts") or op.output.numel >= weights.numel or same_keys:
+        if not op.does("cuts") or op.output.numel >= weights.numel:
             continue
-        smaller = [tensor for tensor in op.outputs if tensor.numel < weights.numel]
-        return smaller[0] if smaller else op.output
+        shape = op.output.shape
+        has_rank = len(shape) == len(weights.shape)
+        if not has_rank or shape[dim] != weights.shape[dim]:
+            return op.output
     return weights
 
 
@@ -380,7 +410,12 @@ class _WayToOutput:
     """Ids of the contexts of all attentions."""
 
     @classmethod
-    def of(cls, graph: Graph, attention: Attention, contexts: Iterable[int]) -> _WayToOutput:
+    def of(
+        cls,
+        graph: Graph,
+        attention: Attention,
+        contexts: Iterable[int],
+    ) -> _WayToOutput:
         """Return the way from the context of this attention."""
         stages = attention.stages
         context = stages["context"]
@@ -407,7 +442,7 @@ class _WayToOutput:
 
     def _is_residual(self, op: Op) -> bool:
         """Return whether this adds something else of the size of the context, e.g. the input of the block."""
-        if op.base_name.rstrip("_") != "add":
+        if plain_name(op) != "add":
             return False
         whole_operands = [read for read in op.inputs if read.numel == op.output.numel]
         if len(whole_operands) < 2:
@@ -427,10 +462,13 @@ class _WayToOutput:
 
     def _is_context(self, tensor: TensorRef) -> bool:
         """Return whether a tensor is the context of an attention, at most moved, scaled or added to others."""
-        return any(step.tensor.id in self.contexts for step in self.graph.back(tensor, self._keeps_context))
+        steps = self.graph.back(tensor, self._keeps_context)
+        return any(step.tensor.id in self.contexts for step in steps)
 
     def _keeps_context(self, op: Op) -> bool:
-        return self.graph.moves(op) or self.graph.is_scale(op) or op.base_name == "add"
+        if op.base_name == "add":
+            return True
+        return self.graph.moves(op) or self.graph.is_scale(op)
 
 
 class _OutputProjection(NamedTuple):
@@ -441,7 +479,12 @@ class _OutputProjection(NamedTuple):
     """The tensor that it reads on the way from the context."""
 
 
-def _with_output(graph: Graph, attention: Attention, taken: set[int], contexts: set[int]) -> Attention:
+def _with_output(
+    graph: Graph,
+    attention: Attention,
+    taken: set[int],
+    contexts: set[int],
+) -> Attention:
     """Return an attention with its concatenated heads, and its output if a projection that is not `taken` follows."""
     projection = _output_projection(graph, attention, taken, contexts)
     if projection is None:
@@ -458,7 +501,10 @@ def _with_output(graph: Graph, attention: Attention, taken: set[int], contexts: 
 
 
 def _output_projection(
-    graph: Graph, attention: Attention, taken: set[int], contexts: set[int]
+    graph: Graph,
+    attention: Attention,
+    taken: set[int],
+    contexts: set[int],
 ) -> _OutputProjection | None:
     """Return the next projection after the context; None if it is `taken`, or there is none."""
     way = _WayToOutput.of(graph, attention, contexts)
@@ -475,11 +521,19 @@ def _output_projection(
 
 def _is_summed(graph: Graph, op: Op) -> bool:
     """Return whether the result of an operation is added up along a dimension, e.g. over the heads."""
-    after = graph.forward(op.output, lambda passed: graph.moves(passed) or passed.pointwise)
+
+    def through(passed: Op) -> bool:
+        return graph.moves(passed) or passed.pointwise
+
+    after = graph.forward(op.output, through)
     return any(reader.base_name in ("sum", "mean") for reader, _ in after)
 
 
-def _concat_before(graph: Graph, attention: Attention, projection: _OutputProjection) -> TensorRef:
+def _concat_before(
+    graph: Graph,
+    attention: Attention,
+    projection: _OutputProjection,
+) -> TensorRef:
     """Return the concatenated heads, `batch query (heads head_dim)`, as the output projection was called with them."""
     op = projection.op
     concat = graph.before_call(op, projection.read)
@@ -494,7 +548,13 @@ def _output_after(graph: Graph, attention: Attention, projection: Op) -> TensorR
     return _onward(graph, graph.after_projection(projection), attention.module, features_last=features_last)
 
 
-def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool = False) -> TensorRef:
+def _onward(
+    graph: Graph,
+    tensor: TensorRef,
+    module: str,
+    *,
+    features_last: bool = False,
+) -> TensorRef:
     """Return the end of the chain of views and copies that starts here and stays in the module.
 
     With `features_last` the chain ends before the last dimension changes.
@@ -502,7 +562,9 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
     features = graph.dimensions.of(tensor)[-1:]
 
     def counts(op: Op) -> bool:
-        return graph.moves(op) and inside(op.module, module) and op.call not in graph.calls_of_products
+        if not graph.moves(op) or op.call in graph.calls_of_products:
+            return False
+        return inside(op.module, module)
 
     def passes(op: Op) -> bool:
         if op.output.numel != tensor.numel or not tensor.numel:
@@ -515,7 +577,11 @@ def _onward(graph: Graph, tensor: TensorRef, module: str, *, features_last: bool
 # -- turns of a loop over heads ---------------------------------------------------------------------------------------
 
 
-def _with_turns_merged(graph: Graph, attentions: list[Attention], constants: Constants) -> list[Attention]:
+def _with_turns_merged(
+    graph: Graph,
+    attentions: list[Attention],
+    constants: Constants,
+) -> list[Attention]:
     """Merge attentions of the same source line and module whose contexts are joined head by head.
 
     A head may be a module. The iterations of a loop over pieces of a sequence are of one line too, and are joined along
@@ -574,7 +640,13 @@ def _loop_of(graph: Graph, turn: _Turn, joined: Joined) -> tuple[object, ...] | 
     )
 
 
-def _owner_of_loop(graph: Graph, attention: Attention, join: Op, *, is_head_alone: bool) -> object:
+def _owner_of_loop(
+    graph: Graph,
+    attention: Attention,
+    join: Op,
+    *,
+    is_head_alone: bool,
+) -> object:
     """Return the module of a loop over heads; if each head is a module, the query that the iterations share."""
     is_outside = join.module != attention.module
     if is_outside and is_head_alone and "query" in attention.projections:
@@ -599,7 +671,9 @@ def _joining(graph: Graph, attention: Attention) -> _Join | None:
         return graph.moves(op) or op.base_name == "native_dropout"
 
     for op, step in graph.forward(attention.stages["context"], through):
-        if op.outputs and len(op.inputs) > 1 and _joins_heads(graph, op, step.tensor, features):
+        if not op.outputs or len(op.inputs) < 2:
+            continue
+        if _joins_heads(graph, op, step.tensor, features):
             return _Join(op, step.tensor)
     return None
 
@@ -611,14 +685,17 @@ def _joins_heads(graph: Graph, op: Op, context: TensorRef, features: set[Axis]) 
     """
     cut: Op = op
     if op.base_name == "copy_" and op.inputs[0].id != context.id:
-        cut = graph.recording.producer(op.inputs[0]) or op
+        cut = graph.producer(op.inputs[0]) or op
     if op.base_name == "stack" or cut.base_name == "select":
         return True
-    dims = graph.dimensions.of(context)
-    if cut.base_name not in ("cat", "slice") or len(cut.output.shape) != len(dims):
+    if cut.base_name not in ("cat", "slice"):
         return False
-    joined = dims[setting(cut, 1, "dim", 0) % len(dims)]
-    return not features.isdisjoint(joined)
+    dims = graph.dimensions.of(context)
+    rank = len(dims)
+    if len(cut.output.shape) != rank:
+        return False
+    place = setting(cut, 1, "dim", 0) % rank
+    return not features.isdisjoint(dims[place])
 
 
 def _origin(graph: Graph, tensor: TensorRef) -> tuple[object, ...]:
@@ -631,16 +708,24 @@ def _origin(graph: Graph, tensor: TensorRef) -> tuple[object, ...]:
     return source, *views
 
 
-def _merged(graph: Graph, group: Sequence[_Turn], constants: Constants) -> list[Attention]:
+def _merged(
+    graph: Graph,
+    group: Sequence[_Turn],
+    constants: Constants,
+) -> list[Attention]:
     """Return one attention for all iterations of a loop; the iterations unchanged if they are no heads alike.
 
     Two with the same scores are none, and what is said of the first has to be true of the others.
     """
     turns = [turn.attention for turn in group]
-    if len(turns) == 1 or _have_same_scores(graph, turns) or not heads_agree(graph, turns, constants):
+    if len(turns) == 1 or _have_same_scores(graph, turns):
+        return turns
+    if not heads_agree(graph, turns, constants):
         return turns
     first, join = group[0]
-    modules = {turn.module for turn in turns}
+    module = first.module
+    if join is not None and len({turn.module for turn in turns}) > 1:
+        module = join.op.module
     stages, projections = _after_last(turns[-1])
     return [
         replace(
@@ -648,14 +733,18 @@ def _merged(graph: Graph, group: Sequence[_Turn], constants: Constants) -> list[
             stages=first.stages | stages,
             projections=first.projections | projections,
             branches=tuple(turns),
-            module=join.op.module if len(modules) > 1 and join is not None else first.module,
+            module=module,
         )
     ]
 
 
 def _have_same_scores(graph: Graph, turns: Sequence[Attention]) -> bool:
     """Return whether two iterations have the same queries and keys."""
-    origins = {(_origin(graph, turn.stages["q_heads"]), _origin(graph, turn.stages["k_heads"])) for turn in turns}
+    origins = set()
+    for turn in turns:
+        query = _origin(graph, turn.stages["q_heads"])
+        key = _origin(graph, turn.stages["k_heads"])
+        origins.add((query, key))
     return len(origins) < len(turns)
 
 
